@@ -1,0 +1,44 @@
+"""The state of the autograd engine, asked through torch's private names.
+
+Nothing else in the package touches a private name of autograd. Each function says what it answers where torch does not
+offer that name, so that a release of torch that renames one costs a detail of the recording and not the run.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["in_backward", "is_transformed"]
+
+try:
+    from torch._C import _current_graph_task_id
+except ImportError:
+
+    def _current_graph_task_id() -> int:
+        return -1
+
+
+try:
+    from torch._C._functorch import is_functorch_wrapped_tensor
+except ImportError:
+
+    def is_functorch_wrapped_tensor(tensor: Tensor) -> bool:
+        return False
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass.
+
+    A forward hook that fires there belongs to a recomputation by ``torch.utils.checkpoint``, not to a second forward
+    pass. torch's own ``ModuleTracker`` makes the same test. Fallback: ``False``, and recomputed activations are counted
+    twice.
+    """
+    return bool(_current_graph_task_id() != -1)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether the tensor is a wrapper of ``torch.func`` (``vmap``, ``grad``), whose values cannot leave the transform.
+
+    Fallback: ``False``, and the update that then raises becomes a warning.
+    """
+    return bool(is_functorch_wrapped_tensor(tensor))

@@ -1,0 +1,82 @@
+"""What can go wrong, as one tree of exceptions.
+
+::
+
+    RecorderError                    anything this package raises on purpose
+    ├── ArgumentError    (ValueError)    an argument that can never work; raised at construction
+    ├── SelectionError   (ValueError)    a selection that matches no module; raised at fit start
+    ├── RecordingError   (RuntimeError)  recording a site failed; raised only with ``strict=True``
+    ├── RenderError      (RuntimeError)  no renderer was found, or it failed
+    └── DumpError        (ValueError)    a dump that cannot be read
+    RecorderWarning      (UserWarning)   the same faults, told once while training goes on
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+__all__ = [
+    "ArgumentError",
+    "DumpError",
+    "RecorderError",
+    "RecorderWarning",
+    "RecordingError",
+    "RenderError",
+    "SelectionError",
+    "check_integer",
+    "tell",
+]
+
+_log = logging.getLogger("lightning_recorder")
+
+
+class RecorderError(Exception):
+    """Base of every exception that this package raises on purpose."""
+
+
+class ArgumentError(RecorderError, ValueError):
+    """An argument has a value that can never work; the message names the allowed ones."""
+
+
+class SelectionError(RecorderError, ValueError):
+    """A selection matches no module; the message names the closest module names."""
+
+
+class RecordingError(RecorderError, RuntimeError):
+    """Recording a site failed under ``strict=True``; the message names the site."""
+
+
+class RenderError(RecorderError, RuntimeError):
+    """A graph could not be drawn; the message says how to get a picture."""
+
+
+class DumpError(RecorderError, ValueError):
+    """A dump is damaged or is not one of ours."""
+
+
+class RecorderWarning(UserWarning):
+    """A fault of the recorder that cost a record or a picture, never the run."""
+
+
+def tell(message: str) -> None:
+    """Warn with :class:`RecorderWarning`, even where warnings are turned into errors.
+
+    Note:
+        Under ``python -W error`` a warning is an exception. Raised from a hook it would end the training run that the
+        warning only comments on, so there it is logged as an error of the logger ``lightning_recorder`` instead.
+    """
+    try:
+        warnings.warn(message, RecorderWarning, stacklevel=2)
+    except RecorderWarning:
+        _log.error(message)
+
+
+def check_integer(name: str, value: object, least: int) -> None:
+    """Refuse an argument that is no integer of at least ``least``.
+
+    Raises:
+        ArgumentError: Naming the argument and what is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
