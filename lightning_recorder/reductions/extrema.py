@@ -1,0 +1,51 @@
+"""The smallest and the largest value of a stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.reductions.base import Reduction
+from lightning_recorder.reductions.values import Values
+
+__all__ = ["Extrema"]
+
+_INF = float("inf")
+
+
+class Extrema(Reduction):
+    """Minimum and maximum of the finite values.
+
+    State: ``[min, max]``, of an empty stream ``[inf, -inf]``. Statistics: ``min``, ``max``, both NaN for a stream
+        without a finite value.
+    Merging is ``minimum`` and ``maximum``, exact in any order.
+    """
+
+    width = 2
+
+    @classmethod
+    @override
+    def initial(cls) -> Tensor:
+        return torch.tensor([_INF, -_INF], dtype=torch.float64)
+
+    @classmethod
+    @override
+    def update_state(cls, state: Tensor, values: Values) -> None:
+        if values.numel == 0:
+            return
+        low = torch.nan_to_num(values.flat, nan=_INF, posinf=_INF, neginf=_INF).amin()
+        high = torch.nan_to_num(values.flat, nan=-_INF, posinf=-_INF, neginf=-_INF).amax()
+        cls.merge_states(state, torch.stack((low, high)).double())
+
+    @classmethod
+    @override
+    def merge_states(cls, state: Tensor, other: Tensor) -> None:
+        state[..., 0] = torch.minimum(state[..., 0], other[..., 0])
+        state[..., 1] = torch.maximum(state[..., 1], other[..., 1])
+
+    @classmethod
+    @override
+    def summarize(cls, state: Tensor) -> dict[str, Tensor]:
+        finite = torch.where(state.isfinite(), state, torch.nan)
+        return {"min": finite[..., 0], "max": finite[..., 1]}
