@@ -1,0 +1,398 @@
+"""Recording the execution graph of what a model really does."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+from lightning_recorder.autograd import in_backward
+from lightning_recorder.errors import tell
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
+from lightning_recorder.structure import iter_tensors
+from lightning_recorder.unrecorded import is_unrecorded, unrecorded
+
+__all__ = ["GraphCapture", "capture"]
+
+# A trainer's own arithmetic on the loss (dividing it by the number of micro-batches, scaling it, logging it) is no part
+# of the model, nor is an optimiser's.
+_TRAINERS = ("lightning.", "lightning_fabric.", "pytorch_lightning.", "torch.optim.", "torch.amp.grad_scaler")
+_MODELS_AMONG_THEM = (".demos.", ".swa_utils")  # models that Lightning ships, and torch's averaged copy of a model
+_BETWEEN = ("torch", "lightning_recorder", "contextlib", "functools")
+
+_BACKWARD = (Tensor.backward, torch.autograd.backward)
+_GRADIENT = cast(Any, Tensor.grad).__get__
+
+_IGNORED = -1
+"""In place of a node's id: a tensor that is followed no further, such as a gradient on its way to the optimiser."""
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Which node gave a tensor or wrote into a storage, and when."""
+
+    node: int
+    time: int
+
+
+@dataclass
+class _Call:
+    """A module call that is going on."""
+
+    node: int
+    module: nn.Module | None
+
+
+class GraphCapture:
+    """Records the module calls and torch functions of this thread while it is entered.
+
+    Module calls are seen by hooks on the submodules, functions by a ``TorchFunctionMode``; neither changes a value, a
+    gradient or a random number, and no tensor is kept alive. A tensor is known by a weak reference, because the ids of
+    tensors are used again at once, and by its storage, because views and in-place operations write to one tensor and
+    read from another. Inside a backward pass nothing is recorded; its start is a node.
+
+    What a function of torch's own does inside is not taken apart: ``cross_entropy`` is one node.
+
+    Args:
+        module: The model. Its submodules' calls become nodes; it is itself the root.
+        inputs: What is fed to the model: tensors in any nesting, each an input node named by its path.
+        name: The path under which the paths of the inputs grow.
+        scope: Which method of the model is recorded.
+
+    Note:
+        Leaving the context takes every hook off. An error in the recording ends it with one warning, and the graph has
+        what was seen before.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Any = None, *, name: str = "input", scope: str = "forward") -> None:
+        self._scope = scope
+        self.module = module
+        self._nodes: list[Node] = []
+        self._edges: dict[tuple[int, int], Edge] = {}
+        self._calls: list[_Call] = []
+        self._counts: dict[str, int] = {}
+        self._time = 0
+        self._tensors: dict[int, tuple[weakref.ref[Tensor], _Origin]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, _Origin]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._mode: _CaptureMode | None = None
+        self._thread = 0
+        self._active = False
+        self._model_tensors: dict[int, tuple[Kind, str, nn.Module]] = {}
+        root = self._add("module", "", type_name=type(module).__name__, parameters=_own_parameters(module))
+        self._calls.append(_Call(root, module))
+        with unrecorded():
+            for path, tensor in iter_tensors(inputs, name):
+                self._bind(tensor, self._add("input", path, outputs=(_meta(tensor),)))
+
+    def __enter__(self) -> Self:
+        self._thread = threading.get_ident()
+        for name, each in self.module.named_modules():
+            for kind, tensors in (
+                ("parameter", each.named_parameters(name, False)),
+                ("buffer", each.named_buffers(name, False)),
+            ):
+                for path, tensor in tensors:
+                    self._model_tensors.setdefault(id(tensor), (kind, path, each))  # type: ignore[arg-type]  # a Kind
+            # The root's own call is left alone: under DDP it wraps the training step, on one device it lies inside it.
+            if name:
+                self._handles.append(each.register_forward_pre_hook(_BeforeCall(self, name)))
+                self._handles.append(each.register_forward_hook(_AfterCall(self), always_call=True))
+        self._mode = _CaptureMode(self)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self._active = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        while self._handles:
+            self._handles.pop().remove()
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+
+    def stop(self) -> None:
+        """See nothing any more, though the hooks stay on until the context is left."""
+        self._active = False
+        self._tensors.clear()
+        self._storages.clear()
+        self._model_tensors.clear()
+
+    def graph(self) -> Graph:
+        """What was recorded so far."""
+        return Graph(tuple(self._nodes), tuple(self._edges.values()), self._scope)
+
+    # What the mode and the hooks call.
+
+    def _watching(self) -> bool:
+        return self._active and threading.get_ident() == self._thread and not is_unrecorded() and not in_backward()
+
+    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            with unrecorded():
+                function(*args)
+        except Exception as error:  # noqa: BLE001 - whatever fails in the recording must not fail in the model
+            self.stop()
+            tell(f"the graph could not be recorded to its end: {type(error).__name__}: {error}")
+
+    def _enter_call(self, name: str, module: nn.Module) -> None:
+        self._counts[name] = self._counts.get(name, 0) + 1
+        node = self._add(
+            "module", name, type_name=type(module).__name__, call=self._counts[name], parameters=_own_parameters(module)
+        )
+        self._calls.append(_Call(node, module))
+
+    def _leave_call(self, module: nn.Module, output: Any) -> None:
+        # A call whose own hook never came, because a hook of the user raised before it, is left together with the one
+        # around it.
+        while len(self._calls) > 1:
+            call = self._calls.pop()
+            if call.module is module:
+                break
+        else:
+            return
+        tensors = [tensor for _, tensor in iter_tensors(output)]
+        self._nodes[call.node] = replace(self._nodes[call.node], outputs=tuple(map(_meta, tensors)))
+        if call.node == len(self._nodes) - 1 and tensors:
+            # Nothing happened inside: it gave back what it took, or something made where nobody sees it.
+            self._calls.append(call)
+            self._note("identity", tensors, tensors, ())
+            self._calls.pop()
+
+    def _note(self, name: str, inputs: list[Tensor], outputs: list[Tensor], written: tuple[Tensor, ...]) -> None:
+        """A node for one operation with the edges into it, and its outputs bound to it."""
+        origins = [(self._origin(tensor), tensor) for tensor in inputs]
+        if _of_trainer() or (origins and all(origin == _IGNORED for origin, _ in origins)):
+            passed = origins[0][0] if origins else _IGNORED
+            for tensor in outputs:
+                self._bind(tensor, passed)
+            return
+        node = self._add("op", name, outputs=tuple(map(_meta, outputs)))
+        for origin, tensor in origins:
+            self._connect(origin, node, tensor)
+        for tensor in outputs:
+            self._bind(tensor, node)
+        for tensor in written:
+            if id(tensor) not in self._model_tensors:
+                self._bind(tensor, node, wrote=True)
+
+    def _note_backward(self, losses: Iterable[Tensor]) -> None:
+        node = self._add("backward", "backward", parent=0)
+        for loss in losses:
+            self._connect(self._origin(loss), node, loss)
+
+    # The graph as it grows.
+
+    def _add(self, kind: Kind, name: str, *, parent: int | None = None, **about: Any) -> int:
+        if parent is None and self._calls:
+            parent = self._calls[-1].node
+        depth = 0 if parent is None else self._nodes[parent].depth + 1
+        self._nodes.append(Node(len(self._nodes), kind, name, parent, depth, **about))
+        return len(self._nodes) - 1
+
+    def _connect(self, source: int, target: int, tensor: Tensor) -> None:
+        if source == _IGNORED:
+            return
+        old = self._edges.get((source, target))
+        self._edges[source, target] = (
+            replace(old, multiplicity=old.multiplicity + 1) if old else Edge(source, target, 1, _meta(tensor))
+        )
+
+    def _bind(self, tensor: Tensor, node: int, *, wrote: bool = False) -> None:
+        """Remember which node gave a tensor; with ``wrote``, all that share its memory have their values from there."""
+        self._time += 1
+        origin = _Origin(node, self._time)
+        self._tensors[id(tensor)] = (weakref.ref(tensor), origin)
+        storage = _storage(tensor)
+        # The weak reference keeps the address of the storage from being used again, and nothing of its memory.
+        if storage is not None and (
+            wrote or storage.cdata not in self._storages or self._storages[storage.cdata][0].expired()
+        ):
+            self._storages[storage.cdata] = (storage, origin)
+
+    def _origin(self, tensor: Tensor) -> int:
+        """The node that gave the tensor its present values."""
+        reference, own = self._tensors.get(id(tensor), (None, None))
+        known = own if reference is not None and reference() is tensor else None
+        storage = _storage(tensor)
+        _, written = self._storages.get(storage.cdata, (None, None)) if storage is not None else (None, None)
+        latest = max(
+            (origin for origin in (known, written) if origin is not None), key=lambda origin: origin.time, default=None
+        )
+        if latest is not None:
+            return latest.node
+        return self._add_from_outside(tensor)
+
+    def _add_from_outside(self, tensor: Tensor) -> int:
+        kind, name, owner = self._model_tensors.get(id(tensor), ("tensor", "", None))
+        parent = next((call.node for call in reversed(self._calls) if call.module is owner), self._calls[-1].node)
+        node = self._add(kind, name, parent=parent, outputs=(_meta(tensor),))  # type: ignore[arg-type]  # a Kind
+        self._bind(tensor, node)
+        return node
+
+
+class _CaptureMode(TorchFunctionMode):
+    """Shows the capture every function of torch that is called from outside of torch."""
+
+    def __init__(self, owner: GraphCapture) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        owner = self._owner
+        if not owner._watching():
+            return func(*args, **kwargs)
+        # Inside this function no mode is on, so nothing that func does itself is seen: neither the parts of a composite
+        # nor a backward pass.
+        if func in _BACKWARD:
+            owner._guarded(
+                owner._note_backward, [tensor for _, tensor in iter_tensors(args[:1] or kwargs.get("tensors"))]
+            )
+            return func(*args, **kwargs)
+        inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
+        versions = [_version(tensor) for tensor in inputs]
+        result = func(*args, **kwargs)
+        if func == _GRADIENT:
+            if result is not None:
+                owner._guarded(owner._bind, result, _IGNORED)
+            return result
+        outputs = [tensor for _, tensor in iter_tensors(result)]
+        written = tuple(tensor for tensor, version in zip(inputs, versions, strict=True) if _version(tensor) != version)
+        if outputs or written:
+            owner._guarded(owner._note, _function_name(func), inputs, outputs, written)
+        return result
+
+
+class _BeforeCall:
+    """The forward pre-hook of a capture."""
+
+    def __init__(self, owner: GraphCapture, name: str) -> None:
+        self._owner = owner
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._owner._watching():
+            self._owner._guarded(self._owner._enter_call, self._name, module)
+
+    def __reduce__(self) -> str:
+        return "_inert"
+
+
+class _AfterCall:
+    """The forward hook of a capture."""
+
+    def __init__(self, owner: GraphCapture) -> None:
+        self._owner = owner
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._owner._watching():
+            self._owner._guarded(self._owner._leave_call, module, output)
+
+    def __reduce__(self) -> str:
+        return "_inert"
+
+
+def _inert(*args: Any) -> None:
+    """What a hook becomes in a copied or pickled module."""
+
+
+def capture(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
+    """Call a module once and give the graph of the call.
+
+    The module runs as it is, in its train or eval mode, under the caller's grad mode and autocast. An error that it
+    raises passes through.
+
+    Args:
+        module: The model.
+        args: Its arguments; a single tensor becomes the input node ``input``, several ``input[0]``, ``input[1]``, ….
+        kwargs: Its keyword arguments; a tensor becomes the input node ``input.<keyword>``.
+
+    Example:
+        >>> graph = capture(nn.Linear(2, 3), torch.ones(1, 2))
+        >>> [node.name for node in graph.nodes]
+        ['', 'input', 'weight', 'bias', 'linear']
+    """
+    single = len(args) == 1 and not kwargs
+    inputs: Any = args[0] if single else dict[Any, Any]([*enumerate(args), *kwargs.items()])
+    with GraphCapture(module, inputs) as recording:
+        module(*args, **kwargs)
+    return recording.graph()
+
+
+def _own_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False) if not _is_lazy(parameter))
+
+
+def _is_lazy(parameter: Tensor) -> bool:
+    return bool(nn.parameter.is_lazy(parameter))
+
+
+def _meta(tensor: Tensor) -> TensorMeta:
+    shape = () if _is_lazy(tensor) else tuple(int(size) for size in tensor.shape)
+    return TensorMeta(shape, str(tensor.dtype).removeprefix("torch."))
+
+
+def _version(tensor: Tensor) -> int:
+    # Tensors of inference mode have no version, and what writes into them is not followed.
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        # Sparse tensors and the wrappers of torch.func have none.
+        return None
+
+
+def _function_name(func: Any) -> str:
+    """The function's name as people say it: ``add`` for ``Tensor.__add__``, ``T`` for the getter of ``Tensor.T``."""
+    name: str = getattr(func, "__name__", type(func).__name__)
+    if name == "__get__":
+        return str(getattr(func.__self__, "__name__", name))
+    name = name.strip("_")
+    # relu_ and relu are one operation; whether it reuses memory is no part of what is computed.
+    return {
+        "radd": "add",
+        "rmul": "mul",
+        "rsub": "sub",
+        "rdiv": "div",
+        "truediv": "div",
+        "iadd": "add",
+        "imul": "mul",
+        "isub": "sub",
+    }.get(name, name)
+
+
+def _frames(start: FrameType | None) -> Iterator[FrameType]:
+    while start is not None:
+        yield start
+        start = start.f_back
+
+
+def _of_trainer() -> bool:
+    """Whether the trainer or an optimiser called the function, and not the model.
+
+    The first frame that is neither torch's nor ours decides.
+    """
+    for frame in _frames(sys._getframe(1)):
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith(_TRAINERS):
+            return not any(part in name for part in _MODELS_AMONG_THEM)
+        if name.partition(".")[0] not in _BETWEEN:
+            return False
+    return False

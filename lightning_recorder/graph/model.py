@@ -1,0 +1,188 @@
+"""The execution graph as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from lightning_recorder.errors import ArgumentError
+
+__all__ = ["Edge", "Graph", "Kind", "Node", "TensorMeta"]
+
+Kind = Literal["module", "op", "input", "parameter", "buffer", "tensor", "backward"]
+"""What a node is:
+
+``module``
+    one call of a module;
+``op``
+    one call of a torch function;
+``input``
+    a tensor of the batch;
+``parameter``, ``buffer``
+    a tensor of the model, in the call of the module that owns it;
+``tensor``
+    a tensor that existed before and belongs to neither the batch nor the model;
+``backward``
+    the start of a backward pass; what enters it is the loss.
+"""
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape and dtype of a tensor; ``dtype`` without ``torch.``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return "×".join(map(str, self.shape)) if self.shape else "scalar"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One thing that happened, or one tensor that was there.
+
+    Args:
+        id: Unique in the graph, ascending in time.
+        kind: See :data:`Kind`.
+        name: A module's dotted name, the root's being ``""``; an op's function, as ``relu``; a tensor's path or dotted
+            name.
+        parent: The ``id`` of the module call in which it happened; ``None`` for the root alone.
+        depth: Number of module calls around it; the root has 0.
+        type_name: A module's class; empty otherwise.
+        call: Which call of that module it is, from 1.
+        outputs: What it gave; for a parameter, buffer or input the tensor itself.
+        parameters: Number of parameter elements that a module call owns itself, its submodules' not included.
+        repeats: How many equal nodes of the recording it stands for, after folding.
+    """
+
+    id: int
+    kind: Kind
+    name: str
+    parent: int | None
+    depth: int
+    type_name: str = ""
+    call: int = 1
+    outputs: tuple[TensorMeta, ...] = ()
+    parameters: int = 0
+    repeats: int = 1
+
+
+@dataclass(frozen=True, order=True)
+class Edge:
+    """A tensor that goes from one node into another.
+
+    Args:
+        source: ``id`` of the node that gave it.
+        target: ``id`` of the node that took it.
+        multiplicity: How many tensors of the recording go this way.
+        tensor: Shape and dtype of the first of them.
+    """
+
+    source: int
+    target: int
+    multiplicity: int = field(default=1, compare=False)
+    tensor: TensorMeta | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in the order of time, the root first, and the edges between them, in the order in which they were used.
+
+    Edges join ops, inputs, parameters and the like; a module is the ``parent`` of what happened in it. In a view a
+    module may have edges itself: it then stands for all that it holds.
+
+    Args:
+        nodes: In the order of time.
+        edges: In the order of their first use.
+        scope: Which method of the model was recorded: ``forward``, ``training_step``.
+
+    Example:
+        >>> from lightning_recorder.graph import capture
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> graph = capture(net, torch.ones(1, 2))
+        >>> [node.kind for node in graph.nodes]
+        ['module', 'input', 'module', 'parameter', 'parameter', 'op', 'module', 'op']
+        >>> [node.name for node in graph.nodes]
+        ['', 'input', '0', '0.weight', '0.bias', 'linear', '1', 'relu']
+        >>> [(graph[edge.source].name, graph[edge.target].name) for edge in graph.edges]
+        [('input', 'linear'), ('0.weight', 'linear'), ('0.bias', 'linear'), ('linear', 'relu')]
+    """
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    scope: str = "forward"
+
+    @cached_property
+    def _by_id(self) -> dict[int, Node]:
+        return {node.id: node for node in self.nodes}
+
+    @cached_property
+    def _children(self) -> dict[int | None, list[Node]]:
+        children: dict[int | None, list[Node]] = {}
+        for node in self.nodes:
+            children.setdefault(node.parent, []).append(node)
+        return children
+
+    def __getitem__(self, node_id: int) -> Node:
+        return self._by_id[node_id]
+
+    @property
+    def root(self) -> Node:
+        """The node of the whole model."""
+        return self.nodes[0]
+
+    def children(self, node: Node) -> list[Node]:
+        """What happened directly in a module call, in the order of time."""
+        return self._children.get(node.id, [])
+
+    def ancestors(self, node: Node) -> Iterator[Node]:
+        """The module calls around a node, the innermost first."""
+        while node.parent is not None:
+            node = self[node.parent]
+            yield node
+
+    def module_calls(self) -> list[Node]:
+        """All calls of modules but the root, in the order of time."""
+        return [node for node in self.nodes if node.kind == "module" and node.parent is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        """The graph as JSON values.
+
+        The keys are ``version``, ``scope``, ``nodes`` and ``edges``, the last two with the fields of :class:`Node` and
+        :class:`Edge`.
+
+        Example:
+            >>> graph = Graph((Node(0, "module", "", None, 0),), ())
+            >>> Graph.from_json(graph.to_json()) == graph
+            True
+        """
+        nodes, edges = ([asdict(each) for each in part] for part in (self.nodes, self.edges))
+        return {"version": _VERSION, "scope": self.scope, "nodes": nodes, "edges": edges}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Graph:
+        """The graph of :meth:`to_json`.
+
+        Raises:
+            ArgumentError: If the data is of another version, or no graph.
+        """
+        if data.get("version") != _VERSION:
+            raise ArgumentError(f"a graph of version {_VERSION} is expected, got {data.get('version')!r}")
+        try:
+            nodes = tuple(Node(**{**each, "outputs": tuple(map(_meta, each["outputs"]))}) for each in data["nodes"])
+            edges = tuple(
+                Edge(**{**each, "tensor": each["tensor"] and _meta(each["tensor"])}) for each in data["edges"]
+            )
+        except (KeyError, TypeError) as error:
+            raise ArgumentError(f"this is no graph of ours: {error}") from error
+        return cls(nodes, edges, str(data.get("scope", "forward")))
+
+
+def _meta(data: Mapping[str, Any]) -> TensorMeta:
+    return TensorMeta(tuple(data["shape"]), data["dtype"])

@@ -1,0 +1,58 @@
+"""The walk over a graph that every renderer makes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from lightning_recorder.graph.model import Edge, Graph, Node
+
+__all__ = ["BaseRenderer"]
+
+Canvas = TypeVar("Canvas")
+
+
+class BaseRenderer(ABC, Generic[Canvas]):
+    """Turns a graph, or a view of one, into some form of output.
+
+    A new format is a subclass which says how a node, a module call with its contents, and an edge are put on a canvas;
+    what a canvas is, is up to the format.
+
+    Args:
+        graph: What to render, as it is: depth and contents are chosen before, by a view.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    @abstractmethod
+    def make_canvas(self) -> Canvas:
+        """An empty canvas."""
+
+    @abstractmethod
+    def render_node(self, canvas: Canvas, node: Node) -> None:
+        """Put a node that holds nothing on the canvas."""
+
+    @abstractmethod
+    def render_recursive_node(self, canvas: Canvas, node: Node) -> None:
+        """Put a module call on the canvas together with what it holds, by :meth:`render_contents`."""
+
+    @abstractmethod
+    def render_edge(self, canvas: Canvas, edge: Edge) -> None:
+        """Put an edge on the canvas; its ends are there."""
+
+    def render_contents(self, canvas: Canvas, node: Node) -> None:
+        """Put what a module call holds on the canvas, in the order of time."""
+        for child in self.graph.children(node):
+            if self.graph.children(child):
+                self.render_recursive_node(canvas, child)
+            else:
+                self.render_node(canvas, child)
+
+    def render(self) -> Canvas:
+        """The rendered graph."""
+        canvas = self.make_canvas()
+        self.render_contents(canvas, self.graph.root)
+        for edge in self.graph.edges:
+            self.render_edge(canvas, edge)
+        return canvas

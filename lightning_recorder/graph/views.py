@@ -1,0 +1,314 @@
+"""Smaller graphs made from a recorded one: what to show of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from lightning_recorder.errors import check_integer
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node
+
+__all__ = ["collapse", "drawn_nodes", "drop_isolated", "fit", "fold_repeats", "hide", "truncate", "without"]
+
+_LONGEST_UNIT = 8  # siblings that may repeat together, such as convolution, norm, activation, pool
+_COMFORTABLE = (
+    60  # nodes up to which a picture is read without effort, and has room for functions that only move values
+)
+
+PLUMBING = frozenset(
+    (
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "contiguous",
+        "getitem",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "flatten",
+        "unflatten",
+        "T",
+        "mT",
+        "chunk",
+        "split",
+        "to",
+        "type_as",
+        "float",
+        "detach",
+    )
+)
+"""Functions that move or name values without computing any."""
+
+
+def collapse(graph: Graph, depth: int | None = None) -> Graph:
+    """Close the module calls at a depth, and those without a call inside at any depth.
+
+    A closed call is a node in place of all that it holds; the edges of what it holds become its own, those within it
+    go.
+
+    Args:
+        graph: Any graph.
+        depth: The greatest depth that is shown; the root has 0, so 1 shows its children closed. ``None`` closes the
+            innermost calls alone.
+
+    Raises:
+        ArgumentError: If the depth is below 1.
+    """
+    if depth is not None:
+        check_integer("depth", depth, 1)
+    open_calls = {child.parent for child in graph.module_calls()} | {graph.root.id}
+    closed = {
+        node.id
+        for node in graph.module_calls()
+        if node.id not in open_calls or (depth is not None and node.depth >= depth)
+    }
+    target: dict[int, int] = {}
+    parameters: dict[int, int] = {}
+    for node in graph.nodes:
+        inside = target.get(node.parent) if node.parent is not None else None
+        if inside in closed:
+            target[node.id] = inside
+            parameters[target[node.id]] = parameters.get(target[node.id], 0) + node.parameters
+        else:
+            target[node.id] = node.id
+    kept = [
+        replace(node, parameters=node.parameters + parameters.get(node.id, 0)) if node.id in closed else node
+        for node in graph.nodes
+        if target[node.id] == node.id
+    ]
+    # What a closed call takes is the number of tensors that come in, and not how often it reads each of them inside.
+    entering: dict[tuple[int, int], Edge] = {}
+    for edge in graph.edges:
+        goal = target[edge.target]
+        taken = replace(edge, target=goal, multiplicity=1) if goal in closed and target[edge.source] != goal else edge
+        entering.setdefault((edge.source, taken.target), taken)
+    return _rebuilt(graph, kept, target, entering.values())
+
+
+def without(graph: Graph, kinds: Collection[Kind]) -> Graph:
+    """Leave out the nodes of some kinds, with their edges."""
+    kept = [node for node in graph.nodes if node.kind not in kinds]
+    return _rebuilt(graph, kept, {node.id: node.id for node in kept})
+
+
+def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
+    """Leave out the ops with certain names and draw an edge past each: from what enters it to what uses it."""
+    hidden = {node.id for node in graph.nodes if node.kind == "op" and node.name in names}
+    sources: dict[int, list[Edge]] = {}
+    for edge in graph.edges:
+        sources.setdefault(edge.target, []).append(edge)
+    # In the order of time a node's sources come before it, so each is resolved already. Only the first tensor into a
+    # hidden op is what it passes on.
+    through: dict[int, int | None] = {}
+    for node in graph.nodes:
+        if node.id in hidden:
+            first = sources.get(node.id, [])[:1]
+            through[node.id] = next((through.get(edge.source, edge.source) for edge in first), None)
+    edges: list[Edge] = []
+    for edge in graph.edges:
+        source = through.get(edge.source, edge.source)
+        if edge.target not in hidden and source is not None:
+            edges.append(replace(edge, source=source))
+    kept = [node for node in graph.nodes if node.id not in hidden]
+    return _rebuilt(graph, kept, {node.id: node.id for node in kept}, edges)
+
+
+def drop_isolated(graph: Graph) -> Graph:
+    """Leave out tensors that nothing uses, and ops that use nothing and are used by nothing."""
+    joined = {edge.source for edge in graph.edges} | {edge.target for edge in graph.edges}
+    kept = [node for node in graph.nodes if node.kind == "module" or node.id in joined]
+    return _rebuilt(graph, kept, {node.id: node.id for node in kept})
+
+
+def fold_repeats(graph: Graph, least: int = 3) -> Graph:
+    """Draw equal siblings that follow each other once, with their number.
+
+    A unit of one to eight siblings which contains a module and occurs at least ``least`` times in a row is kept once;
+    its module calls get ``repeats``. For a single call that holds others two times are enough. Units are equal when
+    classes, functions, shapes, parameters and what is inside are equal; the names of the modules may differ. An edge
+    from one occurrence to the next is left out, one from outside into each of them gets their number as multiplicity.
+    """
+    forms = _forms(graph)
+    target = {node.id: node.id for node in graph.nodes}
+    repeats: dict[int, int] = {}
+    for parent in graph.nodes:
+        siblings = [node for node in graph.children(parent) if node.kind in ("module", "op")]
+        for start, length, times in _runs(
+            [forms[node.id] for node in siblings], [_weight(graph, node) for node in siblings], least
+        ):
+            if (
+                length == 1
+                and not graph.children(siblings[start])
+                and not _chained(graph, siblings[start : start + times])
+            ):
+                # Single modules side by side, as the query, key and value of an attention, are each worth their name.
+                continue
+            for position in range(length, length * times):
+                first, other = siblings[start + position % length], siblings[start + position]
+                target.update(_paired(graph, first, other))
+            repeats.update({node.id: times for node in siblings[start : start + length]})
+    # An occurrence inside a folded call was folded there too, so a target may have a target.
+    for node_id, counterpart in target.items():
+        while target[counterpart] != counterpart:
+            counterpart = target[counterpart]
+        target[node_id] = counterpart
+    kept = [
+        replace(node, repeats=node.repeats * repeats.get(node.id, 1))
+        for node in graph.nodes
+        if target[node.id] == node.id
+    ]
+    forward = [edge for edge in graph.edges if target[edge.source] < target[edge.target]]
+    return _rebuilt(graph, kept, target, forward)
+
+
+def truncate(graph: Graph, max_nodes: int) -> Graph:
+    """Draw at most ``max_nodes`` nodes; what exceeds them becomes one node that says how many it stands for."""
+    drawn = drawn_nodes(graph)
+    if len(drawn) <= max_nodes:
+        return graph
+    # Two thirds from the start, a third from the end: both ends of the computation stay to be seen.
+    head = (max_nodes - 1) * 2 // 3
+    tail = max_nodes - 1 - head
+    surplus = drawn[head : len(drawn) - tail]
+    more = replace(
+        surplus[0],
+        kind="op",
+        name=f"… {len(surplus)} more",
+        parent=graph.root.id,
+        depth=1,
+        outputs=(),
+        parameters=0,
+        repeats=1,
+        call=1,
+    )
+    gone = {node.id for node in surplus}
+    target = {node.id: more.id if node.id in gone else node.id for node in graph.nodes}
+    kept = [more if node.id == more.id else node for node in graph.nodes if target[node.id] == node.id]
+    return _rebuilt(graph, kept, target)
+
+
+def drawn_nodes(graph: Graph) -> list[Node]:
+    """The nodes of a view that are drawn as nodes and not as a frame around others."""
+    parents = {node.parent for node in graph.nodes}
+    return [
+        node for node in graph.nodes if node.parent is not None and (node.kind != "module" or node.id not in parents)
+    ]
+
+
+def fit(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
+    """The most telling view with a limited number of nodes.
+
+    Parameters, buffers and isolated tensors are left out and repeated blocks folded. Then the greatest depth is taken
+    at which the view fits. In a view of more than 60 nodes the functions that compute nothing (:data:`PLUMBING`) are
+    hidden.
+
+    Args:
+        graph: A recorded graph.
+        max_nodes: The most nodes that the view may have.
+        depth: A depth to start from; ``None`` takes the greatest that fits.
+
+    Raises:
+        ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
+    """
+    check_integer("max_nodes", max_nodes, 1)
+    bare = without(graph, ("parameter", "buffer"))
+    deepest = max((node.depth for node in graph.module_calls()), default=1)
+    view = bare
+    for level in range(depth or deepest, 0, -1):
+        closed = collapse(bare, level)
+        for simpler, limit in ((closed, min(_COMFORTABLE, max_nodes)), (hide(closed), max_nodes)):
+            view = _without_empty_calls(drop_isolated(fold_repeats(simpler)))
+            if len(drawn_nodes(view)) <= limit:
+                return view
+    return _without_empty_calls(truncate(view, max_nodes))
+
+
+def _without_empty_calls(graph: Graph) -> Graph:
+    """Leave out calls that were open and have lost all that they held."""
+    joined = {edge.source for edge in graph.edges} | {edge.target for edge in graph.edges}
+    while True:
+        parents = {node.parent for node in graph.nodes}
+        kept = [
+            node
+            for node in graph.nodes
+            if node.kind != "module" or node.id in parents or node.id in joined or node.parent is None
+        ]
+        if len(kept) == len(graph.nodes):
+            return graph
+        graph = _rebuilt(graph, kept, {node.id: node.id for node in kept})
+
+
+def _rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: Iterable[Edge] | None = None) -> Graph:
+    """The graph of some nodes, its edges led to their targets; equal ones are joined, loops and loose ends dropped."""
+    there = {node.id for node in nodes}
+    joined: dict[tuple[int, int], Edge] = {}
+    for edge in graph.edges if edges is None else edges:
+        ends = (target.get(edge.source, -1), target.get(edge.target, -1))
+        if ends[0] == ends[1] or not there.issuperset(ends):
+            continue
+        old = joined.get(ends)
+        joined[ends] = (
+            replace(old, multiplicity=old.multiplicity + edge.multiplicity)
+            if old
+            else replace(edge, source=ends[0], target=ends[1])
+        )
+    return replace(graph, nodes=tuple(nodes), edges=tuple(joined.values()))
+
+
+def _forms(graph: Graph) -> dict[int, int]:
+    """A number for each node that two nodes share exactly when they and all that they hold look the same."""
+    numbers: dict[object, int] = {}
+    forms: dict[int, int] = {}
+    # Children come after their parent in the order of time, so going backwards each is known before it is needed.
+    for node in reversed(graph.nodes):
+        inside = tuple(forms[child.id] for child in graph.children(node))
+        name = "" if node.kind == "module" else node.name
+        form = (node.kind, name, node.type_name, node.outputs, node.parameters, node.repeats, inside)
+        forms[node.id] = numbers.setdefault(form, len(numbers))
+    return forms
+
+
+def _chained(graph: Graph, nodes: list[Node]) -> bool:
+    """Whether each node feeds the next."""
+    joined = {(edge.source, edge.target) for edge in graph.edges}
+    return all((one.id, next_.id) in joined for one, next_ in pairwise(nodes))
+
+
+def _weight(graph: Graph, node: Node) -> int:
+    """2 for a call that holds others, 1 for another call, 0 for an op."""
+    return 0 if node.kind != "module" else 2 if graph.children(node) else 1
+
+
+def _runs(forms: list[int], weights: list[int], least: int) -> list[tuple[int, int, int]]:
+    """Start, length of the unit and number of repetitions of each run, without overlaps."""
+    runs = []
+    start = 0
+    while start < len(forms):
+        best = (0, 0)
+        for length in range(1, min(_LONGEST_UNIT, (len(forms) - start) // 2) + 1):
+            unit = forms[start : start + length]
+            weight = max(weights[start : start + length])
+            enough = 2 if length == 1 and weight == 2 else least
+            times = 1
+            while forms[start + times * length : start + (times + 1) * length] == unit:
+                times += 1
+            if times >= enough and weight and times * length > best[0] * best[1]:
+                best = (length, times)
+        if best[0]:
+            runs.append((start, *best))
+        start += max(1, best[0] * best[1])
+    return runs
+
+
+def _paired(graph: Graph, first: Node, other: Node) -> dict[int, int]:
+    """Each node of one call led to its counterpart in an equal call."""
+    pairs: dict[int, int] = {}
+    todo = [(first, other)]
+    while todo:
+        kept, gone = todo.pop()
+        pairs[gone.id] = kept.id
+        todo.extend(zip(graph.children(kept), graph.children(gone), strict=True))
+    return pairs
