@@ -1,0 +1,7 @@
+"""Dumps: tensors on disk beside the checkpoints, keyed by name and safe to load."""
+
+from lightning_recorder.dumps.manifest import read_manifest
+from lightning_recorder.dumps.reader import Dump, read_dump
+from lightning_recorder.dumps.writer import remove_dump, write_dump
+
+__all__ = ["Dump", "read_dump", "read_manifest", "remove_dump", "write_dump"]

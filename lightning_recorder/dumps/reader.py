@@ -1,0 +1,48 @@
+"""Reading a dump back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_recorder.dumps.writer import FORMAT
+from lightning_recorder.errors import DumpError
+
+__all__ = ["Dump", "read_dump"]
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A dump in memory.
+
+    Args:
+        tensors: By name, on the CPU: ``conv1/mean``, 0-d float64, and so on; ``conv1/histogram``, ``[2048]`` int64.
+        about: Step, epoch, checkpoint and the like, as strings.
+    """
+
+    tensors: dict[str, Tensor]
+    about: dict[str, str]
+
+
+def read_dump(path: str | Path) -> Dump:
+    """Read a dump; nothing in the file is executed.
+
+    Raises:
+        DumpError: If the file is damaged or is not a dump of ours.
+        FileNotFoundError: If there is no such file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            about = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file object is no mapping
+    except SafetensorError as error:
+        raise DumpError(f"{path} is no readable safetensors file: {error}") from error
+    if about.pop("format", None) != FORMAT:
+        raise DumpError(
+            f"{path} was not written by lightning_recorder, or by a version with another format than {FORMAT!r}"
+        )
+    return Dump(tensors, about)

@@ -1,0 +1,110 @@
+"""A sink that writes plain files into a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.sinks.base import Image, Sink
+
+if TYPE_CHECKING:
+    from lightning_recorder.graph.model import Graph
+
+__all__ = ["FilesSink"]
+
+
+class FilesSink(Sink):
+    """Writes every kind of result into one folder.
+
+    ``scalars.jsonl`` and ``histograms.jsonl`` get a line per step and tag group; a line is one JSON object, so a run
+    that was killed leaves at worst a torn last line. ``images/`` gets a PNG per tag and step, ``texts/`` a Markdown
+    file, ``graphs/`` a JSON file; files are copied to the name that they are given. Numbers that JSON lacks are the
+    strings ``"nan"``, ``"inf"`` and ``"-inf"``.
+
+    Args:
+        directory: The folder; made when the first result is written. A second run into the same folder appends.
+
+    Raises:
+        ArgumentError: From ``write_files``, if a name leads out of the folder.
+        OSError: From any verb, if the folder cannot be written.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    @override
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        self._append("scalars.jsonl", {"step": step, "scalars": {tag: _plain(value) for tag, value in scalars.items()}})
+        return True
+
+    @override
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
+        self._append(
+            "histograms.jsonl", {"step": step, "histograms": {tag: _as_json(each) for tag, each in histograms.items()}}
+        )
+        return True
+
+    @override
+    def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
+        from PIL import Image as Picture
+
+        for tag, pixels in images.items():
+            Picture.fromarray(pixels).save(self._place("images", tag, step, ".png"))
+        return True
+
+    @override
+    def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
+        for tag, text in texts.items():
+            self._place("texts", tag, step, ".md").write_text(text, encoding="utf-8")
+        return True
+
+    @override
+    def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
+        for name, source in files.items():
+            parts = PurePosixPath(name).parts
+            if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in name:
+                raise ArgumentError(f"a file's name must stay inside the folder, got {name!r}")
+            target = self.directory.joinpath(*parts)
+            if target.resolve() != Path(source).resolve():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+        return True
+
+    @override
+    def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
+        for tag, graph in graphs.items():
+            self._place("graphs", tag, step, ".json").write_text(json.dumps(graph.to_json()), encoding="utf-8")
+        return True
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def _place(self, folder: str, tag: str, step: int, suffix: str) -> Path:
+        # A tag holds names from the model, which are data: each segment becomes a harmless file name and never a path.
+        segments = [re.sub(r"[^\w.\-\[\]()]", "_", segment).strip(".") or "_" for segment in tag.split("/")]
+        path = self.directory.joinpath(folder, *segments[:-1], f"{segments[-1]}-step{step}{suffix}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def _plain(value: float) -> float | str:
+    return float(value) if math.isfinite(value) else repr(float(value))
+
+
+def _as_json(histogram: Histogram) -> dict[str, Any]:
+    return {
+        "edges": histogram.edges.tolist(),
+        "counts": histogram.counts.tolist(),
+        **{name: _plain(getattr(histogram, name)) for name in ("min", "max", "sum", "sum_squares")},
+    }

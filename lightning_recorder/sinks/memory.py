@@ -1,0 +1,69 @@
+"""A sink that keeps everything in memory, for tests and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from typing_extensions import override
+
+from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.sinks.base import Image, Sink
+
+if TYPE_CHECKING:
+    from lightning_recorder.graph.model import Graph
+
+__all__ = ["MemorySink"]
+
+Value = TypeVar("Value")
+
+
+class MemorySink(Sink):
+    """Keeps what is written as ``tag -> step -> value``; writing a tag again at a step replaces the value.
+
+    Example:
+        >>> sink = MemorySink()
+        >>> sink.write_scalars(3, {"activations/fc/mean": 0.5})
+        True
+        >>> sink.scalars
+        {'activations/fc/mean': {3: 0.5}}
+    """
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, dict[int, float]] = {}
+        self.histograms: dict[str, dict[int, Histogram]] = {}
+        self.images: dict[str, dict[int, Image]] = {}
+        self.texts: dict[str, dict[int, str]] = {}
+        self.files: dict[str, dict[int, Path]] = {}
+        self.graphs: dict[str, dict[int, Graph]] = {}
+
+    @override
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        return _keep(self.scalars, step, scalars)
+
+    @override
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
+        return _keep(self.histograms, step, histograms)
+
+    @override
+    def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
+        return _keep(self.images, step, images)
+
+    @override
+    def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
+        return _keep(self.texts, step, texts)
+
+    @override
+    def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
+        return _keep(self.files, step, files)
+
+    @override
+    def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
+        return _keep(self.graphs, step, graphs)
+
+
+def _keep(kept: dict[str, dict[int, Value]], step: int, values: Mapping[str, Value]) -> bool:
+    for tag, value in values.items():
+        kept.setdefault(tag, {})[step] = value
+    return True

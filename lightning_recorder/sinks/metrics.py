@@ -1,0 +1,35 @@
+"""A sink for loggers that are known by ``log_metrics`` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from typing_extensions import override
+
+from lightning_recorder.sinks.base import Sink
+
+__all__ = ["MetricsLogger", "MetricsSink"]
+
+
+class MetricsLogger(Protocol):
+    """Anything with the ``log_metrics`` of Lightning's loggers."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Take numbers by name."""
+
+
+class MetricsSink(Sink):
+    """Writes scalars through ``log_metrics``, which every Lightning logger has, and supports nothing else.
+
+    Args:
+        logger: The logger; it stays the trainer's.
+    """
+
+    def __init__(self, logger: MetricsLogger) -> None:
+        self._logger = logger
+
+    @override
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        self._logger.log_metrics(dict(scalars), step)
+        return True

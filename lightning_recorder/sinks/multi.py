@@ -1,0 +1,104 @@
+"""A sink made of sinks, none of which can harm another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from lightning_recorder.errors import tell
+from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.sinks.base import Image, Sink
+
+if TYPE_CHECKING:
+    from lightning_recorder.graph.model import Graph
+
+__all__ = ["MultiSink"]
+
+_log = logging.getLogger("lightning_recorder")
+
+
+class MultiSink(Sink):
+    """Writes to all of several sinks; the answer of a verb is whether any of them shows that kind.
+
+    A sink that raises is told about once and left out from then on, except that it is still closed; the others go on.
+    With ``strict`` the error is raised after all others have had their turn.
+
+    Args:
+        sinks: The sinks, in the order in which they are written to.
+        fallback: Gets what none of the sinks shows; it is logged once per kind that it does.
+        strict: Raise the first error instead of telling it.
+    """
+
+    def __init__(self, sinks: Iterable[Sink], *, fallback: Sink | None = None, strict: bool = False) -> None:
+        self.sinks = list(sinks)
+        self.fallback = fallback
+        self.strict = strict
+        self._failed: set[int] = set()
+        self._fallen_back: set[str] = set()
+
+    def _write(self, verb: str, call: Callable[[Sink], bool]) -> bool:
+        shown = self._each(verb, call, self.sinks)
+        if not shown and self.fallback is not None:
+            shown = self._each(verb, call, [self.fallback])
+            if shown and verb not in self._fallen_back:
+                self._fallen_back.add(verb)
+                _log.info("no logger takes what %s gives; it is written by %s", verb, type(self.fallback).__name__)
+        return shown
+
+    def _each(
+        self, verb: str, call: Callable[[Sink], bool | None], sinks: Iterable[Sink], *, closing: bool = False
+    ) -> bool:
+        shown, errors = False, []
+        for sink in sinks:
+            if id(sink) in self._failed and not closing:
+                continue
+            try:
+                shown |= bool(call(sink))
+            except Exception as error:  # noqa: BLE001 - a back end may raise anything
+                errors.append(error)
+                if not self.strict and id(sink) not in self._failed:
+                    cause = f"{type(error).__name__}: {error}"
+                    tell(f"{type(sink).__name__}.{verb} failed, nothing more is written there: {cause}")
+                self._failed.add(id(sink))
+        if errors and self.strict:
+            raise errors[0]
+        return shown
+
+    @override
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        return self._write("write_scalars", lambda sink: sink.write_scalars(step, scalars))
+
+    @override
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
+        return self._write("write_histograms", lambda sink: sink.write_histograms(step, histograms))
+
+    @override
+    def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
+        return self._write("write_images", lambda sink: sink.write_images(step, images))
+
+    @override
+    def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
+        return self._write("write_text", lambda sink: sink.write_text(step, texts))
+
+    @override
+    def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
+        return self._write("write_files", lambda sink: sink.write_files(step, files))
+
+    @override
+    def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
+        return self._write("write_graph", lambda sink: sink.write_graph(step, graphs))
+
+    @override
+    def flush(self) -> None:
+        self._each("flush", lambda sink: sink.flush(), self._all())
+
+    @override
+    def close(self) -> None:
+        self._each("close", lambda sink: sink.close(), self._all(), closing=True)
+
+    def _all(self) -> list[Sink]:
+        return self.sinks if self.fallback is None else [*self.sinks, self.fallback]
