@@ -1,0 +1,141 @@
+"""See the inside of a model while it trains: its execution graph, its activations and its gradients.
+
+The three callbacks are :class:`GraphRecorder`, :class:`ActivationRecorder` and :class:`GradientRecorder`. Everything
+below them works in a bare PyTorch loop. Importing this package imports nothing: each name is loaded when it is first
+used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_recorder.callbacks import ActivationRecorder, GradientRecorder, GraphRecorder
+    from lightning_recorder.dumps import Dump, read_dump, read_manifest
+    from lightning_recorder.errors import (
+        ArgumentError,
+        DumpError,
+        RecorderError,
+        RecorderWarning,
+        RecordingError,
+        RenderError,
+        SelectionError,
+    )
+    from lightning_recorder.graph import (
+        BaseRenderer,
+        Graph,
+        GraphCapture,
+        GraphvizRenderer,
+        GraphvizStyler,
+        Layout,
+        capture,
+        collapse,
+        fit,
+        fold_repeats,
+    )
+    from lightning_recorder.recorders import SiteStatistics, StatisticsRecorder
+    from lightning_recorder.reductions import (
+        ExponentHistogram,
+        Extrema,
+        Histogram,
+        Reduction,
+        RunningMoments,
+        Statistics,
+        Tallies,
+    )
+    from lightning_recorder.selection import Selection
+    from lightning_recorder.sinks import FilesSink, MemorySink, MultiSink, Sink, TensorBoardSink, register_sink
+    from lightning_recorder.taps import OutputGradientTap, OutputTap, Site, Tap
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "callbacks": ("ActivationRecorder", "GradientRecorder", "GraphRecorder"),
+    "dumps": ("Dump", "read_dump", "read_manifest"),
+    "errors": (
+        "ArgumentError",
+        "DumpError",
+        "RecorderError",
+        "RecorderWarning",
+        "RecordingError",
+        "RenderError",
+        "SelectionError",
+    ),
+    "graph": (
+        "BaseRenderer",
+        "Graph",
+        "GraphCapture",
+        "GraphvizRenderer",
+        "GraphvizStyler",
+        "Layout",
+        "capture",
+        "collapse",
+        "fit",
+        "fold_repeats",
+    ),
+    "recorders": ("SiteStatistics", "StatisticsRecorder"),
+    "reductions": ("ExponentHistogram", "Extrema", "Histogram", "Reduction", "RunningMoments", "Statistics", "Tallies"),
+    "selection": ("Selection",),
+    "sinks": ("FilesSink", "MemorySink", "MultiSink", "Sink", "TensorBoardSink", "register_sink"),
+    "taps": ("OutputGradientTap", "OutputTap", "Site", "Tap"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ActivationRecorder",
+    "ArgumentError",
+    "BaseRenderer",
+    "Dump",
+    "DumpError",
+    "ExponentHistogram",
+    "Extrema",
+    "FilesSink",
+    "GradientRecorder",
+    "Graph",
+    "GraphCapture",
+    "GraphRecorder",
+    "GraphvizRenderer",
+    "GraphvizStyler",
+    "Histogram",
+    "Layout",
+    "MemorySink",
+    "MultiSink",
+    "OutputGradientTap",
+    "OutputTap",
+    "RecorderError",
+    "RecorderWarning",
+    "RecordingError",
+    "Reduction",
+    "RenderError",
+    "RunningMoments",
+    "Selection",
+    "SelectionError",
+    "Sink",
+    "Site",
+    "SiteStatistics",
+    "Statistics",
+    "StatisticsRecorder",
+    "Tallies",
+    "Tap",
+    "TensorBoardSink",
+    "capture",
+    "collapse",
+    "fit",
+    "fold_repeats",
+    "read_dump",
+    "read_manifest",
+    "register_sink",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,7 @@
+"""Callbacks: thin wires between the trainer and the recorders; the only part that knows Lightning."""
+
+from lightning_recorder.callbacks.activation import ActivationRecorder
+from lightning_recorder.callbacks.gradient import GradientRecorder
+from lightning_recorder.callbacks.graph import GraphRecorder
+
+__all__ = ["ActivationRecorder", "GradientRecorder", "GraphRecorder"]

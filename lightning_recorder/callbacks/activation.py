@@ -1,0 +1,48 @@
+"""Statistics of the activations while a model trains."""
+
+from __future__ import annotations
+
+from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.taps import OutputTap
+
+__all__ = ["ActivationRecorder"]
+
+
+class ActivationRecorder(StatisticsCallback):
+    """Records what the selected modules give, on sampled training steps, in every logger of the trainer.
+
+    Without arguments it records the leaf modules on the first step and then whenever ``self.log`` logs. The tags are
+    ``activations/<module>/<statistic>``. All batches that are accumulated into a recorded step count, and all calls of
+    a module in it are merged. The statistics are computed on the device of the tensors and brought to the host once,
+    after the step.
+
+    Args:
+        names: Module names or globs, as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
+        types: Module classes or their names; with ``names``, both must hold.
+        exclude: Names or globs to leave out.
+        every_n_train_steps: Record each n-th optimiser step, and the first; by default
+            ``Trainer(log_every_n_steps=…)``.
+        statistics: Which scalars to show, of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
+            ``zero_fraction``, ``nan_count`` and ``inf_count``.
+        histograms: Whether to write histograms.
+        dump: Whether to write the latest statistics beside each checkpoint, as
+            ``<checkpoint>.activations.safetensors``.
+        sinks: Further sinks, beside the loggers of the trainer and the files under ``<log_dir>/recorder``.
+        strict: Raise errors of the recorder instead of warning of them.
+
+    Raises:
+        ArgumentError: At construction, if an argument can never work.
+        SelectionError: When the fit starts, if a name matches no module; with the closest names.
+
+    Note:
+        Training is not changed: no value, gradient or random number, and between recorded steps no hook is on the
+        model. A recorded step of a compiled model runs eagerly. Under DDP rank zero writes what it has seen itself.
+        Recording waits for the device once per recorded step, after it.
+
+    Example::
+
+        Trainer(callbacks=[ActivationRecorder("encoder.*", every_n_train_steps=100)])
+    """
+
+    group = "activations"
+    tap = OutputTap

@@ -1,0 +1,54 @@
+"""Statistics of the gradients with respect to the activations while a model trains."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_recorder.callbacks.run import gradient_factor
+from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.taps import OutputGradientTap
+
+__all__ = ["GradientRecorder"]
+
+
+class GradientRecorder(StatisticsCallback):
+    """Records the gradient of the loss with respect to what the selected modules give, on sampled training steps.
+
+    The gradient is that of the loss which ``training_step`` returned: the scale of a ``GradScaler`` and the division by
+    the number of accumulated batches are taken out. The tags are ``gradients/<module>/<statistic>``. A module whose
+    output needs no gradient has no record.
+
+    Args:
+        names: Module names or globs, as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
+        types: Module classes or their names; with ``names``, both must hold.
+        exclude: Names or globs to leave out.
+        every_n_train_steps: Record each n-th optimiser step, and the first; by default
+            ``Trainer(log_every_n_steps=…)``.
+        statistics: Which scalars to show, of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
+            ``zero_fraction``, ``nan_count`` and ``inf_count``.
+        histograms: Whether to write histograms.
+        dump: Whether to write the latest statistics beside each checkpoint, as ``<checkpoint>.gradients.safetensors``.
+        sinks: Further sinks, beside the loggers of the trainer and the files under ``<log_dir>/recorder``.
+        strict: Raise errors of the recorder instead of warning of them.
+
+    Raises:
+        ArgumentError: At construction, if an argument can never work.
+        SelectionError: When the fit starts, if a name matches no module; with the closest names.
+
+    Note:
+        The gradients are taken by hooks on the output tensors, so in-place modules, dictionaries and dataclasses do no
+        harm and the gradients stay bitwise what they are. A backward pass that is run twice in a step counts twice.
+        Otherwise as :class:`~lightning_recorder.ActivationRecorder`.
+
+    Example::
+
+        Trainer(callbacks=[GradientRecorder(types=torch.nn.Linear)])
+    """
+
+    group = "gradients"
+    tap = OutputGradientTap
+
+    @override
+    def factor(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        return gradient_factor(trainer, pl_module)

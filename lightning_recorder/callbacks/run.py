@@ -1,0 +1,43 @@
+"""What the callbacks ask of a trainer's run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["gradient_factor", "logged_step", "recorder_directory"]
+
+
+def logged_step(trainer: Trainer) -> int:
+    """The step at which ``self.log`` would log now: the number of batches so far that ended in an optimiser step.
+
+    ``global_step`` counts twice where two optimisers step in a batch, so it is not the axis of the user's own curves.
+    The attribute is private, though Lightning's own monitors use it; without it the answer is ``global_step``.
+    """
+    return int(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step))
+
+
+def recorder_directory(trainer: Trainer) -> Path | None:
+    """The folder of the run's recordings; ``None`` in a ``fast_dev_run``, which leaves nothing behind.
+
+    Note:
+        Every rank must ask: Lightning broadcasts the folder.
+    """
+    directory = trainer.log_dir
+    return None if directory is None or trainer.fast_dev_run else Path(directory) / "recorder"  # type: ignore[attr-defined]  # set in Trainer.__init__
+
+
+def gradient_factor(trainer: Trainer, pl_module: LightningModule) -> float:
+    """What turns the gradient that a backward pass computes into that of the loss which ``training_step`` returned.
+
+    Lightning divides that loss by the number of accumulated batches, and a ``GradScaler`` multiplies it by its scale;
+    both are taken out again. In manual optimisation the user accumulates, so there only the scale is.
+
+    Note:
+        With a ``GradScaler`` on a GPU, reading the scale waits for the device, once in a recorded batch and before its
+        forward pass.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scale = float(scaler.get_scale()) if scaler is not None else 1.0
+    return (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1) / scale
