@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ _BETWEEN = ("torch", "lightning_recorder", "contextlib", "functools")
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
 _GRADIENT = cast(Any, Tensor.grad).__get__
+
+Result = TypeVar("Result")
 
 _IGNORED = -1
 """In place of a node's id: a tensor that is followed no further, such as a gradient on its way to the optimiser."""
@@ -140,13 +142,14 @@ class GraphCapture:
     def _watching(self) -> bool:
         return self._active and threading.get_ident() == self._thread and not is_unrecorded() and not in_backward()
 
-    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
+    def _guarded(self, function: Callable[..., Result], *args: Any) -> Result | None:
         try:
             with unrecorded():
-                function(*args)
+                return function(*args)
         except Exception as error:  # noqa: BLE001 - whatever fails in the recording must not fail in the model
             self.stop()
             tell(f"the graph could not be recorded to its end: {type(error).__name__}: {error}")
+            return None
 
     def _enter_call(self, name: str, module: nn.Module) -> None:
         self._counts[name] = self._counts.get(name, 0) + 1
@@ -189,9 +192,21 @@ class GraphCapture:
             if id(tensor) not in self._model_tensors:
                 self._bind(tensor, node, wrote=True)
 
-    def _note_backward(self, losses: Iterable[Tensor]) -> None:
+    def _note_function(self, func: Any, before: list[tuple[Tensor, int]], result: Any) -> None:
+        if func == _GRADIENT:
+            if result is not None:
+                self._bind(result, _IGNORED)
+            return
+        inputs = [tensor for tensor, _ in before]
+        outputs = [tensor for _, tensor in iter_tensors(result)]
+        written = tuple(tensor for tensor, version in before if _version(tensor) != version)
+        # What gives no tensor and writes into none, such as asking for a shape, is no part of the computation.
+        if outputs or written:
+            self._note(_function_name(func), inputs, outputs, written)
+
+    def _note_backward(self, losses: Any) -> None:
         node = self._add("backward", "backward", parent=0)
-        for loss in losses:
+        for _, loss in iter_tensors(losses):
             self._connect(self._origin(loss), node, loss)
 
     # The graph as it grows.
@@ -259,21 +274,12 @@ class _CaptureMode(TorchFunctionMode):
         # Inside this function no mode is on, so nothing that func does itself is seen: neither the parts of a composite
         # nor a backward pass.
         if func in _BACKWARD:
-            owner._guarded(
-                owner._note_backward, [tensor for _, tensor in iter_tensors(args[:1] or kwargs.get("tensors"))]
-            )
+            owner._guarded(owner._note_backward, args[:1] or kwargs.get("tensors"))
             return func(*args, **kwargs)
-        inputs = [tensor for _, tensor in iter_tensors((args, kwargs))]
-        versions = [_version(tensor) for tensor in inputs]
+        before = owner._guarded(_versions, args, kwargs)
         result = func(*args, **kwargs)
-        if func == _GRADIENT:
-            if result is not None:
-                owner._guarded(owner._bind, result, _IGNORED)
-            return result
-        outputs = [tensor for _, tensor in iter_tensors(result)]
-        written = tuple(tensor for tensor, version in zip(inputs, versions, strict=True) if _version(tensor) != version)
-        if outputs or written:
-            owner._guarded(owner._note, _function_name(func), inputs, outputs, written)
+        if before is not None:
+            owner._guarded(owner._note_function, func, before, result)
         return result
 
 
@@ -344,6 +350,11 @@ def _is_lazy(parameter: Tensor) -> bool:
 def _meta(tensor: Tensor) -> TensorMeta:
     shape = () if _is_lazy(tensor) else tuple(int(size) for size in tensor.shape)
     return TensorMeta(shape, str(tensor.dtype).removeprefix("torch."))
+
+
+def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
+    """The tensors that a function takes, with the number of times that each was written to."""
+    return [(tensor, _version(tensor)) for _, tensor in iter_tensors((args, kwargs))]
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,0 +1,60 @@
+"""What a person sees who opens TensorBoard."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; .ci/run installs one"),
+]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    """A page of 1,400 × 900 in a browser with a profile of its own."""
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch_persistent_context(
+            tmp_path / "profile",
+            executable_path=CHROMIUM,
+            headless=True,
+            args=FLAGS,
+            viewport={"width": 1400, "height": 900},
+        )
+        yield browser.pages[0]
+        browser.close()
+
+
+def test_the_images_tab_shows_the_graph(page: Page, address: str) -> None:
+    """Under Images the picture of the graph is loaded and drawn, upright and not squeezed."""
+    page.goto(f"{address}/#images")
+    picture = page.locator("tf-image-loader img").first
+    expect(picture).to_be_visible(timeout=60_000)
+    page.wait_for_function("element => element.complete && element.naturalWidth > 0", arg=picture.element_handle())
+    natural, shown = (
+        picture.evaluate(f"image => [image.{kind}Width, image.{kind}Height]") for kind in ("natural", "client")
+    )
+    assert natural[1] > natural[0] > 200
+    assert shown[0] / shown[1] == pytest.approx(natural[0] / natural[1], rel=0.02)
+
+
+def test_the_page_is_grouped_by_kind(page: Page, address: str) -> None:
+    """In the time series there is one group for activations, one for gradients and one for the graph."""
+    page.goto(f"{address}/#timeseries")
+    for group in ("activations", "gradients", "graph"):
+        expect(page.locator("metrics-card-group-toolbar", has_text=group).first).to_be_visible(timeout=60_000)

@@ -1,0 +1,48 @@
+"""A real TensorBoard server finds what the callbacks wrote."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.browser.server import get, get_json
+from tests.callbacks.models import LEAVES
+
+STEPS = [0, 1, 3, 5, 7, 9, 11, 13, 15, 17]
+
+
+def test_images_holds_the_picture_of_the_graph(address: str, recorded_run: Path) -> None:
+    """The image that the server gives for the tag ``graph`` is the PNG of the recorder folder."""
+    tags = get_json(address, "images/tags")
+    assert list(tags["version_0"]) == ["graph"]
+    (entry,) = get_json(address, "images/images", run="version_0", tag="graph", sample=0)
+    assert entry["step"] == 0
+    served = Image.open(io.BytesIO(get(address, f"images/individualImage?{entry['query']}&")))
+    with Image.open(recorded_run / "version_0" / "recorder" / "graph.png") as written:
+        assert served.size == written.size
+        assert served.convert("RGB").tobytes() == written.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("group", ["activations", "gradients"])
+def test_scalars_are_grouped_by_kind_and_layer(group: str, address: str) -> None:
+    """The tags are ``group/layer/statistic`` for every leaf, and a series has one point for each recorded step."""
+    tags = [tag for tag in get_json(address, "scalars/tags")["version_0"] if tag.startswith(group)]
+    statistics = ("max", "mean", "min", "rms", "std", "zero_fraction")
+    assert sorted(tags) == sorted(f"{group}/{name}/{statistic}" for name in LEAVES for statistic in statistics)
+    series = get_json(address, "scalars/scalars", run="version_0", tag=f"{group}/head/rms")
+    assert [step for _, step, _ in series] == STEPS
+    assert all(value > 0 for _, _, value in series)
+
+
+@pytest.mark.parametrize("group", ["activations", "gradients"])
+def test_histograms_hold_every_value(group: str, address: str) -> None:
+    """A histogram's buckets add up to the number of values, 8 rows of 10 logits in each recorded step."""
+    tags = [tag for tag in get_json(address, "histograms/tags")["version_0"] if tag.startswith(group)]
+    assert sorted(tags) == sorted(f"{group}/{name}/histogram" for name in LEAVES)
+    series = get_json(address, "histograms/histograms", run="version_0", tag=f"{group}/head/histogram")
+    assert [step for _, step, _ in series] == STEPS
+    for _, _, buckets in series:
+        assert sum(count for _, _, count in buckets) == 80

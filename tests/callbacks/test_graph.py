@@ -1,0 +1,276 @@
+"""What the graph callback records of a real training step, and what becomes of the picture."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from PIL import Image as Picture
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_recorder import (
+    ActivationRecorder,
+    ArgumentError,
+    GradientRecorder,
+    Graph,
+    GraphRecorder,
+    MemorySink,
+    RecorderWarning,
+)
+from tests.callbacks.models import Classifier, digits, events, fit, hooks_left
+
+
+def flow(graph: Graph) -> list[str]:
+    """The edges as text, without parameters and buffers."""
+    return [
+        f"{graph[edge.source].name} -> {graph[edge.target].name}"
+        for edge in graph.edges
+        if graph[edge.source].kind not in ("parameter", "buffer")
+    ]
+
+
+def test_the_graph_is_that_of_the_training_step_with_its_loss(tmp_path: Path) -> None:
+    """Batch, modules, functions between them, loss and backward pass are one graph, and nothing of the trainer."""
+    recorder = GraphRecorder()
+    fit(Classifier(), tmp_path, [recorder, ActivationRecorder(), GradientRecorder()], gradient_clip_val=1.0)
+    graph = recorder.graph
+    assert graph is not None
+    assert graph.scope == "training_step"
+    assert graph.root.type_name == "Classifier"
+    assert [(node.name, node.type_name) for node in graph.module_calls()] == [
+        ("encoder", "Encoder"),
+        ("encoder.conv1", "Conv2d"),
+        ("encoder.norm", "BatchNorm2d"),
+        ("encoder.relu", "ReLU"),
+        ("encoder.conv2", "Conv2d"),
+        ("dropout", "Dropout"),
+        ("head", "Linear"),
+    ]
+    assert flow(graph) == [
+        "batch[0] -> conv2d",
+        "conv2d -> batch_norm",
+        "batch_norm -> relu",
+        "relu -> conv2d",
+        "relu -> add",
+        "conv2d -> add",
+        "add -> relu",
+        "relu -> flatten",
+        "flatten -> dropout",
+        "dropout -> linear",
+        "linear -> cross_entropy",
+        "batch[1] -> cross_entropy",
+        # The model keeps a copy of its loss; what self.log keeps is the trainer's and not here.
+        "cross_entropy -> detach",
+        "detach -> clone",
+        "cross_entropy -> backward",
+    ]
+
+
+def test_files_and_picture_are_written_once(tmp_path: Path) -> None:
+    """JSON, DOT, SVG and PNG lie in the recorder folder, and TensorBoard has the picture once, at the first step."""
+    recorder = GraphRecorder()
+    trainer = fit(Classifier(), tmp_path, [recorder], max_epochs=3)
+    folder = Path(str(trainer.log_dir)) / "recorder"
+    assert sorted(path.name for path in folder.iterdir()) == ["graph.dot", "graph.json", "graph.png", "graph.svg"]
+    assert Graph.from_json(json.loads((folder / "graph.json").read_text())) == recorder.graph
+    text = "".join(ET.parse(folder / "graph.svg").getroot().itertext())
+    assert "conv1" in text
+    assert "cross_entropy" in text
+    (event,) = events(trainer).Images("graph")
+    assert event.step == 0
+    with (
+        Picture.open(folder / "graph.png") as written,
+        Picture.open(io.BytesIO(event.encoded_image_string)) as shown,
+    ):
+        assert np.array_equal(np.asarray(written.convert("RGB")), np.asarray(shown))
+
+
+def test_the_sanity_check_is_not_what_is_recorded(tmp_path: Path) -> None:
+    """With validation before the first step it is still the training step that is recorded."""
+    recorder = GraphRecorder()
+    fit(Classifier(), tmp_path, [recorder], validation=digits(2))
+    assert recorder.graph is not None
+    assert flow(recorder.graph)[-1] == "cross_entropy -> backward"
+
+
+def test_manual_optimisation_shows_each_forward_and_backward(tmp_path: Path) -> None:
+    """Of a GAN's step both losses are there with their backward passes, and no operation of an optimiser."""
+
+    class Gan(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.generator = nn.Linear(4, 64)
+            self.discriminator = nn.Linear(64, 1)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            first, second = self.trainer.strategy._lightning_optimizers
+            real = batch[0].flatten(1)
+            fake = self.generator(real[:, :4])
+            judged = self.discriminator(real).mean() - self.discriminator(fake.detach()).mean()
+            first.zero_grad()
+            self.manual_backward(judged)
+            first.step()
+            fooled = -self.discriminator(fake).mean()
+            second.zero_grad()
+            fooled.backward()
+            second.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.Adam(part.parameters()) for part in (self.discriminator, self.generator)]
+
+    recorder = GraphRecorder(strict=True)
+    fit(Gan(), tmp_path, [recorder])
+    graph = recorder.graph
+    assert graph is not None
+    calls = [(node.name, node.call) for node in graph.module_calls()]
+    assert calls == [("generator", 1), *[("discriminator", call) for call in (1, 2, 3)]]
+    assert [line for line in flow(graph) if line.endswith("backward")] == ["sub -> backward", "neg -> backward"]
+    assert {node.name for node in graph.nodes if node.kind == "op"} == {
+        "flatten", "getitem", "linear", "mean", "detach", "sub", "neg",
+    }  # fmt: skip
+
+
+def test_accumulated_batches_show_the_first_of_them(tmp_path: Path) -> None:
+    """Under gradient accumulation the graph is that of one batch, whose loss goes into the backward pass undivided."""
+    recorder = GraphRecorder()
+    fit(Classifier(), tmp_path, [recorder], accumulate_grad_batches=3)
+    assert recorder.graph is not None
+    assert flow(recorder.graph).count("cross_entropy -> backward") == 1
+
+
+def test_loggers_without_images_leave_the_picture_in_the_folder(tmp_path: Path) -> None:
+    """With a CSV logger the picture lies in its folder and nothing warns."""
+    trainer = fit(Classifier(), tmp_path, [GraphRecorder()], logger=CSVLogger(tmp_path))
+    assert (Path(str(trainer.log_dir)) / "recorder" / "graph.png").is_file()
+
+
+def test_without_logger_the_picture_lies_in_the_root_folder(tmp_path: Path) -> None:
+    """With ``logger=False`` the recorder folder is that of the trainer's root."""
+    fit(Classifier(), tmp_path, [GraphRecorder(formats="svg")], logger=False)
+    assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["graph.dot", "graph.json", "graph.svg"]
+
+
+def test_fast_dev_run_records_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fast_dev_run`` records the graph for the program alone."""
+    monkeypatch.chdir(tmp_path)
+    sink = MemorySink()
+    fit(Classifier(), tmp_path, [GraphRecorder(sinks=[sink])], fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+    assert sink.graphs["graph"][0].root.type_name == "Classifier"
+
+
+def test_without_a_renderer_the_document_is_there_and_one_warning_names_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where neither dot nor pygraphviz is to be found the run goes on with the DOT file and one warning."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    model = Classifier()
+    with pytest.warns(RecorderWarning, match=r"without a picture.*pip install pygraphviz") as told:
+        fit(model, tmp_path, [GraphRecorder()], logger=False)
+    assert sum(each.category is RecorderWarning for each in told) == 1
+    assert (tmp_path / "recorder" / "graph.dot").read_text().startswith("digraph")
+    assert len(model.losses) == 6
+
+
+def test_a_hanging_renderer_costs_only_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dot that never ends is ended when its time is over, with one warning, and leaves no file."""
+    fake = tmp_path / "bin" / "dot"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\nexec sleep 600\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    with pytest.warns(RecorderWarning, match=r"without a picture.*it was ended"):
+        fit(Classifier(), tmp_path, [GraphRecorder(timeout_s=0.2)], logger=False)
+    assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["graph.dot", "graph.json"]
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_graph(tmp_path: Path) -> None:
+    """A file in the place of the folder is one warning, and the run goes on."""
+    (tmp_path / "recorder").write_text("in the way")
+    model = Classifier()
+    with pytest.warns(RecorderWarning, match="GraphRecorder is off for the rest of the run"):
+        fit(model, tmp_path, [GraphRecorder()], logger=False)
+    assert len(model.losses) == 6
+    assert hooks_left(model) == []
+
+
+def test_depth_and_budget_choose_the_view(tmp_path: Path) -> None:
+    """``depth=1`` draws the encoder as one box; the JSON has everything all the same."""
+    fit(Classifier(), tmp_path, [GraphRecorder(depth=1, formats=())], logger=False)
+    document = (tmp_path / "recorder" / "graph.dot").read_text()
+    assert "subgraph" not in document
+    assert ">encoder<" in document
+    assert "conv1" not in document
+    assert "encoder.conv1" in (tmp_path / "recorder" / "graph.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"depth": 0}, "depth must be an integer of at least 1, got 0"),
+        ({"max_nodes": "many"}, "max_nodes must be an integer of at least 1, got 'many'"),
+        ({"direction": "up"}, "direction must be one of TB, LR, BT, RL, got 'up'"),
+        ({"formats": ["jpg"]}, "formats knows svg, png, pdf; got 'jpg'"),
+        ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
+    ],
+)
+def test_wrong_arguments_raise_at_construction(arguments: dict[str, Any], message: str) -> None:
+    """An argument that can never work raises at once and names what is allowed."""
+    with pytest.raises(ArgumentError, match=message):
+        GraphRecorder(**arguments)
+
+
+def test_a_recording_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the recording of an operation ends the recording, with what came before, and not the step."""
+    seen = []
+
+    def broken(func: Any) -> str:
+        seen.append(func)
+        if len(seen) == 3:
+            raise LookupError("ours")
+        return "op"
+
+    monkeypatch.setattr(sys.modules["lightning_recorder.graph.capture"], "_function_name", broken)
+    model = Classifier()
+    recorder = GraphRecorder(formats=())
+    with pytest.warns(RecorderWarning, match="could not be recorded to its end: LookupError: ours"):
+        fit(model, tmp_path, [recorder], logger=False)
+    assert len(model.losses) == 6
+    assert recorder.graph is not None
+    assert sum(node.kind == "op" for node in recorder.graph.nodes) == 2
+
+
+def test_compiled_submodule_is_recorded_eagerly(tmp_path: Path) -> None:
+    """A compiled submodule shows its modules, and is compiled once for the steps that follow."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Compiled(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+    model = Compiled()
+    model.encoder.compile(backend=backend)
+    recorder = GraphRecorder(formats=())
+    fit(model, tmp_path, [recorder], logger=False)
+    assert recorder.graph is not None
+    assert "encoder.conv2" in [node.name for node in recorder.graph.module_calls()]
+    assert len(graphs) == 1
+    torch._dynamo.reset()

@@ -1,0 +1,465 @@
+"""When the statistics callbacks record, and what reaches loggers, files and dumps."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_recorder import (
+    ActivationRecorder,
+    ArgumentError,
+    GradientRecorder,
+    MemorySink,
+    RecorderWarning,
+    SelectionError,
+    Site,
+    read_dump,
+    read_manifest,
+)
+from tests.callbacks.models import LEAVES, Classifier, digits, events, fit, hooks_left
+
+
+def steps_of(sink: MemorySink, tag: str) -> list[int]:
+    return list(sink.scalars[tag])
+
+
+def test_leaf_modules_are_recorded_by_default(tmp_path: Path) -> None:
+    """Without arguments every leaf module that ran has a record, under its name and in its order."""
+    sink = MemorySink()
+    fit(Classifier(), tmp_path, [ActivationRecorder(sinks=[sink])], logger=False)
+    names = list(dict.fromkeys(tag.split("/")[1] for tag in sink.scalars))
+    assert names == LEAVES
+    assert set(sink.histograms) == {f"activations/{name}/histogram" for name in LEAVES}
+
+
+def test_default_cadence_is_that_of_self_log(tmp_path: Path) -> None:
+    """The first step is recorded, and then the steps at which ``self.log`` logs, on the same axis."""
+    trainer = fit(Classifier(), tmp_path, [ActivationRecorder()], max_epochs=2, log_every_n_steps=4)
+    read = events(trainer)
+    own = [event.step for event in read.Scalars("train_loss")]
+    ours = [event.step for event in read.Scalars("activations/head/mean")]
+    assert own == [3, 7, 11]
+    assert ours == [0, *own]
+
+
+def test_every_n_train_steps_sets_the_cadence(tmp_path: Path) -> None:
+    """``every_n_train_steps`` overrides the trainer's own cadence."""
+    sink = MemorySink()
+    fit(Classifier(), tmp_path, [ActivationRecorder(every_n_train_steps=5, sinks=[sink])], logger=False)
+    assert steps_of(sink, "activations/head/mean") == [0, 4]
+
+
+def test_no_logging_cadence_records_nothing(tmp_path: Path) -> None:
+    """A cadence of 0 records nothing, as it logs nothing."""
+    sink = MemorySink()
+    fit(Classifier(), tmp_path, [ActivationRecorder(every_n_train_steps=0, sinks=[sink])], logger=False)
+    assert not sink.scalars
+
+
+def test_hooks_are_on_sampled_steps_alone(tmp_path: Path) -> None:
+    """On a step that is not recorded no hook of ours is on the model."""
+    hooked: list[bool] = []
+
+    class Watched(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            hooked.append(bool(hooks_left(self)))
+            return super().training_step(batch, batch_idx)
+
+    fit(Watched(), tmp_path, [ActivationRecorder(every_n_train_steps=3), GradientRecorder(every_n_train_steps=3)])
+    assert hooked == [True, False, True, False, False, True]
+
+
+def test_activations_are_those_of_the_step(tmp_path: Path) -> None:
+    """The statistics equal those of the logits that the step computed, in float64 at once."""
+    seen: list[Tensor] = []
+
+    class Kept(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            logits = super().forward(x)
+            if self.training:
+                seen.append(logits.detach().double())
+            return logits
+
+    sink = MemorySink()
+    fit(Kept(), tmp_path, [ActivationRecorder("head", every_n_train_steps=1, sinks=[sink])], logger=False)
+    for step, logits in enumerate(seen):
+        expected = {
+            "mean": logits.mean(),
+            "std": logits.std(correction=0),
+            "rms": logits.square().mean().sqrt(),
+            "min": logits.min(),
+            "max": logits.max(),
+            "zero_fraction": (logits == 0).double().mean(),
+        }
+        for statistic, value in expected.items():
+            assert sink.scalars[f"activations/head/{statistic}"][step] == pytest.approx(float(value), rel=1e-12)
+        assert sink.histograms["activations/head/histogram"][step].count == logits.numel()
+
+
+def test_gradients_are_those_of_the_returned_loss(tmp_path: Path) -> None:
+    """The gradient of the logits equals softmax minus target over the batch size, whatever is accumulated."""
+    expected: list[Tensor] = []
+
+    class Kept(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            logits = self(batch[0])
+            grad = (F.softmax(logits, 1) - F.one_hot(batch[1], 10)) / len(batch[0])
+            expected.append(grad.detach().double())
+            return F.cross_entropy(logits, batch[1])
+
+    sink = MemorySink()
+    callbacks = [GradientRecorder("head", every_n_train_steps=1, sinks=[sink])]
+    fit(Kept(), tmp_path, callbacks, logger=False, accumulate_grad_batches=3)
+    # Six batches are two optimiser steps of three batches each.
+    assert steps_of(sink, "gradients/head/rms") == [0, 1]
+    for step in (0, 1):
+        grads = torch.cat(expected[3 * step : 3 * step + 3])
+        assert sink.scalars["gradients/head/rms"][step] == pytest.approx(float(grads.square().mean().sqrt()), rel=1e-5)
+        assert sink.histograms["gradients/head/histogram"][step].count == grads.numel()
+
+
+def test_all_accumulated_batches_of_a_recorded_step_count(tmp_path: Path) -> None:
+    """A recorded optimiser step holds all of its batches, a step that is not recorded none."""
+    sink = MemorySink()
+    callbacks = [ActivationRecorder("head", every_n_train_steps=2, statistics=["count"], sinks=[sink])]
+    fit(Classifier(), tmp_path, callbacks, logger=False, accumulate_grad_batches=2)
+    # Three optimiser steps; the first and the second are recorded, with 2 batches × 8 rows × 10 logits each.
+    assert sink.scalars["activations/head/count"] == {0: 160.0, 1: 160.0}
+
+
+def test_a_loss_scale_is_taken_out_of_the_gradients(tmp_path: Path) -> None:
+    """Gradients under a ``GradScaler`` are divided by its scale, so they equal those without one."""
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    sinks = {"plain": MemorySink(), "scaled": MemorySink()}
+    for name, sink in sinks.items():
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)] if name == "scaled" else []
+        callbacks = [GradientRecorder("head", every_n_train_steps=1, sinks=[sink])]
+        torch.manual_seed(0)
+        fit(Classifier(), tmp_path, callbacks, logger=False, plugins=plugins, max_steps=1)
+    plain, scaled = (sink.scalars["gradients/head/rms"][0] for sink in sinks.values())
+    assert scaled == pytest.approx(plain, rel=2e-2)
+
+
+def test_sanity_check_and_validation_are_left_out(tmp_path: Path) -> None:
+    """Only training batches are recorded, though validation runs before and in between."""
+    sink = MemorySink()
+    callbacks = [ActivationRecorder("head", every_n_train_steps=1, statistics=["count"], sinks=[sink])]
+    fit(Classifier(), tmp_path, callbacks, logger=False, validation=digits(2), val_check_interval=2)
+    assert sink.scalars["activations/head/count"] == dict.fromkeys(range(6), 80.0)
+
+
+def test_event_file_holds_scalars_and_histograms(tmp_path: Path) -> None:
+    """TensorBoard's own reader finds the default scalars and a histogram with exact totals for each layer."""
+    trainer = fit(Classifier(), tmp_path, [ActivationRecorder(), GradientRecorder()])
+    read = events(trainer)
+    for group in ("activations", "gradients"):
+        for name in LEAVES:
+            for statistic in ("mean", "std", "rms", "min", "max", "zero_fraction"):
+                assert [event.step for event in read.Scalars(f"{group}/{name}/{statistic}")] == [0, 1, 3, 5]
+            histogram = read.Histograms(f"{group}/{name}/histogram")[0].histogram_value
+            assert sum(histogram.bucket) == histogram.num
+            mean = read.Scalars(f"{group}/{name}/mean")[0].value
+            assert histogram.sum / histogram.num == pytest.approx(mean, rel=1e-5, abs=1e-12)
+    assert read.Histograms("activations/dropout/histogram")[0].histogram_value.num == 8 * 256
+
+
+def test_several_loggers_get_what_they_can_show(tmp_path: Path) -> None:
+    """Beside TensorBoard a CSV logger gets the scalars in its own file."""
+    loggers = [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)]
+    trainer = fit(Classifier(), tmp_path, [ActivationRecorder("head")], logger=loggers)
+    assert [event.step for event in events(trainer).Scalars("activations/head/mean")] == [0, 1, 3, 5]
+    header, *rows = (Path(str(loggers[1].log_dir)) / "metrics.csv").read_text().splitlines()
+    column = header.split(",").index("activations/head/mean")
+    assert sum(bool(row.split(",")[column]) for row in rows) == 4
+
+
+def test_without_a_logger_everything_lies_in_files(tmp_path: Path) -> None:
+    """With ``logger=False`` scalars and histograms are lines of JSON under ``recorder/``."""
+    fit(Classifier(), tmp_path, [ActivationRecorder("head")], logger=False)
+    lines = [json.loads(line) for line in (tmp_path / "recorder" / "scalars.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 3, 5]
+    assert math.isfinite(lines[0]["scalars"]["activations/head/mean"])
+    histograms = (tmp_path / "recorder" / "histograms.jsonl").read_text().splitlines()
+    assert sum(json.loads(histograms[0])["histograms"]["activations/head/histogram"]["counts"]) == 80
+
+
+def test_a_logger_without_histograms_leaves_them_to_the_files(tmp_path: Path) -> None:
+    """Histograms that no logger shows are in the files; scalars that one shows are not there a second time."""
+    trainer = fit(Classifier(), tmp_path, [ActivationRecorder("head")], logger=CSVLogger(tmp_path))
+    folder = Path(str(trainer.log_dir)) / "recorder"
+    assert [path.name for path in folder.iterdir()] == ["histograms.jsonl"]
+
+
+def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fast_dev_run`` records and writes no file."""
+    monkeypatch.chdir(tmp_path)
+    recorder = ActivationRecorder()
+    fit(Classifier(), tmp_path, [recorder], fast_dev_run=True)
+    assert recorder.latest[Site("head", "out")].scalars["count"] == 80
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_latest_keeps_the_last_record_after_the_fit(tmp_path: Path) -> None:
+    """After a fit the callback still has the last record and its step."""
+    recorder = ActivationRecorder("encoder.*")
+    fit(Classifier(), tmp_path, [recorder])
+    assert recorder.latest_step == 5
+    assert [site.name for site in recorder.latest] == LEAVES[:4]
+
+
+def test_nan_and_inf_are_counted_and_shown_from_then_on(tmp_path: Path) -> None:
+    """The counts of NaN and infinities appear with the first of them, and finite values keep their statistics."""
+
+    class Diverging(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            images = batch[0].clone()
+            if batch_idx == 1:
+                images[0, 0, 0, 0] = math.inf
+                images[1, 0, 0, 0] = math.nan
+            return self.encoder.conv1(images).nan_to_num(0, 0, 0).mean()
+
+    sink = MemorySink()
+    callbacks = [ActivationRecorder("encoder.conv1", every_n_train_steps=1, sinks=[sink])]
+    fit(Diverging(), tmp_path, callbacks, logger=False, max_steps=3)
+    # A corner pixel reaches 2 × 2 positions of each of the 4 channels; an infinity times a weight is an infinity.
+    for statistic in ("nan_count", "inf_count"):
+        counts = sink.scalars[f"activations/encoder.conv1/{statistic}"]
+        assert list(counts) == [1, 2]
+        assert counts[1] == 16
+    assert math.isfinite(sink.scalars["activations/encoder.conv1/mean"][1])
+
+
+def test_dumps_lie_beside_the_checkpoints_and_read_back(tmp_path: Path) -> None:
+    """Each checkpoint has a dump named after it whose tensors equal the record written last before it."""
+    recorder = ActivationRecorder(every_n_train_steps=2)
+    checkpoints = ModelCheckpoint(tmp_path / "kept", save_top_k=-1)
+    fit(Classifier(), tmp_path, [recorder, GradientRecorder(), checkpoints], enable_checkpointing=True, max_epochs=2)
+    saved = {path.name.removesuffix(".ckpt") for path in (tmp_path / "kept").glob("*.ckpt")}
+    assert saved == {"epoch=0-step=6", "epoch=1-step=12"}
+    dumped = {path.name for path in (tmp_path / "kept").glob("*.safetensors")}
+    assert dumped == {f"{stem}.{group}.safetensors" for stem in saved for group in ("activations", "gradients")}
+    dump = read_dump(tmp_path / "kept" / "epoch=1-step=12.activations.safetensors")
+    assert dump.about["step"] == "11"
+    assert dump.about["checkpoint"] == "epoch=1-step=12.ckpt"
+    for site, seen in recorder.latest.items():
+        assert float(dump.tensors[f"{site.name}/mean"]) == seen.scalars["mean"]
+        assert torch.equal(dump.tensors[f"{site.name}/histogram"], seen.bins)
+    lines = read_manifest(tmp_path / "kept")
+    assert [(line["step"], line["epoch"], line["group"]) for line in lines] == [
+        (5, 0, "activations"),
+        (5, 0, "gradients"),
+        (11, 1, "activations"),
+        (11, 1, "gradients"),
+    ]
+    assert lines[0]["sites"]["head"] == 80
+
+
+def test_a_dump_is_removed_with_its_checkpoint(tmp_path: Path) -> None:
+    """When ``save_top_k`` prunes a checkpoint, its dump goes too."""
+    checkpoints = ModelCheckpoint(tmp_path / "kept", save_top_k=1)
+    fit(Classifier(), tmp_path, [ActivationRecorder(), checkpoints], enable_checkpointing=True, max_epochs=3)
+    assert [path.name for path in (tmp_path / "kept").glob("*.safetensors")] == [
+        "epoch=2-step=18.activations.safetensors"
+    ]
+
+
+def test_the_trainer_has_its_checkpoint_io_back_after_the_fit(tmp_path: Path) -> None:
+    """Whatever the order in which callbacks leave, the checkpoint IO afterwards is the one from before."""
+    trainer = fit(Classifier(), tmp_path, [ActivationRecorder(), GradientRecorder()], enable_checkpointing=True)
+    assert type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO"
+
+
+def test_a_dump_that_fails_costs_neither_the_run_nor_the_checkpoint(tmp_path: Path) -> None:
+    """Where the dump cannot be written, one warning says so and the checkpoint is there."""
+    kept = tmp_path / "kept"
+    (kept / "epoch=0-step=6.activations.safetensors" / "in the way").mkdir(parents=True)
+    with pytest.warns(RecorderWarning, match="ActivationRecorder writes no more dumps beside checkpoints"):
+        fit(Classifier(), tmp_path, [ActivationRecorder(), ModelCheckpoint(kept)], enable_checkpointing=True)
+    assert (kept / "epoch=0-step=6.ckpt").is_file()
+
+
+def test_dump_can_be_switched_off(tmp_path: Path) -> None:
+    """With ``dump=False`` nothing lies beside the checkpoints."""
+    checkpoints = ModelCheckpoint(tmp_path / "kept")
+    fit(Classifier(), tmp_path, [ActivationRecorder(dump=False), checkpoints], enable_checkpointing=True)
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".ckpt"]
+
+
+def test_an_empty_match_raises_at_fit_start_with_the_closest_names(tmp_path: Path) -> None:
+    """A glob that matches nothing ends the fit before its first step and names what is close."""
+    model = Classifier()
+    with pytest.raises(SelectionError, match=r"no module matches 'encodr\.\*'.*'encoder"):
+        fit(model, tmp_path, [ActivationRecorder("encodr.*")])
+    assert model.losses == []
+
+
+def test_a_model_without_submodules_is_a_warning(tmp_path: Path) -> None:
+    """Without arguments a model that has no submodules trains on, with one warning."""
+
+    class Bare(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.encoder, self.dropout, self.head
+            self.weight = nn.Parameter(torch.zeros(64, 10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1) @ self.weight
+
+    model = Bare()
+    with pytest.warns(RecorderWarning, match="ActivationRecorder records nothing: Bare has no submodules"):
+        fit(model, tmp_path, [ActivationRecorder()])
+    assert len(model.losses) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"names": 3}, "names takes module names or globs, got 3"),
+        ({"types": [int]}, "types takes subclasses of torch.nn.Module or their names"),
+        ({"exclude": [None]}, "exclude takes module names or globs, got None"),
+        ({"every_n_train_steps": -1}, "every_n_train_steps must be an integer of at least 0, got -1"),
+        ({"every_n_train_steps": 1.5}, "every_n_train_steps must be an integer of at least 0, got 1.5"),
+        ({"statistics": ["median"]}, "statistics knows count, mean, .*; got 'median'"),
+        ({"sinks": MemorySink()}, r"write sinks=\[MemorySink"),
+    ],
+)
+def test_wrong_arguments_raise_at_construction(arguments: dict[str, Any], message: str) -> None:
+    """An argument that can never work raises at once and names what is allowed."""
+    with pytest.raises(ArgumentError, match=message):
+        ActivationRecorder(**arguments)
+
+
+def test_exception_in_training_step_leaves_no_hook(tmp_path: Path) -> None:
+    """When the model raises in a recorded step, its own error comes through and no hook is left."""
+
+    class Failing(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            self(batch[0])
+            raise ZeroDivisionError("the model's own")
+
+    model = Failing()
+    sink = MemorySink()
+    with pytest.raises(ZeroDivisionError, match="the model's own"):
+        fit(model, tmp_path, [ActivationRecorder(sinks=[sink]), GradientRecorder()])
+    assert hooks_left(model) == []
+    # What was seen of the failing step is not lost: it may show why it failed.
+    assert steps_of(sink, "activations/head/mean") == [0]
+
+
+def test_ending_an_epoch_from_on_train_batch_start_leaves_no_hook(tmp_path: Path) -> None:
+    """A batch that has a start and no end leaves neither hooks nor an open window behind."""
+
+    class Skipping(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            return -1 if batch_idx == 2 else None
+
+    model = Skipping()
+    sink = MemorySink()
+    fit(model, tmp_path, [ActivationRecorder(every_n_train_steps=1, sinks=[sink])], logger=False, max_epochs=2)
+    assert hooks_left(model) == []
+    assert steps_of(sink, "activations/head/mean") == [0, 1, 2, 3]
+
+
+def test_manual_optimisation_is_recorded_once_per_batch(tmp_path: Path) -> None:
+    """With two optimisers that step in every batch there is one record a batch, on the axis of ``self.log``."""
+
+    class Manual(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            for optimizer in self.trainer.strategy._lightning_optimizers:
+                optimizer.zero_grad()
+                self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+                optimizer.step()
+            self.log("step_done", 1.0)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.encoder, self.head)]
+
+    callbacks = [ActivationRecorder("head", statistics=["count"]), GradientRecorder("head", statistics=["count"])]
+    trainer = fit(Manual(), tmp_path, callbacks)
+    read = events(trainer)
+    assert [event.step for event in read.Scalars("step_done")] == [1, 3, 5]
+    for group in ("activations", "gradients"):
+        recorded = [(event.step, event.value) for event in read.Scalars(f"{group}/head/count")]
+        assert recorded == [(step, 160.0) for step in (0, 1, 3, 5)]
+
+
+def test_a_second_fit_records_again(tmp_path: Path) -> None:
+    """A trainer that is used for a second fit records that too, with hooks taken off in between."""
+    sink = MemorySink()
+    model = Classifier()
+    trainer = fit(model, tmp_path, [ActivationRecorder("head", sinks=[sink])], logger=False, max_epochs=1)
+    assert trainer.fit_loop.max_epochs == 1
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, digits())
+    assert steps_of(sink, "activations/head/mean") == [0, 1, 3, 5, 7, 9, 11]
+    assert hooks_left(model) == []
+
+
+def test_a_raising_sink_costs_its_records_alone(tmp_path: Path) -> None:
+    """A sink that raises is told about once; the run and the other sinks go on."""
+
+    class Broken(MemorySink):
+        def write_scalars(self, step: int, scalars: Any) -> bool:
+            raise OSError("disk full")
+
+    sink = MemorySink()
+    model = Classifier()
+    with pytest.warns(RecorderWarning, match="Broken.write_scalars failed.*disk full") as told:
+        fit(model, tmp_path, [ActivationRecorder(sinks=[Broken(), sink])], logger=False)
+    assert sum(each.category is RecorderWarning for each in told) == 1
+    assert len(model.losses) == 6
+    assert steps_of(sink, "activations/head/mean") == [0, 1, 3, 5]
+
+
+def test_a_callback_can_be_pickled_and_copied(tmp_path: Path) -> None:
+    """Before and after a fit the callback survives pickling and deep copies, as processes are spawned with it."""
+    import copy
+    import pickle
+
+    recorder = ActivationRecorder("head")
+    for _ in range(2):
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(recorder)))
+        assert copied.selection == recorder.selection
+        fit(Classifier(), tmp_path, [recorder], logger=False)
+
+
+@pytest.mark.parametrize("how", ["submodule", "whole"])
+def test_compiled_models_are_recorded_and_not_compiled_again(tmp_path: Path, how: str) -> None:
+    """Recorded steps run eagerly and are seen; the compiled code of the others is compiled once."""
+    torch._dynamo.reset()
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    class Compiled(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            # Without self.log, which a compiled LightningModule of this Lightning cannot call under this torch.
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+    model = Compiled()
+    if how == "submodule":
+        model.encoder.compile(backend=backend)
+    sink = MemorySink()
+    callbacks = [ActivationRecorder(every_n_train_steps=4, sinks=[sink]), GradientRecorder(every_n_train_steps=4)]
+    target: Any = torch.compile(model, backend=backend) if how == "whole" else model
+    fit(target, tmp_path, callbacks, logger=False, max_epochs=2)
+    assert steps_of(sink, "activations/encoder.conv1/mean") == [0, 3, 7, 11]
+    assert len(graphs) == 1
+    torch._dynamo.reset()
