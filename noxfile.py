@@ -60,6 +60,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def pictures(session: nox.Session) -> None:
+    """Makes the pictures of the README from a run of the demo; needs a Chromium."""
+    install(session, *group("test"), constraints=group("pins"))
+    session.run("python", "-m", "tests.browser.pictures", *session.posargs)
+
+
+@nox.session
 def minimums(session: nox.Session) -> None:
     """Runs the quick tests with every dependency but torch at the lower bound pyproject.toml gives it."""
     requirements = [Requirement(text) for text in PYPROJECT["project"]["dependencies"]]

@@ -13,11 +13,10 @@ from torch import nn
 
 from lightning_recorder.errors import ArgumentError, SelectionError
 
-__all__ = ["Selection", "leaf_modules"]
+__all__ = ["Selection", "leaf_modules", "named_submodules"]
 
-# Containers without a forward of their own are never called, so a record of them would stay empty: whoever selects one
-# means its entries.
-_UNCALLABLE = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# Parts of a name that torch puts in when it wraps a module in another: by torch.compile, FSDP, checkpoint_wrapper.
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 # Modules that read the parameters of their children without calling them: to a hook they are leaves.
 _OPAQUE = (nn.MultiheadAttention,)
@@ -81,10 +80,10 @@ class Selection:
 
     def _named(self, module: nn.Module) -> dict[str, nn.Module]:
         """The modules with the names, or without names all that could be meant."""
-        modules = dict(module.named_modules(remove_duplicate=False))
+        modules = named_submodules(module, remove_duplicate=self.names is None)
         if self.names is None:
-            names = leaf_modules(module) if self.types is None else [name for name, _ in module.named_modules() if name]
-            return {name: modules[name] for name in names}
+            leaves = leaf_modules(module) if self.types is None else modules
+            return {name: modules[name] for name in leaves if name and not _is_never_called(modules[name])}
         found: set[str] = set()
         for pattern in self.names:
             matched = {name for name in modules if _matches(name, pattern)}
@@ -92,11 +91,11 @@ class Selection:
                 raise SelectionError(f"no module matches {pattern!r}; {_closest(pattern, modules)}")
             found |= matched
         for name, each in modules.items():
-            if name in found and isinstance(each, _UNCALLABLE):
+            if name in found and _is_never_called(each):
                 found |= {f"{name}.{child}" for child, _ in each.named_children()}
         first_names: dict[nn.Module, str] = {}
         for name, each in modules.items():
-            if name in found and not isinstance(each, _UNCALLABLE):
+            if name in found and not _is_never_called(each):
                 first_names.setdefault(each, name)
         return {name: each for each, name in first_names.items()}
 
@@ -138,8 +137,8 @@ def leaf_modules(module: nn.Module) -> list[str]:
     """
     names: list[str] = []
     opaque: list[str] = []
-    for name, each in module.named_modules():
-        if not name or isinstance(each, _UNCALLABLE) or any(name.startswith(prefix) for prefix in opaque):
+    for name, each in named_submodules(module).items():
+        if not name or _is_never_called(each) or any(name.startswith(prefix) for prefix in opaque):
             continue
         if isinstance(each, _OPAQUE):
             opaque.append(name + ".")
@@ -147,6 +146,24 @@ def leaf_modules(module: nn.Module) -> list[str]:
             continue
         names.append(name)
     return names
+
+
+def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
+    """The modules of ``named_modules()``, the root included, by the names that they have in the user's code.
+
+    What ``torch.compile``, FSDP and ``checkpoint_wrapper`` put into the names is left out, and of a wrapper and what it
+    wraps, which then share a name, what it wraps is taken: hooks on both would see each call twice.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager"))
+        >>> [(name, type(each).__name__) for name, each in named_submodules(net).items()]
+        [('', 'Sequential'), ('0', 'Sequential'), ('0.0', 'Linear')]
+    """
+    return {
+        ".".join(part for part in name.split(".") if part not in _WRAPPED): each
+        for name, each in module.named_modules(remove_duplicate=remove_duplicate)
+    }
 
 
 def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
@@ -165,32 +182,44 @@ def _public_name(kind: type) -> str:
     return f"{package}.{kind.__qualname__}"
 
 
+def _is_never_called(module: nn.Module) -> bool:
+    """Whether the module is one of torch's lists and dictionaries: whoever selects one means its entries.
+
+    A subclass with a ``forward`` of its own is a module like any other.
+    """
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return isinstance(module, containers) and type(module).forward is nn.Module.forward
+
+
 def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or _compiled(pattern).fullmatch(name) is not None
+    # The root has no name, so that no glob means it.
+    return name == pattern or (name != "" and _compiled(pattern).fullmatch(name) is not None)
 
 
 @lru_cache(maxsize=256)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """The glob as a regular expression over the name with a dot behind each segment's predecessor.
+    """The glob as a regular expression.
 
     Example:
         >>> [bool(_compiled(glob).fullmatch("a.b.c")) for glob in ("**.c", "a.*", "a.**", "a.*.c", "a.**.b.c", "*")]
         [True, False, True, True, True, False]
     """
     expression = ""
-    segments = pattern.split(".")
+    segments: list[str] = []
+    for segment in pattern.split("."):
+        # Two neighbouring ** are one.
+        if segment != "**" or segments[-1:] != ["**"]:
+            segments.append(segment)
     for position, segment in enumerate(segments):
         last = position == len(segments) - 1
-        if segment == "**":
+        if segment != "**":
+            expression += "".join({"*": "[^.]*", "?": "[^.]"}.get(char, re.escape(char)) for char in segment)
+            expression += "" if last else r"\."
+        elif last and position:
             # ``a.**`` also matches ``a``: the dot before belongs to what may be absent.
-            if last and position:
-                expression = expression.removesuffix(r"\.") + r"(?:\.[^.]+)*"
-            else:
-                expression += r"(?:[^.]+\.)*" + ("[^.]+" if last else "")
-            continue
-        expression += "".join({"*": "[^.]*", "?": "[^.]"}.get(char, re.escape(char)) for char in segment) + (
-            "" if last else r"\."
-        )
+            expression = expression.removesuffix(r"\.") + r"(?:\.[^.]+)*"
+        else:
+            expression += r"(?:[^.]+\.)*" + ("[^.]+" if last else "")
     return re.compile(expression)
 
 

@@ -11,8 +11,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["iter_tensors"]
 
-# Outputs deeper than this are cyclic or no outputs; a linked list of a thousand cells must not end in a RecursionError.
+# What is deeper or has more parts is no output but some object with the whole world in it; a list of a thousand linked
+# cells must not end in a RecursionError, nor one of shared halves of halves in no end at all.
 _MAX_DEPTH = 32
+_MAX_PARTS = 100_000
 
 
 def iter_tensors(value: Any, path: str = "out") -> Iterator[tuple[str, Tensor]]:
@@ -32,15 +34,21 @@ def iter_tensors(value: Any, path: str = "out") -> Iterator[tuple[str, Tensor]]:
         >>> [path for path, _ in iter_tensors(output)]
         ['out.logits', 'out.hidden[0]', 'out.hidden[2]']
     """
-    return _walk(value, path, _MAX_DEPTH)
+    return _walk(value, path, (), [_MAX_PARTS])
 
 
-def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+def _walk(value: Any, path: str, around: tuple[int, ...], left: list[int]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
-    elif value is not None and depth:
-        for suffix, part in _parts(value):
-            yield from _walk(part, path + suffix, depth - 1)
+        return
+    # A cell that knows its neighbour, which knows the cell, is entered once on each path.
+    if value is None or len(around) == _MAX_DEPTH or id(value) in around:
+        return
+    for suffix, part in _parts(value):
+        left[0] -= 1
+        if left[0] < 0:
+            return
+        yield from _walk(part, path + suffix, (*around, id(value)), left)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -19,13 +19,17 @@ def logged_step(trainer: Trainer) -> int:
 
 
 def recorder_directory(trainer: Trainer) -> Path | None:
-    """The folder of the run's recordings; ``None`` in a ``fast_dev_run``, which leaves nothing behind.
+    """The folder of the run's recordings.
+
+    It lies in ``trainer.log_dir``, or where the logger has no folder in ``default_root_dir``. The answer is ``None`` in
+    a ``fast_dev_run``, which leaves nothing behind, and where the folder is no local one.
 
     Note:
         Every rank must ask: Lightning broadcasts the folder.
     """
-    directory = trainer.log_dir
-    return None if directory is None or trainer.fast_dev_run else Path(directory) / "recorder"  # type: ignore[attr-defined]  # set in Trainer.__init__
+    directory = trainer.log_dir or trainer.default_root_dir
+    fast_dev_run = trainer.fast_dev_run  # type: ignore[attr-defined]  # set in Trainer.__init__
+    return None if fast_dev_run or "://" in directory else Path(directory) / "recorder"
 
 
 def gradient_factor(trainer: Trainer, pl_module: LightningModule) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
@@ -20,6 +20,7 @@ from typing_extensions import Self
 from lightning_recorder.autograd import in_backward
 from lightning_recorder.errors import tell
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
+from lightning_recorder.selection import named_submodules
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.unrecorded import is_unrecorded, unrecorded
 
@@ -92,7 +93,9 @@ class GraphCapture:
         self._thread = 0
         self._active = False
         self._model_tensors: dict[int, tuple[Kind, str, nn.Module]] = {}
-        root = self._add("module", "", type_name=type(module).__name__, parameters=_own_parameters(module))
+        root = self._add(
+            "module", "", type_name=type(module).__name__, parameters=_parameters(module.parameters(recurse=False))
+        )
         self._calls.append(_Call(root, module))
         with unrecorded():
             for path, tensor in iter_tensors(inputs, name):
@@ -100,7 +103,7 @@ class GraphCapture:
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
-        for name, each in self.module.named_modules():
+        for name, each in named_submodules(self.module).items():
             for kind, tensors in (
                 ("parameter", each.named_parameters(name, False)),
                 ("buffer", each.named_buffers(name, False)),
@@ -108,7 +111,8 @@ class GraphCapture:
                 for path, tensor in tensors:
                     self._model_tensors.setdefault(id(tensor), (kind, path, each))  # type: ignore[arg-type]  # a Kind
             # The root's own call is left alone: under DDP it wraps the training step, on one device it lies inside it.
-            if name:
+            # A TorchScript module takes no hooks; what it computes is seen as little.
+            if name and not isinstance(each, torch.jit.ScriptModule):
                 self._handles.append(each.register_forward_pre_hook(_BeforeCall(self, name)))
                 self._handles.append(each.register_forward_hook(_AfterCall(self), always_call=True))
         self._mode = _CaptureMode(self)
@@ -135,7 +139,9 @@ class GraphCapture:
 
     def graph(self) -> Graph:
         """What was recorded so far."""
-        return Graph(tuple(self._nodes), tuple(self._edges.values()), self._scope)
+        return Graph(
+            tuple(self._nodes), tuple(self._edges.values()), self._scope, _parameters(self.module.parameters())
+        )
 
     # What the mode and the hooks call.
 
@@ -154,7 +160,11 @@ class GraphCapture:
     def _enter_call(self, name: str, module: nn.Module) -> None:
         self._counts[name] = self._counts.get(name, 0) + 1
         node = self._add(
-            "module", name, type_name=type(module).__name__, call=self._counts[name], parameters=_own_parameters(module)
+            "module",
+            name,
+            type_name=type(module).__name__,
+            call=self._counts[name],
+            parameters=_parameters(module.parameters(recurse=False)),
         )
         self._calls.append(_Call(node, module))
 
@@ -339,8 +349,9 @@ def capture(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
     return recording.graph()
 
 
-def _own_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False) if not _is_lazy(parameter))
+def _parameters(parameters: Iterable[Tensor]) -> int:
+    """The number of elements, without parameters that have no shape yet."""
+    return sum(parameter.numel() for parameter in parameters if not _is_lazy(parameter))
 
 
 def _is_lazy(parameter: Tensor) -> bool:

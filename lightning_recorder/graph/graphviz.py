@@ -57,8 +57,7 @@ class GraphvizStyler:
 
     def style_title(self, graph: Graph) -> dict[str, str]:
         """The Graphviz attributes of the whole: the model's class and size."""
-        total = sum(node.parameters * _repeats(node, graph) for node in graph.nodes if node.call == 1)
-        size = f" · {_count(total)} parameters" if total else ""
+        size = f" · {_count(graph.parameters)} parameters" if graph.parameters else ""
         return {
             "label": f"<{_bold(graph.root.type_name)}{_detail(f'.{graph.scope}{size}')}>",
             "tooltip": _plain(graph.root.type_name),

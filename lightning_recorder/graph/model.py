@@ -100,6 +100,7 @@ class Graph:
         nodes: In the order of time.
         edges: In the order of their first use.
         scope: Which method of the model was recorded: ``forward``, ``training_step``.
+        parameters: Number of elements of the model's parameters, a shared one counted once.
 
     Example:
         >>> from lightning_recorder.graph import capture
@@ -117,6 +118,7 @@ class Graph:
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     scope: str = "forward"
+    parameters: int = 0
 
     @cached_property
     def _by_id(self) -> dict[int, Node]:
@@ -154,8 +156,8 @@ class Graph:
     def to_json(self) -> dict[str, Any]:
         """The graph as JSON values.
 
-        The keys are ``version``, ``scope``, ``nodes`` and ``edges``, the last two with the fields of :class:`Node` and
-        :class:`Edge`.
+        The keys are ``version``, ``scope``, ``parameters``, ``nodes`` and ``edges``, the last two with the fields of
+        :class:`Node` and :class:`Edge`.
 
         Example:
             >>> graph = Graph((Node(0, "module", "", None, 0),), ())
@@ -163,7 +165,8 @@ class Graph:
             True
         """
         nodes, edges = ([asdict(each) for each in part] for part in (self.nodes, self.edges))
-        return {"version": _VERSION, "scope": self.scope, "nodes": nodes, "edges": edges}
+        about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters}
+        return {**about, "nodes": nodes, "edges": edges}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Graph:
@@ -179,9 +182,9 @@ class Graph:
             edges = tuple(
                 Edge(**{**each, "tensor": each["tensor"] and _meta(each["tensor"])}) for each in data["edges"]
             )
+            return cls(nodes, edges, data["scope"], data["parameters"])
         except (KeyError, TypeError) as error:
             raise ArgumentError(f"this is no graph of ours: {error}") from error
-        return cls(nodes, edges, str(data.get("scope", "forward")))
 
 
 def _meta(data: Mapping[str, Any]) -> TensorMeta:

@@ -72,13 +72,13 @@ class Tap(ABC):
         """Put the hooks on; attached already, nothing."""
         if self._handles:
             return
-        try:
-            for name, module in self.modules.items():
-                if name not in self._quiet:
-                    self._handles.append(module.register_forward_hook(_OutputHook(self, name)))
-        except BaseException:
-            self.remove()
-            raise
+        for name, module in self.modules.items():
+            if name not in self._quiet:
+                # TorchScript modules, for one, take no hooks.
+                self._guarded(name, self._put_on, module)
+
+    def _put_on(self, name: str, module: nn.Module) -> None:
+        self._handles.append(module.register_forward_hook(_OutputHook(self, name)))
 
     def remove(self) -> None:
         """Take every hook off, from modules and tensors; not attached, nothing."""

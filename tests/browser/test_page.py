@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
+from tests.browser.chromium import CHROMIUM, open_page
 
 pytestmark = [
     pytest.mark.browser,
@@ -26,18 +16,10 @@ pytestmark = [
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[Page]:
-    """A page of 1,400 × 900 in a browser with a profile of its own."""
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch_persistent_context(
-            tmp_path / "profile",
-            executable_path=CHROMIUM,
-            headless=True,
-            args=FLAGS,
-            viewport={"width": 1400, "height": 900},
-        )
-        yield browser.pages[0]
-        browser.close()
+def page() -> Iterator[Page]:
+    """A page in a browser of its own."""
+    with open_page() as opened:
+        yield opened
 
 
 def test_the_images_tab_shows_the_graph(page: Page, address: str) -> None:
