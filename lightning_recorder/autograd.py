@@ -1,14 +1,16 @@
-"""The state of the autograd engine, asked through torch's private names.
+"""The state of torch's engine, asked through its private names.
 
-Nothing else in the package touches a private name of autograd. Each function says what it answers where torch does not
+Nothing else in the package touches them. Each function says what it answers where torch does not
 offer that name, so that a release of torch that renames one costs a detail of the recording and not the run.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-__all__ = ["in_backward", "is_transformed"]
+__all__ = ["current_function_mode", "in_backward", "is_transformed"]
 
 try:
     from torch._C import _current_graph_task_id
@@ -24,6 +26,22 @@ except ImportError:
 
     def is_functorch_wrapped_tensor(tensor: Tensor) -> bool:
         return False
+
+
+try:
+    from torch.overrides import _get_current_function_mode
+except ImportError:
+
+    def _get_current_function_mode() -> Any:
+        return None
+
+
+def current_function_mode() -> object:
+    """The innermost ``TorchFunctionMode`` of this thread, or ``None``.
+
+    Fallback: ``None``, and a mode is not taken off for fused modules, whose last bits may then differ in eval mode.
+    """
+    return _get_current_function_mode()
 
 
 def in_backward() -> bool:

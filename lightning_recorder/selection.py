@@ -128,8 +128,9 @@ def _entries(field: str, value: object) -> tuple[Any, ...] | None:
 def leaf_modules(module: nn.Module) -> list[str]:
     """Names of the submodules that call no other module, in the order of ``named_modules()``.
 
-    ``nn.MultiheadAttention`` counts as a leaf: it uses its projection's weight and never calls the projection. The root
-    is left out: who calls it, and with what, depends on the trainer's strategy.
+    ``nn.MultiheadAttention`` counts as a leaf: it uses its projection's weight and never calls the projection. So does
+    a module whose only children make its parameters, by ``torch.nn.utils.parametrize``. The root is left out: who calls
+    it, and with what, depends on the trainer's strategy.
 
     Example:
         >>> leaf_modules(nn.Sequential(nn.MultiheadAttention(4, 2), nn.ModuleList([nn.ReLU()])))
@@ -142,7 +143,7 @@ def leaf_modules(module: nn.Module) -> list[str]:
             continue
         if isinstance(each, _OPAQUE):
             opaque.append(name + ".")
-        elif next(each.children(), None) is not None:
+        elif any(child != "parametrizations" for child, _ in each.named_children()):
             continue
         names.append(name)
     return names

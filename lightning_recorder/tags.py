@@ -24,4 +24,6 @@ def make_tag(group: str, name: str, path: str, statistic: str = "") -> str:
     """
     inner = "" if path == "out" else path
     # A slash in a name would open a level of its own on the page.
-    return "/".join(part.replace("/", "_") for part in (group, name or "(root)", inner, statistic) if part)
+    tag = "/".join(part.replace("/", "_") for part in (group, name or "(root)", inner, statistic) if part)
+    # Half of a surrogate pair is a valid attribute name in Python and no valid text in a file.
+    return tag.encode("utf-8", "replace").decode("utf-8")

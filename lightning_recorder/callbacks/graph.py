@@ -121,9 +121,13 @@ class GraphRecorder(RecorderCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._capture is not None:
-            self._waiting = False
-            self.graph = self._capture.graph()
+            graph = self._capture.graph()
             self._leave_capture()
+            # A step that computed nothing, whose training_step gave None at once, is not the one to be shown.
+            if not any(node.kind in ("op", "backward") for node in graph.nodes):
+                return
+            self._waiting = False
+            self.graph = graph
             if trainer.is_global_zero:
                 self._write(self.graph)
         elif self._layout is not None and self._layout.done():

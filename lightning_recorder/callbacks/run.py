@@ -22,14 +22,14 @@ def recorder_directory(trainer: Trainer) -> Path | None:
     """The folder of the run's recordings.
 
     It lies in ``trainer.log_dir``, or where the logger has no folder in ``default_root_dir``. The answer is ``None`` in
-    a ``fast_dev_run``, which leaves nothing behind, and where the folder is no local one.
+    a ``fast_dev_run`` or a bare-bones run, which leave nothing behind, and where the folder is no local one.
 
     Note:
         Every rank must ask: Lightning broadcasts the folder.
     """
     directory = trainer.log_dir or trainer.default_root_dir
-    fast_dev_run = trainer.fast_dev_run  # type: ignore[attr-defined]  # set in Trainer.__init__
-    return None if fast_dev_run or "://" in directory else Path(directory) / "recorder"
+    bare = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]  # set in Trainer.__init__
+    return None if bare or "://" in directory else Path(directory) / "recorder"
 
 
 def gradient_factor(trainer: Trainer, pl_module: LightningModule) -> float:

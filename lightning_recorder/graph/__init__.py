@@ -5,7 +5,16 @@ from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, Graph
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
 from lightning_recorder.graph.render import BaseRenderer
-from lightning_recorder.graph.views import collapse, drop_isolated, fit, fold_repeats, hide, truncate, without
+from lightning_recorder.graph.views import (
+    collapse,
+    drop_dead_ends,
+    drop_isolated,
+    fit,
+    fold_repeats,
+    hide,
+    truncate,
+    without,
+)
 
 __all__ = [
     "BaseRenderer",
@@ -20,6 +29,7 @@ __all__ = [
     "TensorMeta",
     "capture",
     "collapse",
+    "drop_dead_ends",
     "drop_isolated",
     "fit",
     "fold_repeats",

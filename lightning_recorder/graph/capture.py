@@ -13,13 +13,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.autograd import in_backward
+from lightning_recorder.autograd import current_function_mode, in_backward
 from lightning_recorder.errors import tell
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
+from lightning_recorder.hooks import ModuleHook
 from lightning_recorder.selection import named_submodules
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.unrecorded import is_unrecorded, unrecorded
@@ -28,9 +30,20 @@ __all__ = ["GraphCapture", "capture"]
 
 # A trainer's own arithmetic on the loss (dividing it by the number of micro-batches, scaling it, logging it) is no part
 # of the model, nor is an optimiser's.
-_TRAINERS = ("lightning.", "lightning_fabric.", "pytorch_lightning.", "torch.optim.", "torch.amp.grad_scaler")
-_MODELS_AMONG_THEM = (".demos.", ".swa_utils")  # models that Lightning ships, and torch's averaged copy of a model
+_TRAINERS = (
+    "lightning.",
+    "lightning_fabric.",
+    "lightning_utilities.",
+    "pytorch_lightning.",
+    "torch.optim.",
+    "torch.amp.grad_scaler",
+)
+_MODELS_AMONG_THEM = ".demos."  # the models that Lightning ships
 _BETWEEN = ("torch", "lightning_recorder", "contextlib", "functools")
+
+# In eval mode these compute everything in one fused function, unless a function mode is on: then they take another way,
+# whose last bits, and rows of padding, differ. So the mode is taken off while one of them runs.
+_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
 _GRADIENT = cast(Any, Tensor.grad).__get__
@@ -92,6 +105,8 @@ class GraphCapture:
         self._mode: _CaptureMode | None = None
         self._thread = 0
         self._active = False
+        self._paused_in: nn.Module | None = None
+        self._names: dict[int, str] = {}
         self._model_tensors: dict[int, tuple[Kind, str, nn.Module]] = {}
         root = self._add(
             "module", "", type_name=type(module).__name__, parameters=_parameters(module.parameters(recurse=False))
@@ -104,26 +119,44 @@ class GraphCapture:
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         for name, each in named_submodules(self.module).items():
+            self._names[id(each)] = name
             for kind, tensors in (
                 ("parameter", each.named_parameters(name, False)),
                 ("buffer", each.named_buffers(name, False)),
             ):
                 for path, tensor in tensors:
                     self._model_tensors.setdefault(id(tensor), (kind, path, each))  # type: ignore[arg-type]  # a Kind
-            # The root's own call is left alone: under DDP it wraps the training step, on one device it lies inside it.
-            # A TorchScript module takes no hooks; what it computes is seen as little.
-            if name and not isinstance(each, torch.jit.ScriptModule):
-                self._handles.append(each.register_forward_pre_hook(_BeforeCall(self, name)))
-                self._handles.append(each.register_forward_hook(_AfterCall(self), always_call=True))
+        self._handles = self._put_on_hooks()
         self._mode = _CaptureMode(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         self._active = True
         return self
 
+    def _put_on_hooks(self) -> list[RemovableHandle]:
+        """Hooks on all modules of the process, of which this thread's calls of this model are taken.
+
+        They are on no module itself: it may be copied, pickled or scripted meanwhile, TorchScript modules are seen too,
+        and fused modules, which look for hooks on themselves, stay on their path. torch warns of such hooks where a
+        compiled module is called, so a model that has one gets a hook on each of its modules instead.
+        """
+        if not any(type(each).__name__ == "OptimizedModule" for each in self.module.modules()):
+            return [
+                register_module_forward_pre_hook(self._before_call),
+                register_module_forward_hook(self._after_call, with_kwargs=True, always_call=True),
+            ]
+        handles = []
+        for name, each in named_submodules(self.module).items():
+            if name and not isinstance(each, torch.jit.ScriptModule):
+                handles.append(each.register_forward_pre_hook(_CaptureHook(self._before_call)))
+                after = _CaptureHook(self._after_call)
+                handles.append(each.register_forward_hook(after, with_kwargs=True, always_call=True))
+        return handles
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+        self._resume()
         while self._handles:
             self._handles.pop().remove()
         mode, self._mode = self._mode, None
@@ -136,6 +169,7 @@ class GraphCapture:
         self._tensors.clear()
         self._storages.clear()
         self._model_tensors.clear()
+        self._names.clear()
 
     def graph(self) -> Graph:
         """What was recorded so far."""
@@ -146,7 +180,14 @@ class GraphCapture:
     # What the mode and the hooks call.
 
     def _watching(self) -> bool:
-        return self._active and threading.get_ident() == self._thread and not is_unrecorded() and not in_backward()
+        return (
+            self._active
+            and threading.get_ident() == self._thread
+            and not is_unrecorded()
+            and not in_backward()
+            # torch.jit.trace runs the model to record it itself, with tensors for shapes.
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # public, though not declared so
+        )
 
     def _guarded(self, function: Callable[..., Result], *args: Any) -> Result | None:
         try:
@@ -156,6 +197,26 @@ class GraphCapture:
             self.stop()
             tell(f"the graph could not be recorded to its end: {type(error).__name__}: {error}")
             return None
+
+    def _is_part(self, module: nn.Module) -> bool:
+        # The root's own call is left alone: under DDP it wraps the training step, on one device it lies inside it.
+        # What a fused module does inside is one function.
+        inside = self._paused_in is not None and self._paused_in is not module
+        return not inside and bool(self._names.get(id(module))) and self._watching()
+
+    def _before_call(self, module: nn.Module, args: Any) -> None:
+        if self._is_part(module):
+            self._guarded(self._enter_call, self._names[id(module)], module)
+        if _is_fused(module) and self._watching():
+            self._pause(module)
+
+    def _after_call(self, module: nn.Module, *inputs_and_output: Any) -> None:
+        # After a forward that raised, torch leaves the keyword arguments out.
+        *inputs, output = inputs_and_output
+        if _is_fused(module) and self._watching() and module is self._paused_in:
+            self._resume()
+        if self._is_part(module):
+            self._guarded(self._leave_call, module, inputs, output)
 
     def _enter_call(self, name: str, module: nn.Module) -> None:
         self._counts[name] = self._counts.get(name, 0) + 1
@@ -168,7 +229,19 @@ class GraphCapture:
         )
         self._calls.append(_Call(node, module))
 
-    def _leave_call(self, module: nn.Module, output: Any) -> None:
+    def _pause(self, module: nn.Module) -> None:
+        """Take the function mode off for a module's call, if no other mode lies above it."""
+        if self._mode is not None and current_function_mode() is self._mode:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+            self._paused_in = module
+
+    def _resume(self) -> None:
+        """Put the function mode on again after :meth:`_pause`."""
+        if self._paused_in is not None and self._mode is not None:
+            self._paused_in = None
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+
+    def _leave_call(self, module: nn.Module, inputs: Any, output: Any) -> None:
         # A call whose own hook never came, because a hook of the user raised before it, is left together with the one
         # around it.
         while len(self._calls) > 1:
@@ -177,13 +250,25 @@ class GraphCapture:
                 break
         else:
             return
-        tensors = [tensor for _, tensor in iter_tensors(output)]
-        self._nodes[call.node] = replace(self._nodes[call.node], outputs=tuple(map(_meta, tensors)))
-        if call.node == len(self._nodes) - 1 and tensors:
-            # Nothing happened inside: it gave back what it took, or something made where nobody sees it.
-            self._calls.append(call)
-            self._note("identity", tensors, tensors, ())
-            self._calls.pop()
+        given = [tensor for _, tensor in iter_tensors(output)]
+        # A lazy module has become another class, with parameters, since it was entered.
+        self._nodes[call.node] = replace(
+            self._nodes[call.node],
+            type_name=type(module).__name__,
+            parameters=_parameters(module.parameters(recurse=False)),
+            outputs=tuple(map(_meta, given)),
+        )
+        taken = [tensor for _, tensor in iter_tensors(inputs)]
+        empty = call.node == len(self._nodes) - 1
+        passed = [tensor for tensor in given if _is_among(tensor, taken)]
+        unseen = [tensor for tensor in given if not _is_among(tensor, taken) and self._known(tensor) is None]
+        self._calls.append(call)
+        if unseen:
+            # Computed where nobody looks: in a fused function, in TorchScript, outside of torch.
+            self._note("unseen", taken, unseen, ())
+        elif empty and passed:
+            self._note("identity", passed, passed, ())
+        self._calls.pop()
 
     def _note(self, name: str, inputs: list[Tensor], outputs: list[Tensor], written: tuple[Tensor, ...]) -> None:
         """A node for one operation with the edges into it, and its outputs bound to it."""
@@ -210,7 +295,12 @@ class GraphCapture:
         inputs = [tensor for tensor, _ in before]
         outputs = [tensor for _, tensor in iter_tensors(result)]
         written = tuple(tensor for tensor, version in before if _version(tensor) != version)
-        # What gives no tensor and writes into none, such as asking for a shape, is no part of the computation.
+        if not written and inputs and inputs[0].is_inference() and _writes(func):
+            # Tensors of inference mode do not count how often they are written to.
+            written = (inputs[0],)
+        # What gives no new tensor and writes into none is no part of the computation: asking for a shape, or
+        # ``contiguous`` and ``to`` of what is so already, which give back the tensor that they took.
+        outputs = [tensor for tensor in outputs if _is_among(tensor, written) or not _is_among(tensor, inputs)]
         if outputs or written:
             self._note(_function_name(func), inputs, outputs, written)
 
@@ -250,16 +340,24 @@ class GraphCapture:
 
     def _origin(self, tensor: Tensor) -> int:
         """The node that gave the tensor its present values."""
+        known = self._known(tensor)
+        return self._add_from_outside(tensor) if known is None else known
+
+    def _known(self, tensor: Tensor) -> int | None:
+        """The node that gave the tensor its present values, as far as was seen."""
+        if _is_lazy(tensor):
+            # It has neither a shape nor values yet; what is done to it is its making.
+            return _IGNORED
         reference, own = self._tensors.get(id(tensor), (None, None))
         known = own if reference is not None and reference() is tensor else None
+        if known is None and id(tensor) in self._model_tensors:
+            return None
         storage = _storage(tensor)
         _, written = self._storages.get(storage.cdata, (None, None)) if storage is not None else (None, None)
         latest = max(
             (origin for origin in (known, written) if origin is not None), key=lambda origin: origin.time, default=None
         )
-        if latest is not None:
-            return latest.node
-        return self._add_from_outside(tensor)
+        return None if latest is None else latest.node
 
     def _add_from_outside(self, tensor: Tensor) -> int:
         kind, name, owner = self._model_tensors.get(id(tensor), ("tensor", "", None))
@@ -293,37 +391,14 @@ class _CaptureMode(TorchFunctionMode):
         return result
 
 
-class _BeforeCall:
-    """The forward pre-hook of a capture."""
+class _CaptureHook(ModuleHook):
+    """A hook of a capture on one module."""
 
-    def __init__(self, owner: GraphCapture, name: str) -> None:
-        self._owner = owner
-        self._name = name
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._owner._watching():
-            self._owner._guarded(self._owner._enter_call, self._name, module)
-
-    def __reduce__(self) -> str:
-        return "_inert"
-
-
-class _AfterCall:
-    """The forward hook of a capture."""
-
-    def __init__(self, owner: GraphCapture) -> None:
-        self._owner = owner
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._owner._watching():
-            self._owner._guarded(self._owner._leave_call, module, output)
-
-    def __reduce__(self) -> str:
-        return "_inert"
-
-
-def _inert(*args: Any) -> None:
-    """What a hook becomes in a copied or pickled module."""
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
 
 
 def capture(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
@@ -358,9 +433,29 @@ def _is_lazy(parameter: Tensor) -> bool:
     return bool(nn.parameter.is_lazy(parameter))
 
 
+def _is_fused(module: nn.Module) -> bool:
+    return isinstance(module, _FUSED) and not module.training
+
+
+def _is_among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in others)
+
+
 def _meta(tensor: Tensor) -> TensorMeta:
-    shape = () if _is_lazy(tensor) else tuple(int(size) for size in tensor.shape)
+    try:
+        shape = () if _is_lazy(tensor) else tuple(int(size) for size in tensor.shape)
+    except (RuntimeError, TypeError):
+        # Of a nested tensor some sizes are no numbers.
+        shape = ()
     return TensorMeta(shape, str(tensor.dtype).removeprefix("torch."))
+
+
+def _writes(func: Any) -> bool:
+    """Whether a function is by its name one that writes into its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
 
 
 def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
@@ -370,12 +465,12 @@ def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
 
 def _version(tensor: Tensor) -> int:
     # Tensors of inference mode have no version, and what writes into them is not followed.
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if _is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:
     try:
-        return StorageWeakRef(tensor.untyped_storage())
+        return None if _is_lazy(tensor) else StorageWeakRef(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         # Sparse tensors and the wrappers of torch.func have none.
         return None
@@ -413,8 +508,11 @@ def _of_trainer() -> bool:
     """
     for frame in _frames(sys._getframe(1)):
         name = str(frame.f_globals.get("__name__", ""))
+        function = frame.f_code.co_name
         if name.startswith(_TRAINERS):
-            return not any(part in name for part in _MODELS_AMONG_THEM)
-        if name.partition(".")[0] not in _BETWEEN:
+            # torch's averaged copy of a model, among its optimisers, has a forward.
+            return _MODELS_AMONG_THEM not in name and not (name == "torch.optim.swa_utils" and function == "forward")
+        # A function mode of the user's stands between a function and who called it.
+        if name.partition(".")[0] not in _BETWEEN and function != "__torch_function__":
             return False
     return False

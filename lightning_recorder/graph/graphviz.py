@@ -21,6 +21,7 @@ Direction = Literal["TB", "LR", "BT", "RL"]
 _FONT = "DejaVu Sans,Verdana,sans-serif"
 _NAME_PT = 12
 _DETAIL_PT = 10
+_LONGEST_NAME = 60
 
 # Fill, border and shape by kind: the hues are those of Okabe and Ito, told apart by the colour-blind; the shapes differ
 # for print in grey.
@@ -67,7 +68,7 @@ class GraphvizStyler:
         """The Graphviz attributes of the cluster around what a module call holds."""
         return {
             # The number before the class: an edge that comes in from above crosses what is written further right.
-            "label": f"<{_bold(_short_name(node, graph) + _times(node))} {_detail(node.type_name)}>",
+            "label": f"<{_bold((_short_name(node, graph) + _times(node)).strip())}{_detail(' ' + node.type_name)}>",
             "tooltip": _plain(_describe(node)),
             "bgcolor": _FRAMES[node.depth % 2],
             "color": "#0072b2" if node.repeats > 1 else "#bdbdbd",
@@ -161,17 +162,23 @@ def _label(node: Node, graph: Graph) -> str:
     if node.outputs:
         shown = ", ".join(map(str, node.outputs[:2])) + (", …" if len(node.outputs) > 2 else "")
         lines.append(_detail(shown))
-    return f"<{'<br/>'.join(lines)}>"
+    # A table and not line breaks, for some air between the lines.
+    rows = "".join(f"<tr><td>{line}</td></tr>" for line in lines)
+    return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
 
 
 def _short_name(node: Node, graph: Graph) -> str:
     """A module's name without that of the frame around it, with the number of its call; anything else's own name."""
     if node.kind == "backward":
         return "loss → backward"
-    name = node.name or node.kind
+    # A module call without a name is the frame around several siblings that repeat together.
+    name = node.name or ("" if node.kind == "module" else node.kind)
     if node.kind == "module":
         around = next((call.name for call in graph.ancestors(node) if call.name), "")
         name = name.removeprefix(around + ".") if around else name
+    if len(name) > _LONGEST_NAME:
+        # Both ends, since names differ in their beginnings or their ends; the whole name is in the tooltip.
+        name = f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 2 :]}"
     return name + (f" (call {node.call})" if node.call > 1 else "")
 
 
@@ -180,7 +187,7 @@ def _class_line(node: Node) -> str:
 
 
 def _times(node: Node) -> str:
-    return f" ×{node.repeats}" if node.repeats > 1 else ""
+    return f" ×{node.repeats}" + (" side by side" if node.parallel else "") if node.repeats > 1 else ""
 
 
 def _count(number: int) -> str:
@@ -213,12 +220,18 @@ def _repeats(node: Node, graph: Graph) -> int:
 
 def _text(text: str) -> str:
     """Text inside an HTML-like label; of a name that cannot be printed, what can."""
-    return html.escape("".join(char if char.isprintable() else "�" for char in text))
+    # Two backslashes for one: in a label \\N would become the name of the node.
+    return html.escape(_printable(text)).replace("\\", "\\\\")
 
 
 def _plain(text: str) -> str:
     """Text as the value of an attribute."""
-    return graphviz.escape("".join(char if char.isprintable() else "�" for char in text)) or " "
+    # Entities are read in attributes as well as in labels, and backslashes twice over, of which the library knows once.
+    return graphviz.escape(html.escape(_printable(text), quote=False).replace("\\", "\\\\")) or " "
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "�" for char in text)
 
 
 def _bold(text: str) -> str:

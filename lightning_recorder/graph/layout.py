@@ -63,7 +63,7 @@ class Layout:
         command = find_renderer()
         if command is None:
             raise RenderError(_NO_RENDERER)
-        if command[-1].endswith("dot"):
+        if len(command) == 1:
             outputs = [
                 f"-{option}{value}"
                 for path in self._temporary
@@ -74,20 +74,21 @@ class Layout:
             arguments = [*command, str(document), *map(str, self._temporary)]
         self._scratch = tempfile.TemporaryDirectory(prefix="lightning-recorder-")
         self._messages = Path(self._scratch.name, "messages.txt")
+        self._late = False
+        environment = _environment(Path(self._scratch.name))
         with self._messages.open("wb") as messages:
-            self._process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=messages,
-                stderr=messages,
-                env=_environment(Path(self._scratch.name)),
-            )
+            try:
+                self._process = subprocess.Popen(
+                    arguments, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, env=environment
+                )
+            except OSError as error:
+                self._scratch.cleanup()
+                raise RenderError(f"Graphviz could not be started: {error}") from error
 
     def done(self) -> bool:
         """Whether there is an end, good or bad; never waits, and ends a process that has had its time."""
         if self._process.poll() is None and time.monotonic() > self._deadline:
-            self._process.kill()
-            self._process.wait()
+            self._end()
         return self._process.poll() is not None
 
     def finish(self, wait_s: float | None = None) -> list[Path]:
@@ -103,16 +104,11 @@ class Layout:
             left = max(0.0, self._deadline - time.monotonic())
             self._process.wait(left if wait_s is None else min(wait_s, left))
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._end()
         try:
             if self._process.returncode != 0 or not all(path.exists() for path in self._temporary):
                 words = self._messages.read_text(errors="replace").strip()[-500:]
-                late = (
-                    f"it was ended, having {self._timeout_s:g} s at most"
-                    if self._process.returncode and self._process.returncode < 0
-                    else "it failed"
-                )
+                late = f"it was ended, having {self._timeout_s:g} s at most" if self._late else "it failed"
                 raise RenderError(f"Graphviz gave no picture, {late}" + (f": {words}" if words else ""))
             for temporary, path in zip(self._temporary, self.pictures, strict=True):
                 temporary.replace(path)
@@ -121,6 +117,11 @@ class Layout:
             for temporary in self._temporary:
                 temporary.unlink(missing_ok=True)
             self._scratch.cleanup()
+
+    def _end(self) -> None:
+        self._late = True
+        self._process.kill()
+        self._process.wait()
 
 
 def find_renderer() -> list[str] | None:

@@ -39,6 +39,9 @@ class TensorMeta:
     dtype: str
 
     def __str__(self) -> str:
+        if len(self.shape) == 1:
+            # A number alone would be taken for a value.
+            return f"[{self.shape[0]}]"
         return "×".join(map(str, self.shape)) if self.shape else "scalar"
 
 
@@ -58,6 +61,7 @@ class Node:
         outputs: What it gave; for a parameter, buffer or input the tensor itself.
         parameters: Number of parameter elements that a module call owns itself, its submodules' not included.
         repeats: How many equal nodes of the recording it stands for, after folding.
+        parallel: Whether these lie side by side, none feeding the next.
     """
 
     id: int
@@ -70,6 +74,7 @@ class Node:
     outputs: tuple[TensorMeta, ...] = ()
     parameters: int = 0
     repeats: int = 1
+    parallel: bool = False
 
 
 @dataclass(frozen=True, order=True)
@@ -169,22 +174,28 @@ class Graph:
         return {**about, "nodes": nodes, "edges": edges}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Graph:
+    def from_json(cls, data: Any) -> Graph:
         """The graph of :meth:`to_json`.
 
         Raises:
             ArgumentError: If the data is of another version, or no graph.
         """
-        if data.get("version") != _VERSION:
-            raise ArgumentError(f"a graph of version {_VERSION} is expected, got {data.get('version')!r}")
+        version = data.get("version") if isinstance(data, Mapping) else None
+        if version != _VERSION:
+            raise ArgumentError(f"a graph of version {_VERSION} is expected, got {version!r}")
         try:
             nodes = tuple(Node(**{**each, "outputs": tuple(map(_meta, each["outputs"]))}) for each in data["nodes"])
             edges = tuple(
                 Edge(**{**each, "tensor": each["tensor"] and _meta(each["tensor"])}) for each in data["edges"]
             )
-            return cls(nodes, edges, data["scope"], data["parameters"])
+            graph = cls(nodes, edges, data["scope"], data["parameters"])
         except (KeyError, TypeError) as error:
             raise ArgumentError(f"this is no graph of ours: {error}") from error
+        there = {node.id for node in nodes}
+        ends = {end for edge in edges for end in (edge.source, edge.target)} | {node.parent for node in nodes[1:]}
+        if not nodes or nodes[0].parent is not None or not ends <= there:
+            raise ArgumentError("this is no graph of ours: it has no root, or leads to nodes that are not there")
+        return graph
 
 
 def _meta(data: Mapping[str, Any]) -> TensorMeta:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 
 from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 
-__all__ = ["collapse", "drawn_nodes", "drop_isolated", "fit", "fold_repeats", "hide", "truncate", "without"]
+__all__ = [
+    "collapse",
+    "drawn_nodes",
+    "drop_dead_ends",
+    "drop_isolated",
+    "fit",
+    "fold_repeats",
+    "hide",
+    "truncate",
+    "without",
+]
 
 _LONGEST_UNIT = 8  # siblings that may repeat together, such as convolution, norm, activation, pool
 _COMFORTABLE = (
@@ -38,6 +47,15 @@ PLUMBING = frozenset(
         "type_as",
         "float",
         "detach",
+        "clone",
+        "data",
+        "requires_grad",
+        "t",
+        "long",
+        "int",
+        "half",
+        "double",
+        "bfloat16",
     )
 )
 """Functions that move or name values without computing any."""
@@ -95,24 +113,23 @@ def without(graph: Graph, kinds: Collection[Kind]) -> Graph:
 
 
 def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
-    """Leave out the ops with certain names and draw an edge past each: from what enters it to what uses it."""
-    hidden = {node.id for node in graph.nodes if node.kind == "op" and node.name in names}
-    sources: dict[int, list[Edge]] = {}
+    """Leave out the ops with certain names and draw an edge past each: from what enters it to what uses it.
+
+    An op that takes several tensors stays, as ``getitem`` with a computed index does: each of them tells something.
+    """
+    sources: dict[int, list[int]] = {}
     for edge in graph.edges:
-        sources.setdefault(edge.target, []).append(edge)
-    # In the order of time a node's sources come before it, so each is resolved already. Only the first tensor into a
-    # hidden op is what it passes on.
-    through: dict[int, int | None] = {}
+        sources.setdefault(edge.target, []).append(edge.source)
+    # In the order of time a node's source comes before it, so it is resolved already.
+    past: dict[int, int] = {}
     for node in graph.nodes:
-        if node.id in hidden:
-            first = sources.get(node.id, [])[:1]
-            through[node.id] = next((through.get(edge.source, edge.source) for edge in first), None)
-    edges: list[Edge] = []
-    for edge in graph.edges:
-        source = through.get(edge.source, edge.source)
-        if edge.target not in hidden and source is not None:
-            edges.append(replace(edge, source=source))
-    kept = [node for node in graph.nodes if node.id not in hidden]
+        entering = sources.get(node.id, [])
+        if node.kind == "op" and node.name in names and len(entering) == 1:
+            past[node.id] = past.get(entering[0], entering[0])
+    kept = [node for node in graph.nodes if node.id not in past]
+    edges = [
+        replace(edge, source=past.get(edge.source, edge.source)) for edge in graph.edges if edge.target not in past
+    ]
     return _rebuilt(graph, kept, {node.id: node.id for node in kept}, edges)
 
 
@@ -123,45 +140,84 @@ def drop_isolated(graph: Graph) -> Graph:
     return _rebuilt(graph, kept, {node.id: node.id for node in kept})
 
 
+def drop_dead_ends(graph: Graph) -> Graph:
+    """Leave out the ops whose results end nowhere: metrics, copies that are logged, masks that are not used.
+
+    What is followed are ops alone; a module call stays, used or not. In a graph without a backward pass every result
+    may be the model's, so nothing is left out.
+    """
+    if not any(node.kind == "backward" for node in graph.nodes):
+        return graph
+    used: set[int] = set()
+    targets: dict[int, list[int]] = {}
+    for edge in graph.edges:
+        targets.setdefault(edge.source, []).append(edge.target)
+    # Users come after what they use in the order of time, so going backwards each is decided before it is needed.
+    for node in reversed(graph.nodes):
+        if node.kind != "op" or any(target in used for target in targets.get(node.id, [])):
+            used.add(node.id)
+    kept = [node for node in graph.nodes if node.id in used]
+    return _rebuilt(graph, kept, {node.id: node.id for node in kept})
+
+
 def fold_repeats(graph: Graph, least: int = 3) -> Graph:
     """Draw equal siblings that follow each other once, with their number.
 
-    A unit of one to eight siblings which contains a module and occurs at least ``least`` times in a row is kept once;
-    its module calls get ``repeats``. For a single call that holds others two times are enough. Units are equal when
-    classes, functions, shapes, parameters and what is inside are equal; the names of the modules may differ. An edge
-    from one occurrence to the next is left out, one from outside into each of them gets their number as multiplicity.
+    A unit of one to eight siblings which contains a module and occurs at least ``least`` times in a row is kept once,
+    with the number in ``repeats``. A unit of several siblings gets a frame for it: a module call with no name. For a
+    single call that holds others two times are enough. Units are equal when classes, functions, shapes, parameters and
+    what is inside are equal; the names of the modules may differ. Units of which none feeds the next are kept with
+    ``parallel``; up to eight single modules side by side are left as they are, since each is worth its name, as those
+    of query, key and value. An edge from one occurrence to the next is left out, one from outside into each of them
+    gets their number as multiplicity.
     """
     forms = _forms(graph)
     target = {node.id: node.id for node in graph.nodes}
-    repeats: dict[int, int] = {}
+    folded: dict[int, Node] = {}
+    frames: dict[int, Node] = {}
+    joined = {(edge.source, edge.target) for edge in graph.edges}
+    free = max(target) + 1
     for parent in graph.nodes:
         siblings = [node for node in graph.children(parent) if node.kind in ("module", "op")]
-        for start, length, times in _runs(
-            [forms[node.id] for node in siblings], [_weight(graph, node) for node in siblings], least
-        ):
-            if (
-                length == 1
-                and not graph.children(siblings[start])
-                and not _chained(graph, siblings[start : start + times])
-            ):
-                # Single modules side by side, as the query, key and value of an attention, are each worth their name.
+        weights = [_weight(graph, node) for node in siblings]
+        for start, length, times in _runs([forms[node.id] for node in siblings], weights, least):
+            units = [siblings[start + length * index : start + length * (index + 1)] for index in range(times)]
+            parallel = not _feeds(graph, joined, units[0], units[1])
+            if parallel and length == 1 and weights[start] == 1 and times <= _LONGEST_UNIT:
                 continue
-            for position in range(length, length * times):
-                first, other = siblings[start + position % length], siblings[start + position]
-                target.update(_paired(graph, first, other))
-            repeats.update({node.id: times for node in siblings[start : start + length]})
+            for unit in units[1:]:
+                for first, other in zip(units[0], unit, strict=True):
+                    target.update(_paired(graph, first, other))
+            first = units[0][0]
+            if length == 1:
+                folded[first.id] = replace(first, repeats=first.repeats * times, parallel=parallel)
+                continue
+            frames[first.id] = Node(free, "module", "", parent.id, first.depth, repeats=times, parallel=parallel)
+            folded.update({node.id: replace(node, parent=free) for node in units[0]})
+            free += 1
     # An occurrence inside a folded call was folded there too, so a target may have a target.
     for node_id, counterpart in target.items():
         while target[counterpart] != counterpart:
             counterpart = target[counterpart]
         target[node_id] = counterpart
-    kept = [
-        replace(node, repeats=node.repeats * repeats.get(node.id, 1))
-        for node in graph.nodes
-        if target[node.id] == node.id
-    ]
+    kept: list[Node] = []
+    for node in graph.nodes:
+        if target[node.id] == node.id:
+            kept.extend([frames[node.id]] if node.id in frames else [])
+            kept.append(folded.get(node.id, node))
     forward = [edge for edge in graph.edges if target[edge.source] < target[edge.target]]
     return _rebuilt(graph, kept, target, forward)
+
+
+def _feeds(graph: Graph, joined: set[tuple[int, int]], unit: list[Node], following: list[Node]) -> bool:
+    """Whether anything in one unit goes into anything in the next."""
+    one, other = ([each for node in nodes for each in _subtree(graph, node)] for nodes in (unit, following))
+    return any((source, goal) in joined for source in one for goal in other)
+
+
+def _subtree(graph: Graph, node: Node) -> list[int]:
+    """The ids of a node and all that it holds."""
+    return [node.id, *(each for child in graph.children(node) for each in _subtree(graph, child))]
 
 
 def truncate(graph: Graph, max_nodes: int) -> Graph:
@@ -203,7 +259,7 @@ def fit(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
 
     Parameters, buffers and isolated tensors are left out and repeated blocks folded. Then the greatest depth is taken
     at which the view fits. In a view of more than 60 nodes the functions that compute nothing (:data:`PLUMBING`) are
-    hidden.
+    hidden, and those whose results end nowhere left out.
 
     Args:
         graph: A recorded graph.
@@ -219,7 +275,7 @@ def fit(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
     view = bare
     for level in range(depth or deepest, 0, -1):
         closed = collapse(bare, level)
-        for simpler, limit in ((closed, min(_COMFORTABLE, max_nodes)), (hide(closed), max_nodes)):
+        for simpler, limit in ((closed, min(_COMFORTABLE, max_nodes)), (drop_dead_ends(hide(closed)), max_nodes)):
             view = _without_empty_calls(drop_isolated(fold_repeats(simpler)))
             if len(drawn_nodes(view)) <= limit:
                 return view
@@ -269,12 +325,6 @@ def _forms(graph: Graph) -> dict[int, int]:
         form = (node.kind, name, node.type_name, node.outputs, node.parameters, node.repeats, inside)
         forms[node.id] = numbers.setdefault(form, len(numbers))
     return forms
-
-
-def _chained(graph: Graph, nodes: list[Node]) -> bool:
-    """Whether each node feeds the next."""
-    joined = {(edge.source, edge.target) for edge in graph.edges}
-    return all((one.id, next_.id) in joined for one, next_ in pairwise(nodes))
 
 
 def _weight(graph: Graph, node: Node) -> int:

@@ -36,7 +36,7 @@ class OutputGradientTap(Tap):
     def _see_output(self, name: str, output: Any) -> None:
         for path, tensor in iter_tensors(output):
             if tensor.requires_grad and not is_transformed(tensor):
-                self._handles.append(tensor.register_hook(_GradientHook(self, name, path)))
+                self._keep(tensor.register_hook(_GradientHook(self, name, path)))
 
 
 class _GradientHook:

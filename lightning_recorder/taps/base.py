@@ -14,9 +14,12 @@ from typing_extensions import Self
 
 from lightning_recorder.autograd import is_transformed
 from lightning_recorder.errors import RecordingError, tell
+from lightning_recorder.hooks import ModuleHook
 from lightning_recorder.unrecorded import unrecorded
 
 __all__ = ["Receiver", "Site", "Tap"]
+
+_FEW_HANDLES = 256
 
 
 class Site(NamedTuple):
@@ -58,6 +61,7 @@ class Tap(ABC):
         self._receive = receive
         self._handles: list[RemovableHandle] = []
         self._quiet: set[str] = set()
+        self._prune_at = _FEW_HANDLES
 
     @abstractmethod
     def _see_output(self, name: str, output: Any) -> None:
@@ -72,10 +76,21 @@ class Tap(ABC):
         """Put the hooks on; attached already, nothing."""
         if self._handles:
             return
-        for name, module in self.modules.items():
-            if name not in self._quiet:
-                # TorchScript modules, for one, take no hooks.
-                self._guarded(name, self._put_on, module)
+        try:
+            for name, module in self.modules.items():
+                if name not in self._quiet:
+                    # TorchScript modules, for one, take no hooks.
+                    self._guarded(name, self._put_on, module)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _keep(self, handle: RemovableHandle) -> None:
+        """Remember a tensor's hook, and forget those whose tensors are gone, now and then, so that it costs nothing."""
+        self._handles.append(handle)
+        if len(self._handles) > self._prune_at:
+            self._handles = [each for each in self._handles if each.hooks_dict_ref() is not None]
+            self._prune_at = max(_FEW_HANDLES, 2 * len(self._handles))
 
     def _put_on(self, name: str, module: nn.Module) -> None:
         self._handles.append(module.register_forward_hook(_OutputHook(self, name)))
@@ -116,11 +131,12 @@ class Tap(ABC):
 
 def _has_values(tensor: Tensor) -> bool:
     """Whether the tensor's numbers can be read here and now, as those of a plain array."""
-    return tensor.layout == torch.strided and not tensor.is_quantized and not is_transformed(tensor)
+    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return plain and not is_transformed(tensor)
 
 
-class _OutputHook:
-    """A forward hook that belongs to one tap; a copy of it, made with a copy of the module, does nothing."""
+class _OutputHook(ModuleHook):
+    """The forward hook of a tap."""
 
     def __init__(self, tap: Tap, name: str) -> None:
         self._tap = tap
@@ -130,13 +146,3 @@ class _OutputHook:
         # Under torch.compile the hook would be traced into the graph; what is compiled is recorded in eager steps only.
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # public, though not declared so
             self._tap._guarded(self._name, self._tap._see_output, output)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _inert
-
-    def __reduce__(self) -> str:
-        return "_inert"
-
-
-def _inert(*args: Any) -> None:
-    """What a hook becomes in a copied or pickled module: the copy belongs to nobody's recording."""
