@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["current_function_mode", "in_backward", "is_transformed"]
+__all__ = ["current_function_mode", "in_backward", "is_transformed", "remove_hook"]
 
 try:
     from torch._C import _current_graph_task_id
@@ -60,3 +62,14 @@ def is_transformed(tensor: Tensor) -> bool:
     Fallback: ``False``, and the update that then raises becomes a warning.
     """
     return bool(is_functorch_wrapped_tensor(tensor))
+
+
+def remove_hook(handle: RemovableHandle) -> None:
+    """Remove a hook, also from the two lists out of which torch forgets to take a hook on all modules.
+
+    Left there it would keep every call of a module off its quick path, and torch would warn of it at every compiled
+    module. Fallback: just that.
+    """
+    handle.remove()
+    for name in ("_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs"):
+        getattr(torch.nn.modules.module, name, {}).pop(handle.id, None)

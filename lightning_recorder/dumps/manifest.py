@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ MANIFEST = "recorder-manifest.jsonl"
 
 def append_line(directory: Path, line: dict[str, Any]) -> None:
     """Add a line, in one piece; to be called when the dump is in place, so that no line speaks of one that is not."""
-    with (directory / MANIFEST).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    with (directory / MANIFEST).open("a+b") as file:
+        # A run that was killed may have left half a line, which is not to take this one with it.
+        torn = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+        file.write(b"\n" * torn + json.dumps(line).encode() + b"\n")
 
 
 def read_manifest(directory: str | Path) -> list[dict[str, Any]]:
@@ -39,7 +42,7 @@ def read_manifest(directory: str | Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
             name = line["file"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue
         # A name from a file is data: it may not lead to another folder.
         if isinstance(name, str) and Path(name).name == name and (directory / name).is_file():

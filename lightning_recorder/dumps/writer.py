@@ -32,6 +32,7 @@ def write_dump(path: str | Path, tensors: Mapping[str, Tensor], samples: Mapping
     Raises:
         OSError: If the file cannot be written; what was there before stays.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -39,7 +40,8 @@ def write_dump(path: str | Path, tensors: Mapping[str, Tensor], samples: Mapping
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     # safetensors makes its files readable by their owner alone; a dump is as readable as the checkpoint beside it.
     mode = 0o666 & ~_umask()
-    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # Cloned, since safetensors refuses tensors that share memory.
+    host = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
         save_file(
             host, str(temporary), metadata={"format": FORMAT, **{key: str(value) for key, value in about.items()}}
@@ -48,6 +50,8 @@ def write_dump(path: str | Path, tensors: Mapping[str, Tensor], samples: Mapping
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     append_line(path.parent, {"file": path.name, **about, "statistics": dict(_kinds(host)), "sites": samples})

@@ -1,6 +1,6 @@
 """The execution graph: captured from a real step, viewed, rendered."""
 
-from lightning_recorder.graph.capture import GraphCapture, capture
+from lightning_recorder.graph.capture import GraphCapture, capture_graph
 from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, GraphvizStyler
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
@@ -27,7 +27,7 @@ __all__ = [
     "Layout",
     "Node",
     "TensorMeta",
-    "capture",
+    "capture_graph",
     "collapse",
     "drop_dead_ends",
     "drop_isolated",

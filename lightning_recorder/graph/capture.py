@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.autograd import current_function_mode, in_backward
+from lightning_recorder.autograd import current_function_mode, in_backward, remove_hook
 from lightning_recorder.errors import tell
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
 from lightning_recorder.hooks import ModuleHook
@@ -26,7 +26,7 @@ from lightning_recorder.selection import named_submodules
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.unrecorded import is_unrecorded, unrecorded
 
-__all__ = ["GraphCapture", "capture"]
+__all__ = ["GraphCapture", "capture_graph"]
 
 # A trainer's own arithmetic on the loss (dividing it by the number of micro-batches, scaling it, logging it) is no part
 # of the model, nor is an optimiser's.
@@ -158,7 +158,7 @@ class GraphCapture:
         self.stop()
         self._resume()
         while self._handles:
-            self._handles.pop().remove()
+            remove_hook(self._handles.pop())
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -287,7 +287,7 @@ class GraphCapture:
             if id(tensor) not in self._model_tensors:
                 self._bind(tensor, node, wrote=True)
 
-    def _note_function(self, func: Any, before: list[tuple[Tensor, int]], result: Any) -> None:
+    def _note_function(self, func: Any, before: list[tuple[Tensor, int]], result: Any, inplace: bool) -> None:
         if func == _GRADIENT:
             if result is not None:
                 self._bind(result, _IGNORED)
@@ -295,7 +295,7 @@ class GraphCapture:
         inputs = [tensor for tensor, _ in before]
         outputs = [tensor for _, tensor in iter_tensors(result)]
         written = tuple(tensor for tensor, version in before if _version(tensor) != version)
-        if not written and inputs and inputs[0].is_inference() and _writes(func):
+        if not written and inputs and _is_inference(inputs[0]) and (inplace or _writes(func)):
             # Tensors of inference mode do not count how often they are written to.
             written = (inputs[0],)
         # What gives no new tensor and writes into none is no part of the computation: asking for a shape, or
@@ -387,7 +387,7 @@ class _CaptureMode(TorchFunctionMode):
         before = owner._guarded(_versions, args, kwargs)
         result = func(*args, **kwargs)
         if before is not None:
-            owner._guarded(owner._note_function, func, before, result)
+            owner._guarded(owner._note_function, func, before, result, bool(kwargs.get("inplace")))
         return result
 
 
@@ -401,7 +401,7 @@ class _CaptureHook(ModuleHook):
         self._function(*args)
 
 
-def capture(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
+def capture_graph(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
     """Call a module once and give the graph of the call.
 
     The module runs as it is, in its train or eval mode, under the caller's grad mode and autocast. An error that it
@@ -413,7 +413,7 @@ def capture(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
         kwargs: Its keyword arguments; a tensor becomes the input node ``input.<keyword>``.
 
     Example:
-        >>> graph = capture(nn.Linear(2, 3), torch.ones(1, 2))
+        >>> graph = capture_graph(nn.Linear(2, 3), torch.ones(1, 2))
         >>> [node.name for node in graph.nodes]
         ['', 'input', 'weight', 'bias', 'linear']
     """
@@ -465,7 +465,11 @@ def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
 
 def _version(tensor: Tensor) -> int:
     # Tensors of inference mode have no version, and what writes into them is not followed.
-    return -1 if _is_lazy(tensor) or tensor.is_inference() else tensor._version
+    return -1 if _is_lazy(tensor) or _is_inference(tensor) else tensor._version
+
+
+def _is_inference(tensor: Tensor) -> bool:
+    return not _is_lazy(tensor) and tensor.is_inference()
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:

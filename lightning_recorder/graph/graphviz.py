@@ -97,8 +97,8 @@ class GraphvizRenderer(BaseRenderer[graphviz.Digraph]):
 
     Example:
         >>> import torch
-        >>> from lightning_recorder.graph import capture, fit
-        >>> dot = GraphvizRenderer(fit(capture(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2)))).render()
+        >>> from lightning_recorder.graph import capture_graph, fit
+        >>> dot = GraphvizRenderer(fit(capture_graph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2)))).render()
         >>> [line.split("[")[0].strip() for line in dot.body[-3:]]
         ['n1', 'n2', 'n1 -> n2']
     """

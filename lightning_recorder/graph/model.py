@@ -108,10 +108,10 @@ class Graph:
         parameters: Number of elements of the model's parameters, a shared one counted once.
 
     Example:
-        >>> from lightning_recorder.graph import capture
+        >>> from lightning_recorder.graph import capture_graph
         >>> import torch
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-        >>> graph = capture(net, torch.ones(1, 2))
+        >>> graph = capture_graph(net, torch.ones(1, 2))
         >>> [node.kind for node in graph.nodes]
         ['module', 'input', 'module', 'parameter', 'parameter', 'op', 'module', 'op']
         >>> [node.name for node in graph.nodes]

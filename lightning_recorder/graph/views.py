@@ -222,6 +222,7 @@ def _subtree(graph: Graph, node: Node) -> list[int]:
 
 def truncate(graph: Graph, max_nodes: int) -> Graph:
     """Draw at most ``max_nodes`` nodes; what exceeds them becomes one node that says how many it stands for."""
+    check_integer("max_nodes", max_nodes, 1)
     drawn = drawn_nodes(graph)
     if len(drawn) <= max_nodes:
         return graph
@@ -243,7 +244,7 @@ def truncate(graph: Graph, max_nodes: int) -> Graph:
     gone = {node.id for node in surplus}
     target = {node.id: more.id if node.id in gone else node.id for node in graph.nodes}
     kept = [more if node.id == more.id else node for node in graph.nodes if target[node.id] == node.id]
-    return _rebuilt(graph, kept, target)
+    return _without_empty_calls(_rebuilt(graph, kept, target))
 
 
 def drawn_nodes(graph: Graph) -> list[Node]:
@@ -270,6 +271,8 @@ def fit(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
     """
     check_integer("max_nodes", max_nodes, 1)
+    if depth is not None:
+        check_integer("depth", depth, 1)
     bare = without(graph, ("parameter", "buffer"))
     deepest = max((node.depth for node in graph.module_calls()), default=1)
     view = bare
@@ -279,7 +282,7 @@ def fit(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
             view = _without_empty_calls(drop_isolated(fold_repeats(simpler)))
             if len(drawn_nodes(view)) <= limit:
                 return view
-    return _without_empty_calls(truncate(view, max_nodes))
+    return truncate(view, max_nodes)
 
 
 def _without_empty_calls(graph: Graph) -> Graph:
@@ -321,7 +324,8 @@ def _forms(graph: Graph) -> dict[int, int]:
     # Children come after their parent in the order of time, so going backwards each is known before it is needed.
     for node in reversed(graph.nodes):
         inside = tuple(forms[child.id] for child in graph.children(node))
-        name = "" if node.kind == "module" else node.name
+        # A module's name, and that of its parameters before the last dot, tells it from its siblings.
+        name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
         form = (node.kind, name, node.type_name, node.outputs, node.parameters, node.repeats, inside)
         forms[node.id] = numbers.setdefault(form, len(numbers))
     return forms

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.values import Values
+from lightning_recorder.reductions.values import Values, finite_or_zero
 
 __all__ = ["RunningMoments"]
 
@@ -38,12 +38,10 @@ class RunningMoments(Reduction):
     @classmethod
     @override
     def update_state(cls, state: Tensor, values: Values) -> None:
-        bad = values.nonfinite_count
-        count = (values.numel - bad).double()
-        mean = values.finite.sum() / count.clamp(min=1)
-        # Each value that was replaced by zero added mean**2 to the sum; taking it off again costs one rounding and not
-        # a second pass.
-        m2 = ((values.finite - mean).square_().sum() - bad * mean.square()).clamp(min=0)
+        count = (values.numel - values.nonfinite_count).double()
+        mean = finite_or_zero(values.doubles).sum() / count.clamp(min=1)
+        # A NaN or an infinity is still one after the subtraction, and adds nothing.
+        m2 = finite_or_zero(values.doubles - mean).square_().sum()
         cls.merge_states(state, torch.stack((count, mean, m2)))
 
     @classmethod

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Values"]
+__all__ = ["BINS", "Values", "finite_or_zero"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _EXPONENT_MASK = 0xFF
@@ -32,6 +32,7 @@ class Values:
         tensor = tensor.detach()
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
+        tensor = tensor.resolve_neg()
         if not tensor.is_floating_point():
             tensor = tensor.double()
         elif tensor.dtype not in (torch.float32, torch.float64):
@@ -71,6 +72,11 @@ class Values:
         return self.histogram.view(2, _EXPONENT_MASK + 1, -1)[:, _EXPONENT_MASK].sum()
 
     @cached_property
-    def finite(self) -> Tensor:
-        """The values as float64 with zero in place of every NaN and infinity, flat."""
-        return torch.nan_to_num(self.flat, nan=0.0, posinf=0.0, neginf=0.0).double()
+    def doubles(self) -> Tensor:
+        """The values as float64, flat."""
+        return self.flat.double()
+
+
+def finite_or_zero(values: Tensor) -> Tensor:
+    """The values with zero in place of every NaN and infinity."""
+    return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
 
 __all__ = ["FilesSink"]
+
+_LONGEST_NAME = 80  # characters; file systems allow 255 bytes, of which a character may take four
 
 
 class FilesSink(Sink):
@@ -71,7 +74,7 @@ class FilesSink(Sink):
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
         for name, source in files.items():
             parts = PurePosixPath(name).parts
-            if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in name:
+            if not parts or name.startswith("/") or ".." in parts or any(char in name for char in "\\:\0"):
                 raise ArgumentError(f"a file's name must stay inside the folder, got {name!r}")
             target = self.directory.joinpath(*parts)
             if target.resolve() != Path(source).resolve():
@@ -92,10 +95,19 @@ class FilesSink(Sink):
 
     def _place(self, folder: str, tag: str, step: int, suffix: str) -> Path:
         # A tag holds names from the model, which are data: each segment becomes a harmless file name and never a path.
-        segments = [re.sub(r"[^\w.\-\[\]()]", "_", segment).strip(".") or "_" for segment in tag.split("/")]
+        segments = [_file_name(segment) for segment in tag.split("/")]
         path = self.directory.joinpath(folder, *segments[:-1], f"{segments[-1]}-step{step}{suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
+
+
+def _file_name(segment: str) -> str:
+    """A part of a tag as a file name: itself where that is harmless, else what is harmless of it and a digest."""
+    harmless = re.sub(r"[^\w.\-\[\]()]", "_", segment).strip(".")
+    if harmless == segment and 0 < len(segment) <= _LONGEST_NAME:
+        return segment
+    digest = hashlib.sha256(segment.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return f"{harmless[:_LONGEST_NAME]}-{digest}"
 
 
 def _plain(value: float) -> float | str:

@@ -33,3 +33,10 @@ class MetricsSink(Sink):
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
         self._logger.log_metrics(dict(scalars), step)
         return True
+
+    @override
+    def flush(self) -> None:
+        # A CSV logger keeps its rows until it is told to save them; not every logger has that.
+        save = getattr(self._logger, "save", None)
+        if callable(save):
+            save()
