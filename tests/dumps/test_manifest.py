@@ -1,0 +1,152 @@
+"""The list of dumps in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_recorder import read_manifest
+from lightning_recorder.dumps import remove_dump, write_dump
+from lightning_recorder.dumps.manifest import MANIFEST
+
+
+def dump(folder: Path, name: str, **about: Any) -> None:
+    tensors = {
+        "conv.1/mean": torch.tensor(0.5, dtype=torch.float64),
+        "conv.1/histogram": torch.zeros(8, dtype=torch.int64),
+        "a/b/mean": torch.tensor(0.25, dtype=torch.float64),
+    }
+    write_dump(folder / name, tensors, {"conv.1": 640, "a/b": 32}, **about)
+
+
+def test_a_line_says_what_is_in_a_dump(tmp_path: Path) -> None:
+    """File, what the writer said, dtype and shape of each statistic, and the samples of each site."""
+    dump(tmp_path, "a.safetensors", step=3, epoch=0, stage="train", rank=0, checkpoint="last.ckpt", group="activations")
+    assert read_manifest(tmp_path) == [
+        {
+            "file": "a.safetensors",
+            "step": 3,
+            "epoch": 0,
+            "stage": "train",
+            "rank": 0,
+            "checkpoint": "last.ckpt",
+            "group": "activations",
+            "statistics": {
+                "mean": {"dtype": "float64", "shape": []},
+                "histogram": {"dtype": "int64", "shape": [8]},
+            },
+            "sites": {"conv.1": 640, "a/b": 32},
+        }
+    ]
+
+
+def test_dumps_are_listed_in_the_order_of_writing(tmp_path: Path) -> None:
+    """The order is that of the first writing, not that of the names."""
+    for step, name in enumerate(("c", "a", "b")):
+        dump(tmp_path, f"{name}.safetensors", step=step)
+    assert [line["file"][0] for line in read_manifest(str(tmp_path))] == ["c", "a", "b"]
+
+
+def test_a_folder_without_dumps(tmp_path: Path) -> None:
+    """Where nothing was written, or there is no folder at all, no dumps are listed."""
+    assert read_manifest(tmp_path) == []
+    assert read_manifest(tmp_path / "nowhere") == []
+
+
+def test_a_removed_dump_is_not_listed(tmp_path: Path) -> None:
+    """A dump that went with its checkpoint is not listed; written again it is, in its old place."""
+    for step, name in enumerate(("a", "b")):
+        dump(tmp_path, f"{name}.safetensors", step=step)
+    remove_dump(tmp_path / "a.safetensors")
+    assert [line["step"] for line in read_manifest(tmp_path)] == [1]
+    dump(tmp_path, "a.safetensors", step=2)
+    assert [(line["file"][0], line["step"]) for line in read_manifest(tmp_path)] == [("a", 2), ("b", 1)]
+
+
+def test_a_dump_that_was_written_again_is_listed_once(tmp_path: Path) -> None:
+    """Of several lines for one file, as beside ``last.ckpt``, the newest counts."""
+    for step in (1, 2, 3):
+        dump(tmp_path, "last.safetensors", step=step)
+    assert [line["step"] for line in read_manifest(tmp_path)] == [3]
+    assert len((tmp_path / MANIFEST).read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30, 150])
+def test_a_torn_last_line(cut: int, tmp_path: Path) -> None:
+    """A line of which a killed run wrote only a part is passed over, the others count."""
+    dump(tmp_path, "a.safetensors", step=1)
+    dump(tmp_path, "b.safetensors", step=2)
+    manifest = tmp_path / MANIFEST
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:-cut])
+    expected = ["a.safetensors", "b.safetensors"] if cut == 1 else ["a.safetensors"]  # the last byte ends the line
+    assert [line["file"] for line in read_manifest(tmp_path)] == expected
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_writing_after_a_torn_line(cut: int, tmp_path: Path) -> None:
+    """A run that goes on in the folder of a killed one has its dumps listed, from the first."""
+    dump(tmp_path, "a.safetensors", step=1)
+    manifest = tmp_path / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-cut])
+    dump(tmp_path, "b.safetensors", step=2)
+    dump(tmp_path, "c.safetensors", step=3)
+    assert [line["step"] for line in read_manifest(tmp_path)][-2:] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        "",
+        "   ",
+        "no JSON",
+        "null",
+        "3",
+        '"a.safetensors"',
+        "[1, 2]",
+        "{}",
+        '{"file": null}',
+        '{"file": 3}',
+        '{"file": ["a.safetensors"]}',
+        '{"file": "nothing.safetensors"}',
+        '{"file": ""}',
+        '{"file": "."}',
+        '{"file": "nul\\u0000"}',
+        "\udcff\udcfe",
+        "[" * 100_000,
+    ],
+    ids=lambda garbage: ascii(garbage)[:30],
+)
+def test_garbage_is_passed_over(garbage: str, tmp_path: Path) -> None:
+    """A line that is no JSON, or says nothing of a dump that is there, does not hide the lines around it."""
+    dump(tmp_path, "a.safetensors", step=1)
+    with (tmp_path / MANIFEST).open("ab") as file:
+        file.write(garbage.encode("utf-8", "surrogateescape") + b"\n")
+    dump(tmp_path, "b.safetensors", step=2)
+    assert [line["step"] for line in read_manifest(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "sub/inside.safetensors", "./a.safetensors", "{}"])
+def test_a_name_is_no_path(name: str, tmp_path: Path) -> None:
+    """A line whose file lies in another folder is ignored, though the file is there."""
+    folder = tmp_path / "run"
+    dump(folder, "a.safetensors", step=1)
+    dump(folder / "sub", "inside.safetensors", step=2)
+    dump(tmp_path, "outside.safetensors", step=3)
+    with (folder / MANIFEST).open("a") as file:
+        absolute = str(tmp_path / "outside.safetensors")
+        file.write(json.dumps({"file": absolute if name == "{}" else name, "step": 4}) + "\n")
+    assert [line["step"] for line in read_manifest(folder)] == [1]
+
+
+def test_a_folder_is_no_dump(tmp_path: Path) -> None:
+    """A line that names a folder is ignored."""
+    dump(tmp_path, "a.safetensors", step=1)
+    (tmp_path / "sub").mkdir()
+    with (tmp_path / MANIFEST).open("a") as file:
+        file.write('{"file": "sub", "step": 2}\n')
+    assert [line["step"] for line in read_manifest(tmp_path)] == [1]

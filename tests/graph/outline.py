@@ -1,0 +1,57 @@
+"""A graph as a few lines of text that a person can check."""
+
+from __future__ import annotations
+
+from collections import Counter
+from inspect import cleandoc
+
+from lightning_recorder.graph import Graph, Node
+
+__all__ = ["outline", "text"]
+
+_MODEL_TENSORS = ("parameter", "buffer")
+
+
+def outline(graph: Graph, *, model_tensors: bool = False) -> str:
+    """One line per node in the order of time, indented by the module calls around it.
+
+    ``linear#2 <- relu, input ×2`` is the second node called ``linear``; into it go the one called ``relu`` and twice
+    the one called ``input``. ``fc: Linear (call 2)`` is a call of a module. Parameters and buffers are left out, unless
+    ``model_tensors`` is set.
+    """
+    names = _names(graph)
+    left_out = {node.id for node in graph.nodes if node.kind in _MODEL_TENSORS and not model_tensors}
+    lines = []
+    for node in graph.nodes:
+        if node.parent is None or node.id in left_out:
+            continue
+        sources = [
+            names[edge.source] + (f" ×{edge.multiplicity}" if edge.multiplicity > 1 else "")
+            for edge in graph.edges
+            if edge.target == node.id and edge.source not in left_out
+        ]
+        type_name = f": {node.type_name}" if node.type_name else ""
+        call = f" (call {node.call})" if node.call > 1 else ""
+        repeats = f" [{node.repeats} times]" if node.repeats > 1 else ""
+        arrow = f" <- {', '.join(sources)}" if sources else ""
+        around = len(list(graph.ancestors(node))) - 1
+        lines.append("  " * around + names[node.id] + type_name + call + repeats + arrow)
+    return "\n".join(lines)
+
+
+def _names(graph: Graph) -> dict[int, str]:
+    seen: Counter[str] = Counter()
+    return {node.id: _numbered(node, seen) for node in graph.nodes}
+
+
+def _numbered(node: Node, seen: Counter[str]) -> str:
+    name = node.name or f"({node.kind})"
+    if node.kind == "module":
+        return name
+    seen[name] += 1
+    return name if seen[name] == 1 else f"{name}#{seen[name]}"
+
+
+def text(lines: str) -> str:
+    """An expected outline as it stands in a test, without the indentation of the code around it."""
+    return cleandoc(lines)

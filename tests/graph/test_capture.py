@@ -1,0 +1,509 @@
+"""What is recorded of modules, functions and the tensors between them: exact graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.graph import Node, TensorMeta, capture_graph
+from tests.graph.nets import Net, X, linear
+from tests.graph.outline import outline, text
+from tests.graph.queries import only
+
+# Modules and functions.
+
+
+def test_sequential_with_its_parameters() -> None:
+    """A layer's function stands in the layer's call and takes the layer's parameters."""
+    assert outline(capture_graph(nn.Sequential(linear(), nn.ReLU()), X), model_tensors=True) == text(
+        """
+        input
+        0: Linear
+          0.weight
+          0.bias
+          linear <- input, 0.weight, 0.bias
+        1: ReLU
+          relu <- linear
+        """
+    )
+
+
+def test_nodes_say_what_they_are() -> None:
+    """A node carries kind, class, parent, depth, own parameters, shape and dtype."""
+    graph = capture_graph(nn.Sequential(nn.Linear(4, 3)), X)
+    out = (TensorMeta((2, 3), "float32"),)
+    assert graph.scope == "forward"
+    assert graph.nodes == (
+        Node(0, "module", "", None, 0, type_name="Sequential"),
+        Node(1, "input", "input", 0, 1, outputs=(TensorMeta((2, 4), "float32"),)),
+        Node(2, "module", "0", 0, 1, type_name="Linear", outputs=out, parameters=15),
+        Node(3, "parameter", "0.weight", 2, 2, outputs=(TensorMeta((3, 4), "float32"),)),
+        Node(4, "parameter", "0.bias", 2, 2, outputs=(TensorMeta((3,), "float32"),)),
+        Node(5, "op", "linear", 2, 2, outputs=out),
+    )
+
+
+def test_in_place_relu_gives_the_same_graph() -> None:
+    """Whether a ReLU reuses the memory of its input is no part of what is computed."""
+    outside, inside = (nn.Sequential(linear(), nn.ReLU(inplace), linear()) for inplace in (False, True))
+    assert capture_graph(inside, X) == capture_graph(outside, X)
+
+
+def test_residual() -> None:
+    """A sum takes its values from both branches."""
+    assert outline(capture_graph(Net(lambda net, x: x + net.fc(x), fc=linear()), X)) == text(
+        """
+        input
+        fc: Linear
+          linear <- input
+        add <- input, linear
+        """
+    )
+
+
+def test_module_called_twice() -> None:
+    """Each call of a module is a node with its number, and its parameters are there once."""
+    assert outline(capture_graph(Net(lambda net, x: net.fc(net.fc(x)), fc=linear()), X), model_tensors=True) == text(
+        """
+        input
+        fc: Linear
+          fc.weight
+          fc.bias
+          linear <- input, fc.weight, fc.bias
+        fc: Linear (call 2)
+          linear#2 <- linear, fc.weight, fc.bias
+        """
+    )
+
+
+def test_module_under_two_names() -> None:
+    """A module that is reachable under two names is one module, known by the first."""
+    shared = linear()
+    graph = capture_graph(Net(lambda net, x: net.second(net.first(x)), first=shared, second=shared), X)
+    assert outline(graph) == text(
+        """
+        input
+        first: Linear
+          linear <- input
+        first: Linear (call 2)
+          linear#2 <- linear
+        """
+    )
+
+
+def test_module_that_returns_its_input() -> None:
+    """A module in which nothing happens is a step of its own, called identity."""
+    assert outline(capture_graph(nn.Sequential(nn.Identity(), linear(), nn.Sequential()), X)) == text(
+        """
+        input
+        0: Identity
+          identity <- input
+        1: Linear
+          linear <- identity
+        2: Sequential
+          identity#2 <- linear
+        """
+    )
+
+
+def test_nested_modules() -> None:
+    """Calls inside calls are nested as they happened."""
+    inner = nn.Sequential(linear(), nn.Tanh())
+    assert outline(
+        capture_graph(Net(lambda net, x: net.block(x) * 2, block=nn.Sequential(inner, nn.Sigmoid())), X)
+    ) == text(
+        """
+        input
+        block: Sequential
+          block.0: Sequential
+            block.0.0: Linear
+              linear <- input
+            block.0.1: Tanh
+              tanh <- linear
+          block.1: Sigmoid
+            sigmoid <- tanh
+        mul <- sigmoid
+        """
+    )
+
+
+class _Pair(NamedTuple):
+    a: Tensor
+    b: Tensor
+
+
+@dataclass
+class _Output:
+    a: Tensor
+    b: Tensor
+
+
+@pytest.mark.parametrize(
+    ("pack", "unpack"),
+    [
+        (lambda a, b: (a, b), lambda out: out),
+        (lambda a, b: [a, b], lambda out: out),
+        (lambda a, b: {"a": a, "b": b}, lambda out: out.values()),
+        (_Pair, lambda out: out),
+        (_Output, lambda out: (out.a, out.b)),
+        (lambda a, b: {"nested": [(a, None), _Output(b, b)]}, lambda out: (out["nested"][0][0], out["nested"][1].a)),
+    ],
+    ids=["tuple", "list", "dict", "named tuple", "dataclass", "nested"],
+)
+def test_outputs_of_any_structure(pack: Any, unpack: Any) -> None:
+    """Tensors are followed through whatever structure a module gives them back in."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        a, b = unpack(net.two(x))
+        return torch.add(a, b)
+
+    graph = capture_graph(Net(forward, two=Net(lambda _, x: pack(x.exp(), x.cos()))), X)
+    assert outline(graph) == text(
+        """
+        input
+        two: Net
+          exp <- input
+          cos <- input
+        add <- exp, cos
+        """
+    )
+    assert set(only(graph, "two").outputs) == {TensorMeta((2, 4), "float32")}
+
+
+def test_inputs_of_any_structure() -> None:
+    """Every tensor of the inputs is an input node that is named by its path."""
+    graph = capture_graph(
+        Net(lambda _, batch, *, scale: batch["x"] * batch["rest"][1] + scale),
+        {"x": X, "rest": (3, X.clone()), "label": "none"},
+        scale=torch.ones(()),
+    )
+    assert outline(graph) == text(
+        """
+        input[0].x
+        input[0].rest[1]
+        input.scale
+        mul <- input[0].x, input[0].rest[1]
+        add <- mul, input.scale
+        """
+    )
+
+
+def test_keyword_inputs_alone() -> None:
+    """A model that is called by keywords only has its inputs under their keywords."""
+    assert outline(capture_graph(Net(lambda _, *, a, b: a @ b.T), a=X, b=X.clone())) == text(
+        """
+        input.a
+        input.b
+        T <- input.b
+        matmul <- input.a, T
+        """
+    )
+
+
+def test_model_without_inputs() -> None:
+    """A model that takes nothing and does nothing is its root."""
+    graph = capture_graph(Net(lambda _: None))
+    assert [(node.kind, node.type_name, node.parent) for node in graph.nodes] == [("module", "Net", None)]
+    assert graph.edges == ()
+
+
+def test_unused_input_stays_a_node() -> None:
+    """An input that nothing uses is recorded all the same."""
+    assert outline(capture_graph(nn.Sequential(), X)) == "input"
+
+
+# Memory that is shared, and what is written into it.
+
+
+def test_write_through_a_view() -> None:
+    """A tensor whose memory was written to through a view has its values from that write."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        x = x.exp()
+        x.view(-1).mul_(2)
+        return x.cos()
+
+    assert outline(capture_graph(Net(forward), X)) == text(
+        """
+        input
+        exp <- input
+        view <- exp
+        mul <- view
+        cos <- mul
+        """
+    )
+
+
+def test_view_of_what_was_written() -> None:
+    """A view that was made before a write to its base has its values from that write."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        x = x.exp()
+        view = x.t()
+        x.mul_(2)
+        return view.cos()
+
+    assert outline(capture_graph(Net(forward), X)) == text(
+        """
+        input
+        exp <- input
+        t <- exp
+        mul <- exp
+        cos <- mul
+        """
+    )
+
+
+def test_view_without_a_write() -> None:
+    """Making a view changes nothing for those who use its base."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        x = x.exp()
+        view = x.view(-1)
+        return x.sum() + view.sum()
+
+    assert outline(capture_graph(Net(forward), X)) == text(
+        """
+        input
+        exp <- input
+        view <- exp
+        sum <- exp
+        sum#2 <- view
+        add <- sum, sum#2
+        """
+    )
+
+
+def test_index_assignment() -> None:
+    """Assigning to an index is a node through which the tensor goes on."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        x = x.exp()
+        x[:, 0] = x[:, 1]
+        return x.sum()
+
+    assert outline(capture_graph(Net(forward), X)) == text(
+        """
+        input
+        exp <- input
+        getitem <- exp
+        setitem <- exp, getitem
+        sum <- setitem
+        """
+    )
+
+
+def test_out_argument() -> None:
+    """A tensor that a function wrote into by ``out=`` has its values from there."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        result = torch.empty(2, 4)
+        torch.exp(x, out=result)
+        return result.cos()
+
+    assert outline(capture_graph(Net(forward), X)) == text(
+        """
+        input
+        empty
+        exp <- input, empty
+        cos <- exp
+        """
+    )
+
+
+def test_write_to_an_input() -> None:
+    """An input that was written to is used as it then is."""
+    assert outline(capture_graph(Net(lambda _, x: (x.mul_(2), x.cos())[1]), X.clone())) == text(
+        """
+        input
+        mul <- input
+        cos <- mul
+        """
+    )
+
+
+def test_chunk() -> None:
+    """Two outputs of one function are two tensors on one edge."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, dim=1)
+        return left * right
+
+    assert outline(capture_graph(Net(forward), X)) == text(
+        """
+        input
+        chunk <- input
+        mul <- chunk ×2
+        """
+    )
+
+
+def test_unpacking_is_an_unbind() -> None:
+    """Rows that are taken by unpacking come from one unbind."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        first, _second = x
+        return torch.sum(first)
+
+    assert outline(capture_graph(Net(forward), X)) == text(
+        """
+        input
+        unbind <- input
+        sum <- unbind
+        """
+    )
+
+
+def test_detach() -> None:
+    """A detached tensor is made from the one that it shares its values with."""
+    assert outline(capture_graph(Net(lambda _, x: x.detach() + x), X)) == text(
+        """
+        input
+        detach <- input
+        add <- detach, input
+        """
+    )
+
+
+# Tensors that come from elsewhere.
+
+
+def test_created_tensors() -> None:
+    """A tensor that is made inside begins at the function that made it."""
+    assert outline(
+        capture_graph(Net(lambda _, x: x + torch.zeros(4) + torch.arange(4) + torch.rand_like(x)), X)
+    ) == text(
+        """
+        input
+        zeros
+        add <- input, zeros
+        arange
+        add#2 <- add, arange
+        rand_like <- input
+        add#3 <- add#2, rand_like
+        """
+    )
+
+
+def test_tensor_from_outside() -> None:
+    """A tensor that was there before, and belongs to neither batch nor model, is one node however often it is used."""
+    outside = torch.ones(4)
+    assert outline(capture_graph(Net(lambda _, x: x + outside + outside), X)) == text(
+        """
+        input
+        (tensor)
+        add <- input, (tensor)
+        add#2 <- add, (tensor)
+        """
+    )
+
+
+def test_tied_weights() -> None:
+    """A parameter with two owners is one node, in the call of the first."""
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    net[1].weight = net[0].weight
+    assert outline(capture_graph(net, torch.tensor([1, 2])), model_tensors=True) == text(
+        """
+        input
+        0: Embedding
+          0.weight
+          embedding <- input, 0.weight
+        1: Linear
+          linear <- embedding, 0.weight
+        """
+    )
+
+
+def test_buffers_of_a_batch_norm() -> None:
+    """Running statistics are buffers of the layer, and updating them is no path from one layer to the next."""
+    net = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, affine=False)).train()
+    graph = capture_graph(net, X)
+    assert outline(graph, model_tensors=True) == text(
+        """
+        input
+        0: BatchNorm1d
+          0.num_batches_tracked
+          add <- 0.num_batches_tracked
+          0.running_mean
+          0.running_var
+          batch_norm <- input, 0.running_mean, 0.running_var
+        1: BatchNorm1d
+          1.num_batches_tracked
+          add#2 <- 1.num_batches_tracked
+          1.running_mean
+          1.running_var
+          batch_norm#2 <- batch_norm, 1.running_mean, 1.running_var
+        """
+    )
+    assert only(graph, "0.running_mean").kind == "buffer"
+
+
+def test_modules_in_a_plain_list() -> None:
+    """What a module does that torch does not know of is recorded as functions without a call."""
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [linear(), linear()]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    assert outline(capture_graph(Hidden(), X)) == text(
+        """
+        input
+        (tensor)
+        (tensor)#2
+        linear <- input, (tensor), (tensor)#2
+        (tensor)#3
+        (tensor)#4
+        linear#2 <- linear, (tensor)#3, (tensor)#4
+        """
+    )
+
+
+def test_control_flow() -> None:
+    """The branches and rounds that were really taken are recorded."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        for round_ in range(3):
+            x = x.exp()
+            if round_ == 1:
+                x = x.relu()
+        return x
+
+    assert outline(capture_graph(Net(forward), X)) == text(
+        """
+        input
+        exp <- input
+        exp#2 <- exp
+        relu <- exp#2
+        exp#3 <- relu
+        """
+    )
+
+
+def test_operators_have_their_plain_names() -> None:
+    """An operator, its reflected form, its in-place form and the function are called the same."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        x = 1 + x
+        x = x + 1
+        x += 1
+        x = x.add(1)
+        x = 2 * x
+        x *= 2
+        x = 1 - x
+        x -= 1
+        x = 2 / x
+        x /= 2
+        return torch.relu_(x)
+
+    names = [node.name for node in capture_graph(Net(forward), X).nodes if node.kind == "op"]
+    assert names == ["add"] * 4 + ["mul"] * 2 + ["sub"] * 2 + ["div"] * 2 + ["relu"]

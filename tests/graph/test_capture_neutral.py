@@ -1,0 +1,398 @@
+"""What a capture leaves as it was: values, gradients, random numbers, hooks, modes and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import warnings
+import weakref
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_recorder import RecorderWarning
+from lightning_recorder.graph import GraphCapture, capture_graph
+from tests.graph.nets import Net
+from tests.graph.outline import outline, text
+
+X = torch.linspace(-1.0, 1.0, 48).reshape(3, 4, 4)
+
+
+def _residual() -> nn.Module:
+    return Net(lambda net, x: torch.relu_(x + net.fc(x)), fc=nn.Linear(4, 4))
+
+
+def _checkpointed(reentrant: bool) -> nn.Module:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.ReLU())
+    return Net(
+        lambda net, x: checkpoint(net.block, net.fc(x), use_reentrant=reentrant), fc=nn.Linear(4, 4), block=block
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "in-place ReLU": lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)),
+    "residual": _residual,
+    "dropout": lambda: nn.Sequential(nn.Linear(4, 64), nn.Dropout(), nn.RReLU(inplace=True)),
+    "batch norm": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Conv1d(4, 4, 2), nn.BatchNorm1d(4)),
+    "LSTM": lambda: Net(lambda net, x: net.lstm(x)[0], lstm=nn.LSTM(4, 3, num_layers=2, dropout=0.5)),
+    "attention": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2),
+    "attention, batch first": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2),
+    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))),
+    "checkpoint": lambda: _checkpointed(False),
+    "checkpoint, reentrant": lambda: _checkpointed(True),
+}
+
+
+def _train(model: nn.Module, *, captured: bool) -> dict[str, Any]:
+    """Everything that two training steps leave behind."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x = X.clone().requires_grad_()
+    left: dict[str, Any] = {}
+    for step in range(2):
+        with GraphCapture(model, x) if captured else warnings.catch_warnings():
+            optimizer.zero_grad()
+            out = model(x)
+            out.square().mean().backward()
+            left[f"out {step}"] = out.detach()
+            left.update(
+                {f"{name}.grad {step}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            )
+            optimizer.step()
+    return {
+        **left,
+        "input.grad": x.grad,
+        "random state": torch.get_rng_state(),
+        "train flags": [module.training for module in model.modules()],
+        **model.state_dict(),
+    }
+
+
+def _assert_bitwise_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        same = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
+        assert same, name
+
+
+# The layers say themselves that this configuration has no nested-tensor fast path.
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_training_is_the_same_to_the_bit(make: Callable[[], nn.Module]) -> None:
+    """Outputs, gradients, parameters, buffers, train flags and random state are those of a run without a capture."""
+    torch.manual_seed(0)
+    model = make()
+    _assert_bitwise_equal(_train(copy.deepcopy(model), captured=True), _train(copy.deepcopy(model), captured=False))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layer: nn.TransformerEncoder(layer, 2),
+        lambda layer: layer,
+        lambda layer: Net(
+            lambda net, x, src_key_padding_mask: net.attention(x, x, x, key_padding_mask=src_key_padding_mask)[0],
+            attention=layer.self_attn,
+        ),
+        lambda layer: Net(
+            lambda net, *args, **kwargs: net.encoder(*args, **kwargs), encoder=nn.TransformerEncoder(layer, 2)
+        ),
+    ],
+    ids=["encoder", "layer", "attention", "encoder inside"],
+)
+# torch says so itself of the nested tensors inside its fast path.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_fused_inference_is_the_same_to_the_bit(make: Callable[[nn.Module], nn.Module], padded: bool) -> None:
+    """A frozen transformer in eval mode keeps the fused code that torch has for it."""
+    torch.manual_seed(0)
+    model = make(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)).eval()
+    x = torch.randn(3, 5, 16)
+    mask = (torch.arange(5) >= torch.tensor([[3], [5], [5]])) if padded else None
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=mask)
+        with GraphCapture(model, x):
+            seen = model(x, src_key_padding_mask=mask)
+    assert torch.equal(seen, expected)
+
+
+def test_state_dict_keys_stay() -> None:
+    """While a capture is on the model has no other submodules, parameters or buffers than before."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    expected = list(model.state_dict()), [name for name, _ in model.named_modules()]
+    with GraphCapture(model):
+        assert (list(model.state_dict()), [name for name, _ in model.named_modules()]) == expected
+
+
+# Hooks and modes.
+
+
+def _hooks(model: nn.Module) -> int:
+    """How many hooks are on the modules of a model, and on all modules of the process."""
+    kinds = (
+        "forward_hooks",
+        "forward_pre_hooks",
+        "backward_hooks",
+        "backward_pre_hooks",
+        "forward_hooks_always_called",
+    )
+    own = sum(len(getattr(module, f"_{kind}")) for module in model.modules() for kind in kinds)
+    return own + sum(len(getattr(nn.modules.module, f"_global_{kind}")) for kind in kinds)
+
+
+def _modes() -> list[TorchFunctionMode]:
+    return list(torch.overrides._get_current_function_mode_stack())
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    """After a capture no hook is on any module and no mode on the thread, and the user's own are there."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[0].register_forward_hook(lambda *_: None)
+    before = _hooks(model)
+    capture_graph(model, X)
+    assert (_hooks(model), _modes()) == (before, [])
+
+
+def test_nothing_is_recorded_afterwards() -> None:
+    """The graph of a capture that was left does not grow any more."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    with GraphCapture(model, X) as recording:
+        model(X)
+    graph = recording.graph()
+    model(X).sum().backward()
+    assert recording.graph() == graph
+
+
+def test_a_stopped_capture_sees_nothing() -> None:
+    """After ``stop`` nothing is recorded, though the context is still entered."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with GraphCapture(model, X) as recording:
+        hidden = model[0](X)
+        recording.stop()
+        model[1](hidden).exp()
+    assert outline(recording.graph()) == "input\n0: Linear\n  linear <- input"
+
+
+def test_a_model_that_raises() -> None:
+    """The model's own error passes through, everything is taken off, and the graph is there up to the error."""
+
+    def fail(_: Net, x: Tensor) -> Tensor:
+        raise ArithmeticError(f"no {x.exp().shape}")
+
+    model = nn.Sequential(nn.Linear(4, 4), Net(fail), nn.ReLU())
+    with pytest.raises(ArithmeticError, match=r"^no torch.Size\(\[3, 4, 4\]\)$"), GraphCapture(model, X) as recording:
+        model(X)
+    assert outline(recording.graph()) == text(
+        """
+        input
+        0: Linear
+          linear <- input
+        1: Net
+          exp <- linear
+        """
+    )
+    assert (_hooks(model), _modes()) == (0, [])
+
+
+def test_an_error_that_the_model_catches() -> None:
+    """A call that failed and was caught is left again: what follows is not inside it."""
+
+    def fail(_: Net, x: Tensor) -> Tensor:
+        raise ArithmeticError(str(x.exp().shape))
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        try:
+            x = net.risky(x)
+        except ArithmeticError:
+            x = x.cos()
+        return torch.sum(net.safe(x))
+
+    assert outline(capture_graph(Net(forward, risky=Net(fail), safe=nn.Tanh()), X)) == text(
+        """
+        input
+        risky: Net
+          exp <- input
+        cos <- input
+        safe: Tanh
+          tanh <- cos
+        sum <- tanh
+        """
+    )
+
+
+def test_an_error_in_a_hook_of_the_user() -> None:
+    """A call whose hook raised is left together with the call around it."""
+
+    def refuse(*_: Any) -> None:
+        raise ArithmeticError
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with contextlib.suppress(ArithmeticError):
+            net.block(x)
+        return x.exp()
+
+    block = nn.Sequential(nn.Linear(4, 4))
+    block[0].register_forward_hook(refuse)
+    graph = capture_graph(Net(forward, block=block), X)
+    assert (graph.nodes[-1].name, graph.nodes[-1].depth) == ("exp", 1)
+
+
+def test_an_error_in_fused_code() -> None:
+    """When fused code fails and the model goes on without it, so does the recording."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with contextlib.suppress(AssertionError, RuntimeError):
+            net.frozen(x[..., :3])
+        return x.exp()
+
+    frozen = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    model = Net(forward, frozen=frozen)
+    with torch.no_grad():
+        graph = capture_graph(model, X)
+    assert (graph.nodes[-1].name, graph.nodes[-1].depth) == ("exp", 1)
+    assert (_hooks(model), _modes()) == (0, [])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are in use all the same
+def test_a_model_that_takes_no_hooks() -> None:
+    """A scripted part, which takes no hooks of its own, neither ends the capture nor leaves any behind."""
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()), nn.Linear(4, 4))
+    try:
+        graph = capture_graph(model, X)
+    finally:
+        assert (_hooks(nn.Sequential(model[0], model[2])), _modes()) == (0, [])
+    assert [node.name for node in graph.nodes if node.kind == "op"].count("linear") == 2
+
+
+def test_a_copy_is_not_recorded() -> None:
+    """A copy that is made of the model during a capture, as for an average of its weights, is another model."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    with GraphCapture(model, X) as recording:
+        twin = copy.deepcopy(model)
+        twin(X)
+        model(X)
+    assert [node.name for node in recording.graph().module_calls()] == ["0"]
+
+
+def test_a_copy_keeps_nothing_alive() -> None:
+    """A copy that was made during a capture has no hook of it, and does not keep it in memory."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    with GraphCapture(model, X) as recording:
+        twin = copy.deepcopy(model)
+    held = weakref.ref(recording)
+    del recording
+    gc.collect()
+    assert held() is None
+    assert torch.equal(twin(X), model(X))
+
+
+def test_a_model_can_be_pickled_during_a_capture() -> None:
+    """A model that is saved as a whole during a capture comes back without anything of it."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    file = io.BytesIO()
+    with GraphCapture(model, X):
+        torch.save(model, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert torch.equal(twin(X), model(X))
+
+
+# Memory.
+
+
+def test_no_tensor_is_kept() -> None:
+    """Every tensor of the step dies as it would without the capture, during it and after it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    seen: list[weakref.ref[Any]] = []
+    for module in model:
+        module.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    x = X.clone()
+    array = torch.randn(3, 4, 4).numpy()
+    seen += [weakref.ref(array), weakref.ref(x)]
+    with GraphCapture(model, x) as recording:
+        loss = (model(x) + torch.from_numpy(array)).sum()
+        loss.backward()
+        seen.append(weakref.ref(loss))
+        del loss, x, array
+        gc.collect()
+        assert [reference() for reference in seen] == [None] * 6
+    assert len(recording.graph().nodes) == 16
+
+
+def test_a_reused_address_is_another_tensor() -> None:
+    """A tensor that takes the place of a dead one in memory is not mistaken for it."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        for _round in range(50):
+            x.exp()
+        return torch.zeros(3, 4, 4).cos()
+
+    graph = capture_graph(Net(forward), X)
+    (zeros,) = (node.id for node in graph.nodes if node.name == "zeros")
+    (cos,) = (node.id for node in graph.nodes if node.name == "cos")
+    assert [edge.source for edge in graph.edges if edge.target == cos] == [zeros]
+
+
+# Faults of the recorder.
+
+
+class _Unreadable(UserDict[str, Tensor]):
+    """A mapping whose items cannot be listed."""
+
+    def items(self) -> Any:
+        raise LookupError("it is closed")
+
+
+def test_an_error_of_the_recording_becomes_one_warning() -> None:
+    """When recording fails the model goes on, one warning says so, and the graph has what was seen before."""
+    odd = Net(lambda _, x: _Unreadable(out=x.exp()))
+    model = Net(lambda net, x: net.odd(net.odd(net.fc(x))["out"])["out"], fc=nn.Linear(4, 4), odd=odd)
+    expected = model(X)
+    with (
+        pytest.warns(
+            RecorderWarning, match="the graph could not be recorded to its end: LookupError: it is closed"
+        ) as told,
+        GraphCapture(model, X) as recording,
+    ):
+        out = model(X)
+    assert len(told) == 1
+    assert torch.equal(out, expected)
+    assert (_hooks(model), _modes()) == (0, [])
+    assert outline(recording.graph()) == text(
+        """
+        input
+        fc: Linear
+          linear <- input
+        odd: Net
+          exp <- linear
+        """
+    )
+
+
+class _Private(Tensor):
+    """A tensor that lets nobody ask anything but its cosine."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "cos":
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's
+        return NotImplemented
+
+
+def test_a_tensor_that_answers_nothing() -> None:
+    """A tensor class that refuses to tell its shape or version costs at most a warning, never the model's run."""
+    private = X.as_subclass(_Private)
+    model = Net(lambda _, x: private.cos())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecorderWarning)
+        with GraphCapture(model, X):
+            out = model(X)
+    assert isinstance(out, _Private)

@@ -1,0 +1,314 @@
+"""Graphviz in a process of its own: found or missing, hanging or failing, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from lightning_recorder import RenderError
+from lightning_recorder.graph import Layout
+from lightning_recorder.graph.layout import find_renderer
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the stand-ins for dot are shell scripts")
+
+_HEADER = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, of which nothing is to be left."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run."""
+    folder = tmp_path / "a run's <folder>"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def document(run: Path) -> Path:
+    """A document in the folder of a run."""
+    return write(run / "graph.dot", "one", "two")
+
+
+def write(path: Path, *labels: str) -> Path:
+    nodes = " ".join(f'n{index} [label="{label}"]' for index, label in enumerate(labels))
+    path.write_text(f'digraph {{ node [fontname="DejaVu Sans"] {nodes} }}', encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a program called dot on PATH, with the text of a script."""
+
+    def install(script: str) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        program = folder / "dot"
+        program.write_text(script, encoding="utf-8")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+    return install
+
+
+@pytest.fixture
+def no_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides the dot of this machine, if it has one."""
+    monkeypatch.setenv("PATH", "")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for(path: Path) -> str:
+    """The text of a file as soon as it has one."""
+    while not path.exists() or not path.read_text():
+        time.sleep(0.01)
+    return path.read_text()
+
+
+# The Graphviz inside pygraphviz.
+
+
+def test_pictures_without_dot(no_dot: None, document: Path) -> None:
+    """Without dot on PATH the Graphviz inside pygraphviz draws, each format under the document's name."""
+    pictures = Layout(document, ("svg", "png", "pdf")).finish()
+    assert pictures == [document.with_suffix(suffix) for suffix in (".svg", ".png", ".pdf")]
+    texts = [element.text for element in ET.parse(pictures[0]).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == ["one", "two"]
+    assert pictures[1].read_bytes().startswith(_HEADER)
+    assert pictures[2].read_bytes().startswith(b"%PDF-")
+
+
+def test_nothing_is_left_behind(no_dot: None, document: Path, scratch: Path) -> None:
+    """After a success the folder of the run has document and pictures, the folder of temporary files nothing."""
+    Layout(document, ("svg", "png")).finish()
+    assert sorted(path.name for path in document.parent.iterdir()) == ["graph.dot", "graph.png", "graph.svg"]
+    assert list(scratch.iterdir()) == []
+
+
+def test_the_environment_of_the_run_has_no_say(
+    no_dot: None, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a module beside the training script nor the user's start-up files are imported by the child."""
+    (tmp_path / "pygraphviz.py").write_text("raise SystemExit('the wrong one')")
+    (tmp_path / "sitecustomize.py").write_text("raise SystemExit('not asked for')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert [path.name for path in Layout(document, ("svg",)).finish()] == ["graph.svg"]
+
+
+def test_the_folder_of_pygraphviz_may_have_any_name(
+    no_dot: None, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pygraphviz that lies in a folder whose name ends in dot is not taken for the program dot."""
+    import pygraphviz
+
+    folder = tmp_path / "packages-for-dot"
+    folder.mkdir()
+    (folder / "pygraphviz").symlink_to(Path(pygraphviz.__file__).parent)
+    monkeypatch.delitem(sys.modules, "pygraphviz")
+    monkeypatch.syspath_prepend(str(folder))
+    assert [path.name for path in Layout(document, ("svg",)).finish()] == ["graph.svg"]
+
+
+def test_a_document_that_is_none(no_dot: None, document: Path, scratch: Path) -> None:
+    """A document that Graphviz cannot read is an error with the words of Graphviz, and no picture."""
+    document.write_text("digraph {", encoding="utf-8")
+    with pytest.raises(RenderError, match=r"(?s)it failed: .*bad input data"):
+        Layout(document, ("svg",)).finish()
+    assert [path.name for path in document.parent.iterdir()] == ["graph.dot"]
+    assert list(scratch.iterdir()) == []
+
+
+def pixels(path: Path) -> NDArray[np.uint8]:
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("L"))
+
+
+def test_letters_without_any_font_on_the_machine(
+    no_dot: None, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a PNG each letter has its own shape, though the machine has no fonts and no configuration of fonts."""
+    for name in ("FONTCONFIG_FILE", "FONTCONFIG_PATH", "XDG_DATA_HOME", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "nowhere"))
+    drawn = []
+    for index, letters in enumerate(("nnnn", "uuuu", "xxxx", "")):
+        (path,) = Layout(write(run / f"{index}.dot", letters), ("png",)).finish()
+        drawn.append(pixels(path))
+    n, u, x, nothing = drawn
+    # n and u are equally wide in this font, so that only their shapes tell them apart.
+    assert n.shape == u.shape
+    assert not np.array_equal(n, u)
+    assert x.shape != n.shape or not np.array_equal(x, n)
+    dark = [int((picture < 128).sum()) for picture in drawn]
+    assert min(dark[:3]) > dark[3] + 20
+    # A box in the place of a letter is the same on its left and right, an n on neither top and bottom.
+    assert not np.array_equal(n, n[::-1])
+    assert nothing.shape[0] <= n.shape[0]
+
+
+# A dot on PATH.
+
+_REAL_DOT = f"""#!{sys.executable}
+import sys
+import pygraphviz
+
+formats = [argument[2:] for argument in sys.argv if argument.startswith("-T")]
+outputs = [argument[2:] for argument in sys.argv if argument.startswith("-o")]
+assert len(formats) == len(outputs) == len(sys.argv[1:-1]) / 2, sys.argv
+for format_, output in zip(formats, outputs):
+    pygraphviz.AGraph(filename=sys.argv[-1]).draw(output, format=format_, prog="dot")
+"""
+
+
+def test_dot_comes_first(dot: Callable[[str], None], document: Path) -> None:
+    """Where dot is on PATH it is used, with a format and an output for each picture and the document at the end."""
+    dot(_REAL_DOT)
+    assert [Path(part).name for part in find_renderer() or []] == ["dot"]
+    pictures = Layout(document, ("svg", "png")).finish()
+    assert [path.name for path in pictures] == ["graph.svg", "graph.png"]
+    assert b"<svg" in pictures[0].read_bytes()
+    assert pictures[1].read_bytes().startswith(_HEADER)
+
+
+def test_no_renderer(no_dot: None, document: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without dot and pygraphviz the error says how to get one, and nothing is left behind."""
+    monkeypatch.setitem(sys.modules, "pygraphviz", None)
+    assert find_renderer() is None
+    with pytest.raises(RenderError, match=r"pip install pygraphviz.*or put dot on PATH"):
+        Layout(document, ("svg",))
+    assert [path.name for path in document.parent.iterdir()] == ["graph.dot"]
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_dot_that_fails(dot: Callable[[str], None], document: Path, scratch: Path) -> None:
+    """A renderer that fails is an error with its last words, and none of the pictures that it had made appears."""
+    dot('#!/bin/sh\necho half > "${2#-o}"\necho "out of ideas" >&2\nexit 3\n')
+    with pytest.raises(RenderError, match=r"^Graphviz gave no picture, it failed: out of ideas$"):
+        Layout(document, ("svg", "png")).finish()
+    assert [path.name for path in document.parent.iterdir()] == ["graph.dot"]
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_dot_that_says_too_much(dot: Callable[[str], None], document: Path) -> None:
+    """Of a renderer that complains at length the end is kept."""
+    dot('#!/bin/sh\nfor i in 1 2 3 4 5 6 7 8 9; do printf "%0200d" 7 >&2; done\necho the end >&2\nexit 1\n')
+    with pytest.raises(RenderError, match=r"the end$") as raised:
+        Layout(document, ("svg",)).finish()
+    assert len(str(raised.value)) < 600
+
+
+def test_a_dot_that_makes_nothing(dot: Callable[[str], None], document: Path) -> None:
+    """A renderer that ends well without having made a picture has failed."""
+    dot("#!/bin/sh\nexit 0\n")
+    with pytest.raises(RenderError, match=r"^Graphviz gave no picture, it failed$"):
+        Layout(document, ("svg",)).finish()
+
+
+def test_a_dot_that_crashes(dot: Callable[[str], None], document: Path) -> None:
+    """A renderer that is killed by its own fault is not said to have been too slow."""
+    dot("#!/bin/sh\nkill -SEGV $$\n")
+    with pytest.raises(RenderError) as raised:
+        Layout(document, ("svg",)).finish()
+    assert "at most" not in str(raised.value)
+
+
+def test_a_dot_that_cannot_be_run(dot: Callable[[str], None], document: Path, scratch: Path) -> None:
+    """A dot that is no program is an error of rendering, and nothing is left behind."""
+    dot("\0 no program")
+    with pytest.raises(RenderError):
+        Layout(document, ("svg",))
+    assert list(scratch.iterdir()) == []
+
+
+def _hang(pid: Path) -> str:
+    return f"#!/bin/sh\necho $$ > '{pid}'\nexec sleep 600\n"
+
+
+def test_a_dot_that_hangs(dot: Callable[[str], None], document: Path, scratch: Path, tmp_path: Path) -> None:
+    """A renderer that takes too long is ended, and the error says how long it had."""
+    pid = tmp_path / "pid"
+    dot(_hang(pid))
+    layout = Layout(document, ("svg",), timeout_s=1.5)
+    running = int(wait_for(pid))
+    assert is_alive(running)
+    with pytest.raises(RenderError, match=r"^Graphviz gave no picture, it was ended, having 1.5 s at most$"):
+        layout.finish()
+    assert not is_alive(running)
+    assert [path.name for path in document.parent.iterdir()] == ["graph.dot"]
+    assert list(scratch.iterdir()) == []
+
+
+def test_done_ends_what_hangs(dot: Callable[[str], None], document: Path, tmp_path: Path) -> None:
+    """Asking whether it is done never waits, and ends a renderer whose time is over."""
+    pid = tmp_path / "pid"
+    dot(_hang(pid))
+    layout = Layout(document, ("svg",), timeout_s=1.0)
+    running = int(wait_for(pid))
+    answers = [layout.done()]
+    while not answers[-1]:
+        assert is_alive(running)
+        time.sleep(0.05)
+        answers.append(layout.done())
+    assert answers[0] is False
+    assert not is_alive(running)
+    with pytest.raises(RenderError, match="it was ended"):
+        layout.finish()
+
+
+def test_finish_at_once(dot: Callable[[str], None], document: Path, tmp_path: Path) -> None:
+    """A run that ends early does not wait: with no seconds to wait a renderer that still works is ended."""
+    pid = tmp_path / "pid"
+    dot(_hang(pid))
+    layout = Layout(document, ("svg",), timeout_s=600.0)
+    running = int(wait_for(pid))
+    with pytest.raises(RenderError, match="it was ended"):
+        layout.finish(wait_s=0.0)
+    assert not is_alive(running)
+
+
+def test_pictures_appear_when_they_are_complete(dot: Callable[[str], None], document: Path, tmp_path: Path) -> None:
+    """A picture is not under its name until all pictures are whole; one from before stays until then."""
+    ready, go = tmp_path / "ready", tmp_path / "go"
+    dot(
+        "#!/bin/sh\n"
+        'printf "<svg" > "${2#-o}"\n'
+        f"echo 1 > '{ready}'\n"
+        f"while [ ! -e '{go}' ]; do sleep 0.01; done\n"
+        'printf "/>" >> "${2#-o}"\n'
+        'printf PNG > "${4#-o}"\n'
+    )
+    old = document.with_suffix(".svg")
+    old.write_text("from the run before")
+    layout = Layout(document, ("svg", "png"))
+    wait_for(ready)
+    assert not layout.done()
+    assert old.read_text() == "from the run before"
+    assert not document.with_suffix(".png").exists()
+    go.touch()
+    assert [path.read_text() for path in layout.finish()] == ["<svg/>", "PNG"]
+    assert layout.done()

@@ -1,0 +1,166 @@
+"""The graph as plain data."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_recorder import ArgumentError
+from lightning_recorder.graph import Edge, Graph, GraphCapture, Node, TensorMeta, capture_graph
+from tests.graph.nets import Net, X, linear
+from tests.graph.queries import only
+
+
+def nested() -> Graph:
+    """block(inner(linear, relu), linear) followed by a backward pass."""
+    net = nn.Sequential(nn.Sequential(nn.Sequential(linear(), nn.ReLU()), linear()))
+    with GraphCapture(net, {"a text <&>": X}, name="batch", scope="training_step") as recording:
+        net(X).sum().backward()
+    return recording.graph()
+
+
+def test_json_gives_the_graph_back() -> None:
+    """A graph that goes through JSON text is equal to what it was, with its scope and its size."""
+    graph = nested()
+    assert Graph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
+
+
+def test_json_is_self_describing() -> None:
+    """The JSON form has the fields of nodes and edges under their names."""
+    graph = Graph(
+        (
+            Node(0, "module", "", None, 0, type_name="Net"),
+            Node(1, "op", "relu", 0, 1, outputs=(TensorMeta((2, 3), "bfloat16"),)),
+        ),
+        (Edge(0, 1, 2),),
+        "training_step",
+    )
+    data = graph.to_json()
+    assert (data["version"], data["scope"]) == (1, "training_step")
+    assert json.loads(json.dumps(data))["nodes"][1] == {
+        "id": 1,
+        "kind": "op",
+        "name": "relu",
+        "parent": 0,
+        "depth": 1,
+        "type_name": "",
+        "call": 1,
+        "outputs": [{"shape": [2, 3], "dtype": "bfloat16"}],
+        "parameters": 0,
+        "repeats": 1,
+        "parallel": False,
+    }
+    assert data["edges"] == [{"source": 0, "target": 1, "multiplicity": 2, "tensor": None}]
+
+
+ROOT = {"id": 0, "kind": "module", "name": "", "parent": None, "depth": 0, "outputs": []}
+SOUND: dict[str, Any] = {"version": 1, "scope": "forward", "parameters": 0, "nodes": [ROOT], "edges": []}
+
+
+def test_the_smallest_json() -> None:
+    """A root alone is a graph."""
+    assert Graph.from_json(SOUND).root.kind == "module"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"version": 2}, id="later version"),
+        pytest.param({"version": None}, id="no version"),
+        pytest.param({"version": "1"}, id="version as text"),
+        pytest.param({"nodes": 5}, id="nodes are a number"),
+        pytest.param({"nodes": "abc"}, id="nodes are text"),
+        pytest.param({"nodes": []}, id="no root"),
+        pytest.param({"nodes": [[0, "module"]]}, id="node is a list"),
+        pytest.param({"nodes": [{"id": 0}]}, id="node without outputs"),
+        pytest.param({"nodes": [{**ROOT, "colour": "red"}]}, id="node with another field"),
+        pytest.param({"nodes": [{**ROOT, "outputs": [3]}]}, id="output without a shape"),
+        pytest.param({"nodes": [ROOT, {**ROOT, "id": 1, "parent": 7, "depth": 1}]}, id="parent that is not there"),
+        pytest.param({"edges": None}, id="no edges"),
+        pytest.param({"edges": [{"source": 0}]}, id="edge without an end"),
+        pytest.param(
+            {"edges": [{"source": 0, "target": 7, "multiplicity": 1, "tensor": None}]}, id="edge into nowhere"
+        ),
+        pytest.param(
+            {"edges": [{"source": 0, "target": 0, "multiplicity": 1, "tensor": 4}]}, id="edge with an odd tensor"
+        ),
+    ],
+)
+def test_json_of_something_else(change: dict[str, Any]) -> None:
+    """Data that is no graph of this version is refused, whatever is wrong with it."""
+    with pytest.raises(ArgumentError):
+        Graph.from_json({**SOUND, **change})
+
+
+@pytest.mark.parametrize("data", [[], None, "graph", 3], ids=["list", "null", "text", "number"])
+def test_json_that_is_no_object(data: Any) -> None:
+    """A JSON value that is no object is refused like any other that is no graph."""
+    with pytest.raises(ArgumentError):
+        Graph.from_json(data)
+
+
+def test_lookup_by_id() -> None:
+    """A node is found by its id in a graph whose ids have gaps, and one that is not there is a KeyError."""
+    graph = Graph((Node(0, "module", "", None, 0), Node(5, "op", "relu", 0, 1)), ())
+    assert graph[5].name == "relu"
+    with pytest.raises(KeyError):
+        graph[1]
+
+
+def test_children_in_the_order_of_time() -> None:
+    """The children of a call are what happened directly in it, and what is inside them is not among them."""
+    graph = nested()
+    assert [node.name for node in graph.children(graph.root)] == ["batch['a text <&>']", "0", "sum", "backward"]
+    assert [node.name for node in graph.children(only(graph, "0"))] == ["0.0", "0.1"]
+    assert [node.name for node in graph.children(only(graph, "0.0.0"))] == ["0.0.0.weight", "0.0.0.bias", "linear"]
+    assert graph.children(only(graph, "relu")) == []
+
+
+def test_ancestors_from_the_inside_out() -> None:
+    """The ancestors of a node are the calls around it, the root last; as many as its depth says."""
+    graph = nested()
+    assert [node.name for node in graph.ancestors(only(graph, "relu"))] == ["0.0.1", "0.0", "0", ""]
+    assert list(graph.ancestors(graph.root)) == []
+    assert all(len(list(graph.ancestors(node))) == node.depth for node in graph.nodes)
+
+
+def test_module_calls() -> None:
+    """All calls but the root's are listed in the order of time, a module that was called twice with both."""
+    net = Net(lambda net, x: net.a(net.b(net.a(x))), a=linear(), b=nn.ReLU())
+    assert [(node.name, node.call) for node in capture_graph(net, X).module_calls()] == [("a", 1), ("b", 1), ("a", 2)]
+
+
+def test_recorded_ids_ascend_in_time() -> None:
+    """The ids of a recording count from 0, and no edge goes back in time."""
+    graph = nested()
+    assert [node.id for node in graph.nodes] == list(range(len(graph.nodes)))
+    assert [edge for edge in graph.edges if edge.source >= edge.target] == []
+
+
+def test_number_of_parameters() -> None:
+    """A graph says how many parameters the model has: tied ones once, those that were never used too."""
+    tied = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    tied[1].weight = tied[0].weight
+    assert capture_graph(tied, torch.tensor([1])).parameters == 20
+    # The output projection of an attention, 4 * 4 + 4 of its parameters, is never called as a module.
+    attention = Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2), unused=linear())
+    assert capture_graph(attention, X[None]).parameters == (12 * 4 + 12) + (4 * 4 + 4) + 20
+
+
+@pytest.mark.parametrize(("shape", "shown"), [((), "scalar"), ((7,), "[7]"), ((2, 3, 4), "2×3×4"), ((0, 5), "0×5")])
+def test_shapes_are_written_with_crosses(shape: tuple[int, ...], shown: str) -> None:
+    """A shape is written as people write it, so that one of a single size is not taken for a number."""
+    assert str(TensorMeta(shape, "float32")) == shown
+
+
+def test_a_graph_is_plain_data() -> None:
+    """A graph can be compared and pickled, and holds no tensor."""
+    graph = nested()
+    assert pickle.loads(pickle.dumps(graph)) == graph
+    assert graph == nested()
+    assert graph != capture_graph(nn.Sequential(linear()), X)

@@ -1,0 +1,634 @@
+"""Views: exact ones of small models, laws for all, limits for large models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_recorder import ArgumentError
+from lightning_recorder.graph import (
+    Edge,
+    Graph,
+    GraphCapture,
+    Node,
+    capture_graph,
+    collapse,
+    drop_dead_ends,
+    drop_isolated,
+    fit,
+    fold_repeats,
+    hide,
+    truncate,
+    without,
+)
+from lightning_recorder.graph.model import Kind
+from lightning_recorder.graph.views import PLUMBING, drawn_nodes
+from tests.graph.nets import Net, X, linear
+from tests.graph.outline import outline, text
+from tests.graph.queries import joined, only, reaches, sources_of
+from tests.graph.random_nets import graphs
+
+
+def block() -> nn.Module:
+    """A residual block, two levels deep."""
+    inner = nn.Sequential(linear(), nn.ReLU())
+    return Net(lambda net, x: x + net.inner(x), inner=inner)
+
+
+def stack(number: int) -> nn.Module:
+    return nn.Sequential(*(block() for _ in range(number)))
+
+
+def bare(net: nn.Module, *inputs: Tensor) -> Graph:
+    """A recording without the tensors of the model."""
+    return without(capture_graph(net, *inputs), ("parameter", "buffer"))
+
+
+def weight_of(graph: Graph, node: Node) -> int:
+    """How many recorded nodes a node of a view stands for."""
+    total = node.repeats
+    for call in graph.ancestors(node):
+        total *= call.repeats
+    return total
+
+
+# collapse
+
+
+def test_collapse_at_each_depth() -> None:
+    """A depth says how many levels of calls are seen; what is deeper is inside the closed calls."""
+    graph = bare(nn.Sequential(block(), nn.Tanh()), X)
+    assert outline(collapse(graph, 1)) == text(
+        """
+        input
+        0: Net <- input
+        1: Tanh <- 0
+        """
+    )
+    assert outline(collapse(graph, 2)) == text(
+        """
+        input
+        0: Net
+          0.inner: Sequential <- input
+          add <- input, 0.inner
+        1: Tanh <- add
+        """
+    )
+    assert outline(collapse(graph, 3)) == text(
+        """
+        input
+        0: Net
+          0.inner: Sequential
+            0.inner.0: Linear <- input
+            0.inner.1: ReLU <- 0.inner.0
+          add <- input, 0.inner.1
+        1: Tanh <- add
+        """
+    )
+    assert collapse(graph) == collapse(graph, 3) == collapse(graph, 99)
+
+
+def test_closed_calls_add_up_their_parameters() -> None:
+    """A closed call has the parameters of all that it holds."""
+    graph = capture_graph(stack(2), X)
+    assert [node.parameters for node in collapse(graph, 1).module_calls()] == [20, 20]
+    assert only(collapse(graph, 2), "0.inner").parameters == 20
+
+
+def test_a_closed_call_takes_a_tensor_once() -> None:
+    """A tensor that a call reads three times inside goes into the closed call once."""
+    graph = capture_graph(Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2)), X[None])
+    assert outline(graph).endswith("multi_head_attention_forward <- input ×3")
+    assert outline(collapse(graph)).endswith("attention: MultiheadAttention <- input")
+
+
+def test_a_closed_call_gives_several_tensors() -> None:
+    """Two tensors from inside a closed call to one function are two on the edge."""
+    pair = Net(lambda _, x: (x.exp(), x.cos()))
+    graph = capture_graph(Net(lambda net, x: torch.add(*net.pair(x)), pair=pair), X)
+    assert outline(collapse(graph)) == "input\npair: Net <- input\nadd <- pair ×2"
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2"])
+def test_depth_must_be_an_integer_of_at_least_one(depth: Any) -> None:
+    """The root alone is no view, and a depth that is no whole number no depth."""
+    graph = capture_graph(stack(1), X)
+    with pytest.raises(ArgumentError, match="depth"):
+        collapse(graph, depth)
+    with pytest.raises(ArgumentError, match="depth"):
+        fit(graph, depth=depth)
+
+
+def _closed(graph: Graph, depth: int | None) -> dict[int, int]:
+    """By definition: each node is led to the outermost closed call around it, or to itself."""
+
+    def is_closed(node: Node) -> bool:
+        innermost = not any(child.kind == "module" for child in graph.children(node))
+        return node.kind == "module" and node.parent is not None and (innermost or (depth or 99) <= node.depth)
+
+    return {
+        node.id: next((around.id for around in reversed([node, *graph.ancestors(node)]) if is_closed(around)), node.id)
+        for node in graph.nodes
+    }
+
+
+@settings(deadline=None, max_examples=60)
+@given(graph=graphs, depth=st.none() | st.integers(1, 4))
+def test_collapse_is_what_it_says(graph: Graph, depth: int | None) -> None:
+    """Nodes are those outside of closed calls, and edges exactly those between different ones of them."""
+    view = collapse(graph, depth)
+    target = _closed(graph, depth)
+    assert [node.id for node in view.nodes] == [node.id for node in graph.nodes if target[node.id] == node.id]
+    assert {(edge.source, edge.target) for edge in view.edges} == {
+        (target[edge.source], target[edge.target]) for edge in graph.edges if target[edge.source] != target[edge.target]
+    }
+    assert sum(node.parameters for node in view.nodes) == sum(node.parameters for node in graph.nodes)
+
+
+@settings(deadline=None, max_examples=40)
+@given(graph=graphs, depth=st.integers(1, 4))
+def test_collapse_keeps_what_depends_on_what(graph: Graph, depth: int) -> None:
+    """Where a path leads from one node to another, one leads from where the one went to where the other went."""
+    view, target = collapse(graph, depth), _closed(graph, depth)
+    for node in graph.nodes:
+        assert {target[source] for source in sources_of(graph, node.id)} <= sources_of(view, target[node.id])
+
+
+@settings(deadline=None, max_examples=40)
+@given(graph=graphs)
+def test_deepest_depth_is_the_innermost_closing(graph: Graph) -> None:
+    """From the deepest call on, a depth makes no difference, and collapsing twice is collapsing once."""
+    deepest = max((node.depth for node in graph.module_calls()), default=1)
+    assert collapse(graph, deepest) == collapse(graph, deepest + 3) == collapse(graph)
+    assert collapse(collapse(graph)) == collapse(graph)
+
+
+# without, hide, drop_isolated
+
+
+def test_without() -> None:
+    """Nodes of the kinds go, with their edges; the rest is as it was."""
+    graph = capture_graph(nn.Sequential(linear()), X)
+    assert outline(without(graph, ("parameter", "buffer")), model_tensors=True) == "input\n0: Linear\n  linear <- input"
+    linear_ = only(graph, "linear").id
+    assert [edge.target for edge in without(graph, ("input", "buffer")).edges] == [linear_, linear_]
+
+
+def test_hide_leads_past() -> None:
+    """What a hidden function took goes straight to those who used what it gave, through several of them too."""
+    graph = capture_graph(Net(lambda _, x: x.exp().view(-1).reshape(2, 4).cos() + x.t().t()), X)
+    assert outline(hide(graph, ("view", "reshape"))) == text(
+        """
+        input
+        exp <- input
+        cos <- exp
+        t <- input
+        t#2 <- t
+        add <- cos, t#2
+        """
+    )
+    assert outline(hide(graph, ("view", "reshape", "t"))) == text(
+        """
+        input
+        exp <- input
+        cos <- exp
+        add <- cos, input
+        """
+    )
+
+
+def test_hide_counts_tensors() -> None:
+    """Two ways through hidden functions to one place are two tensors."""
+    graph = capture_graph(Net(lambda _, x: torch.add(*x.exp().chunk(2, dim=1))), X)
+    assert outline(hide(graph, ("chunk",))) == "input\nexp <- input\nadd <- exp ×2"
+
+
+def test_hide_leaves_what_takes_several_tensors() -> None:
+    """A function of several tensors, or of none, stays, whatever it is called: each of them tells something."""
+    graph = capture_graph(Net(lambda _, x: x.exp().expand_as(x.cos()) + torch.zeros(2, 4)), X)
+    assert hide(graph, ("expand_as", "zeros")) == graph
+
+
+def test_hidden_names_are_functions() -> None:
+    """A module that is called like a hidden function stays."""
+    graph = collapse(capture_graph(Net(lambda net, x: net.view(x), view=nn.ReLU()), X))
+    assert hide(graph, ("view",)) == graph
+
+
+@settings(deadline=None, max_examples=40)
+@given(graph=graphs)
+def test_hide_keeps_what_depends_on_what(graph: Graph) -> None:
+    """Between nodes that stay there is a path exactly when there was one, all hidden functions having one input."""
+    view = hide(graph, PLUMBING)
+    assert [node for node in view.nodes if node.kind == "op" and node.name in PLUMBING] == []
+    staying = {node.id for node in view.nodes}
+    for node_id in staying:
+        assert sources_of(view, node_id) == sources_of(graph, node_id) & staying
+
+
+def test_drop_isolated() -> None:
+    """Tensors and functions without any edge go; calls stay."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        torch.zeros(3)
+        net.idle(x)
+        return x.exp()
+
+    graph = capture_graph(Net(forward, idle=Net(lambda *_: None)), X)
+    assert outline(graph) == "input\nzeros\nidle: Net\nexp <- input"
+    assert outline(drop_isolated(graph)) == "input\nidle: Net\nexp <- input"
+
+
+def test_drop_dead_ends() -> None:
+    """Functions from which no path leads to the loss or into a call go, those before them too, if there is a loss."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x.exp().mean()  # a metric
+        net.watch(x.cos())
+        return torch.sum(net.fc(x.tanh()))
+
+    net = Net(forward, fc=linear(), watch=Net(lambda _, x: x.sin()))
+    with GraphCapture(net, X) as recording:
+        net(X).backward()
+    graph = collapse(without(recording.graph(), ("parameter", "buffer")))
+    assert outline(drop_dead_ends(graph)) == text(
+        """
+        input
+        cos <- input
+        watch: Net <- cos
+        tanh <- input
+        fc: Linear <- tanh
+        sum <- fc
+        backward <- sum
+        """
+    )
+    assert drop_dead_ends(bare(net, X)) == bare(net, X)
+
+
+# fold_repeats
+
+
+def test_twelve_blocks_are_drawn_once() -> None:
+    """Equal blocks one after the other become the first of them, which says how many they are."""
+    view = fold_repeats(collapse(bare(stack(12), X)))
+    assert outline(view) == text(
+        """
+        input
+        0: Net [12 times]
+          0.inner: Sequential
+            0.inner.0: Linear <- input
+            0.inner.1: ReLU <- 0.inner.0 ×12
+          add <- input, 0.inner.1 ×12
+        """
+    )
+
+
+def test_parameters_do_not_keep_blocks_apart() -> None:
+    """Blocks whose parameters are drawn are folded too, though each parameter has its block's name in its own."""
+    graph = capture_graph(stack(12), X)
+    assert [node.repeats for node in fold_repeats(graph).children(graph.root) if node.kind == "module"] == [12]
+
+
+def test_inputs_of_every_block_are_counted() -> None:
+    """A tensor that goes into each of five blocks has five on its edge."""
+    layers = {f"layer{index}": Net(lambda net, x, mask: net.fc(x) * mask, fc=linear()) for index in range(5)}
+
+    def forward(net: Any, x: Tensor, mask: Tensor) -> Tensor:
+        for name in layers:
+            x = getattr(net, name)(x, mask)
+        return x
+
+    view = fold_repeats(collapse(bare(Net(forward, **layers), X, X.clone())))
+    assert outline(view) == text(
+        """
+        input[0]
+        input[1]
+        layer0: Net [5 times]
+          layer0.fc: Linear <- input[0]
+          mul <- layer0.fc ×5, input[1] ×5
+        """
+    )
+
+
+def test_units_of_several_siblings() -> None:
+    """A group of siblings that comes again and again is folded into a frame without a name, functions included."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for index in range(4):
+            x = getattr(net, f"fc{index}")(x).relu()
+        return x.exp()
+
+    layers = {f"fc{index}": linear() for index in range(4)}
+    view = fold_repeats(collapse(bare(Net(forward, **layers), X)))
+    assert outline(view) == text(
+        """
+        input
+        (module) [4 times]
+          fc0: Linear <- input
+          relu <- fc0 ×4
+        exp <- relu
+        """
+    )
+
+
+def test_side_by_side_is_no_repetition() -> None:
+    """Equal layers that do not feed each other, as query, key and value, keep their names; a chain is folded."""
+    qkv = Net(lambda net, x: net.q(x) + net.k(x) + net.v(x), q=linear(), k=linear(), v=linear())
+    names = [node.name for node in fold_repeats(collapse(bare(qkv, X))).module_calls()]
+    assert names == ["q", "k", "v"]
+    chain = nn.Sequential(linear(), linear(), linear())
+    assert outline(fold_repeats(collapse(bare(chain, X)))) == text(
+        """
+        input
+        0: Linear [3 times] <- input
+        """
+    )
+
+
+def test_two_layers_are_no_repetition_but_two_blocks_are() -> None:
+    """Three equal layers are the least that is folded, of calls that hold others two."""
+    layers = bare(nn.Sequential(linear(), linear()), X)
+    assert fold_repeats(collapse(layers)) == collapse(layers)
+    blocks = fold_repeats(collapse(bare(stack(2), X)))
+    assert [(node.name, node.repeats) for node in blocks.children(blocks.root) if node.kind == "module"] == [("0", 2)]
+
+
+def test_least_number_of_repetitions() -> None:
+    """How many equal layers are folded can be set."""
+    graph = collapse(bare(nn.Sequential(*(linear() for _ in range(4))), X))
+    assert fold_repeats(graph, least=5) == graph
+    assert [node.repeats for node in fold_repeats(graph, least=4).module_calls()] == [4]
+
+
+def test_nested_repetitions() -> None:
+    """Repetitions inside repetitions are folded at each level."""
+    stages = nn.Sequential(*(stack(3) for _ in range(2)))
+    view = fold_repeats(collapse(bare(stages, X)))
+    assert outline(view) == text(
+        """
+        input
+        0: Sequential [2 times]
+          0.0: Net [3 times]
+            0.0.inner: Sequential
+              0.0.inner.0: Linear <- input
+              0.0.inner.1: ReLU <- 0.0.inner.0 ×6
+            add <- input, 0.0.inner.1 ×6
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU()), "parameters"),
+        (lambda: nn.Sequential(linear(), nn.Tanh()), "class inside"),
+        (lambda: nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.ReLU()), "dtype"),
+        (lambda: nn.ModuleDict({"a": linear(), "b": nn.ReLU()}), "class"),
+        (lambda: nn.Sequential(linear(), nn.ReLU(), nn.Identity()), "number of parts"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_differs_is_not_folded(odd: Callable[[], nn.Module], why: str) -> None:
+    """A block with another class, size, dtype or content interrupts a repetition."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for part in net.children():
+            for each in part.values() if isinstance(part, nn.ModuleDict) else (part,):
+                x = each(x.to(next(part.parameters()).dtype))
+        return x
+
+    plain = {name: nn.Sequential(linear(), nn.ReLU()) for name in "abxyz"}
+    net = Net(forward, a=plain["a"], b=plain["b"], odd=odd(), x=plain["x"], y=plain["y"], z=plain["z"])
+    view = fold_repeats(hide(collapse(bare(net, X)), ("to",)))
+    repeats = {node.name: node.repeats for node in view.module_calls() if node.repeats > 1}
+    assert repeats == {"a": 2, "x": 3}
+
+
+def test_many_side_by_side() -> None:
+    """More than eight equal layers side by side are folded, and said to lie side by side, as are two equal blocks."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return torch.cat([each(x) for each in net.children()])
+
+    for number, make in ((9, linear), (2, lambda: nn.Sequential(linear(), nn.ReLU()))):
+        net = Net(forward, **{f"head{index}": make() for index in range(number)})
+        view = fold_repeats(collapse(bare(net, X)))
+        (head,) = (node for node in view.children(view.root) if node.kind == "module")
+        assert (head.repeats, head.parallel) == (number, True)
+        assert {edge.multiplicity for edge in view.edges} == {number}
+    chain = fold_repeats(collapse(bare(stack(3), X)))
+    assert [node.parallel for node in chain.children(chain.root) if node.kind == "module"] == [False]
+
+
+@settings(deadline=None, max_examples=60)
+@given(graph=graphs, least=st.integers(2, 4), whole=st.booleans())
+def test_folding_loses_no_node(graph: Graph, least: int, whole: bool) -> None:
+    """Counted with their repetitions, a folded view has as many nodes and parameters as before."""
+    before = graph if whole else without(collapse(graph), ("parameter", "buffer"))
+    view = fold_repeats(before, least)
+    recorded = [node for node in view.nodes if node.type_name or node.kind != "module"]  # frames have no class
+    assert sum(weight_of(view, node) for node in recorded) == len(before.nodes)
+    assert sum(weight_of(view, node) * node.parameters for node in view.nodes) == sum(
+        node.parameters for node in before.nodes
+    )
+
+
+# truncate
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 3, 10, 49, 50])
+def test_truncate_keeps_both_ends(max_nodes: int) -> None:
+    """Of a long chain the beginning and the end stay, two to one, and a node between says what is missing."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        for _round in range(50):
+            x = x.exp()
+        return x
+
+    graph = capture_graph(Net(forward), X)  # 51 drawn nodes, with the input
+    view = truncate(graph, max_nodes)
+    names = [node.name for node in drawn_nodes(view)]
+    assert len(names) == max_nodes
+    assert names.count(f"… {51 - max_nodes + 1} more") == 1
+    more = names.index(f"… {51 - max_nodes + 1} more")
+    assert more == (max_nodes - 1) * 2 // 3
+    assert joined(view) >= {(names[more], "exp")} if more < max_nodes - 1 else True
+
+
+def test_truncate_leaves_what_fits() -> None:
+    """A graph with no more nodes than allowed stays as it is."""
+    graph = capture_graph(stack(1), X)
+    assert truncate(graph, len(drawn_nodes(graph))) is graph
+
+
+@pytest.mark.parametrize("max_nodes", [1, 5, 20])
+def test_truncate_of_a_nested_model(max_nodes: int) -> None:
+    """A call that has lost all that it held is not drawn, so that the limit holds for nested models."""
+    assert len(drawn_nodes(truncate(capture_graph(stack(30), X), max_nodes))) <= max_nodes
+
+
+@pytest.mark.parametrize("view", [truncate, fit])
+@pytest.mark.parametrize("max_nodes", [0, -1, 2.5, True, None])
+def test_max_nodes_must_be_an_integer_of_at_least_one(view: Callable[[Graph, Any], Graph], max_nodes: Any) -> None:
+    """A limit below one node, or that is no whole number, is refused."""
+    with pytest.raises(ArgumentError, match="max_nodes"):
+        view(capture_graph(stack(1), X), max_nodes)
+
+
+# fit
+
+
+def test_fit_of_a_small_model() -> None:
+    """Of a model that fits all modules are open, without parameters and unused inputs."""
+    graph = capture_graph(Net(lambda net, x, y: net.block(x).view(-1), block=block()), X, X.clone())
+    assert outline(fit(graph), model_tensors=True) == text(
+        """
+        input[0]
+        block: Net
+          block.inner: Sequential
+            block.inner.0: Linear <- input[0]
+            block.inner.1: ReLU <- block.inner.0
+          add <- input[0], block.inner.1
+        view <- add
+        """
+    )
+
+
+def test_fit_takes_the_greatest_depth_that_fits() -> None:
+    """Where a view is too large its calls are closed, level by level."""
+    # Four blocks of different width, so that nothing is folded: 4 nodes each when open, 2 at depth 2, 1 at depth 1.
+    inner = (nn.Sequential(linear(4, width), nn.ReLU(), linear(width, 4)) for width in (1, 2, 3, 5))
+    net = nn.Sequential(*(Net(lambda net, x: x + net.inner(x), inner=each) for each in inner))
+    graph = capture_graph(net, X)
+    sizes = {limit: len(drawn_nodes(fit(graph, limit))) for limit in (17, 16, 9, 8, 5)}
+    assert sizes == {17: 17, 16: 9, 9: 9, 8: 5, 5: 5}
+
+
+def test_fit_takes_a_depth() -> None:
+    """With a depth no more levels are opened than that, though more would fit."""
+    assert [node.name for node in fit(capture_graph(stack(1), X), depth=1).module_calls()] == ["0"]
+
+
+def test_fit_hides_plumbing_in_larger_views() -> None:
+    """Functions that only move values are drawn in a view of up to 60 nodes and hidden in a larger one."""
+
+    def forward(_: Net, x: Tensor, rounds: int) -> Tensor:
+        for _round in range(rounds):
+            x = x.exp().view(2, 4)
+        return x
+
+    small, large = (fit(capture_graph(Net(lambda net, x, n=n: forward(net, x, n)), X)) for n in (29, 30))
+    assert [node.name for node in small.nodes].count("view") == 29  # with the input 59 nodes
+    assert [node.name for node in large.nodes].count("view") == 0  # would be 61
+
+
+def _chain_of_ops(_: Net, x: Tensor) -> Tensor:
+    for index in range(1000):
+        x = (x.exp(), x.cos(), x + x)[index % 3]
+    return x
+
+
+def _gpt2() -> nn.Module:
+    config = hf.GPT2Config(vocab_size=20, n_positions=8, n_embd=12, n_layer=12, n_head=2)
+    return hf.GPT2LMHeadModel(config)
+
+
+LARGE: dict[str, Callable[[], Graph]] = {
+    "300 equal layers": lambda: capture_graph(nn.Sequential(*(linear() for _ in range(300))), X),
+    "300 different layers": lambda: capture_graph(
+        nn.Sequential(nn.Linear(4, 1), *(nn.Linear(width, width + 1) for width in range(1, 300))), X
+    ),
+    "1000 functions": lambda: capture_graph(Net(_chain_of_ops), X),
+    "GPT-2": lambda: capture_graph(_gpt2(), input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])),
+    "nothing": lambda: capture_graph(Net(lambda _: None)),
+}
+
+
+@pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
+def test_fit_holds_its_limit(make: Callable[[], Graph]) -> None:
+    """However large the model, a view has at most as many nodes as allowed."""
+    graph = make()
+    for limit in (1, 2, 7, 40, 150):
+        view = fit(graph, limit)
+        assert len(drawn_nodes(view)) <= limit
+        _assert_sound(view)
+
+
+def test_fit_of_equal_layers_is_one_layer() -> None:
+    """300 equal layers in a row are one, with its number."""
+    assert outline(fit(LARGE["300 equal layers"]())) == "input\n0: Linear [300 times] <- input"
+
+
+def test_fit_of_gpt2_shows_one_block() -> None:
+    """Twelve transformer blocks are one, open, from the tokens to the loss."""
+    view = fit(LARGE["GPT-2"]())
+    (block_,) = (node for node in view.module_calls() if node.type_name == "GPT2Block")
+    assert block_.repeats == 12
+    assert {"ln_1", "attn", "ln_2", "mlp"} <= {node.name.rpartition(".")[2] for node in view.children(block_)}
+    assert reaches(view, "input.input_ids", "cross_entropy")
+
+
+VIEWS: dict[str, Callable[[Graph], Graph]] = {
+    "collapse": lambda graph: collapse(graph, 2),
+    "collapse to the innermost": collapse,
+    "without": lambda graph: without(graph, ("parameter", "tensor")),
+    "hide": hide,
+    "drop_isolated": drop_isolated,
+    "drop_dead_ends": drop_dead_ends,
+    "fold_repeats": lambda graph: fold_repeats(collapse(without(graph, ("parameter", "buffer")))),
+    "truncate": lambda graph: truncate(graph, 4),
+    "fit": lambda graph: fit(graph, 5),
+}
+
+
+def _assert_sound(view: Graph) -> None:
+    place = {node.id: position for position, node in enumerate(view.nodes)}
+    assert len(place) == len(view.nodes)
+    assert view.root.parent is None
+    for node in view.nodes[1:]:
+        assert node.parent is not None
+        assert place[node.parent] < place[node.id]
+        # The frames around siblings that repeat together have no class; they are no calls and not counted as such.
+        assert node.depth == sum(bool(around.type_name) for around in view.ancestors(node))
+    recorded = [node.id for node in view.nodes if node.type_name or node.kind != "module"]
+    assert recorded == sorted(recorded)
+    ends = [(edge.source, edge.target) for edge in view.edges]
+    assert len(set(ends)) == len(ends)
+    # A parameter that a part borrows from its parent is first seen inside that part, and stands behind it.
+    computed = [(source, target) for source, target in ends if view[source].kind in ("module", "op", "input")]
+    assert [(source, target) for source, target in computed if place[source] >= place[target]] == []
+    assert [edge for edge in view.edges if edge.multiplicity < 1] == []
+    assert all(node.kind in get_args(Kind) for node in view.nodes)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@settings(deadline=None, max_examples=40)
+@given(graph=graphs)
+def test_every_view_is_a_sound_graph(view: Callable[[Graph], Graph], graph: Graph) -> None:
+    """Edges join nodes that are there and go forward in time, parents are there, and the recording stays as it is."""
+    before = graph.to_json()
+    _assert_sound(view(graph))
+    assert graph.to_json() == before
+    assert view(graph).scope == graph.scope
+
+
+@settings(deadline=None, max_examples=60)
+@given(graph=graphs, max_nodes=st.integers(1, 30), depth=st.none() | st.integers(1, 4))
+def test_fit_holds_its_limit_for_every_model(graph: Graph, max_nodes: int, depth: int | None) -> None:
+    """The limit holds whatever the model and the depth."""
+    view = fit(graph, max_nodes, depth)
+    assert len(drawn_nodes(view)) <= max_nodes
+    assert depth is None or all(node.depth <= depth for node in view.module_calls())
+
+
+def test_edges_of_a_view_say_what_flows() -> None:
+    """An edge of a view carries the shape of the tensor that it stands for."""
+    view = fit(capture_graph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), X))
+    assert [(str(edge.tensor), edge) for edge in view.edges] == [("2×4", Edge(1, 2)), ("2×3", Edge(2, 6))]

@@ -1,0 +1,307 @@
+"""Statistics of tapped tensors over batches, without a trainer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.errors import RecorderWarning, RecordingError
+from lightning_recorder.recorders import SiteStatistics, StatisticsRecorder
+from lightning_recorder.reductions import SCALAR_STATISTICS, Statistics
+from lightning_recorder.selection import Selection
+from lightning_recorder.taps import OutputGradientTap, Site
+from tests.reductions.reference import Moments, assert_bins, extrema_of, tallies_of, values_of
+from tests.taps.inspection import hooks_on
+
+
+class Scale(nn.Module):
+    """Multiplies by a weight."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def record(*batches: Tensor) -> dict[Site, SiteStatistics]:
+    """The statistics of a module that gives what it is given."""
+    module = nn.Identity()
+    recorder = StatisticsRecorder({"m": module})
+    with recorder:
+        for batch in batches:
+            module(batch)
+    return recorder.collect()
+
+
+def test_values_by_hand() -> None:
+    """Over three batches of different sizes each statistic is that of all their values together."""
+    batches = [torch.tensor([[1.0, 2.0]]), torch.tensor([0.0, 3.0, math.nan, -math.inf]), torch.tensor(4.0)]
+    ((site, found),) = record(*batches).items()
+    assert site == Site("m", "out")
+    assert dict(found.scalars) == {
+        "count": 5.0,
+        "mean": 2.0,
+        "std": math.sqrt(2),
+        "rms": pytest.approx(math.sqrt(6), rel=1e-15),
+        "min": 0.0,
+        "max": 4.0,
+        "zero_fraction": pytest.approx(1 / 7, rel=1e-15),
+        "nan_count": 1.0,
+        "inf_count": 1.0,
+    }
+    assert list(found.scalars) == list(SCALAR_STATISTICS)
+    assert (found.bins.dtype, found.bins.sum().item()) == (torch.int64, 7)
+    # 0 | 1 | 2 | 3 | 4, a bin for each and one for each stretch between them
+    assert found.histogram.edges.tolist()[2:] == [1.0, 1.25, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0]
+    assert found.histogram.counts.tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1]
+    assert (found.histogram.min, found.histogram.max, found.histogram.sum) == (0.0, 4.0, 10.0)
+
+
+def test_a_training_run_agrees_with_the_reference() -> None:
+    """Over a training of several steps activations and gradients are those of all steps' tensors kept and reduced."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.LSTM(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    modules = Selection().resolve(net)
+    kept: dict[str, dict[Site, list[Tensor]]] = {"outputs": {}, "gradients": {}}
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        name = next(name for name, each in net.named_children() if each is module)
+        parts = {"out": output} if isinstance(output, Tensor) else {"out[0]": output[0]}
+        if name == "2":
+            parts |= {"out[1][0]": output[1][0], "out[1][1]": output[1][1]}
+        for path, tensor in parts.items():
+            site = Site(name, path)
+            kept["outputs"].setdefault(site, []).append(tensor.detach().clone())
+            tensor.register_hook(lambda grad, site=site: kept["gradients"].setdefault(site, []).append(grad.clone()))
+
+    for module in net:
+        module.register_forward_hook(note)
+    recorders = {"outputs": StatisticsRecorder(modules), "gradients": StatisticsRecorder(modules, OutputGradientTap)}
+    for _ in range(4):
+        with recorders["outputs"], recorders["gradients"]:
+            optimizer.zero_grad()
+            out, (_, c) = net(torch.randn(5, 3))
+            (out.square().sum() + c.sum()).backward()
+        optimizer.step()
+    for kind, recorder in recorders.items():
+        found = recorder.collect()
+        assert set(found) == set(kept[kind])
+        for site, statistics in found.items():
+            values = values_of(kept[kind][site])
+            Moments.of(values).assert_near(statistics.scalars)
+            np.testing.assert_array_equal([statistics.scalars[name] for name in ("min", "max")], extrema_of(values))
+            tallies = [statistics.scalars[name] for name in ("zero_fraction", "nan_count", "inf_count")]
+            np.testing.assert_array_equal(tallies, tallies_of(values))
+            assert_bins(statistics.bins, values)
+
+
+def test_calls_of_a_module_merge_into_its_site() -> None:
+    """A module that is called three times in a step is one site with the values of all calls."""
+    module = Scale(2.0)
+    recorder = StatisticsRecorder({"m": module})
+    with recorder:
+        module(module(module(torch.ones(2))))
+    assert recorder.collect()[Site("m", "out")].scalars["mean"] == pytest.approx((2 + 4 + 8) / 3, rel=1e-15)
+
+
+def test_the_order_is_that_of_the_modules() -> None:
+    """Sites come in the order in which the modules were given, whatever the order in which they were called."""
+    a, b = nn.Identity(), nn.LSTM(2, 2)
+    recorder = StatisticsRecorder({"b": b, "a": a})
+    with recorder:
+        a(torch.ones(1))
+        b(torch.ones(1, 2))
+    assert list(recorder.collect()) == [("b", "out[0]"), ("b", "out[1][0]"), ("b", "out[1][1]"), ("a", "out")]
+
+
+def test_gradients_come_in_the_order_of_the_modules() -> None:
+    """Gradients, which are seen from the last module to the first, are given in the order of the modules."""
+    net = nn.Sequential(Scale(2.0), Scale(3.0), Scale(5.0))
+    recorder = StatisticsRecorder(dict(net.named_children()), OutputGradientTap)
+    with recorder:
+        net(torch.ones(4)).sum().backward()
+    found = recorder.collect()
+    assert [(site.name, statistics.scalars["mean"]) for site, statistics in found.items()] == [
+        ("0", 15.0),
+        ("1", 5.0),
+        ("2", 1.0),
+    ]
+    assert {statistics.scalars["count"] for statistics in found.values()} == {4.0}
+
+
+def test_a_factor_divides_a_loss_scale_out() -> None:
+    """With a factor the statistics are those of the multiplied tensors, from the moment at which it is set."""
+    module = Scale(1.0)
+    recorder = StatisticsRecorder({"m": module}, OutputGradientTap)
+    with recorder:
+        module(torch.ones(2)).sum().backward()
+        recorder.factor = 1 / 1024
+        (module(torch.ones(2)).sum() * 1024 * 3).backward()
+    found = recorder.collect()[Site("m", "out")].scalars
+    assert [found[name] for name in ("count", "mean", "min", "max")] == [4.0, 2.0, 1.0, 3.0]
+
+
+def test_a_site_that_was_not_seen_is_absent() -> None:
+    """A module that was not called, or gave only empty tensors, has no statistics."""
+    modules = {"called": nn.Identity(), "uncalled": nn.Identity(), "empty": nn.Identity()}
+    recorder = StatisticsRecorder(modules)
+    assert recorder.collect() == {}
+    with recorder:
+        modules["called"](torch.ones(1))
+        modules["empty"](torch.ones(0))
+    assert list(recorder.collect()) == [("called", "out")]
+
+
+def test_a_site_with_nothing_but_nan_is_seen() -> None:
+    """A site whose values are all NaN is recorded: that is what one wants to know of it."""
+    (found,) = record(torch.full((3,), math.nan)).values()
+    assert (found.scalars["count"], found.scalars["nan_count"]) == (0.0, 3.0)
+    assert math.isnan(found.scalars["mean"])
+    assert found.histogram.count == 0
+
+
+def test_reset_begins_anew() -> None:
+    """After a reset only what is seen from then on counts, and a site that is not seen again is absent."""
+    modules = {"a": nn.Identity(), "b": nn.Identity()}
+    recorder = StatisticsRecorder(modules)
+    with recorder:
+        for module in modules.values():
+            module(torch.full((5,), 7.0))
+        recorder.reset()
+        modules["b"](torch.ones(2))
+    ((site, found),) = recorder.collect().items()
+    assert (site.name, found.scalars["count"], found.scalars["max"]) == ("b", 2.0, 1.0)
+
+
+def test_entering_again_goes_on() -> None:
+    """Between two contexts nothing is recorded, and the second one adds to what the first one recorded."""
+    module = nn.Identity()
+    recorder = StatisticsRecorder({"m": module})
+    for value in (1.0, 2.0):
+        with recorder:
+            module(torch.tensor([value]))
+        module(torch.tensor([100.0]))
+    assert recorder.collect()[Site("m", "out")].scalars["mean"] == 1.5
+
+
+def test_collecting_changes_nothing() -> None:
+    """Collecting can be repeated, goes on while the hooks are on, and its results stay as they are."""
+    module = nn.Identity()
+    recorder = StatisticsRecorder({"m": module})
+    results: list[SiteStatistics] = []
+    with recorder:
+        for _ in range(2):
+            module(torch.ones(3))
+            results += [recorder.collect()[Site("m", "out")] for _ in range(2)]
+    assert [result.scalars["count"] for result in results] == [3.0, 3.0, 6.0, 6.0]
+    assert [result.bins.sum().item() for result in results] == [3, 3, 6, 6]
+    assert [result.histogram.count for result in results] == [3, 3, 6, 6]
+
+
+def test_the_size_is_known_in_bytes() -> None:
+    """State is taken in blocks of 64 sites of 2057 words, whatever the size of the tensors and the number of steps."""
+    modules = {str(position): nn.Identity() for position in range(65)}
+    recorder = StatisticsRecorder(modules)
+    sizes = [recorder.nbytes]
+    with recorder:
+        for name in ("0", "0", "63"):
+            modules[name](torch.ones(10_000))
+            sizes.append(recorder.nbytes)
+        for module in modules.values():
+            module(torch.ones(1))
+    block = 64 * Statistics.width * 8
+    assert [*sizes, recorder.nbytes] == [0, block, block, block, 2 * block]
+
+
+def test_attaching_by_hand_is_entering() -> None:
+    """Attaching and removing do what the context does, and the modules are those that were given."""
+    module = nn.Identity()
+    recorder = StatisticsRecorder({"m": module})
+    states = [recorder.attached]
+    recorder.attach()
+    states.append(recorder.attached)
+    module(torch.ones(1))
+    recorder.remove()
+    assert [*states, recorder.attached] == [False, True, False]
+    assert hooks_on(module) == []
+    assert recorder.modules == {"m": module}
+    assert list(recorder.collect()) == [("m", "out")]
+
+
+def run_out_of_batches(module: nn.Module) -> None:
+    """Call a module once and fail."""
+    module(torch.ones(1))
+    raise KeyError("third")
+
+
+def test_an_exception_takes_the_hooks_off() -> None:
+    """An exception in the loop passes through, the hooks are off and what was recorded before is there."""
+    module = nn.Identity()
+    recorder = StatisticsRecorder({"m": module})
+    with pytest.raises(KeyError, match="third"), recorder:
+        run_out_of_batches(module)
+    assert hooks_on(module) == []
+    assert list(recorder.collect()) == [("m", "out")]
+
+
+def test_a_site_begun_in_inference_mode_goes_on_in_training() -> None:
+    """A site that validation saw first, in inference mode, is updated by training, and collected and reset in both."""
+    module = Scale(1.0)
+    recorder = StatisticsRecorder({"m": module})
+    with recorder:
+        with torch.inference_mode():
+            module(torch.ones(2))
+            assert recorder.collect()[Site("m", "out")].scalars["count"] == 2.0
+        module(torch.ones(3))
+        assert recorder.collect()[Site("m", "out")].scalars["count"] == 5.0
+        with torch.inference_mode():
+            recorder.reset()
+        module(torch.ones(1))
+    assert recorder.collect()[Site("m", "out")].scalars["count"] == 1.0
+
+
+def test_a_model_without_data_is_passed_over() -> None:
+    """A forward pass on the meta device, as for counting operations, is no recording and no fault."""
+    with torch.device("meta"):
+        net = nn.Linear(2, 2)
+        x = torch.ones(1, 2)
+    recorder = StatisticsRecorder({"m": net})
+    with recorder:
+        net(x)
+    assert (recorder.collect(), recorder.nbytes) == ({}, 0)
+
+
+class Sealed(Tensor):
+    """A tensor that lets nobody compute with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError("sealed")
+
+
+class Strange(nn.Module):
+    """Gives a tensor that cannot be reduced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.as_subclass(Sealed)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_fault_costs_the_site_only(strict: bool) -> None:
+    """A tensor that cannot be reduced costs one warning, or raises under strict, and the other sites go on."""
+    net = nn.Sequential(nn.Identity(), Strange())
+    recorder = StatisticsRecorder(dict(net.named_children()), strict=strict)
+    context: Any = pytest.raises(RecordingError) if strict else pytest.warns(RecorderWarning)
+    with context as told, recorder:
+        net(torch.ones(2))
+        net(torch.ones(2))
+    assert "could not record module '1'" in str(told.value if strict else told[0].message)
+    assert list(recorder.collect()) == [("0", "out")]

@@ -1,0 +1,202 @@
+"""The histogram of the floating-point format."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_recorder.reductions import ExponentHistogram, Histogram
+from tests.reductions.reference import assert_bins, bin_of, to_float32, values_of
+from tests.reductions.strategies import FLOATS, streams, tensors
+
+TINY = 2.0**-126  # the smallest normal float32
+
+
+def bins(*stream: Tensor) -> NDArray[np.float64]:
+    """The state after a stream."""
+    histogram = ExponentHistogram()
+    for tensor in stream:
+        histogram.update(tensor)
+    state: NDArray[np.float64] = histogram.compute()["histogram"].numpy()
+    return state
+
+
+def plot(*stream: Tensor) -> tuple[list[float], list[int]]:
+    """Edges and counts after a stream."""
+    edges, counts = ExponentHistogram.to_edges(bins(*stream))
+    return edges.tolist(), counts.tolist()
+
+
+# Bins
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x155555, 0x1FFFFF], ids=hex)
+def test_a_bin_is_the_upper_eleven_bits(low: int) -> None:
+    """Of all float32 the bin is the number that the upper eleven bits spell, whatever the lower ones are."""
+    patterns = (np.arange(2048, dtype=np.uint32) << 21) | np.uint32(low)
+    for start in range(0, 2048, 512):  # several small updates, each against one-hot counts
+        part = torch.from_numpy(patterns[start : start + 512].view(np.float32))
+        expected = np.zeros(2048)
+        expected[start : start + 512] = 1
+        np.testing.assert_array_equal(bins(part), expected)
+
+
+def test_the_bin_of_some_values_by_hand() -> None:
+    """One starts bin 508, each quarter of its octave is the next one, two starts bin 512, and the sign adds 1024."""
+    values = [1.0, 1.2499999, 1.25, 1.5, 1.75, 1.9999999, 2.0, -1.0, 0.0, -0.0, math.inf, -math.inf]
+    places = [508, 508, 509, 510, 511, 511, 512, 1532, 0, 1024, 1020, 2044]
+    assert [int(bins(torch.tensor(value)).argmax()) for value in values] == places
+    assert [bin_of(to_float32(value)) for value in values] == places
+
+
+@pytest.mark.parametrize(
+    ("value", "stands_for"),
+    [(1e39, 3.4028234e38), (-1e308, -3.4028234e38), (1e-60, 0.0), (-1e-60, -0.0), (1 - 2.0**-53, 1.0), (0.1, 0.1)],
+)
+def test_a_float64_is_counted_where_its_float32_lies(value: float, stands_for: float) -> None:
+    """A float64 is rounded to float32 first; beyond the range it goes to the end bin, below it to its signed zero."""
+    double = bins(torch.tensor([value], dtype=torch.float64))
+    np.testing.assert_array_equal(double, bins(torch.tensor([stands_for], dtype=torch.float32)))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(streams)
+def test_any_stream_agrees_with_a_count_value_by_value(stream: list[Tensor]) -> None:
+    """For every type, shape and splitting each bin's count is that of a count by sign, exponent and mantissa."""
+    assert_bins(torch.from_numpy(bins(*stream)), values_of(stream))
+
+
+def test_counts_are_exact_beyond_float32() -> None:
+    """A bin counts on where float32 would stop, at 2**24."""
+    state = ExponentHistogram.initial()
+    state[508] = 2.0**24
+    ExponentHistogram(state).update(torch.ones(1))
+    assert state[508] == 2**24 + 1
+
+
+# Edges
+
+
+@pytest.mark.parametrize(
+    ("stream", "edges", "counts"),
+    [
+        ([torch.tensor([1.0, 1.1, 1.25])], [1.0, 1.25, 1.5], [2, 1]),
+        ([torch.tensor([1.0, 3.0])], [1.0, 1.25, 3.0, 3.5], [1, 0, 1]),
+        ([torch.tensor([-1.0, 1.0])], [-1.25, -1.0, 1.0, 1.25], [1, 0, 1]),
+        ([torch.tensor([-1.0]), torch.tensor([-1.3])], [-1.5, -1.25, -1.0], [1, 1]),
+        ([torch.tensor([0.0, -0.0, 1e-40])], [-TINY, TINY], [3]),
+        ([torch.tensor([TINY, -TINY, 0.0])], [-1.25 * TINY, -TINY, TINY, 1.25 * TINY], [1, 1, 1]),
+        ([torch.tensor([3.4e38])], [1.75 * 2.0**127, 2.0**128], [1]),
+        ([torch.tensor([1e39, -1e39], dtype=torch.float64)], None, [1, 0, 1]),
+        ([torch.tensor([math.inf, math.nan, 1.0])], [1.0, 1.25], [1]),
+        ([], [0.0, 0.0], [0]),
+        ([torch.tensor([math.nan])], [0.0, 0.0], [0]),
+    ],
+)
+def test_edges_by_hand(stream: list[Tensor], edges: list[float] | None, counts: list[int]) -> None:
+    """Edges are those of the occupied bins; an empty stretch between two of them is one bin, and so are the zeros."""
+    if edges is None:
+        edges = [-(2.0**128), -1.75 * 2.0**127, 1.75 * 2.0**127, 2.0**128]
+    assert plot(*stream) == (edges, counts)
+
+
+def inside(value: float, left: float, right: float) -> bool:
+    """Whether a bin holds a value: a bin of positive values holds its left edge, one of negative values its right."""
+    return left < value < right or (value == left and left > 0) or (value == right and right < 0)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(tensors(FLOATS), max_size=3), st.sampled_from([1, 2, 5, 64, 4096]))
+def test_each_value_lies_in_its_bin(stream: list[Tensor], limit: int) -> None:
+    """Edges ascend, each bin's count is the number of float32 between its edges, also after coarsening."""
+    finite = [to_float32(value) for value in values_of(stream) if math.isfinite(value)]
+    edges, counts = ExponentHistogram.to_edges(bins(*stream))
+    fine = Histogram(edges, counts, 0.0, 0.0, 0.0, 0.0)
+    for histogram in (fine, fine.coarsened(limit)):
+        pairs = list(pairwise(histogram.edges.tolist()))
+        assert histogram.count == len(finite)
+        if finite:
+            assert all(left < right for left, right in pairs)
+            # Two neighbours that were joined across zero hold their outer edges too.
+            found = [sum(left <= value <= right for value in finite) for left, right in pairs]
+            if histogram is fine:
+                found = [sum(inside(value, left, right) for value in finite) for left, right in pairs]
+                assert found == histogram.counts.tolist()
+            assert all(most >= count for most, count in zip(found, histogram.counts.tolist(), strict=True))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(tensors(FLOATS), min_size=1, max_size=3))
+def test_no_edge_is_wasted(stream: list[Tensor]) -> None:
+    """The first and the last bin are occupied, and no two neighbours are both empty."""
+    _, counts = plot(*stream)
+    if sum(counts):
+        assert counts[0] > 0
+        assert counts[-1] > 0
+        assert all(left or right for left, right in pairwise(counts))
+
+
+def test_all_bins_are_fine_enough() -> None:
+    """A bin of normal numbers is between a seventh and a quarter of its lower edge wide."""
+    state = np.ones(2048)
+    edges, counts = ExponentHistogram.to_edges(state)
+    assert len(counts) == 2 * (1020 - 4) + 1
+    assert int(counts.sum()) == 2040
+    positive = edges[edges > 0]
+    np.testing.assert_array_equal(edges[edges < 0], -positive[::-1])
+    widths = positive[1:] / positive[:-1] - 1
+    np.testing.assert_allclose(widths.reshape(-1, 4), [[1 / 4, 1 / 5, 1 / 6, 1 / 7]] * 254, rtol=1e-12)
+
+
+# Coarsening
+
+
+def histogram(edges: list[float], counts: list[int]) -> Histogram:
+    """A histogram with some values beside the counts that can be told apart."""
+    return Histogram(np.array(edges, dtype=float), np.array(counts), 0.5, 3.5, 7.0, 11.0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "edges", "counts"),
+    [
+        (9, [0, 1, 2, 3, 4, 8], [5, 1, 2, 0, 9]),
+        (5, [0, 1, 2, 3, 4, 8], [5, 1, 2, 0, 9]),
+        (4, [0, 1, 2, 4, 8], [5, 1, 2, 9]),
+        (3, [0, 1, 4, 8], [5, 3, 9]),
+        (2, [0, 4, 8], [8, 9]),
+        (1, [0, 8], [17]),
+        (0, [0, 8], [17]),
+    ],
+)
+def test_the_emptiest_neighbours_are_joined_first(limit: int, edges: list[float], counts: list[int]) -> None:
+    """To have fewer bins, the two neighbours with the fewest values between them are joined again and again."""
+    coarse = histogram([0, 1, 2, 3, 4, 8], [5, 1, 2, 0, 9]).coarsened(limit)
+    assert (coarse.edges.tolist(), coarse.counts.tolist()) == (edges, counts)
+    assert (coarse.min, coarse.max, coarse.sum, coarse.sum_squares) == (0.5, 3.5, 7.0, 11.0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(1, 50))
+def test_coarsening_keeps_every_value_between_its_edges(counts: list[int], limit: int) -> None:
+    """A coarse bin counts exactly the fine bins between its edges, which are edges of fine ones."""
+    fine = histogram(list(range(len(counts) + 1)), counts)
+    coarse = fine.coarsened(limit)
+    assert len(coarse.counts) == min(limit, len(counts))
+    edges = [int(edge) for edge in coarse.edges]
+    assert (edges[0], edges[-1]) == (0, len(counts))
+    assert coarse.counts.tolist() == [sum(counts[left:right]) for left, right in pairwise(edges)]
+    assert fine.counts.tolist() == counts
+
+
+def test_the_count_is_that_of_all_bins() -> None:
+    """A histogram's count is the sum over its bins, as an int."""
+    assert histogram([0, 1, 2], [3, 4]).count == 7
+    assert type(histogram([0, 1, 2], [3, 4]).count) is int

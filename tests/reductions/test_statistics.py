@@ -1,0 +1,98 @@
+"""All default statistics in one state."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from lightning_recorder.reductions import (
+    SCALAR_STATISTICS,
+    ExponentHistogram,
+    Extrema,
+    RunningMoments,
+    Statistics,
+    Tallies,
+    to_histogram,
+)
+from tests.reductions.reference import assert_statistics
+from tests.reductions.strategies import streams
+
+MIXED = torch.tensor([0.0, 1.0, 2.0, 5.0, math.nan, math.inf, -math.inf, -math.inf])
+
+
+def statistics(*tensors: Tensor) -> dict[str, Tensor]:
+    """The statistics of a stream."""
+    reduction = Statistics()
+    for tensor in tensors:
+        reduction.update(tensor)
+    return reduction.compute()
+
+
+def test_values_by_hand() -> None:
+    """Every statistic of four finite and four other values, computed by hand."""
+    summary = statistics(MIXED)
+    assert {name: float(summary[name]) for name in SCALAR_STATISTICS} == {
+        "count": 4.0,
+        "mean": 2.0,
+        "std": math.sqrt(3.5),
+        "rms": math.sqrt(7.5),
+        "min": 0.0,
+        "max": 5.0,
+        "zero_fraction": 0.125,
+        "nan_count": 1.0,
+        "inf_count": 3.0,
+    }
+    assert int(summary["histogram"].sum()) == 8
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(streams)
+def test_any_stream_agrees_with_the_reference(stream: list[Tensor]) -> None:
+    """For every type, shape and splitting each statistic is that of the whole stream."""
+    assert_statistics(statistics(*stream), stream)
+
+
+def test_a_stream_of_many_values_agrees_with_the_reference() -> None:
+    """A large bfloat16 tensor, where sums of low precision would go astray, is reduced exactly as well."""
+    tensor = torch.normal(3.0, 1.0, (20_000,), generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert_statistics(statistics(*tensor.split(7_001)), [tensor])
+
+
+def test_the_parts_are_those_reductions() -> None:
+    """The state is the states of the four reductions side by side, to the bit."""
+    whole = Statistics()
+    whole.update(MIXED)
+    parts = [part() for part in (RunningMoments, Extrema, Tallies, ExponentHistogram)]
+    for part in parts:
+        part.update(MIXED)
+    assert torch.equal(whole.state, torch.cat([part.state for part in parts]))
+    assert (Statistics.width, whole.state.nbytes) == (2057, 16456)
+
+
+def test_the_names_of_the_scalars_are_those_of_the_summary() -> None:
+    """The summary holds the scalars in the order in which they are listed, then the histogram."""
+    assert list(statistics(MIXED)) == [*SCALAR_STATISTICS, "histogram"]
+
+
+def test_a_histogram_for_a_sink_by_hand() -> None:
+    """A sink gets edges and counts of the finite values, with their extrema, sum and sum of squares."""
+    histogram = to_histogram(statistics(MIXED))
+    tiny = 2.0**-126
+    assert histogram.edges.tolist() == [-tiny, tiny, 1.0, 1.25, 2.0, 2.5, 5.0, 6.0]
+    assert histogram.counts.tolist() == [1, 0, 1, 0, 1, 0, 1]
+    assert (histogram.count, histogram.min, histogram.max) == (4, 0.0, 5.0)
+    assert histogram.sum == 8.0
+    assert histogram.sum_squares == pytest.approx(30.0, rel=1e-15)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor([math.nan])])
+def test_a_histogram_of_nothing(tensor: Tensor) -> None:
+    """Without a finite value a histogram counts nothing, sums to zero and has no extrema."""
+    histogram = to_histogram(statistics(tensor))
+    assert (histogram.count, histogram.sum, histogram.sum_squares) == (0, 0.0, 0.0)
+    assert np.isnan([histogram.min, histogram.max]).all()

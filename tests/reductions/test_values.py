@@ -1,0 +1,99 @@
+"""What of a tensor is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_recorder.reductions import Statistics, Values
+from lightning_recorder.reductions.values import finite_or_zero
+from tests.reductions.reference import assert_statistics
+
+SIX = torch.tensor([[0.0, -0.0, 3.0], [float("nan"), float("inf"), -float("inf")]])
+
+
+def test_counts_by_hand() -> None:
+    """Of two zeros, a three, a NaN and two infinities each is counted as what it is."""
+    values = Values(SIX)
+    assert [values.numel, int(values.zero_count), int(values.nan_count), int(values.nonfinite_count)] == [6, 2, 1, 3]
+    assert finite_or_zero(values.doubles).tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
+    assert finite_or_zero(values.doubles).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widened"),
+    [
+        (torch.float8_e4m3fn, torch.float32),
+        (torch.float8_e5m2, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bool, torch.float64),
+        (torch.uint8, torch.float64),
+        (torch.uint16, torch.float64),
+        (torch.uint32, torch.float64),
+        (torch.uint64, torch.float64),
+        (torch.int64, torch.float64),
+        (torch.complex64, torch.float32),
+        (torch.complex128, torch.float64),
+    ],
+    ids=str,
+)
+def test_types_are_widened(dtype: torch.dtype, widened: torch.dtype) -> None:
+    """Half precision becomes float32 and whole numbers float64; the type of wide tensors stays."""
+    assert Values(torch.ones(2).to(dtype)).flat.dtype == widened
+
+
+def test_a_large_integer_is_exact() -> None:
+    """An integer of 53 bits keeps each of them, where float32 would keep 24."""
+    assert Values(torch.tensor([2**53 - 1])).flat.tolist() == [2**53 - 1]
+
+
+def test_a_complex_number_is_two_real_ones() -> None:
+    """A complex tensor counts as its real and imaginary parts."""
+    assert Values(torch.tensor([1 + 2j, 3 - 4j])).flat.tolist() == [1.0, 2.0, 3.0, -4.0]
+
+
+LAZY = torch.tensor([1 + 2j, 3 - 4j, 0j])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "flat"),
+    [
+        (LAZY.conj(), [1.0, -2.0, 3.0, 4.0, 0.0, -0.0]),
+        (LAZY.conj().imag, [-2.0, 4.0, -0.0]),
+        (LAZY.conj().imag[:1], [-2.0]),
+        (LAZY.to(torch.complex128).conj().imag[:1], [-2.0]),
+        (LAZY[:1].conj().imag.conj(), [-2.0]),
+    ],
+)
+def test_lazy_conjugates_and_negatives_are_resolved(tensor: Tensor, flat: list[float]) -> None:
+    """A conjugate, and its imaginary part, which torch negates only when it is read, count with their true signs."""
+    values = Values(tensor)
+    assert values.flat.tolist() == flat
+    assert int(values.histogram.sum()) == len(flat)
+    statistics = Statistics()
+    statistics.update(tensor)
+    assert_statistics(statistics.compute(), [torch.tensor(flat)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32, torch.complex64], ids=str)
+def test_a_factor_multiplies_every_value(dtype: torch.dtype) -> None:
+    """With a factor the statistics are those of the products, computed after widening."""
+    tensor = torch.arange(-3, 5).to(dtype)
+    state = Statistics.initial()
+    Statistics.update_state(state, Values(tensor, 2.0**-10))
+    wide = torch.view_as_real(tensor) if dtype.is_complex else tensor
+    assert_statistics(Statistics.summarize(state), [wide.double() * 2.0**-10])
+
+
+def test_a_factor_comes_after_widening() -> None:
+    """The inverse of a loss scale takes a half-precision gradient below half precision's range without loss."""
+    assert Values(torch.tensor([2.0**-24], dtype=torch.float16), 2.0**-16).flat.tolist() == [2.0**-40]
+
+
+def test_the_tensor_is_flattened_in_its_order() -> None:
+    """The values come in the order of the indices, also from a transposed tensor."""
+    assert Values(torch.arange(6).reshape(2, 3).T).flat.tolist() == [0, 3, 1, 4, 2, 5]

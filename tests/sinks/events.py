@@ -1,0 +1,38 @@
+"""What TensorBoard's own reader finds in a folder of event files."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+__all__ = ["pixels_of", "read_events", "summaries"]
+
+
+def read_events(folder: Path) -> EventAccumulator:
+    """All events of a folder, none sampled away."""
+    keep_all = {"scalars": 0, "histograms": 0, "images": 0, "tensors": 0}
+    accumulator = EventAccumulator(str(folder), size_guidance=keep_all)
+    accumulator.Reload()
+    return accumulator
+
+
+def pixels_of(event: Any) -> NDArray[np.uint8]:
+    """The picture of an image event."""
+    with Image.open(io.BytesIO(event.encoded_image_string)) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
+def summaries(folder: Path) -> dict[str, Any]:
+    """The last summary of each tag, as it stands in the file."""
+    values = {}
+    for path in sorted(folder.glob("events.out.*")):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            values.update({value.tag: value for value in event.summary.value})
+    return values

@@ -1,0 +1,206 @@
+"""The sink that writes plain files: each file read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_recorder import ArgumentError, FilesSink, Graph, Histogram
+from tests.sinks.samples import graph, histogram, picture
+
+
+def lines(path: Path) -> list[Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_nothing_is_made_before_the_first_result(tmp_path: Path) -> None:
+    """The folder is made with the first result, not with the sink."""
+    folder = tmp_path / "deep" / "inside"
+    sink = FilesSink(str(folder))
+    sink.flush()
+    assert not folder.exists()
+    sink.write_scalars(0, {"a": 1.0})
+    assert files(folder) == {"scalars.jsonl"}
+
+
+def test_scalars_are_lines_of_json(tmp_path: Path) -> None:
+    """Each call is a line, to be read by any JSON parser, with the numbers to the bit."""
+    sink = FilesSink(tmp_path)
+    values = {"activations/fc/mean": 0.1, "b": 1e-310, "c": -0.0, "d": np.float32(0.1).item(), "e": 3}
+    sink.write_scalars(3, values)
+    sink.write_scalars(5, {"a": 2.0})
+    first, second = lines(tmp_path / "scalars.jsonl")
+    assert (first, second) == ({"step": 3, "scalars": values}, {"step": 5, "scalars": {"a": 2.0}})
+    assert math.copysign(1, first["scalars"]["c"]) == -1
+
+
+def test_numbers_that_json_lacks_are_words(tmp_path: Path) -> None:
+    """NaN and infinities are strings that float() reads, so that strict parsers read the file."""
+    FilesSink(tmp_path).write_scalars(3, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    (line,) = lines(tmp_path / "scalars.jsonl")
+    assert line["scalars"] == {"a": "nan", "b": "inf", "c": "-inf"}
+    assert math.isnan(float(line["scalars"]["a"]))
+
+
+def test_histograms_are_lines_of_json(tmp_path: Path) -> None:
+    """A histogram can be rebuilt from its line; one without values has NaN for what it lacks."""
+    empty = Histogram(np.array([0.0, 0.0]), np.array([0]), math.nan, math.nan, 0.0, 0.0)
+    FilesSink(tmp_path).write_histograms(3, {"h": histogram(), "none": empty})
+    (line,) = lines(tmp_path / "histograms.jsonl")
+    assert line["step"] == 3
+    assert line["histograms"]["h"] == {
+        "edges": [-2.0, 0.0, 1.0, 4.0],
+        "counts": [1, 2, 1],
+        "min": -1.5,
+        "max": 3.0,
+        "sum": 2.5,
+        "sum_squares": 11.75,
+    }
+    assert (line["histograms"]["none"]["min"], line["histograms"]["none"]["counts"]) == ("nan", [0])
+
+
+def test_images_texts_and_graphs_have_a_file_each(tmp_path: Path) -> None:
+    """A picture is a PNG with the same pixels, a text is Markdown, a graph is its JSON, each with its step."""
+    sink = FilesSink(tmp_path)
+    sink.write_images(3, {"graph": picture(1), "group/name": picture(2)})
+    sink.write_images(4, {"graph": picture(3)})
+    sink.write_text(3, {"group/note": "# ünïcode"})
+    sink.write_graph(3, {"graph": graph()})
+    assert files(tmp_path) == {
+        "images/graph-step3.png",
+        "images/graph-step4.png",
+        "images/group/name-step3.png",
+        "texts/group/note-step3.md",
+        "graphs/graph-step3.json",
+    }
+    for name, seed in (("graph-step3", 1), ("group/name-step3", 2), ("graph-step4", 3)):
+        with Image.open(tmp_path / "images" / f"{name}.png") as read:
+            assert np.array_equal(np.asarray(read), picture(seed))
+    assert (tmp_path / "texts/group/note-step3.md").read_text(encoding="utf-8") == "# ünïcode"
+    data = json.loads((tmp_path / "graphs/graph-step3.json").read_text(encoding="utf-8"))
+    assert Graph.from_json(data) == graph()
+
+
+def test_files_are_copied(tmp_path: Path) -> None:
+    """A file lies under the name that it was given, byte for byte, and the source stays."""
+    source = tmp_path / "source.bin"
+    source.write_bytes(bytes(range(256)))
+    sink = FilesSink(tmp_path / "sink")
+    sink.write_files(3, {"pictures/graph.bin": source, "./a/./b": source})
+    for name in ("pictures/graph.bin", "a/b"):
+        assert (tmp_path / "sink" / name).read_bytes() == source.read_bytes()
+
+
+def test_a_file_that_is_in_its_place(tmp_path: Path) -> None:
+    """A file that lies already where it is to be kept stays as it is."""
+    source = tmp_path / "graph.svg"
+    source.write_text("<svg/>")
+    assert FilesSink(tmp_path).write_files(3, {"graph.svg": source})
+    assert source.read_text() == "<svg/>"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/etc/x", "../x", "a/../../x", "..", "a/..", "", ".", "C:x", "C:/x", "..\\x", "\\\\server\\x", "a\\b", "nul\0"],
+)
+def test_a_name_that_leads_out_is_refused(name: str, tmp_path: Path) -> None:
+    """A file is kept inside the folder or not at all, on every operating system."""
+    source = tmp_path / "source"
+    source.write_text("text")
+    folder = tmp_path / "sink"
+    with pytest.raises(ArgumentError):
+        FilesSink(folder).write_files(3, {name: source})
+    assert files(tmp_path) == {"source"}
+
+
+def test_a_source_that_is_missing(tmp_path: Path) -> None:
+    """A file that is not there is the error of the operating system."""
+    with pytest.raises(FileNotFoundError):
+        FilesSink(tmp_path).write_files(3, {"a": tmp_path / "nothing"})
+
+
+TAGS = [
+    "../../outside",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "/",
+    "a//b",
+    "a/../../../b",
+    "..\\..\\outside",
+    "C:\\windows",
+    "nul\0byte",
+    "new\nline",
+    "quote\"s'<>|?*",
+    "$(rm -rf)",
+    "名前/é",
+    ".hidden",
+    "trailing. ",
+    "-option",
+    "x" * 400,
+]
+
+
+@pytest.mark.parametrize("tag", TAGS, ids=lambda tag: ascii(tag)[:25])
+@pytest.mark.parametrize("kind", ["images", "texts", "graphs"])
+def test_a_tag_is_no_path(tag: str, kind: str, tmp_path: Path) -> None:
+    """Whatever a tag holds, its file lies inside the folder of its kind and ends in step and suffix."""
+    folder = tmp_path / "sink"
+    sink = FilesSink(folder)
+    {
+        "images": lambda: sink.write_images(3, {tag: picture()}),
+        "texts": lambda: sink.write_text(3, {tag: "text"}),
+        "graphs": lambda: sink.write_graph(3, {tag: graph()}),
+    }[kind]()
+    (name,) = files(tmp_path)
+    suffix = {"images": ".png", "texts": ".md", "graphs": ".json"}[kind]
+    assert name.startswith(f"sink/{kind}/")
+    assert name.endswith(f"-step3{suffix}")
+    assert not set(name) & set('\0\n\\:*?"<>|$ ')
+    assert not any(part.startswith(".") for part in name.split("/"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("a b", "a_b"), ("a:b", "a?b"), (".a", "a"), ("a//b", "a/_/b"), ("x" * 400, "x" * 401)]
+)
+def test_two_tags_are_two_files(one: str, other: str, tmp_path: Path) -> None:
+    """Tags that differ only in what a file name cannot hold do not overwrite each other."""
+    FilesSink(tmp_path).write_text(3, {one: "one", other: "other"})
+    assert sorted(path.read_text() for path in tmp_path.rglob("*.md")) == ["one", "other"]
+
+
+def test_hostile_tags_in_lines(tmp_path: Path) -> None:
+    """In the lines of scalars a tag stands as it is, and is one line whatever it holds."""
+    FilesSink(tmp_path).write_scalars(3, dict.fromkeys(TAGS, 0.5))
+    FilesSink(tmp_path).write_histograms(3, dict.fromkeys(TAGS, histogram()))
+    assert list(lines(tmp_path / "scalars.jsonl")[0]["scalars"]) == TAGS
+    assert list(lines(tmp_path / "histograms.jsonl")[0]["histograms"]) == TAGS
+
+
+def test_a_second_run_appends(tmp_path: Path) -> None:
+    """A second sink on the same folder goes on where the first has ended."""
+    for step in (3, 4):
+        with FilesSink(tmp_path) as sink:
+            sink.write_scalars(step, {"a": 1.0})
+    assert [line["step"] for line in lines(tmp_path / "scalars.jsonl")] == [3, 4]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """Where the folder cannot be made the error of the operating system is raised."""
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(OSError, match="taken"):
+        FilesSink(tmp_path / "taken" / "sink").write_scalars(3, {"a": 1.0})

@@ -1,0 +1,210 @@
+"""The sink made of sinks."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from typing_extensions import override
+
+from lightning_recorder import FilesSink, MemorySink, MultiSink, RecorderWarning, Sink
+from tests.sinks.samples import VERBS, write
+
+
+class Numbers(Sink):
+    """Shows scalars, and nothing else."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    @override
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        self.seen.append(step)
+        return True
+
+
+class Broken(Sink):
+    """Raises from chosen methods, and counts how often it is called."""
+
+    def __init__(self, *methods: str, error: type[BaseException] = ConnectionError) -> None:
+        self.methods = methods
+        self.error = error
+        self.calls: list[str] = []
+
+    def _call(self, method: str) -> bool:
+        self.calls.append(method)
+        if method in self.methods:
+            raise self.error(f"no {method}")
+        return True
+
+    @override
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        return self._call("write_scalars")
+
+    @override
+    def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
+        return self._call("write_text")
+
+    @override
+    def flush(self) -> None:
+        self._call("flush")
+
+    @override
+    def close(self) -> None:
+        self._call("close")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_all_sinks_get_all_kinds(verb: str, tmp_path: Path) -> None:
+    """Whatever the kind, each of the sinks gets it once."""
+    sinks = [MemorySink(), MemorySink()]
+    assert write(MultiSink(sinks), verb, 3, "tag", tmp_path)
+    kept = [
+        {kind: {tag: list(steps) for tag, steps in values.items()} for kind, values in vars(sink).items()}
+        for sink in sinks
+    ]
+    assert kept[0] == kept[1]
+    assert [values for values in kept[0].values() if values] == [{"tag": [3]}]
+
+
+def test_the_answer_is_that_of_any() -> None:
+    """A kind is shown when one of the sinks shows it, whichever."""
+    for sinks in ([Sink(), Numbers()], [Numbers(), Sink()]):
+        assert MultiSink(sinks).write_scalars(3, {"a": 1.0}) is True
+        assert MultiSink(sinks).write_text(3, {"a": "text"}) is False
+
+
+def test_a_sink_that_fails_is_told_once_and_left_out() -> None:
+    """The others go on; the one that failed is named with its error, and gets nothing any more."""
+    broken, memory = Broken("write_scalars"), MemorySink()
+    multi = MultiSink([broken, memory])
+
+    def write_all(step: int) -> bool:
+        multi.write_text(step, {"t": "text"})
+        multi.flush()
+        return multi.write_scalars(step, {"a": float(step)})
+
+    with pytest.warns(RecorderWarning) as told:
+        assert [write_all(step) for step in (1, 2, 3)] == [True, True, True]
+    (warning,) = told
+    assert str(warning.message) == (
+        "Broken.write_scalars failed, nothing more is written there: ConnectionError: no write_scalars"
+    )
+    assert broken.calls == ["write_text", "flush", "write_scalars"]
+    assert memory.scalars == {"a": {1: 1.0, 2: 2.0, 3: 3.0}}
+    assert list(memory.texts["t"]) == [1, 2, 3]
+
+
+def test_one_sink_does_not_speak_for_its_class() -> None:
+    """Of two sinks of the same class only the one that failed is left out."""
+    broken, sound = Broken("write_scalars"), Broken()
+    multi = MultiSink([broken, sound])
+    with pytest.warns(RecorderWarning):
+        multi.write_scalars(1, {"a": 1.0})
+    multi.write_scalars(2, {"a": 1.0})
+    assert (broken.calls, sound.calls) == (["write_scalars"], ["write_scalars"] * 2)
+
+
+def test_a_failing_flush_is_told_too() -> None:
+    """A sink that cannot flush is left out like one that cannot write."""
+    broken, memory = Broken("flush"), MemorySink()
+    multi = MultiSink([broken, memory])
+    with pytest.warns(RecorderWarning, match=r"Broken.flush failed"):
+        multi.flush()
+    assert multi.write_scalars(1, {"a": 1.0})
+    assert broken.calls == ["flush"]
+
+
+def test_close_closes_all() -> None:
+    """Every sink is closed, those that failed before and those after one that fails now, and each is told once."""
+    sinks = [Broken("write_scalars", "close"), Broken("close"), Broken()]
+    fallback = Broken("close")
+    multi = MultiSink(sinks, fallback=fallback)
+    with pytest.warns(RecorderWarning, match=r"Broken.write_scalars failed"):
+        multi.write_scalars(1, {"a": 1.0})
+    with pytest.warns(RecorderWarning, match=r"Broken.close failed") as told:
+        multi.close()
+    assert len(told) == 2
+    assert [sink.calls.count("close") for sink in (*sinks, fallback)] == [1, 1, 1, 1]
+
+
+def test_close_goes_on_under_strict() -> None:
+    """With ``strict`` every sink is closed before the first error is raised."""
+    sinks = [Broken("close", error=ValueError), Broken("close", error=KeyError), Broken()]
+    multi = MultiSink(sinks, strict=True)
+    with pytest.raises(ValueError, match="no close"):
+        multi.close()
+    assert [sink.calls for sink in sinks] == [["close"]] * 3
+
+
+def test_strict_raises_when_all_have_had_their_turn() -> None:
+    """With ``strict`` the first error is raised, without a warning, after the other sinks have written."""
+    first, second, memory = Broken("write_scalars", error=ValueError), Broken("write_scalars"), MemorySink()
+    multi = MultiSink([first, second, memory], strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="no write_scalars"):
+            multi.write_scalars(1, {"a": 1.0})
+    assert memory.scalars == {"a": {1: 1.0}}
+    assert second.calls == ["write_scalars"]
+
+
+def test_an_interrupt_is_no_fault_of_a_sink() -> None:
+    """Ctrl-C while a sink writes passes through, and the sink is not left out."""
+    broken = Broken("write_scalars", error=KeyboardInterrupt)
+    multi = MultiSink([broken])
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            multi.write_scalars(1, {"a": 1.0})
+    assert len(broken.calls) == 2
+
+
+def test_the_fallback_gets_what_nobody_shows(caplog: pytest.LogCaptureFixture) -> None:
+    """Kinds that a sink shows do not reach the fallback; for each of the others that is logged once."""
+    numbers, fallback = Numbers(), MemorySink()
+    multi = MultiSink([numbers, Sink()], fallback=fallback)
+    with caplog.at_level(logging.INFO, "lightning_recorder"):
+        for step in (1, 2):
+            assert multi.write_scalars(step, {"a": 1.0})
+            assert multi.write_text(step, {"t": "text"})
+            assert multi.write_files(step, {"f": Path("x")})
+    assert numbers.seen == [1, 2]
+    assert (fallback.scalars, list(fallback.texts["t"]), list(fallback.files["f"])) == ({}, [1, 2], [1, 2])
+    assert [record.getMessage() for record in caplog.records] == [
+        "no logger takes what write_text gives; it is written by MemorySink",
+        "no logger takes what write_files gives; it is written by MemorySink",
+    ]
+
+
+def test_the_fallback_takes_over_from_a_sink_that_failed(tmp_path: Path) -> None:
+    """When the only sink that shows a kind fails, the fallback gets that very result and all that follow."""
+    fallback = MemorySink()
+    multi = MultiSink([Broken("write_scalars")], fallback=fallback)
+    with pytest.warns(RecorderWarning):
+        assert multi.write_scalars(1, {"a": 1.0})
+    assert multi.write_scalars(2, {"a": 2.0})
+    assert fallback.scalars == {"a": {1: 1.0, 2: 2.0}}
+
+
+def test_a_fallback_that_fails() -> None:
+    """A fallback that raises is told once, like any sink, and the answer is that nobody shows it."""
+    fallback = Broken("write_text")
+    multi = MultiSink([], fallback=fallback)
+    with pytest.warns(RecorderWarning, match=r"Broken.write_text failed") as told:
+        assert [multi.write_text(step, {"t": "text"}) for step in (1, 2)] == [False, False]
+    assert len(told) == 1
+    assert fallback.calls == ["write_text"]
+
+
+def test_a_full_disk_costs_the_files_alone(tmp_path: Path) -> None:
+    """A files sink that cannot write does not keep the others from it."""
+    (tmp_path / "taken").write_text("a file")
+    memory = MemorySink()
+    multi = MultiSink([FilesSink(tmp_path / "taken"), memory])
+    with pytest.warns(RecorderWarning, match=r"FilesSink.write_scalars failed.*taken"):
+        multi.write_scalars(1, {"a": 1.0})
+    multi.write_scalars(2, {"a": 2.0})
+    assert memory.scalars == {"a": {1: 1.0, 2: 2.0}}

@@ -1,0 +1,156 @@
+"""Outputs of modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_recorder.selection import Selection
+from lightning_recorder.taps import OutputTap, Site
+from tests.taps.models import MODELS, make
+
+SQUARE = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
+
+
+def tapped(module: nn.Module, *batches: Tensor) -> list[tuple[Site, Tensor]]:
+    """What a tap on all submodules hands over, copied, from a forward pass for each batch."""
+    seen: list[tuple[Site, Tensor]] = []
+    with OutputTap(Selection("**").resolve(module), lambda site, tensor: seen.append((site, tensor.clone()))):
+        for batch in batches:
+            module(batch)
+    return seen
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_are_those_of_the_reference(name: str) -> None:
+    """Each output tensor of each call is handed over once, in the order of the calls, with its value at that moment."""
+    module, x = make(name)
+    expected: list[tuple[Site, Tensor]] = []
+
+    def see(name: str, path: str, tensor: Tensor) -> Tensor:
+        expected.append((Site(name, path), tensor.detach().clone()))
+        return tensor
+
+    torch.manual_seed(1)
+    module.reference(x, see)
+    torch.manual_seed(1)
+    seen = tapped(module, x)
+    assert [(site, tensor.dtype) for site, tensor in sorted(seen, key=lambda item: item[0])] == [
+        (site, tensor.dtype) for site, tensor in sorted(expected, key=lambda item: item[0])
+    ]
+    for site in {site for site, _ in expected}:
+        ours, theirs = ([tensor for each, tensor in stream if each == site] for stream in (seen, expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_the_order_is_that_of_the_calls() -> None:
+    """Tensors come when their module returns: children before their parent, parts of one output in its order."""
+    module, x = make("lstm")
+    assert [site for site, _ in tapped(module, x)] == [
+        ("stem", "out"),
+        ("lstm", "out[0]"),
+        ("lstm", "out[1][0]"),
+        ("lstm", "out[1][1]"),
+    ]
+    module, x = make("residual")
+    assert [site.name for site, _ in tapped(module, x)] == ["stem", "branch.0", "branch.1", "branch"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_outputs_are_seen_without_autograd(mode: type[torch.no_grad] | type[torch.inference_mode]) -> None:
+    """Under no_grad and in inference mode the same outputs are handed over."""
+    module, x = make("plain")
+    expected = tapped(module, x)
+    with mode():
+        seen = tapped(module, x)
+    assert [site for site, _ in seen] == [site for site, _ in expected]
+    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(seen, expected, strict=True))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputed_forward_pass_is_no_second_call(use_reentrant: bool) -> None:
+    """A checkpointed block counts once, although the backward pass calls its modules again."""
+    calls: list[str] = []
+    block = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    block[0].register_forward_hook(lambda *_: calls.append("forward"))
+    seen: list[str] = []
+    with OutputTap(dict(block.named_children()), lambda site, _: seen.append(site.name)):
+        out = checkpoint(block, torch.ones(1, 2, requires_grad=True), use_reentrant=use_reentrant)
+        assert isinstance(out, Tensor)
+        out.sum().backward()
+    assert calls == ["forward", "forward"]
+    assert seen == ["0", "1", "2"]
+
+
+def test_an_output_is_seen_as_other_hooks_left_it() -> None:
+    """Where a user's hook replaces an output, the tap sees what the next module gets."""
+    module = nn.Identity()
+    module.register_forward_hook(lambda module, args, output: output * 2)
+    seen: list[float] = []
+    with OutputTap({"m": module}, lambda _, tensor: seen.append(tensor.item())):
+        assert module(torch.tensor(3.0)).item() == 6.0
+    assert seen == [6.0]
+
+
+def test_a_module_under_two_names_is_seen_under_both() -> None:
+    """A module that is given twice is a site of each name."""
+    module = nn.ReLU()
+    seen: list[str] = []
+    with OutputTap({"a": module, "b": module}, lambda site, _: seen.append(site.name)):
+        module(torch.ones(1))
+    assert seen == ["a", "b"]
+
+
+class Strange(nn.Module):
+    """Gives tensors that are no arrays of numbers, beside one that is."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [
+            x.to_sparse(),
+            torch.nested.nested_tensor([x, x[:1]]),
+            torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
+            x,
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own, once per process
+def test_a_tensor_that_is_no_array_is_passed_over() -> None:
+    """Sparse and nested outputs are left out without a word and what lies beside them is handed over."""
+    seen: list[Site] = []
+    module = Strange()
+    with OutputTap({"m": module}, lambda site, _: seen.append(site)):
+        module(torch.eye(2))
+    assert seen == [("m", "out[3]")]
+
+
+def test_a_vectorised_call_is_passed_over() -> None:
+    """Inside vmap and func.grad the values cannot leave the transform: nothing is handed over and nothing raises."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    x = torch.randn(3, 2)
+    seen: list[Site] = []
+
+    def transform() -> list[Tensor]:
+        def loss(x: Tensor) -> Tensor:
+            return net(x).sum()  # type: ignore[no-any-return]
+
+        return [torch.func.vmap(net)(x), torch.func.grad(loss)(x[0]), torch.func.vmap(torch.func.grad(loss))(x)]
+
+    expected = transform()
+    with OutputTap(dict(net.named_children()), lambda site, _: seen.append(site)):
+        assert all(torch.equal(*pair) for pair in zip(transform(), expected, strict=True))
+        assert seen == []
+        torch.func.functional_call(net, dict(net.named_parameters()), (x,))
+    assert [site.name for site in seen] == ["0", "1"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch 2.13; tracing goes on to work
+def test_a_traced_call_is_passed_over() -> None:
+    """While torch.jit traces the model nothing is handed over, so that no recording gets into the trace."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    seen: list[Site] = []
+    with OutputTap(dict(net.named_children()), lambda site, _: seen.append(site)):
+        traced = torch.jit.trace(net, torch.ones(1, 2), check_trace=False)
+        assert seen == []
+    assert torch.equal(traced(torch.ones(3, 2)), net(torch.ones(3, 2)))

@@ -1,0 +1,106 @@
+"""What the autograd engine is asked."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_recorder import autograd
+from lightning_recorder.autograd import current_function_mode, in_backward, is_transformed
+
+
+def test_a_forward_pass_is_no_backward_pass() -> None:
+    """Outside every backward pass, before and after one, in_backward is false."""
+    x = torch.ones(2, requires_grad=True)
+    before = in_backward()
+    x.sum().backward()
+    assert (before, in_backward()) == (False, False)
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_a_gradient_hook_is_inside_a_backward_pass(how: str) -> None:
+    """Inside a hook that Tensor.backward or autograd.grad calls, in_backward is true."""
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(in_backward()))
+    if how == "backward":
+        y.sum().backward()
+    else:
+        torch.autograd.grad(y.sum(), x)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_is_inside_a_backward_pass(use_reentrant: bool) -> None:
+    """The first run of a checkpointed function is outside a backward pass and the second one inside."""
+    seen: list[bool] = []
+
+    def double(x: Tensor) -> Tensor:
+        seen.append(in_backward())
+        return x.sin() * 2
+
+    checkpoint(double, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
+    assert seen == [False, True]
+
+
+def test_a_wrapper_of_a_transform_is_known() -> None:
+    """A tensor inside vmap or func.grad is a wrapper, one outside, even the transform's result, is none."""
+    seen: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(is_transformed(x))
+        return x.sum()
+
+    results = [torch.func.vmap(function)(torch.ones(2, 3)), torch.func.grad(function)(torch.ones(3))]
+    assert seen == [True, True]
+    assert [is_transformed(tensor) for tensor in (*results, torch.ones(3))] == [False, False, False]
+
+
+def test_the_innermost_function_mode_is_known() -> None:
+    """Inside function modes the innermost is named, outside them none."""
+    with BaseTorchFunctionMode() as outer:
+        found: list[object] = []
+        with BaseTorchFunctionMode() as inner:
+            found.append(current_function_mode())
+        found.append(current_function_mode())
+    assert found == [inner, outer]
+    assert current_function_mode() is None
+
+
+@pytest.fixture
+def older(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module as it is where torch has none of the private names."""
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    monkeypatch.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
+    monkeypatch.delattr(torch.overrides, "_get_current_function_mode")
+    spec = importlib.util.spec_from_file_location("older_autograd", autograd.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_torch_without_the_private_names_costs_a_detail(older: ModuleType) -> None:
+    """Where torch lacks the private names, every question is answered with no and nothing raises."""
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(older.in_backward()))
+    y.sum().backward()
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(older.is_transformed(x))
+        return x
+
+    torch.func.vmap(function)(torch.ones(2))
+    assert seen == [False, False]
+    with BaseTorchFunctionMode():
+        assert older.current_function_mode() is None

@@ -1,0 +1,71 @@
+"""What the faults of the package are and how they are told."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from lightning_recorder.errors import (
+    ArgumentError,
+    DumpError,
+    RecorderError,
+    RecorderWarning,
+    RecordingError,
+    RenderError,
+    SelectionError,
+    check_integer,
+    tell,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (ArgumentError, ValueError),
+        (SelectionError, ValueError),
+        (RecordingError, RuntimeError),
+        (RenderError, RuntimeError),
+        (DumpError, ValueError),
+    ],
+)
+def test_an_error_is_also_the_builtin_of_its_kind(error: type[Exception], builtin: type[Exception]) -> None:
+    """Each error can be caught as the package's and as the built-in one of its kind."""
+    assert error.__bases__ == (RecorderError, builtin)
+
+
+def test_a_fault_is_told_as_a_warning_at_the_caller() -> None:
+    """A fault that costs a record becomes a RecorderWarning which points at the line that told it."""
+    with pytest.warns(RecorderWarning, match=r"^the disk is full$") as told:
+        tell("the disk is full")
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_a_fault_never_raises(caplog: pytest.LogCaptureFixture) -> None:
+    """Where warnings are errors a fault is logged as an error of the package's logger and raises nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tell("the disk is full")
+    assert caplog.record_tuples == [("lightning_recorder", 40, "the disk is full")]
+
+
+def test_a_fault_can_be_silenced(caplog: pytest.LogCaptureFixture) -> None:
+    """A user's filter that ignores RecorderWarning silences a fault altogether."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("ignore", RecorderWarning)
+        tell("the disk is full")
+    assert (told, caplog.record_tuples) == ([], [])
+
+
+@pytest.mark.parametrize("value", [2, 3, 10**30])
+def test_an_integer_from_the_bound_on_passes(value: int) -> None:
+    """An integer that equals or exceeds the least allowed one is accepted."""
+    check_integer("depth", value, 2)
+
+
+@pytest.mark.parametrize("value", [1, -5, 2.0, "2", None, True, float("nan")])
+def test_anything_else_is_refused_by_name(value: object) -> None:
+    """A smaller number, a boolean or another type is refused with the argument's name, the bound and the value."""
+    with pytest.raises(ArgumentError) as raised:
+        check_integer("depth", value, 2)
+    assert str(raised.value) == f"depth must be an integer of at least 2, got {value!r}"

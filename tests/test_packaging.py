@@ -1,0 +1,78 @@
+"""What is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lightning_recorder
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "lightning_recorder"
+
+SCRIPT = """
+import torch
+
+import lightning_recorder
+from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, StatisticsRecorder
+
+net = torch.nn.Linear(2, 1)
+recorder = StatisticsRecorder({"net": net})
+with recorder:
+    net(torch.ones(3, 2))
+print(lightning_recorder.__file__)
+print(recorder.collect()["net", "out"].scalars["count"])
+print([len(kind().__class__.__mro__) > 1 for kind in (ActivationRecorder, GradientRecorder, GraphRecorder)])
+"""
+
+
+def run(*arguments: str | Path, cwd: Path, **environment: str) -> str:
+    """What a Python command prints; its own complaint when it fails."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the working tree with what is installed."""
+    folder = tmp_path_factory.mktemp("dist")
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    """The wheel holds every source file and the mark of types, the licence, and neither tests nor examples."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+    sources = {path.relative_to(ROOT).as_posix() for path in SOURCES.rglob("*") if path.suffix in (".py", ".typed")}
+    about = f"lightning_recorder-{lightning_recorder.__version__}.dist-info"
+    assert names == sources | {f"{about}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")}
+    assert "lightning_recorder/py.typed" in names
+    assert f"Version: {lightning_recorder.__version__}" in metadata.splitlines()
+    assert wheel.name == f"lightning_recorder-{lightning_recorder.__version__}-py3-none-any.whl"
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
+    """Installed from the wheel, away from the sources, the package records and has its callbacks."""
+    target = tmp_path / "installed"
+    run("-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", target, wheel, cwd=tmp_path)
+    where, count, callbacks = run("-c", SCRIPT, cwd=tmp_path, PYTHONPATH=str(target)).splitlines()
+    assert Path(where) == target / "lightning_recorder" / "__init__.py"
+    assert (count, callbacks) == ("3.0", "[True, True, True]")

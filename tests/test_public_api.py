@@ -1,0 +1,194 @@
+"""What users may rely on."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_recorder
+from lightning_recorder import errors
+
+ROOT = Path(lightning_recorder.__file__).parent
+HEAVY = (
+    "PIL",
+    "comet_ml",
+    "graphviz",
+    "lightning",
+    "lightning_fabric",
+    "matplotlib",
+    "mlflow",
+    "numpy",
+    "pygraphviz",
+    "pytorch_lightning",
+    "safetensors",
+    "tensorboard",
+    "torch",
+    "transformers",
+    "typing_extensions",
+    "wandb",
+)
+
+
+def loaded_after(code: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has loaded after some code."""
+    script = f"{code}\nimport json, sys\nprint(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
+    output = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT.parent, text=True)
+    return set(json.loads(output))
+
+
+def test_all_is_sorted() -> None:
+    """The public names are listed in order, each once, so that a new one has one place."""
+    assert lightning_recorder.__all__ == sorted(set(lightning_recorder.__all__))
+
+
+def test_all_is_what_can_be_loaded() -> None:
+    """Every listed name can be loaded, and every name that can be loaded lazily is listed."""
+    assert set(lightning_recorder.__all__) == set(lightning_recorder._HOME)
+    for name in lightning_recorder.__all__:
+        home = importlib.import_module(f"lightning_recorder.{lightning_recorder._HOME[name]}")
+        assert getattr(lightning_recorder, name) is getattr(home, name)
+        assert name in home.__all__
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """The imports for type checkers name the same things from the same places as the lazy ones."""
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = (each for each in tree.body if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING")
+    seen = {
+        alias.name: str(each.module).removeprefix("lightning_recorder.")
+        for each in block.body
+        if isinstance(each, ast.ImportFrom)
+        for alias in each.names
+    }
+    assert seen == lightning_recorder._HOME
+
+
+def test_a_star_import_brings_every_name() -> None:
+    """``from lightning_recorder import *`` brings what is listed."""
+    namespace: dict[str, Any] = {}
+    exec("from lightning_recorder import *", namespace)
+    assert set(lightning_recorder.__all__) <= set(namespace)
+
+
+def test_dir_lists_every_name() -> None:
+    """``dir`` lists the names before they are loaded, for completion in a shell, in order and each once."""
+    code = "import lightning_recorder, json; print(json.dumps(dir(lightning_recorder)))"
+    names = json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT.parent, text=True))
+    assert set(lightning_recorder.__all__) | {"__version__"} <= set(names)
+    assert names == sorted(set(names))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """A name that is not there raises what any module raises."""
+    with pytest.raises(AttributeError, match=r"^module 'lightning_recorder' has no attribute 'Recorder'$"):
+        lightning_recorder.Recorder  # noqa: B018  # the point of the test
+    with pytest.raises(ImportError, match="cannot import name 'Recorder'"):
+        from lightning_recorder import Recorder  # noqa: F401  # the point of the test
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    """``import lightning_recorder`` loads neither torch nor Lightning nor any back end."""
+    assert loaded_after("import lightning_recorder") & set(HEAVY) == set()
+
+
+def test_recording_without_a_trainer_needs_no_lightning() -> None:
+    """What works in a plain loop, sinks and dumps included, loads no Lightning and no back end that is not used."""
+    names = [name for name, home in lightning_recorder._HOME.items() if home != "callbacks"]
+    code = "import warnings; warnings.simplefilter('ignore'); from lightning_recorder import " + ", ".join(names)
+    allowed = {"torch", "numpy", "typing_extensions", "graphviz"}
+    assert loaded_after(code) & set(HEAVY) <= allowed
+
+
+def public_objects() -> dict[str, Any]:
+    """The public classes and functions, with the methods and properties that the package gives to the classes."""
+    found = {}
+    for name in lightning_recorder.__all__:
+        thing = getattr(lightning_recorder, name)
+        found[name] = thing
+        if inspect.isclass(thing):
+            for attribute in dir(thing):
+                value = inspect.getattr_static(thing, attribute)
+                code = getattr(value, "__func__", getattr(value, "fget", value))
+                ours = str(getattr(code, "__module__", "")).startswith("lightning_recorder")
+                if not attribute.startswith("_") and ours and (callable(code) or isinstance(value, property)):
+                    found[f"{name}.{attribute}"] = getattr(thing, attribute)
+    return found
+
+
+@pytest.mark.parametrize("name", public_objects())
+def test_everything_public_is_documented(name: str) -> None:
+    """Every public class, function, method and property says in a sentence what it is, of its own or by inheritance."""
+    text = inspect.getdoc(public_objects()[name]) or ""
+    first = text.partition("\n\n")[0]
+    # What dataclasses and named tuples write by themselves says nothing.
+    assert not re.match(rf"{name}\(.*\)$", first), first
+    assert re.search(r"[.:]{1,2}$", first), first
+
+
+def test_the_methods_are_found() -> None:
+    """The search for methods finds plain and class methods, properties and inherited ones."""
+    expected = {
+        "Selection.resolve",
+        "Graph.from_json",
+        "Tap.attached",
+        "OutputTap.attach",
+        "GradientRecorder.on_fit_start",
+    }
+    assert expected <= set(public_objects())
+
+
+def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
+    """The drawing at the head of the errors shows each class under its base, with the built-in one it also is."""
+    text = inspect.getdoc(errors) or ""
+    drawn = {}
+    for branch, name, builtin in re.findall(r"^ *([├└]── )?(\w+) +(?:\((\w+)\))? +\w", text, flags=re.MULTILINE):
+        bases = ["RecorderError"] if branch else [] if builtin else ["Exception"]
+        drawn[name] = [*bases, *([builtin] if builtin else [])]
+    real = {
+        name: [base.__name__ for base in value.__bases__]
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert drawn == real
+    assert len(drawn) == 7
+
+
+def test_the_package_is_typed() -> None:
+    """The package says that it carries types, and its version is one."""
+    assert (ROOT / "py.typed").read_text() == ""
+    assert re.fullmatch(r"\d+\.\d+\.\d+([a-z]+\d+)?", lightning_recorder.__version__)
+
+
+def test_every_module_says_what_it_is() -> None:
+    """Every file begins with one sentence that says what it holds."""
+    for path in ROOT.rglob("*.py"):
+        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+        assert re.search(r"\.$", first), path
+
+
+def test_every_file_can_be_imported_first() -> None:
+    """Each file can be the first of the package to be imported, whatever it imports in turn."""
+    names = [
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted(ROOT.rglob("*.py"))
+        if "callbacks" not in path.parts
+    ]
+    code = "\n".join(
+        [
+            "import importlib, sys",
+            f"for name in {names!r}:",
+            "    for loaded in [each for each in sys.modules if each.startswith('lightning_recorder')]:",
+            "        del sys.modules[loaded]",
+            "    importlib.import_module(name)",
+        ]
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, check=True)
