@@ -167,9 +167,9 @@ def fold_repeats(graph: Graph, least: int = 3) -> Graph:
     with the number in ``repeats``. A unit of several siblings gets a frame for it: a module call with no name. For a
     single call that holds others two times are enough. Units are equal when classes, functions, shapes, parameters and
     what is inside are equal; the names of the modules may differ. Units of which none feeds the next are kept with
-    ``parallel``; up to eight single modules side by side are left as they are, since each is worth its name, as those
-    of query, key and value. An edge from one occurrence to the next is left out, one from outside into each of them
-    gets their number as multiplicity.
+    ``parallel``; up to eight of them that hold only modules without others are left as they are, since each is worth
+    its name, as those of query, key and value. An edge from one occurrence to the next is left out, one from outside
+    into each of them gets their number as multiplicity.
     """
     forms = _forms(graph)
     target = {node.id: node.id for node in graph.nodes}
@@ -183,7 +183,7 @@ def fold_repeats(graph: Graph, least: int = 3) -> Graph:
         for start, length, times in _runs([forms[node.id] for node in siblings], weights, least):
             units = [siblings[start + length * index : start + length * (index + 1)] for index in range(times)]
             parallel = not _feeds(graph, joined, units[0], units[1])
-            if parallel and length == 1 and weights[start] == 1 and times <= _LONGEST_UNIT:
+            if parallel and max(weights[start : start + length]) == 1 and times <= _LONGEST_UNIT:
                 continue
             for unit in units[1:]:
                 for first, other in zip(units[0], unit, strict=True):
