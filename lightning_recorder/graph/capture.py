@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -20,26 +17,15 @@ from typing_extensions import Self
 
 from lightning_recorder.autograd import current_function_mode, in_backward, remove_hook
 from lightning_recorder.errors import tell
+from lightning_recorder.graph.caller import called_by_trainer
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
+from lightning_recorder.graph.provenance import Provenance, is_lazy
 from lightning_recorder.hooks import ModuleHook
 from lightning_recorder.selection import named_submodules
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.unrecorded import is_unrecorded, unrecorded
 
 __all__ = ["GraphCapture", "capture_graph"]
-
-# A trainer's own arithmetic on the loss (dividing it by the number of micro-batches, scaling it, logging it) is no part
-# of the model, nor is an optimiser's.
-_TRAINERS = (
-    "lightning.",
-    "lightning_fabric.",
-    "lightning_utilities.",
-    "pytorch_lightning.",
-    "torch.optim.",
-    "torch.amp.grad_scaler",
-)
-_MODELS_AMONG_THEM = ".demos."  # the models that Lightning ships
-_BETWEEN = ("torch", "lightning_recorder", "contextlib", "functools")
 
 # In eval mode these compute everything in one fused function, unless a function mode is on: then they take another way,
 # whose last bits, and rows of padding, differ. So the mode is taken off while one of them runs.
@@ -54,14 +40,6 @@ _IGNORED = -1
 """In place of a node's id: a tensor that is followed no further, such as a gradient on its way to the optimiser."""
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """Which node gave a tensor or wrote into a storage, and when."""
-
-    node: int
-    time: int
-
-
 @dataclass
 class _Call:
     """A module call that is going on."""
@@ -73,10 +51,8 @@ class _Call:
 class GraphCapture:
     """Records the module calls and torch functions of this thread while it is entered.
 
-    Module calls are seen by hooks on the submodules, functions by a ``TorchFunctionMode``; neither changes a value, a
-    gradient or a random number, and no tensor is kept alive. A tensor is known by a weak reference, because the ids of
-    tensors are used again at once, and by its storage, because views and in-place operations write to one tensor and
-    read from another. Inside a backward pass nothing is recorded; its start is a node.
+    Module calls are seen by module hooks, functions by a ``TorchFunctionMode``; neither changes a value, a gradient or
+    a random number, and no tensor is kept alive. Inside a backward pass nothing is recorded; its start is a node.
 
     What a function of torch's own does inside is not taken apart: ``cross_entropy`` is one node.
 
@@ -98,9 +74,7 @@ class GraphCapture:
         self._edges: dict[tuple[int, int], Edge] = {}
         self._calls: list[_Call] = []
         self._counts: dict[str, int] = {}
-        self._time = 0
-        self._tensors: dict[int, tuple[weakref.ref[Tensor], _Origin]] = {}
-        self._storages: dict[int, tuple[StorageWeakRef, _Origin]] = {}
+        self._provenance = Provenance()
         self._handles: list[RemovableHandle] = []
         self._mode: _CaptureMode | None = None
         self._thread = 0
@@ -114,7 +88,7 @@ class GraphCapture:
         self._calls.append(_Call(root, module))
         with unrecorded():
             for path, tensor in iter_tensors(inputs, name):
-                self._bind(tensor, self._add("input", path, outputs=(_meta(tensor),)))
+                self._provenance.bind(tensor, self._add("input", path, outputs=(_meta(tensor),)))
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
@@ -166,8 +140,7 @@ class GraphCapture:
     def stop(self) -> None:
         """See nothing any more, though the hooks stay on until the context is left."""
         self._active = False
-        self._tensors.clear()
-        self._storages.clear()
+        self._provenance.clear()
         self._model_tensors.clear()
         self._names.clear()
 
@@ -273,24 +246,24 @@ class GraphCapture:
     def _note(self, name: str, inputs: list[Tensor], outputs: list[Tensor], written: tuple[Tensor, ...]) -> None:
         """A node for one operation with the edges into it, and its outputs bound to it."""
         origins = [(self._origin(tensor), tensor) for tensor in inputs]
-        if _of_trainer() or (origins and all(origin == _IGNORED for origin, _ in origins)):
+        if called_by_trainer() or (origins and all(origin == _IGNORED for origin, _ in origins)):
             passed = origins[0][0] if origins else _IGNORED
             for tensor in outputs:
-                self._bind(tensor, passed)
+                self._provenance.bind(tensor, passed)
             return
         node = self._add("op", name, outputs=tuple(map(_meta, outputs)))
         for origin, tensor in origins:
             self._connect(origin, node, tensor)
         for tensor in outputs:
-            self._bind(tensor, node)
+            self._provenance.bind(tensor, node)
         for tensor in written:
             if id(tensor) not in self._model_tensors:
-                self._bind(tensor, node, wrote=True)
+                self._provenance.bind(tensor, node, wrote=True)
 
     def _note_function(self, func: Any, before: list[tuple[Tensor, int]], result: Any, inplace: bool) -> None:
         if func == _GRADIENT:
             if result is not None:
-                self._bind(result, _IGNORED)
+                self._provenance.bind(result, _IGNORED)
             return
         inputs = [tensor for tensor, _ in before]
         outputs = [tensor for _, tensor in iter_tensors(result)]
@@ -326,18 +299,6 @@ class GraphCapture:
             replace(old, multiplicity=old.multiplicity + 1) if old else Edge(source, target, 1, _meta(tensor))
         )
 
-    def _bind(self, tensor: Tensor, node: int, *, wrote: bool = False) -> None:
-        """Remember which node gave a tensor; with ``wrote``, all that share its memory have their values from there."""
-        self._time += 1
-        origin = _Origin(node, self._time)
-        self._tensors[id(tensor)] = (weakref.ref(tensor), origin)
-        storage = _storage(tensor)
-        # The weak reference keeps the address of the storage from being used again, and nothing of its memory.
-        if storage is not None and (
-            wrote or storage.cdata not in self._storages or self._storages[storage.cdata][0].expired()
-        ):
-            self._storages[storage.cdata] = (storage, origin)
-
     def _origin(self, tensor: Tensor) -> int:
         """The node that gave the tensor its present values."""
         known = self._known(tensor)
@@ -345,25 +306,16 @@ class GraphCapture:
 
     def _known(self, tensor: Tensor) -> int | None:
         """The node that gave the tensor its present values, as far as was seen."""
-        if _is_lazy(tensor):
+        if is_lazy(tensor):
             # It has neither a shape nor values yet; what is done to it is its making.
             return _IGNORED
-        reference, own = self._tensors.get(id(tensor), (None, None))
-        known = own if reference is not None and reference() is tensor else None
-        if known is None and id(tensor) in self._model_tensors:
-            return None
-        storage = _storage(tensor)
-        _, written = self._storages.get(storage.cdata, (None, None)) if storage is not None else (None, None)
-        latest = max(
-            (origin for origin in (known, written) if origin is not None), key=lambda origin: origin.time, default=None
-        )
-        return None if latest is None else latest.node
+        return self._provenance.of(tensor, own=id(tensor) in self._model_tensors)
 
     def _add_from_outside(self, tensor: Tensor) -> int:
         kind, name, owner = self._model_tensors.get(id(tensor), ("tensor", "", None))
         parent = next((call.node for call in reversed(self._calls) if call.module is owner), self._calls[-1].node)
         node = self._add(kind, name, parent=parent, outputs=(_meta(tensor),))  # type: ignore[arg-type]  # a Kind
-        self._bind(tensor, node)
+        self._provenance.bind(tensor, node)
         return node
 
 
@@ -426,11 +378,7 @@ def capture_graph(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
 
 def _parameters(parameters: Iterable[Tensor]) -> int:
     """The number of elements, without parameters that have no shape yet."""
-    return sum(parameter.numel() for parameter in parameters if not _is_lazy(parameter))
-
-
-def _is_lazy(parameter: Tensor) -> bool:
-    return bool(nn.parameter.is_lazy(parameter))
+    return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
 
 
 def _is_fused(module: nn.Module) -> bool:
@@ -443,7 +391,7 @@ def _is_among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
 
 def _meta(tensor: Tensor) -> TensorMeta:
     try:
-        shape = () if _is_lazy(tensor) else tuple(int(size) for size in tensor.shape)
+        shape = () if is_lazy(tensor) else tuple(int(size) for size in tensor.shape)
     except (RuntimeError, TypeError):
         # Of a nested tensor some sizes are no numbers.
         shape = ()
@@ -465,19 +413,11 @@ def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
 
 def _version(tensor: Tensor) -> int:
     # Tensors of inference mode have no version, and what writes into them is not followed.
-    return -1 if _is_lazy(tensor) or _is_inference(tensor) else tensor._version
+    return -1 if is_lazy(tensor) or _is_inference(tensor) else tensor._version
 
 
 def _is_inference(tensor: Tensor) -> bool:
-    return not _is_lazy(tensor) and tensor.is_inference()
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef | None:
-    try:
-        return None if _is_lazy(tensor) else StorageWeakRef(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):
-        # Sparse tensors and the wrappers of torch.func have none.
-        return None
+    return not is_lazy(tensor) and tensor.is_inference()
 
 
 def _function_name(func: Any) -> str:
@@ -497,26 +437,3 @@ def _function_name(func: Any) -> str:
         "imul": "mul",
         "isub": "sub",
     }.get(name, name)
-
-
-def _frames(start: FrameType | None) -> Iterator[FrameType]:
-    while start is not None:
-        yield start
-        start = start.f_back
-
-
-def _of_trainer() -> bool:
-    """Whether the trainer or an optimiser called the function, and not the model.
-
-    The first frame that is neither torch's nor ours decides.
-    """
-    for frame in _frames(sys._getframe(1)):
-        name = str(frame.f_globals.get("__name__", ""))
-        function = frame.f_code.co_name
-        if name.startswith(_TRAINERS):
-            # torch's averaged copy of a model, among its optimisers, has a forward.
-            return _MODELS_AMONG_THEM not in name and not (name == "torch.optim.swa_utils" and function == "forward")
-        # A function mode of the user's stands between a function and who called it.
-        if name.partition(".")[0] not in _BETWEEN and function != "__torch_function__":
-            return False
-    return False

@@ -418,6 +418,49 @@ def test_tied_weights() -> None:
     )
 
 
+def test_a_parameter_that_is_lent() -> None:
+    """A parameter is in the call of the module that owns it, though a module inside uses it first."""
+
+    class Lender(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.part = Net(lambda _, x, weight: x * weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            lent: Tensor = self.part(x, self.weight)
+            return lent
+
+    assert outline(capture_graph(nn.Sequential(Lender()), X), model_tensors=True) == text(
+        """
+        input
+        0: Lender
+          0.part: Net
+          0.weight
+            mul <- input, 0.weight
+        """
+    )
+
+
+def test_a_batch_norm_that_is_called_twice() -> None:
+    """The second call takes from the first what it gave; what it wrote into the running statistics is no such path."""
+    net = Net(lambda net, x: net.norm(net.norm(x)), norm=nn.BatchNorm1d(4, affine=False)).train()
+    assert outline(capture_graph(net, X), model_tensors=True) == text(
+        """
+        input
+        norm: BatchNorm1d
+          norm.num_batches_tracked
+          add <- norm.num_batches_tracked
+          norm.running_mean
+          norm.running_var
+          batch_norm <- input, norm.running_mean, norm.running_var
+        norm: BatchNorm1d (call 2)
+          add#2 <- add
+          batch_norm#2 <- batch_norm, norm.running_mean, norm.running_var
+        """
+    )
+
+
 def test_buffers_of_a_batch_norm() -> None:
     """Running statistics are buffers of the layer, and updating them is no path from one layer to the next."""
     net = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, affine=False)).train()

@@ -327,18 +327,22 @@ def test_no_tensor_is_kept() -> None:
     assert len(recording.graph().nodes) == 16
 
 
-def test_a_reused_address_is_another_tensor() -> None:
-    """A tensor that takes the place of a dead one in memory is not mistaken for it."""
+def test_a_reused_id_is_another_tensor() -> None:
+    """A tensor that got the id of a dead one is not mistaken for it."""
+    array = torch.randn(3, 4, 4).numpy()
 
     def forward(net: Net, x: Tensor) -> Tensor:
-        for _round in range(50):
-            x.exp()
-        return torch.zeros(3, 4, 4).cos()
+        kept = []
+        for _round in range(1000):
+            dead = id(x.exp())
+            kept.append(torch.from_numpy(array))  # which is not seen: it takes no tensor
+            if id(kept[-1]) == dead:
+                return kept[-1].cos()
+        pytest.skip("this Python gives every tensor an id of its own")
 
     graph = capture_graph(Net(forward), X)
-    (zeros,) = (node.id for node in graph.nodes if node.name == "zeros")
-    (cos,) = (node.id for node in graph.nodes if node.name == "cos")
-    assert [edge.source for edge in graph.edges if edge.target == cos] == [zeros]
+    (edge,) = (edge for edge in graph.edges if graph[edge.target].name == "cos")
+    assert graph[edge.source].kind == "tensor"
 
 
 # Faults of the recorder.

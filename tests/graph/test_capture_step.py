@@ -117,6 +117,27 @@ def test_backward_is_a_node_behind_the_loss() -> None:
     )
 
 
+def test_backward_inside_a_module() -> None:
+    """A backward pass that a module starts itself is a node of the root all the same."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        net.fc(x).sum().backward()
+        return x.exp()
+
+    net = Net(lambda net, x: net.learner(x), learner=Net(forward, fc=linear()))
+    assert outline(capture_graph(net, X)) == text(
+        """
+        input
+        learner: Net
+          learner.fc: Linear
+            linear <- input
+          sum <- linear
+        backward <- sum
+          exp <- input
+        """
+    )
+
+
 def test_backward_of_several_losses() -> None:
     """Several losses go into one backward pass."""
     net = nn.Sequential(linear())

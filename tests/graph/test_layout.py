@@ -152,9 +152,12 @@ def pixels(path: Path) -> NDArray[np.uint8]:
 def test_letters_without_any_font_on_the_machine(
     no_dot: None, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a PNG each letter has its own shape, though the machine has no fonts and no configuration of fonts."""
-    for name in ("FONTCONFIG_FILE", "FONTCONFIG_PATH", "XDG_DATA_HOME", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.setenv(name, str(tmp_path / "nowhere"))
+    """In a PNG each letter has its own shape, though the machine has no fonts."""
+    # A configuration without any folder: where the file is missing the usual folders would be searched.
+    bare = tmp_path / "fonts.conf"
+    bare.write_text('<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig></fontconfig>')
+    monkeypatch.setenv("FONTCONFIG_FILE", str(bare))
+    monkeypatch.setenv("FONTCONFIG_PATH", str(tmp_path / "nowhere"))
     drawn = []
     for index, letters in enumerate(("nnnn", "uuuu", "xxxx", "")):
         (path,) = Layout(write(run / f"{index}.dot", letters), ("png",)).finish()
