@@ -71,7 +71,8 @@ def minimums(session: nox.Session) -> None:
     """Runs the quick tests with every dependency but torch at the lower bound pyproject.toml gives it."""
     requirements = [Requirement(text) for text in PYPROJECT["project"]["dependencies"]]
     bounds = tuple(lowest(requirement) for requirement in requirements if requirement.name != "torch")
-    install(session, *group("test"), constraints=bounds)
+    # The viewer of TensorBoard before 2.21 wants pkg_resources, which setuptools 82 has given up.
+    install(session, *group("test"), "setuptools<82", constraints=bounds)
     # An old release warns of what newer ones of its own dependencies deprecate.
     quiet = ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
     session.run("python", "-m", "pytest", "-m", "not slow and not browser", *quiet, *session.posargs)

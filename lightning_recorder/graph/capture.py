@@ -87,8 +87,12 @@ class GraphCapture:
         )
         self._calls.append(_Call(root, module))
         with unrecorded():
+            given: list[Tensor] = []
             for path, tensor in iter_tensors(inputs, name):
-                self._provenance.bind(tensor, self._add("input", path, outputs=(_meta(tensor),)))
+                # A tensor that is given twice, as tokens that are their own labels, is one input.
+                if not _is_among(tensor, given):
+                    given.append(tensor)
+                    self._provenance.bind(tensor, self._add("input", path, outputs=(_meta(tensor),)))
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
@@ -257,8 +261,7 @@ class GraphCapture:
         for tensor in outputs:
             self._provenance.bind(tensor, node)
         for tensor in written:
-            if id(tensor) not in self._model_tensors:
-                self._provenance.bind(tensor, node, wrote=True)
+            self._provenance.bind(tensor, node, wrote=True)
 
     def _note_function(self, func: Any, before: list[tuple[Tensor, int]], result: Any, inplace: bool) -> None:
         if func == _GRADIENT:

@@ -38,9 +38,7 @@ class Provenance:
         self._tensors[id(tensor)] = (weakref.ref(tensor), origin)
         storage = _storage(tensor)
         # The weak reference keeps the address of the storage from being used again, and nothing of its memory.
-        if storage is not None and (
-            wrote or storage.cdata not in self._storages or self._storages[storage.cdata][0].expired()
-        ):
+        if storage is not None and (wrote or storage.cdata not in self._storages):
             self._storages[storage.cdata] = (storage, origin)
 
     def of(self, tensor: Tensor, *, own: bool = False) -> int | None:

@@ -160,7 +160,7 @@ def drop_dead_ends(graph: Graph) -> Graph:
     return _rebuilt(graph, kept, {node.id: node.id for node in kept})
 
 
-def fold_repeats(graph: Graph, least: int = 3) -> Graph:
+def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None) -> Graph:
     """Draw equal siblings that follow each other once, with their number.
 
     A unit of one to eight siblings which contains a module and occurs at least ``least`` times in a row is kept once,
@@ -170,8 +170,14 @@ def fold_repeats(graph: Graph, least: int = 3) -> Graph:
     ``parallel``; up to eight of them that hold only modules without others are left as they are, since each is worth
     its name, as those of query, key and value. An edge from one occurrence to the next is left out, one from outside
     into each of them gets their number as multiplicity.
+
+    Args:
+        graph: What to fold.
+        least: How often a unit must occur.
+        contents: The graph of which this is a view, if it has closed calls: then these are equal only if what they hold
+            there is. By default what is closed is not looked into.
     """
-    forms = _forms(graph)
+    forms = _forms(contents or graph)
     target = {node.id: node.id for node in graph.nodes}
     folded: dict[int, Node] = {}
     frames: dict[int, Node] = {}
@@ -279,7 +285,7 @@ def fit(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
     for level in range(depth or deepest, 0, -1):
         closed = collapse(bare, level)
         for simpler, limit in ((closed, min(_COMFORTABLE, max_nodes)), (drop_dead_ends(hide(closed)), max_nodes)):
-            view = _without_empty_calls(drop_isolated(fold_repeats(simpler)))
+            view = _without_empty_calls(drop_isolated(fold_repeats(simpler, contents=bare)))
             if len(drawn_nodes(view)) <= limit:
                 return view
     return truncate(view, max_nodes)
@@ -345,11 +351,14 @@ def _runs(forms: list[int], weights: list[int], least: int) -> list[tuple[int, i
         for length in range(1, min(_LONGEST_UNIT, (len(forms) - start) // 2) + 1):
             unit = forms[start : start + length]
             weight = max(weights[start : start + length])
+            if not weight:
+                # Functions alone are no unit; in a long row of them this saves looking at all of it from each place.
+                continue
             enough = 2 if length == 1 and weight == 2 else least
             times = 1
             while forms[start + times * length : start + (times + 1) * length] == unit:
                 times += 1
-            if times >= enough and weight and times * length > best[0] * best[1]:
+            if times >= enough and times * length > best[0] * best[1]:
                 best = (length, times)
         if best[0]:
             runs.append((start, *best))

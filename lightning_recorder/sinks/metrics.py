@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from typing_extensions import override
 
@@ -15,7 +15,7 @@ __all__ = ["MetricsLogger", "MetricsSink"]
 class MetricsLogger(Protocol):
     """Anything with the ``log_metrics`` of Lightning's loggers."""
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Take numbers by name."""
 
 
