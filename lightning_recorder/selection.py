@@ -122,6 +122,8 @@ def _entries(field: str, value: object) -> tuple[Any, ...] | None:
         if not isinstance(entry, str):
             expected = "subclasses of torch.nn.Module or their names" if field == "types" else "module names or globs"
             raise ArgumentError(f"{field} takes {expected}, got {entry!r}")
+    if not entries and field != "exclude":
+        raise ArgumentError(f"{field} is empty; leave it out to record what is recorded by default")
     return entries or None
 
 

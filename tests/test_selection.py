@@ -167,10 +167,13 @@ def test_without_arguments_the_leaves_are_chosen() -> None:
     assert leaf_modules(NET) == chosen()
 
 
-def test_an_empty_list_is_no_choice() -> None:
-    """Empty lists say as much as None: the leaves are chosen."""
-    assert Selection([], [], []) == Selection()
-    assert chosen([], [], []) == chosen()
+@pytest.mark.parametrize("field", ["names", "types"])
+def test_an_empty_list_is_no_choice(field: str) -> None:
+    """An empty list, which reads as nothing and would mean everything, is refused; excluding nothing is not."""
+    empty: Any = {field: []}
+    with pytest.raises(ArgumentError, match=f"{field} is empty; leave it out"):
+        Selection(**empty)
+    assert Selection(exclude=[]) == Selection()
 
 
 def test_attention_is_a_leaf() -> None:

@@ -61,7 +61,12 @@ class RecorderCallback(Callback):
                 f"sinks takes a list of sinks, got a single one: write sinks=[{type(sinks).__name__}(…)]"
             )
         self.strict = strict
-        self._own_sinks = list(sinks)
+        given: list[object] = list(sinks)
+        for sink in given:
+            if not isinstance(sink, Sink):
+                called = f"the class {sink.__name__}: write {sink.__name__}()" if isinstance(sink, type) else repr(sink)
+                raise ArgumentError(f"sinks takes Sink instances, got {called}")
+        self._own_sinks = [sink for sink in given if isinstance(sink, Sink)]
         self._sink: MultiSink | None = None
 
     @abstractmethod

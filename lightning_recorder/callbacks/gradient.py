@@ -23,12 +23,13 @@ class GradientRecorder(StatisticsCallback):
         names: Module names or globs, as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
         types: Module classes or their names; with ``names``, both must hold.
         exclude: Names or globs to leave out.
-        every_n_train_steps: Record each n-th optimiser step, and the first; by default
-            ``Trainer(log_every_n_steps=…)``.
+        every_n_train_steps: Record the first optimiser step and then each n-th; by default
+            ``Trainer(log_every_n_steps=…)``. Steps count from 0, so 100 records 0, 99, 199, …; 0 records nothing.
         statistics: Which scalars to show, of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count`` and ``inf_count``.
         histograms: Whether to write histograms.
-        dump: Whether to write the latest statistics beside each checkpoint, as ``<checkpoint>.gradients.safetensors``.
+        dump: Whether to write the latest statistics beside each checkpoint, as ``<checkpoint>.gradients.safetensors``,
+            for a second recorder of the kind as ``…gradients-2.safetensors``.
         sinks: Further sinks, beside the loggers of the trainer and the files under ``<log_dir>/recorder``.
         strict: Raise errors of the recorder instead of warning of them.
 

@@ -76,6 +76,8 @@ class GraphRecorder(RecorderCallback):
         self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
         if not set(self.formats) <= set(_FORMATS):
             raise ArgumentError(f"formats knows {', '.join(_FORMATS)}; got {', '.join(map(repr, self.formats))}")
+        if styler is not None and not isinstance(styler, GraphvizStyler):
+            raise ArgumentError(f"styler must be a GraphvizStyler, got {styler!r}")
         if not timeout_s > 0:
             raise ArgumentError(f"timeout_s must be positive, got {timeout_s!r}")
         self.depth = depth

@@ -61,7 +61,9 @@ class StatisticsCallback(RecorderCallback):
         self.statistics = (statistics,) if isinstance(statistics, str) else tuple(statistics)
         unknown = [name for name in self.statistics if name not in SCALAR_STATISTICS]
         if unknown:
-            raise ArgumentError(f"statistics knows {', '.join(SCALAR_STATISTICS)}; got {', '.join(map(repr, unknown))}")
+            hint = "; histograms are chosen by histograms=True or False" if "histogram" in unknown else ""
+            known, got = ", ".join(SCALAR_STATISTICS), ", ".join(map(repr, unknown))
+            raise ArgumentError(f"statistics knows {known}; got {got}{hint}")
         self.histograms = histograms
         self.dump = dump
         self.latest: dict[Site, SiteStatistics] = {}
@@ -73,6 +75,7 @@ class StatisticsCallback(RecorderCallback):
         self._window_global_step = 0
         self._ever_nonfinite: set[Site] = set()
         self._epoch = 0
+        self._dump_label = self.group
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,6 +88,9 @@ class StatisticsCallback(RecorderCallback):
         self._window = None
         self.open_sinks(trainer, recorder_directory(trainer))
         if self.dump:
+            alike = [each for each in trainer.callbacks if type(each) is type(self)]  # type: ignore[attr-defined]  # set in Trainer.__init__
+            place = next((index for index, each in enumerate(alike) if each is self), 0)
+            self._dump_label = self.group + (f"-{place + 1}" if place else "")
             listen(trainer, self)
 
     @override
@@ -169,7 +175,7 @@ class StatisticsCallback(RecorderCallback):
         remove_dump(self._dump_path(path))
 
     def _dump_path(self, checkpoint: Path) -> Path:
-        return checkpoint.with_name(f"{checkpoint.name.removesuffix('.ckpt')}.{self.group}.safetensors")
+        return checkpoint.with_name(f"{checkpoint.name.removesuffix('.ckpt')}.{self._dump_label}.safetensors")
 
     def _stop_recording(self) -> None:
         try:
@@ -199,7 +205,8 @@ class StatisticsCallback(RecorderCallback):
                 self.statistics + (("nan_count", "inf_count") if site in self._ever_nonfinite else ())
             )
             scalars.update({make_tag(self.group, *site, statistic): seen.scalars[statistic] for statistic in shown})
-        self._sink.write_scalars(step, scalars)
+        if scalars:
+            self._sink.write_scalars(step, scalars)
         if self.histograms:
             # The tag of a histogram is the site's own, so that the page shows it beside the scalars of the site.
             self._sink.write_histograms(

@@ -55,7 +55,8 @@ class Layout:
         against it.
     """
 
-    def __init__(self, document: Path, formats: Sequence[str], timeout_s: float = 60.0) -> None:
+    def __init__(self, document: str | Path, formats: Sequence[str], timeout_s: float = 60.0) -> None:
+        document = Path(document)
         self.pictures = [document.with_suffix(f".{each}") for each in formats]
         self._temporary = [path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}") for path in self.pictures]
         self._deadline = time.monotonic() + timeout_s

@@ -38,6 +38,9 @@ class Sink:
     it nothing may be written. A sink does not close a logger that it was given.
     """
 
+    def __str__(self) -> str:
+        return type(self).__name__
+
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
         """Write numbers by tag."""
         return False

@@ -29,6 +29,9 @@ class MetricsSink(Sink):
     def __init__(self, logger: MetricsLogger) -> None:
         self._logger = logger
 
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({type(self._logger).__name__})"
+
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
         self._logger.log_metrics(dict(scalars), step)

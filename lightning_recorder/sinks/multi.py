@@ -62,7 +62,7 @@ class MultiSink(Sink):
                 errors.append(error)
                 if not self.strict and id(sink) not in self._failed:
                     cause = f"{type(error).__name__}: {error}"
-                    tell(f"{type(sink).__name__}.{verb} failed, nothing more is written there: {cause}")
+                    tell(f"{sink}.{verb} failed, nothing more is written there: {cause}")
                 self._failed.add(id(sink))
         if errors and self.strict:
             raise errors[0]

@@ -224,6 +224,7 @@ def test_depth_and_budget_choose_the_view(tmp_path: Path) -> None:
         ({"max_nodes": "many"}, "max_nodes must be an integer of at least 1, got 'many'"),
         ({"direction": "up"}, "direction must be one of TB, LR, BT, RL, got 'up'"),
         ({"formats": ["jpg"]}, "formats knows svg, png, pdf; got 'jpg'"),
+        ({"styler": 3}, "styler must be a GraphvizStyler, got 3"),
         ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
     ],
 )

@@ -274,6 +274,17 @@ def test_a_dump_is_removed_with_its_checkpoint(tmp_path: Path) -> None:
     ]
 
 
+def test_two_recorders_of_a_kind_have_a_dump_each(tmp_path: Path) -> None:
+    """A second recorder of the same kind writes its dump under a name of its own."""
+    callbacks = [ActivationRecorder("head"), ActivationRecorder("encoder.conv1"), ModelCheckpoint(tmp_path / "kept")]
+    fit(Classifier(), tmp_path, callbacks, enable_checkpointing=True)
+    dumps = {path.name.split(".")[1]: read_dump(path) for path in (tmp_path / "kept").glob("*.safetensors")}
+    assert {label: {key.rpartition("/")[0] for key in dump.tensors} for label, dump in dumps.items()} == {
+        "activations": {"head"},
+        "activations-2": {"encoder.conv1"},
+    }
+
+
 def test_the_trainer_has_its_checkpoint_io_back_after_the_fit(tmp_path: Path) -> None:
     """Whatever the order in which callbacks leave, the checkpoint IO afterwards is the one from before."""
     trainer = fit(Classifier(), tmp_path, [ActivationRecorder(), GradientRecorder()], enable_checkpointing=True)
@@ -330,6 +341,10 @@ def test_a_model_without_submodules_is_a_warning(tmp_path: Path) -> None:
         ({"exclude": [None]}, "exclude takes module names or globs, got None"),
         ({"every_n_train_steps": -1}, "every_n_train_steps must be an integer of at least 0, got -1"),
         ({"every_n_train_steps": 1.5}, "every_n_train_steps must be an integer of at least 0, got 1.5"),
+        ({"names": []}, "names is empty; leave it out"),
+        ({"sinks": [MemorySink]}, r"sinks takes Sink instances, got the class MemorySink: write MemorySink\(\)"),
+        ({"sinks": ["memory"]}, "sinks takes Sink instances, got 'memory'"),
+        ({"statistics": ["histogram"]}, "got 'histogram'; histograms are chosen by histograms=True or False"),
         ({"statistics": ["median"]}, "statistics knows count, mean, .*; got 'median'"),
         ({"sinks": MemorySink()}, r"write sinks=\[MemorySink"),
     ],
