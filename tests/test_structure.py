@@ -38,6 +38,13 @@ class Output:
     later: Any = field(init=False)
 
 
+@dataclass
+class Defaulted:
+    """A dataclass whose class holds a tensor."""
+
+    kept: Tensor = ONE
+
+
 class Colour(Enum):
     """Something that can be a key."""
 
@@ -83,7 +90,9 @@ def test_a_path_can_start_elsewhere() -> None:
     assert [path for path, _ in iter_tensors([ONE, {"x": TWO}], "in")] == ["in[0]", "in[1].x"]
 
 
-@pytest.mark.parametrize("value", [None, 1, 2.5, "text", b"bytes", {"a"}, object(), Output, nn.ReLU(), range(3)])
+@pytest.mark.parametrize(
+    "value", [None, 1, 2.5, "text", b"bytes", {"a"}, object(), Output, Defaulted, nn.ReLU(), range(3)]
+)
 def test_what_holds_no_tensors_yields_none(value: object) -> None:
     """None, numbers, strings, sets, classes, modules and objects of unknown types are passed over."""
     assert list(iter_tensors(value)) == []

@@ -472,6 +472,19 @@ def test_a_model_dies_with_its_tap(kind: type[Tap]) -> None:
     assert reference() is None
 
 
+def test_no_living_output_is_forgotten() -> None:
+    """From hundreds of outputs that all live, as of a long unrolled sequence, the hooks are taken off all the same."""
+    module = nn.Linear(2, 2)
+    outputs: list[Tensor] = []
+    seen: list[Site] = []
+    with OutputGradientTap({"m": module}, lambda site, _: seen.append(site)):
+        for _ in range(1000):
+            outputs.append(module(torch.ones(2)))  # noqa: PERF401  # one call after another, as in a loop over time
+    assert hooks_on(module, outputs) == []
+    torch.stack(outputs).sum().backward()
+    assert seen == []
+
+
 @each_tap
 @pytest.mark.parametrize("backward", [True, False], ids=["train", "forward only"])
 @pytest.mark.usefixtures("collector")
