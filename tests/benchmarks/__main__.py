@@ -31,6 +31,9 @@ def train_step(case: Case) -> Callable[[], None]:
 
 def time_per_step_s(case: Case, style: str, step: Callable[[], None], steps: int) -> float:
     """Seconds of a step, the mean of some of them, the number of the first divisible by all cadences."""
+    for _ in range(3):
+        # What the style before this one has left in the caches and allocators is not to be paid by this one.
+        step()
     with STYLES[style](case.module) as run:
         start = time.perf_counter()
         for number in range(steps):
