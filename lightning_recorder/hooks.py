@@ -11,9 +11,9 @@ __all__ = ["ModuleHook"]
 class ModuleHook:
     """Base of the hooks that this package puts on modules.
 
-    A module may be copied, pickled or scripted while hooks are on it, as an averaged or a target network is. The copy
-    belongs to nobody's
-    recording: in it the hook is a function that does nothing, and neither the recording nor the original hangs on it.
+    A module may be copied or pickled while hooks are on it, as an averaged or a target network is. The copy belongs to
+    nobody's recording: in it the hook is a function that does nothing, and neither the recording nor the original hangs
+    on it.
     """
 
     # torch.jit.script names the hooks that it finds.

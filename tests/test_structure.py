@@ -170,6 +170,9 @@ class Counted(list[Any]):
         assert self.looked < 10_000, "the walk through a cyclic value does not end in any sensible time"
         return super().__iter__()
 
+    def __repr__(self) -> str:
+        return "Counted"  # to write out one that contains others which contain it would not end either
+
 
 def test_a_value_that_contains_itself_ends() -> None:
     """A list that contains itself ends, and the tensor in it is found where it is."""
