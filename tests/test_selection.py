@@ -143,7 +143,7 @@ segments = st.text("ab", min_size=1, max_size=2)
 globs = st.one_of(st.just("**"), st.text("ab*?", min_size=1, max_size=3))
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(st.lists(st.lists(segments, min_size=1, max_size=4), min_size=1, max_size=6), st.lists(globs, min_size=1))
 def test_globs_agree_with_a_matcher_by_hand(names: list[list[str]], glob: list[str]) -> None:
     """On any tree and for any pattern the choice is that of a matcher which goes character by character."""

@@ -151,7 +151,7 @@ def count_tensors(value: Any) -> int:
     return count_tensors(value.logits) + count_tensors(value.extra) if isinstance(value, Output) else 0
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(trees)
 def test_every_tensor_is_found_under_a_path_of_its_own(value: object) -> None:
     """In any nesting each occurrence of a tensor is found once, and no two have the same path."""

@@ -177,7 +177,9 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
         contents: The graph of which this is a view, if it has closed calls: then these are equal only if what they hold
             there is. By default what is closed is not looked into.
     """
-    forms = _forms(contents or graph)
+    # Two calls that hold the same may still show different things, where a view leaves out what is not used.
+    shown, held = _forms(graph), _forms(contents or graph)
+    forms = {node.id: (shown[node.id], held[node.id]) for node in graph.nodes}
     target = {node.id: node.id for node in graph.nodes}
     folded: dict[int, Node] = {}
     frames: dict[int, Node] = {}
@@ -342,7 +344,7 @@ def _weight(graph: Graph, node: Node) -> int:
     return 0 if node.kind != "module" else 2 if graph.children(node) else 1
 
 
-def _runs(forms: list[int], weights: list[int], least: int) -> list[tuple[int, int, int]]:
+def _runs(forms: list[tuple[int, int]], weights: list[int], least: int) -> list[tuple[int, int, int]]:
     """Start, length of the unit and number of repetitions of each run, without overlaps."""
     runs = []
     start = 0

@@ -119,7 +119,7 @@ def test_hostile_names_are_data(tmp_path: Path) -> None:
     assert line["sites"] == samples
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     tensors=st.dictionaries(
         # safetensors keeps its own entry under that name, and JSON in a file has no lone surrogates.

@@ -31,7 +31,7 @@ from tests.reductions.strategies import DTYPES, streams
 REDUCTIONS = (RunningMoments, Extrema, Tallies, ExponentHistogram, Statistics)
 each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-thorough = settings(max_examples=40, deadline=None, derandomize=True)
+thorough = settings(max_examples=40)
 
 
 def reduced(reduction: type[Reduction], *tensors: Tensor) -> Reduction:

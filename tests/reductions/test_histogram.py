@@ -67,7 +67,7 @@ def test_a_float64_is_counted_where_its_float32_lies(value: float, stands_for: f
     np.testing.assert_array_equal(double, bins(torch.tensor([stands_for], dtype=torch.float32)))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(streams)
 def test_any_stream_agrees_with_a_count_value_by_value(stream: list[Tensor]) -> None:
     """For every type, shape and splitting each bin's count is that of a count by sign, exponent and mantissa."""
@@ -113,7 +113,7 @@ def inside(value: float, left: float, right: float) -> bool:
     return left < value < right or (value == left and left > 0) or (value == right and right < 0)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.lists(tensors(FLOATS), max_size=3), st.sampled_from([1, 2, 5, 64, 4096]))
 def test_each_value_lies_in_its_bin(stream: list[Tensor], limit: int) -> None:
     """Edges ascend, each bin's count is the number of float32 between its edges, also after coarsening."""
@@ -133,7 +133,7 @@ def test_each_value_lies_in_its_bin(stream: list[Tensor], limit: int) -> None:
             assert all(most >= count for most, count in zip(found, histogram.counts.tolist(), strict=True))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.lists(tensors(FLOATS), min_size=1, max_size=3))
 def test_no_edge_is_wasted(stream: list[Tensor]) -> None:
     """The first and the last bin are occupied, and no two neighbours are both empty."""
@@ -183,7 +183,7 @@ def test_the_emptiest_neighbours_are_joined_first(limit: int, edges: list[float]
     assert (coarse.min, coarse.max, coarse.sum, coarse.sum_squares) == (0.5, 3.5, 7.0, 11.0)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(1, 50))
 def test_coarsening_keeps_every_value_between_its_edges(counts: list[int], limit: int) -> None:
     """A coarse bin counts exactly the fine bins between its edges, which are edges of fine ones."""

@@ -56,7 +56,7 @@ def test_values_that_are_not_finite_take_no_part() -> None:
     }
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(streams)
 def test_any_stream_agrees_with_exact_sums(stream: list[Tensor]) -> None:
     """For every type, shape and splitting the moments are those of the whole stream with exact sums."""

@@ -50,7 +50,7 @@ def test_values_by_hand() -> None:
     assert int(summary["histogram"].sum()) == 8
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(streams)
 def test_any_stream_agrees_with_the_reference(stream: list[Tensor]) -> None:
     """For every type, shape and splitting each statistic is that of the whole stream."""
