@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_recorder.errors import (
         ArgumentError,
         DumpError,
+        FlowError,
         RecorderError,
         RecorderWarning,
         RecordingError,
@@ -34,7 +35,18 @@ if TYPE_CHECKING:
         fit,
         fold_repeats,
     )
-    from lightning_recorder.recorders import SiteStatistics, StatisticsRecorder
+    from lightning_recorder.recorders import (
+        BackwardInput,
+        BackwardOutput,
+        ForwardInput,
+        ForwardOutput,
+        ForwardPre,
+        RecordedNet,
+        Recorder,
+        SiteStatistics,
+        StatisticsRecorder,
+        SubRecorder,
+    )
     from lightning_recorder.reductions import (
         ExponentHistogram,
         Extrema,
@@ -44,9 +56,19 @@ if TYPE_CHECKING:
         Statistics,
         Tallies,
     )
-    from lightning_recorder.selection import Selection
+    from lightning_recorder.selection import SelectedModules, Selection
     from lightning_recorder.sinks import FilesSink, MemorySink, MultiSink, Sink, TensorBoardSink, register_sink
-    from lightning_recorder.taps import OutputGradientTap, OutputTap, Site, Tap
+    from lightning_recorder.structure import register_container
+    from lightning_recorder.taps import (
+        InputGradientTap,
+        InputTap,
+        OutputGradientTap,
+        OutputTap,
+        ParameterGradientTap,
+        ParameterTap,
+        Site,
+        Tap,
+    )
 
 __version__ = "0.1.0"
 
@@ -56,6 +78,7 @@ _HOMES = {
     "errors": (
         "ArgumentError",
         "DumpError",
+        "FlowError",
         "RecorderError",
         "RecorderWarning",
         "RecordingError",
@@ -74,23 +97,50 @@ _HOMES = {
         "fit",
         "fold_repeats",
     ),
-    "recorders": ("SiteStatistics", "StatisticsRecorder"),
+    "recorders": (
+        "BackwardInput",
+        "BackwardOutput",
+        "ForwardInput",
+        "ForwardOutput",
+        "ForwardPre",
+        "RecordedNet",
+        "Recorder",
+        "SiteStatistics",
+        "StatisticsRecorder",
+        "SubRecorder",
+    ),
     "reductions": ("ExponentHistogram", "Extrema", "Histogram", "Reduction", "RunningMoments", "Statistics", "Tallies"),
-    "selection": ("Selection",),
+    "selection": ("SelectedModules", "Selection"),
     "sinks": ("FilesSink", "MemorySink", "MultiSink", "Sink", "TensorBoardSink", "register_sink"),
-    "taps": ("OutputGradientTap", "OutputTap", "Site", "Tap"),
+    "structure": ("register_container",),
+    "taps": (
+        "InputGradientTap",
+        "InputTap",
+        "OutputGradientTap",
+        "OutputTap",
+        "ParameterGradientTap",
+        "ParameterTap",
+        "Site",
+        "Tap",
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ActivationRecorder",
     "ArgumentError",
+    "BackwardInput",
+    "BackwardOutput",
     "BaseRenderer",
     "Dump",
     "DumpError",
     "ExponentHistogram",
     "Extrema",
     "FilesSink",
+    "FlowError",
+    "ForwardInput",
+    "ForwardOutput",
+    "ForwardPre",
     "GradientRecorder",
     "Graph",
     "GraphCapture",
@@ -98,17 +148,24 @@ __all__ = [
     "GraphvizRenderer",
     "GraphvizStyler",
     "Histogram",
+    "InputGradientTap",
+    "InputTap",
     "Layout",
     "MemorySink",
     "MultiSink",
     "OutputGradientTap",
     "OutputTap",
+    "ParameterGradientTap",
+    "ParameterTap",
+    "RecordedNet",
+    "Recorder",
     "RecorderError",
     "RecorderWarning",
     "RecordingError",
     "Reduction",
     "RenderError",
     "RunningMoments",
+    "SelectedModules",
     "Selection",
     "SelectionError",
     "Sink",
@@ -116,6 +173,7 @@ __all__ = [
     "SiteStatistics",
     "Statistics",
     "StatisticsRecorder",
+    "SubRecorder",
     "Tallies",
     "Tap",
     "TensorBoardSink",
@@ -125,6 +183,7 @@ __all__ = [
     "fold_repeats",
     "read_dump",
     "read_manifest",
+    "register_container",
     "register_sink",
 ]
 

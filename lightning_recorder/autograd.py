@@ -10,9 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["current_function_mode", "in_backward", "is_transformed", "remove_hook"]
+__all__ = [
+    "current_function_mode",
+    "graph_task",
+    "in_backward",
+    "in_transform",
+    "is_transformed",
+    "remove_hook",
+    "sequence_number",
+    "sequence_number_of",
+]
 
 try:
     from torch._C import _current_graph_task_id
@@ -23,11 +33,30 @@ except ImportError:
 
 
 try:
-    from torch._C._functorch import is_functorch_wrapped_tensor
+    from torch._C._autograd import _get_sequence_nr
+except ImportError:
+
+    def _get_sequence_nr() -> int:
+        return 0
+
+
+try:
+    from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 except ImportError:
 
     def is_functorch_wrapped_tensor(tensor: Tensor) -> bool:
         return False
+
+    def is_legacy_batchedtensor(tensor: Tensor) -> bool:
+        return False
+
+
+try:
+    from torch._C._functorch import peek_interpreter_stack
+except ImportError:
+
+    def peek_interpreter_stack() -> Any:  # type: ignore[misc]  # torch names a class of its own
+        return None
 
 
 try:
@@ -38,12 +67,24 @@ except ImportError:
         return None
 
 
+# What torch gives to the nodes of leaves, so that the engine runs them first.
+_LEAF = 2**64 - 1
+
+
 def current_function_mode() -> object:
     """The innermost ``TorchFunctionMode`` of this thread, or ``None``.
 
     Fallback: ``None``, and a mode is not taken off for fused modules, whose last bits may then differ in eval mode.
     """
     return _get_current_function_mode()
+
+
+def graph_task() -> int:
+    """The number of the backward pass in which this thread is, -1 outside of one.
+
+    Fallback: -1, and the parts that a backward pass left unfinished may be counted into the next.
+    """
+    return _current_graph_task_id()
 
 
 def in_backward() -> bool:
@@ -56,12 +97,20 @@ def in_backward() -> bool:
     return bool(_current_graph_task_id() != -1)
 
 
+def in_transform() -> bool:
+    """Whether this thread is inside a transform of ``torch.func``, whose values cannot leave it.
+
+    Fallback: ``False``, and only tensors that are themselves wrappers are passed over.
+    """
+    return peek_interpreter_stack() is not None
+
+
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether the tensor is a wrapper of ``torch.func`` (``vmap``, ``grad``), whose values cannot leave the transform.
+    """Whether the tensor is a wrapper of ``torch.func``, or of a batched backward pass, whose values cannot leave it.
 
     Fallback: ``False``, and the update that then raises becomes a warning.
     """
-    return bool(is_functorch_wrapped_tensor(tensor))
+    return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor))
 
 
 def remove_hook(handle: RemovableHandle) -> None:
@@ -73,3 +122,20 @@ def remove_hook(handle: RemovableHandle) -> None:
     handle.remove()
     for name in ("_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs"):
         getattr(torch.nn.modules.module, name, {}).pop(handle.id, None)
+
+
+def sequence_number() -> int:
+    """The number that the next node of the autograd graph of this thread will get.
+
+    Fallback: 0, and a search for the nodes of one module call goes through all that came before it as well.
+    """
+    return _get_sequence_nr()
+
+
+def sequence_number_of(node: Node) -> int:
+    """The number of a node, -1 for that of a leaf. Nodes made later have greater ones.
+
+    Fallback: 0, as for :func:`sequence_number`.
+    """
+    number = getattr(node, "_sequence_nr", int)()
+    return -1 if number == _LEAF else number

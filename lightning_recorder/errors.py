@@ -5,6 +5,7 @@
     RecorderError                    anything this package raises on purpose
     ├── ArgumentError    (ValueError)    an argument that can never work; raised at construction
     ├── SelectionError   (ValueError)    a selection that matches no module; raised at fit start
+    ├── FlowError        (RuntimeError)  a run's calls differ from the labelled ones
     ├── RecordingError   (RuntimeError)  recording a site failed; raised only with ``strict=True``
     ├── RenderError      (RuntimeError)  no renderer was found, or it failed
     └── DumpError        (ValueError)    a dump that cannot be read
@@ -19,6 +20,7 @@ import warnings
 __all__ = [
     "ArgumentError",
     "DumpError",
+    "FlowError",
     "RecorderError",
     "RecorderWarning",
     "RecordingError",
@@ -41,6 +43,10 @@ class ArgumentError(RecorderError, ValueError):
 
 class SelectionError(RecorderError, ValueError):
     """A selection matches no module; the message names the closest module names."""
+
+
+class FlowError(RecorderError, RuntimeError):
+    """A run's calls differ from the labelled ones; the message names the calls that are missing or extra."""
 
 
 class RecordingError(RecorderError, RuntimeError):

@@ -16,9 +16,6 @@ class ModuleHook:
     on it.
     """
 
-    # torch.jit.script names the hooks that it finds.
-    __name__ = "lightning_recorder_hook"
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _inert
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 import re
+import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_recorder.errors import ArgumentError, SelectionError
-from lightning_recorder.selection import Selection, leaf_modules, named_submodules
+from lightning_recorder.selection import SelectedModules, Selection, leaf_modules, named_submodules
 
 
 def grow(*names: str) -> nn.Module:
@@ -167,7 +172,7 @@ def test_without_arguments_the_leaves_are_chosen() -> None:
     assert leaf_modules(NET) == chosen()
 
 
-@pytest.mark.parametrize("field", ["names", "types"])
+@pytest.mark.parametrize("field", ["names", "types", "indices", "labels", "depth"])
 def test_an_empty_list_is_no_choice(field: str) -> None:
     """An empty list, which reads as nothing and would mean everything, is refused; excluding nothing is not."""
     empty: Any = {field: []}
@@ -212,8 +217,8 @@ def test_a_module_whose_name_begins_like_attention_is_its_own() -> None:
 
 
 def test_a_model_of_one_module_has_no_leaves() -> None:
-    """The root is left out also where it is the only module."""
-    assert chosen(module=nn.Linear(1, 1)) == []
+    """The root is left out also where it is the only module, and excluding some of no leaves is no error."""
+    assert chosen(module=nn.Linear(1, 1)) == chosen(exclude="head.**", module=nn.Linear(1, 1)) == []
 
 
 # Containers that are never called
@@ -244,7 +249,7 @@ def test_a_list_of_lists_stands_for_the_entries_of_its_entries() -> None:
 def test_what_is_never_called_is_never_chosen(types: Any) -> None:
     """Types choose no ModuleList or ModuleDict, whose record would stay empty without a word."""
     try:
-        resolved = Selection(types=types).resolve(NET)
+        resolved: dict[str, nn.Module] = Selection(types=types).resolve(NET)
     except SelectionError:
         resolved = {}
     assert [name for name, module in resolved.items() if isinstance(module, (nn.ModuleList, nn.ModuleDict))] == []
@@ -311,6 +316,150 @@ def test_a_type_that_is_missing_is_told_with_those_that_are_there() -> None:
     assert str(raised.value) == "no selected module is a Conv2d, LSTM; the model has Linear, ReLU, Sequential"
 
 
+# Places
+
+BLOCK_NAMES = [name for name, _ in NET.blocks[0].named_modules(prefix="blocks.0")]
+
+
+@pytest.mark.parametrize(
+    ("indices", "expected"),
+    [
+        (0, [""]),
+        (1, ["embed"]),
+        ([21, 3, 3], ["blocks.0", "heads.b"]),
+        (range(3, 11), BLOCK_NAMES),
+        (2, ["blocks.0", "blocks.1"]),
+        ([19, 20], ["heads.a", "heads.b"]),
+    ],
+)
+def test_an_index_chooses_by_the_order_of_the_model(indices: Any, expected: list[str]) -> None:
+    """An index is the position in modules(), the root being 0, and that of a list of modules stands for its entries."""
+    assert chosen(indices=indices) == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ((0, 1), [""]),
+        ([1, 1], ["embed"]),
+        ([[2, 4], [2, 1]], ["blocks.0", "heads.b"]),
+        ([(3, 5), [4, 2]], ["blocks.0.mlp.0", "blocks.1.norm"]),
+        ([(1, 3)], ["heads.a", "heads.b"]),
+        ((label for label in [(1, 1)]), ["embed"]),
+    ],
+)
+def test_a_label_chooses_by_depth_and_position(labels: Any, expected: list[str]) -> None:
+    """A label is a depth and the position, from 1, among the modules of that depth; a list's entries are one deeper."""
+    assert chosen(labels=labels) == expected
+
+
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    [
+        (0, [""]),
+        (1, ["embed"]),
+        ([0, 2], ["", "blocks.0", "blocks.1", "heads.a", "heads.b"]),
+        (3, [f"blocks.{block}.{name}" for block in (0, 1) for name in ("attn", "norm", "mlp")]),
+    ],
+)
+def test_a_depth_chooses_what_lies_just_so_deep(depth: Any, expected: list[str]) -> None:
+    """Depths choose the modules of those depths, whether leaves or not, and pass over lists, which are never called."""
+    assert chosen(depth=depth) == expected
+
+
+def test_the_place_of_a_shared_module_is_that_of_its_first_name() -> None:
+    """A module with two names has one index, one label and one depth: those of the name that comes first."""
+    net = grow("a.b", "c")
+    net.d = net.get_submodule("a.b")
+    assert [name for name, _ in net.named_modules()] == ["", "a", "a.b", "c"]
+    assert chosen(indices=3, module=net) == chosen(labels=(1, 2), module=net) == ["c"]
+    assert chosen(depth=1, module=net) == ["a", "c"]
+    assert chosen("d", depth=2, indices=2, labels=(2, 1), module=net) == ["d"]
+
+
+def test_a_model_that_is_a_list_stands_for_its_entries() -> None:
+    """Where the root itself is never called its index, label and name stand for its entries."""
+    net = nn.ModuleList([nn.ReLU(), nn.ModuleList([nn.Tanh()])])
+    for arguments in ({"indices": 0}, {"labels": (0, 1)}, {"names": ""}):
+        assert chosen(**arguments, module=net) == ["0", "1.0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"indices": [1, 22]}, "no module has the index 22; the model has 22 modules"),
+        ({"labels": [[2, 4], [2, 5]]}, "no module has the label (2, 5); depth 2 has 4 modules"),
+        ({"labels": (0, 2)}, "no module has the label (0, 2); depth 0 has 1 module"),
+        ({"labels": (9, 1)}, "no module has the label (9, 1); depth 9 has 0 modules"),
+    ],
+)
+def test_a_place_that_is_not_there_is_told(arguments: dict[str, Any], message: str) -> None:
+    """An index or label beyond the model is an error that says how many modules there are."""
+    with pytest.raises(SelectionError) as raised:
+        chosen(**arguments)
+    assert str(raised.value) == message
+
+
+# Predicates
+
+
+def has_weight(name: str, module: nn.Module) -> bool:
+    """A predicate that can be imported."""
+    return hasattr(module, "weight")
+
+
+NO_PREDICATE = 3
+
+
+@pytest.mark.parametrize("predicate", [has_weight, f"{__name__}.has_weight"])
+def test_a_predicate_chooses(predicate: Any) -> None:
+    """A predicate, itself or by its import path, chooses among all modules."""
+    expected = [name for name, module in NET.named_modules() if hasattr(module, "weight")]
+    assert chosen(predicate=predicate) == expected
+    assert len(expected) == 11
+
+
+def test_a_predicate_is_asked_about_what_is_left() -> None:
+    """It gets each name and module once, the root too, but no list and nothing that another argument rules out."""
+    asked: list[tuple[str, nn.Module]] = []
+
+    def note(name: str, module: nn.Module) -> bool:
+        asked.append((name, module))
+        return True
+
+    Selection(predicate=note).resolve(NET)
+    assert [name for name, _ in asked] == [name for name, _ in NET.named_modules() if name not in ("blocks", "heads")]
+    assert all(module is NET.get_submodule(name) for name, module in asked)
+    asked.clear()
+    Selection("**", "Linear", depth=2, predicate=note).resolve(NET)
+    assert [name for name, _ in asked] == ["heads.a", "heads.b"]
+
+
+def test_a_predicate_that_fails_is_told() -> None:
+    """What a predicate raises, also as its answer is read, comes with the name of the module it was asked about."""
+    for wrong, cause in ((lambda name, _: 1 / len(name), ZeroDivisionError), (lambda *_: torch.ones(2), RuntimeError)):
+        with pytest.raises(SelectionError, match=f"^the predicate failed for module '': {cause.__name__}: ") as raised:
+            chosen(predicate=wrong)
+        assert isinstance(raised.value.__cause__, cause)
+
+
+@pytest.mark.parametrize(
+    ("predicate", "message"),
+    [
+        ("no.such.module", r"the predicate 'no\.such\.module' cannot be imported: ModuleNotFoundError: "),
+        (f"{__name__}.absent", r"the predicate '.*absent' cannot be imported: AttributeError: "),
+        ("not a path", "the predicate 'not a path' cannot be imported: ValueError: "),
+        ("", "the predicate '' cannot be imported: ValueError: "),
+        (f"{__name__}.NO_PREDICATE", r"predicate takes a function \(name, module\) -> bool or its import path, got 3$"),
+        (["a"], r"predicate takes a function \(name, module\) -> bool or its import path, got \['a'\]$"),
+    ],
+)
+def test_a_predicate_that_can_never_be_asked_is_refused(predicate: Any, message: str) -> None:
+    """A path that cannot be imported, or leads to something that cannot be called, is refused at construction."""
+    with pytest.raises(ArgumentError, match=f"^{message}"):
+        Selection(predicate=predicate)
+
+
 # Exclusion and combination
 
 
@@ -323,6 +472,11 @@ def test_a_type_that_is_missing_is_told_with_those_that_are_there() -> None:
         ({"names": "heads", "exclude": "heads.a"}, ["heads.b"]),
         ({"exclude": ["blocks.**", "heads.?"]}, ["embed"]),
         ({"names": "embed", "exclude": "nothing.like.this"}, ["embed"]),
+        ({"names": "blocks", "indices": [0, 3]}, ["blocks.0"]),
+        ({"indices": 2, "labels": (2, 2)}, ["blocks.1"]),
+        ({"names": "**", "depth": 2, "predicate": lambda name, _: name.endswith("b")}, ["heads.b"]),
+        ({"types": nn.Module, "depth": [0, 1]}, ["", "embed"]),
+        ({"depth": [0, 1], "exclude": ""}, ["embed"]),
     ],
 )
 def test_what_is_given_must_hold_together(arguments: dict[str, Any], expected: list[str] | None) -> None:
@@ -337,6 +491,59 @@ def test_excluding_everything_is_an_error() -> None:
     with pytest.raises(SelectionError) as raised:
         chosen("heads.*", exclude="heads.**")
     assert str(raised.value) == "exclude=['heads.**'] leaves none of the 2 selected modules"
+
+
+DEPTHS = "'' has 0, 'embed' has 1, 'blocks.0' has 2, 'blocks.0.attn' has 3, 'blocks.0.attn.out_proj' has 4"
+FIVE = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start", "end"),
+    [
+        (
+            {"names": "heads", "indices": [1, 3]},
+            "indices=[1, 3] leaves none of the 2",
+            "'heads.a' has 20, 'heads.b' has 21",
+        ),
+        (
+            {"names": "heads", "labels": (1, 1)},
+            "labels=[(1, 1)] leaves none of the 2",
+            "'heads.a' has (2, 3), 'heads.b' has (2, 4)",
+        ),
+        ({"indices": range(16), "depth": 7}, "depth=[7] leaves none of the 15", DEPTHS),
+        ({"depth": 9, "types": "Linear"}, "depth=[9] leaves none of the 20", DEPTHS),
+        ({"names": "blocks.?.*", "depth": [1, 4]}, "depth=[1, 4] leaves none of the 6", "'blocks.0.attn' has 3"),
+        (
+            {"names": "blocks.?.mlp.*", "indices": 3},
+            "indices=[3] leaves none of the 6",
+            ", ".join([*(f"'blocks.{block}.mlp.{layer}' has {8 * block + layer + 8}" for block, layer in FIVE), "..."]),
+        ),
+        (
+            {"names": "heads", "predicate": lambda *_: False},
+            "predicate=<lambda> leaves none of the 2",
+            "it was asked about 'heads.a', 'heads.b'",
+        ),
+    ],
+)
+def test_the_argument_that_leaves_nothing_is_told(arguments: dict[str, Any], start: str, end: str) -> None:
+    """Where nothing holds together the error names the argument that left nothing over and what the others had left."""
+    with pytest.raises(SelectionError) as raised:
+        chosen(**arguments)
+    assert str(raised.value) == f"{start} selected modules; {end}"
+
+
+def test_a_list_without_entries_is_no_choice() -> None:
+    """A list of modules that is empty stands for nothing, which is an error as any other."""
+    net = nn.Module()
+    net.empty, net.full = nn.ModuleList(), nn.ReLU()
+    with pytest.raises(
+        SelectionError, match=r"^names=\['empty'\] matches only lists and dictionaries without entries$"
+    ):
+        chosen("empty", module=net)
+    with pytest.raises(
+        SelectionError, match=r"^indices=\[1\] leaves none of the 2 selected modules; '' has 0, 'full' has 2$"
+    ):
+        chosen(indices=1, module=net)
 
 
 # Shared modules
@@ -361,6 +568,114 @@ def test_a_shared_module_is_chosen_once(shared: nn.Module, names: Any, expected:
     assert chosen(names, module=shared) == expected
 
 
+@pytest.mark.parametrize("exclude", ["a", "b", ["x", "b"], "?"])
+def test_a_shared_module_is_excluded_by_any_of_its_names(shared: nn.Module, exclude: Any) -> None:
+    """An exclusion that matches one of the names of a module leaves it out under all of them."""
+    shared.other = nn.ReLU()
+    left = ["other"] if exclude == "?" else ["c", "other"]
+    assert chosen(exclude=exclude, module=shared) == left
+    assert chosen(["b", "c", "other"], exclude=exclude, module=shared) == left
+
+
+# The law
+
+KINDS = (nn.Module, nn.ModuleList, nn.ReLU, nn.Tanh)
+
+
+@st.composite
+def nets(draw: st.DrawFn) -> nn.Module:
+    """A tree of a few modules, some of them lists that are never called, some with several names."""
+    modules = [draw(st.sampled_from(KINDS))()]
+    for number, kind in enumerate(draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=8))):
+        modules.append(kind())
+        modules[draw(st.integers(0, number))].add_module("ab"[number % 2] + str(number), modules[-1])
+    for number, pair in enumerate(
+        draw(st.lists(st.lists(st.sampled_from(range(len(modules))), min_size=2), max_size=3))
+    ):
+        above, below = min(pair), max(pair)  # so that no module lies inside itself
+        if above != below:
+            modules[above].add_module(f"s{number}", modules[below])
+    return modules[0]
+
+
+def few(entries: Any) -> Any:
+    """A few of these, or nothing said."""
+    return st.none() | st.lists(st.sampled_from(entries), min_size=1, max_size=3)
+
+
+def is_list(module: nn.Module) -> bool:
+    return type(module) is nn.ModuleList
+
+
+def ways(net: nn.Module, name: str) -> list[str]:
+    """The name and, as long as what is above is a list, the name of that."""
+    above = name.rpartition(".")[0]
+    return [name, *(ways(net, above) if name and is_list(net.get_submodule(above)) else [])]
+
+
+def is_chosen(net: nn.Module, module: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether everything that is given holds for a module, written down a second time and slowly."""
+    every = list(net.modules())
+    names = [name for name, each in net.named_modules(remove_duplicate=False) if each is module]
+    depths = [0 if each is net else name.count(".") + 1 for name, each in net.named_modules()]
+    labels = [(depth, depths[: index + 1].count(depth)) for index, depth in enumerate(depths)]
+    meant = [way for name in names for way in ways(net, name)]
+    meant_indices = {every.index(net.get_submodule(way)) for way in meant}
+    holds = {
+        "names": lambda entry: any(way and path_fits(way.split("."), entry.split(".")) for way in meant),
+        "indices": lambda entry: entry in meant_indices,
+        "labels": lambda entry: any(labels[index] == entry for index in meant_indices),
+        "depth": lambda entry: depths[every.index(module)] == entry,
+        "types": lambda entry: entry in ("Module", type(module).__name__),
+        "exclude": lambda entry: any(name and path_fits(name.split("."), entry.split(".")) for name in names),
+        "predicate": lambda entry: entry is module,
+    }
+    answers = {field: any(map(holds[field], entries)) for field, entries in given.items()}
+    excluded = answers.pop("exclude", False)
+    if not answers and any(True for _ in module.children()):
+        return False
+    is_asked_for = module is not net or set(answers) - {"types"}
+    return bool(not is_list(module) and not excluded and is_asked_for and all(answers.values()))
+
+
+@settings(max_examples=500)
+@given(st.data())
+def test_what_is_selected_is_what_everything_holds_for(data: st.DataObject) -> None:
+    """On any tree and for any arguments the modules selected are those for which each argument holds, each once."""
+    net = data.draw(nets())
+    depths = [name.count(".") + 1 if name else 0 for name, _ in net.named_modules()]
+    labels = [(depth, depths[: index + 1].count(depth)) for index, depth in enumerate(depths)]
+    globs = st.lists(st.sampled_from(["**", "*", "a*", "b?", "s0", "*0", "?1"]), min_size=1, max_size=3).map(".".join)
+    patterns = st.none() | st.lists(globs, min_size=1, max_size=2)
+    drawn = {
+        "names": data.draw(patterns),
+        "types": data.draw(few(["ReLU", "Tanh", "Module"])),
+        "exclude": data.draw(patterns),
+        "indices": data.draw(few(range(len(depths)))),
+        "labels": data.draw(few(labels)),
+        "depth": data.draw(few([0, 1, 2, 3])),
+        "predicate": data.draw(few(list(net.modules()))),
+    }
+    given = {field: entries for field, entries in drawn.items() if entries is not None}
+    arguments = {
+        **given,
+        "predicate": (lambda _, module: module in given["predicate"]) if "predicate" in given else None,
+    }
+    expected = {each for each in net.modules() if is_chosen(net, each, given)}
+    names = [name.split(".") for name, _ in net.named_modules(remove_duplicate=False) if name]
+    is_wrong = not all(any(path_fits(name, glob.split(".")) for name in names) for glob in given.get("names", []))
+    try:
+        resolved = Selection(**arguments).resolve(net)
+    except SelectionError:
+        assert is_wrong or not expected
+        return
+    assert not is_wrong
+    assert set(resolved.values()) == expected
+    assert len(resolved) == len(expected)
+    assert all(net.get_submodule(name) is each for name, each in resolved.items())
+    assert expected or not set(given) - {"exclude"}
+
+
 # What is returned
 
 
@@ -369,6 +684,49 @@ def test_the_order_is_that_of_the_model() -> None:
     resolved = Selection(["heads.b", "blocks.1.norm", "embed"]).resolve(NET)
     assert list(resolved) == ["embed", "blocks.1.norm", "heads.b"]
     assert all(module is NET.get_submodule(name) for name, module in resolved.items())
+
+
+def test_what_is_selected_can_be_printed() -> None:
+    """The text says how many modules there are and lists those selected with class, arguments and other names."""
+
+    class Verbose(nn.Module):
+        def extra_repr(self) -> str:
+            return "first=1,\nsecond=2"
+
+    up = nn.Linear(2, 3)
+    net = nn.Sequential(OrderedDict(up=up, block=nn.Sequential(OrderedDict(up=up)), odd=Verbose(), down=up))
+    lines = {
+        "up": "Linear(in_features=2, out_features=3, bias=True), also block.up, down",
+        "down": "Linear(in_features=2, out_features=3, bias=True), also up, block.up",
+        "block": "Sequential",
+        "odd": "Verbose(first=1, second=2)",
+    }
+    for names in (["up", "block", "odd"], ["block", "odd", "down"]):
+        text = "".join(f"\n  {name:5}  {lines[name]}" for name in names)
+        assert str(Selection(names).resolve(net)) == f"3 of 4 modules:{text}"
+    assert str(Selection(depth=0).resolve(net)) == "1 of 4 modules:\n  (root)  Sequential"
+
+
+def test_what_is_selected_is_a_dictionary() -> None:
+    """It equals and shows itself as a plain dictionary, and a copy or what is left of it can be printed as well."""
+    resolved = Selection("heads").resolve(NET)
+    assert resolved == {"heads.a": NET.heads["a"], "heads.b": NET.heads["b"]}
+    assert repr(resolved) == repr(dict(resolved))
+    for other in (copy.deepcopy(resolved), pickle.loads(pickle.dumps(resolved))):
+        assert type(other) is SelectedModules
+        assert str(other) == str(resolved)
+    del resolved["heads.a"]
+    assert str(resolved) == "1 of 22 modules:\n  heads.b  Linear(in_features=4, out_features=3, bias=True)"
+
+
+def test_a_large_model_is_resolved_in_no_time() -> None:
+    """The time grows with the number of modules and not with its square: 5,000 of 5,000 modules take no second."""
+    net = nn.Sequential(*(nn.Sequential(*(nn.ReLU() for _ in range(99))) for _ in range(50)))
+    names = [name for name, _ in net.named_modules() if name]
+    start = time.process_time()
+    resolved = Selection(names, "ReLU", "0.*", range(5001), predicate=lambda *_: True).resolve(net)
+    assert time.process_time() - start < 1
+    assert len(resolved) == 49 * 99
 
 
 # Names of wrapped modules
@@ -393,11 +751,14 @@ def test_a_wrapper_changes_no_name(wrap: str) -> None:
     ):
         assert chosen(names, module=net) == expected
     assert Selection("blocks.*").resolve(net) == {"blocks.0": block}
+    assert Selection(indices=3, labels=(2, 1), depth=2).resolve(net) == {"blocks.0": block}
     assert chosen(types="Linear", module=net) == ["stem", "blocks.0.0"]
     assert chosen(types=nn.Sequential, module=net) == ["blocks.0"]
 
 
 # Errors
+
+LABELS = "labels takes pairs (depth, idx) of a depth of at least 0 and a position of at least 1"
 
 
 @pytest.mark.parametrize("names", ["embd", ["embed", "embd"], ["**", "embd"]])
@@ -429,6 +790,17 @@ def test_a_model_without_submodules_says_so() -> None:
         (lambda: Selection(b"a"), "names takes module names or globs, got 97"),  # type: ignore[arg-type]
         (lambda: Selection(nn.Linear), "names takes module names or globs, got <class"),  # type: ignore[arg-type]
         (lambda: Selection(exclude=[None]), "exclude takes module names or globs, got None"),  # type: ignore[list-item]
+        (lambda: Selection(indices=-1), "indices takes integers of at least 0, got -1"),
+        (lambda: Selection(indices=[0, True]), "indices takes integers of at least 0, got True"),
+        (lambda: Selection(indices="3"), "indices takes integers of at least 0, got '3'"),  # type: ignore[arg-type]
+        (lambda: Selection(depth=1.0), "depth takes integers of at least 0, got 1.0"),  # type: ignore[arg-type]
+        (lambda: Selection(labels=3), f"{LABELS}, got 3"),  # type: ignore[arg-type]
+        (lambda: Selection(labels=[1, 2, 3]), f"{LABELS}, got (1, 2, 3)"),
+        (lambda: Selection(labels=[1, 0]), f"{LABELS}, got (1, 0)"),
+        (lambda: Selection(labels=[[1, 1], [-1, 1]]), f"{LABELS}, got (-1, 1)"),
+        (lambda: Selection(labels=[[1, 1], 2]), f"{LABELS}, got 2"),  # type: ignore[arg-type]
+        (lambda: Selection(labels=(True, 1)), f"{LABELS}, got (True, 1)"),
+        (lambda: Selection(labels=["ab"]), f"{LABELS}, got ('ab',)"),  # type: ignore[arg-type]
         (lambda: Selection(types=int), "types takes subclasses of torch.nn.Module or their names, got <class 'int'>"),  # type: ignore[arg-type]
         (lambda: Selection(types=[nn.ReLU()]), "types takes subclasses of torch.nn.Module or their names, got ReLU()"),  # type: ignore[list-item]
     ],
@@ -450,6 +822,17 @@ def test_equal_selections_are_equal() -> None:
     assert [each == once for each in same] == [True, True, True]
     assert len(set(same)) == 1
     assert Selection("a") != Selection("b")
+    places = [Selection(indices=3, labels=(1, 2), depth=1), Selection(indices=[3], labels=[[1, 2]], depth=range(1, 2))]
+    assert len({*places}) == 1
+    assert Selection(predicate=has_weight) == Selection(predicate=f"{__name__}.has_weight")
+
+
+def test_a_file_can_say_everything() -> None:
+    """Strings, integers and lists of them, as a YAML or JSON file has them, are enough for each argument."""
+    said = '{"names": ["**"], "types": ["Linear"], "exclude": ["heads.a"], "indices": [10, 20, 21]}'
+    assert chosen(**json.loads(said)) == ["blocks.0.mlp.2", "heads.b"]
+    said = '{"labels": [[1, 1], [2, 3], [2, 4]], "depth": [2, 3], "predicate": "tests.test_selection.has_weight"}'
+    assert chosen(**json.loads(said)) == ["heads.a", "heads.b"]
 
 
 def test_a_generator_can_be_resolved_again() -> None:

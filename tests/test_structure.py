@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import collections
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import attrs
+import numpy as np
 import pytest
 import torch
+import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.structure import iter_tensors, register_container
 
 ONE, TWO, THREE = torch.ones(1), torch.ones(2), torch.ones(3)
 
@@ -51,6 +57,42 @@ class Colour(Enum):
     RED = 1
 
 
+class Name(str, Enum):
+    """A string that can be a key."""
+
+    A = "a"
+
+
+@attrs.define
+class Defined:
+    """A class of attrs, with slots, as a module may return it."""
+
+    kept: Any
+    _more: Any
+
+
+def paths_of(value: Any, told: list[tuple[str, Any]] | None = None) -> list[str]:
+    """The paths of the tensors in a value; of objects that hold tensors and are passed over is told in the list."""
+    unknown = None if told is None else lambda path, each: told.append((path, each))
+    return [path for path, _ in iter_tensors(value, unknown=unknown)]
+
+
+class Plain:
+    """An object of a type that nobody knows."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Slotted:
+    """An object without a dictionary, one slot of which was never set."""
+
+    __slots__ = ("__hidden", "unset")
+
+    def __init__(self, hidden: Any) -> None:
+        self.__hidden = hidden
+
+
 @pytest.mark.parametrize(
     ("value", "paths"),
     [
@@ -63,7 +105,13 @@ class Colour(Enum):
         (collections.OrderedDict(a=ONE), ["out.a"]),
         (MappingProxyType({"a": ONE}), ["out.a"]),
         ({0: ONE, "0": TWO}, ["out[0]", "out['0']"]),
-        ({"no name": ONE, (1, 2): TWO, Colour.RED: THREE}, ["out['no name']", "out['(1, 2)']", "out['Colour.RED']"]),
+        ({"no name": ONE, (1, 2): TWO, "(1, 2)": THREE}, ["out['no name']", "out[(1, 2)]", "out['(1, 2)']"]),
+        ({Colour.RED: ONE, Name.A: TWO, None: THREE}, ["out[Colour.RED]", "out.a", "out[None]"]),
+        ({float("nan"): ONE, float("nan"): TWO, True: THREE}, ["out[nan]", "out[nan]#2", "out[True]"]),
+        (collections.deque([ONE, None, TWO]), ["out[0]", "out[2]"]),
+        (collections.UserList([ONE, [TWO]]), ["out[0]", "out[1][0]"]),
+        (collections.UserDict({"a": ONE}), ["out.a"]),
+        (Defined(ONE, [TWO]), ["out.kept", "out._more[0]"]),
         (Output(ONE, [TWO]), ["out.logits", "out.extra[0]"]),
         (BaseModelOutput(last_hidden_state=ONE, hidden_states=(TWO, THREE)), None),
         (pack_sequence([TWO, ONE]), ["out.data"]),
@@ -76,7 +124,7 @@ def test_each_tensor_has_the_path_by_which_python_reaches_it(value: object, path
     """A tensor's path spells the attributes, keys and indices that lead to it from the output."""
     if paths is None:
         paths = ["out.last_hidden_state", "out.hidden_states[0]", "out.hidden_states[1]"]
-    assert [path for path, _ in iter_tensors(value)] == paths
+    assert paths_of(value) == paths
 
 
 def test_the_tensors_themselves_are_handed_over() -> None:
@@ -127,6 +175,291 @@ def test_a_dataclass_field_that_was_never_set_is_passed_over() -> None:
     assert [path for path, _ in iter_tensors(Output(ONE))] == ["out.logits"]
 
 
+def test_an_address_is_no_part_of_a_path() -> None:
+    """Keys that are shown by their address are told apart by their order, so that the paths are those of every run."""
+    keys = [(object(), 1), (object(), 1)]
+    assert paths_of(dict.fromkeys(keys, ONE)) == ["out[(<object object>, 1)]", "out[(<object object>, 1)]#2"]
+
+
+# Caches of transformers
+
+IDS = torch.tensor([[1, 2, 3]])
+LLAMA = hf.LlamaConfig(vocab_size=11, hidden_size=4, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+
+
+def cache_paths(*indices: int, before: str = "out") -> list[str]:
+    """The paths of the keys and values in these layers of a cache."""
+    return [f"{before}.layers[{index}].{name}" for index in indices for name in ("keys", "values")]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "sliding"])
+def test_the_cache_of_a_language_model_yields_keys_and_values(kind: str) -> None:
+    """The output of a model that fills a cache has the keys and values of each layer, as the cache itself has them."""
+    gpt2 = hf.GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    mistral = hf.MistralConfig(
+        vocab_size=11,
+        hidden_size=4,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=3,
+    )
+    configs = {"gpt2": gpt2, "llama": LLAMA, "sliding": mistral}
+    output = hf.AutoModelForCausalLM.from_config(configs[kind])(IDS)  # type: ignore[no-untyped-call]
+    found = dict(iter_tensors(output))
+    assert list(found) == ["out.logits", *cache_paths(0, 1, before="out.past_key_values")]
+    assert found["out.past_key_values.layers[1].values"] is output.past_key_values.layers[1].values
+    # A sliding window keeps what the next token sees, so one token less than it is wide.
+    assert found["out.past_key_values.layers[1].keys"].shape == (1, 2, 2 if kind == "sliding" else 3, 2)
+
+
+def test_the_cache_of_an_encoder_and_decoder_is_two() -> None:
+    """An encoder-decoder cache yields its cache of self-attention and then its cache of cross-attention."""
+    config = hf.T5Config(vocab_size=11, d_model=4, d_kv=2, d_ff=8, num_layers=1, num_heads=2)
+    output = hf.T5ForConditionalGeneration(config)(input_ids=IDS[:, :2], decoder_input_ids=IDS)
+    found = {path: tensor for path, tensor in iter_tensors(output) if "cache" in path}
+    both = [cache_paths(0, before=f"out.past_key_values.{name}_attention_cache") for name in ("self", "cross")]
+    assert list(found) == both[0] + both[1]
+    assert [tensor.shape[2] for tensor in found.values()] == [3, 3, 2, 2]  # the decoder's tokens, the encoder's tokens
+
+
+def test_a_layer_of_a_cache_that_was_not_filled_has_nothing() -> None:
+    """A cache that was just made yields nothing and moves no path: what is filled has the path of its own layer."""
+    dynamic, static = hf.DynamicCache(config=LLAMA), hf.StaticCache(config=LLAMA, max_cache_len=5)
+    empty = [hf.DynamicCache(), dynamic, static, hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())]
+    told: list[tuple[str, Any]] = []
+    assert paths_of(empty, told) + told == []
+    key = torch.ones(1, 2, 3, 2)
+    for cache, length in ((dynamic, 3), (static, 5)):
+        cache.update(key, key, 1)
+        assert paths_of(cache) == cache_paths(1)
+        assert [tensor.shape[2] for _, tensor in iter_tensors(cache)] == [length, length]
+
+
+def test_the_states_of_linear_attention_are_found() -> None:
+    """A layer of linear attention yields its convolution and recurrent states instead of keys and values."""
+    layer = hf.cache_utils.LinearAttentionLayer()
+    layer.update_conv_state(torch.ones(1, 4, 3))
+    layer.update_recurrent_state(torch.ones(1, 2, 2))
+    assert paths_of(hf.cache_utils.Cache(layers=[layer])) == [
+        "out.layers[0].conv_states[0]",
+        "out.layers[0].recurrent_states[0]",
+    ]
+
+
+def test_a_cache_of_transformers_4_is_two_lists() -> None:
+    """A cache of an older release, or a copy of one in a model's own code, yields its lists of keys and of values."""
+    old: Any = type("DynamicCache", (Plain,), {})
+    new = type("MyCache", (old,), {"key_cache": property(lambda _: pytest.fail("deprecated"))})
+    key = ONE.clone()
+    assert paths_of(old(key_cache=[key, []], value_cache=[key, []])) == ["out.key_cache[0]", "out.value_cache[0]"]
+    assert paths_of(new(layers=[Plain()])) == []
+
+
+# Containers of the user's own
+
+
+class Memory(Plain):
+    """A class of the user's own."""
+
+
+def test_a_registered_class_is_taken_apart() -> None:
+    """The parts of a registered class have the given suffixes and are looked into, and derived classes count."""
+    register_container(Memory, lambda memory: [(".read", memory.read), ("[written]", memory.written)])
+    derived = type("Derived", (Memory,), {})
+    for kind in (Memory, derived):
+        value = kind(read=ONE, written={"a": [TWO]}, other=THREE)
+        assert paths_of([value]) == ["out[0].read", "out[0][written].a[0]"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("OwnBare", "OwnBare"), ("OwnDotted", f"{__name__}.OwnDotted")])
+def test_a_class_can_be_registered_by_name(kind: str, name: str) -> None:
+    """A name stands for classes with it, told with their module or without, and for those derived from them."""
+    base: Any = type(kind, (Plain,), {"__module__": __name__})
+    derived: Any = type("Derived", (base,), {})
+    register_container(name, lambda value: [(".kept", value.kept)])
+    assert paths_of([base(kept=ONE), derived(kept=ONE), Plain(kept=ONE)]) == ["out[0].kept", "out[1].kept"]
+
+
+def test_the_registration_of_a_user_comes_first() -> None:
+    """What is registered beats what is known of a class, also where it is about a base and that about the class."""
+
+    class Base:
+        pass
+
+    class Own(Base, dict[str, Any]):
+        pass
+
+    class Cache(Base, hf.DynamicCache):
+        pass
+
+    register_container(Base, lambda value: [(".own", ONE)])
+    assert paths_of([Own(a=ONE), Cache()]) == ["out[0].own", "out[1].own"]
+    register_container(Base, lambda value: [(".new", ONE)])
+    assert paths_of(Own(a=ONE)) == ["out.new"]
+
+
+@pytest.mark.parametrize("kind", [3, "", None, Tensor, nn.Parameter, Plain()])
+def test_what_is_no_class_cannot_be_registered(kind: Any) -> None:
+    """A kind that is no class or name, or is one of tensors, which are never taken apart, is refused."""
+    with pytest.raises(ArgumentError, match=r"^kind must be a class that is no tensor, or the name of one, got "):
+        register_container(kind, lambda value: [])
+
+
+def test_parts_must_be_a_function() -> None:
+    """Parts that cannot be called are refused with what they should be."""
+    with pytest.raises(ArgumentError, match=r"^parts must be a function from a value to pairs .*, got \['keys'\]$"):
+        register_container(Memory, ["keys"])  # type: ignore[arg-type]
+
+
+def half(value: Any) -> Iterator[tuple[str, Any]]:
+    """Parts that end in an error."""
+    yield ".first", ONE
+    raise LookupError("it is closed")
+
+
+@pytest.mark.parametrize("parts", [half, lambda value: None, lambda value: [ONE], lambda value: [(1, ONE)]])
+def test_a_container_that_cannot_be_taken_apart_is_told(parts: Any) -> None:
+    """A container that raises half-way, or is not taken apart into pairs, has no parts, and the others keep theirs."""
+    broken = type("Broken", (), {})()
+    register_container(type(broken), parts)
+    told: list[tuple[str, Any]] = []
+    assert paths_of([broken, ONE], told) == ["out[1]"]
+    assert told == [("out[0]", broken)]
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        list(iter_tensors([broken, ONE]))
+
+
+def test_a_container_without_end_ends() -> None:
+    """Parts that never stop are followed as far as any others."""
+    endless = type("Endless", (), {})
+    register_container(endless, lambda value: ((f"[{number}]", 0) for number in itertools.count()))
+    assert paths_of([endless(), ONE]) == []
+
+
+# Objects that are passed over
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Plain(kept=ONE),
+        Plain(kept=nn.Parameter(ONE)),
+        Plain(first=1, kept=[None, ONE]),
+        Plain(kept=(ONE,)),
+        Plain(kept={"a": 1, "b": ONE}),
+        Plain(kept=collections.OrderedDict(a=ONE)),
+        Slotted(ONE),
+        Slotted([ONE]),
+        torch.distributions.Normal(ONE, ONE),
+    ],
+)
+def test_an_unknown_object_that_holds_tensors_is_told(value: object) -> None:
+    """An object of unknown type with a tensor in an attribute or slot, or one level below, is told with its path."""
+    told: list[tuple[str, Any]] = []
+    assert paths_of({"a": [ONE, value]}, told) == ["out.a[0]"]
+    assert [(path, each is value) for path, each in told] == [("out.a[1]", True)]
+
+
+class Exotic:
+    """An object that lets nobody near, and holds a tensor nevertheless."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "kept", ONE)
+
+    def __getattribute__(self, name: str) -> Any:
+        pytest.fail(f"{name} was read")
+
+    __eq__ = __hash__ = __iter__ = __len__ = __bool__ = __repr__ = lambda *_: pytest.fail("called")  # type: ignore[assignment]
+
+
+class Shadowing:
+    """An object that answers for its attributes itself."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept = ONE
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]  # an object's own can be written to
+        pytest.fail("a property was called")
+
+    @property  # type: ignore[misc]  # an object's own can be written to
+    def __class__(self) -> Any:
+        pytest.fail("a property was called")
+
+
+def test_no_code_of_an_object_runs() -> None:
+    """Neither properties nor attribute hooks of an object are called to see whether it holds tensors."""
+    told: list[tuple[str, Any]] = []
+    assert paths_of([Exotic(), Shadowing()], told) == []
+    assert [path for path, _ in told] == ["out[0]", "out[1]"]
+
+
+def test_an_iterator_is_not_consumed() -> None:
+    """Generators and iterators over tensors are passed over and left as they are."""
+    iterators = [iter([ONE]), (each for each in [ONE]), map(id, [ONE]), zip([ONE], strict=True)]
+    told: list[tuple[str, Any]] = []
+    assert paths_of(iterators, told) + told == []
+    assert [len(list(each)) for each in iterators] == [1, 1, 1, 1]
+
+
+def with_tensor(function: Any) -> Any:
+    """A function with a tensor as attribute."""
+    function.kept = ONE
+    return function
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        nn.Linear(1, 1),
+        Defaulted,
+        type("Class", (), {"kept": ONE}),
+        type("Class", (), {"kept": ONE})(),
+        with_tensor(lambda: None),
+        ONE.sum,
+        ONE.register_hook,
+        functools.partial(print, ONE),
+        np.ones(2),
+        LLAMA,
+        torch.float32,
+        torch.device("cpu"),
+        Plain(kept=[[ONE]]),
+        Plain(kept={ONE}),
+        Plain(kept=nn.Linear(1, 1)),
+    ],
+)
+def test_what_holds_no_tensors_of_its_own_is_not_told(value: object) -> None:
+    """Modules, classes, functions, arrays and settings are nothing to tell of, nor is what lies deeper."""
+    told: list[tuple[str, Any]] = []
+    assert paths_of([value], told) == []
+    assert told == []
+
+
+def test_looking_for_tensors_is_bounded() -> None:
+    """Of an object with a great many attributes only the first hundred are looked at, and of a list the entries too."""
+    for count, expected in ((99, 1), (100, 0)):
+        told: list[tuple[str, Any]] = []
+        others = [1] * count
+        paths_of([Plain(**{f"a{number}": 1 for number in range(count)}, kept=ONE), Plain(kept=[*others, ONE])], told)
+        assert len(told) == 2 * expected
+
+
+# Laws
+
+
+class Layer:
+    """What a layer of some cache may be."""
+
+    def __init__(self, keys: Any, values: Any) -> None:
+        self.keys, self.values = keys, values
+
+
+register_container(Layer, lambda layer: [(".keys", layer.keys), (".values", layer.values)])
+
 trees = st.recursive(
     st.sampled_from([ONE, None, 3]),
     lambda inner: st.one_of(
@@ -135,29 +468,51 @@ trees = st.recursive(
         st.dictionaries(st.one_of(st.text("ab. 0", max_size=2), st.integers(0, 2)), inner, max_size=3),
         st.builds(Pair, inner, inner),
         st.builds(Output, inner, inner),
+        st.builds(Defined, inner, inner),
+        st.builds(Layer, inner, inner),
+        st.builds(Plain, kept=inner),
+        st.lists(inner, max_size=3).map(collections.deque),
+        st.dictionaries(st.tuples(st.integers(0, 2), st.text("a'(,", max_size=2)), inner, max_size=3),
     ),
     max_leaves=12,
 )
 
 
-def count_tensors(value: Any) -> int:
-    """The tensors in a value made of the containers above, counted the plain way."""
-    if isinstance(value, Tensor):
-        return 1
+def inside(value: Any) -> list[Any]:
+    """The parts of one of the containers above, written down a second time."""
     if isinstance(value, dict):
-        return sum(map(count_tensors, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(count_tensors, value))
-    return count_tensors(value.logits) + count_tensors(value.extra) if isinstance(value, Output) else 0
+        return list(value.values())
+    if isinstance(value, (list, tuple, collections.deque)):
+        return list(value)
+    names = {Output: ("logits", "extra"), Defined: ("kept", "_more"), Layer: ("keys", "values")}
+    return [getattr(value, name) for name in names.get(type(value), ())]
 
 
-@settings(max_examples=200)
+def count_tensors(value: Any) -> int:
+    """The tensors in a value, counted the plain way."""
+    return 1 if isinstance(value, Tensor) else sum(map(count_tensors, inside(value)))
+
+
+def holders(value: Any) -> list[int]:
+    """The objects of unknown type in a value that hold tensors."""
+    if isinstance(value, Plain):
+        (kept,) = vars(value).values()
+        near = [kept, *(inside(kept) if isinstance(kept, (dict, list, tuple)) else [])]
+        return [id(value)] if any(isinstance(each, Tensor) for each in near) else []
+    return [holder for each in inside(value) for holder in holders(each)]
+
+
+@settings(max_examples=300)
 @given(trees)
 def test_every_tensor_is_found_under_a_path_of_its_own(value: object) -> None:
-    """In any nesting each occurrence of a tensor is found once, and no two have the same path."""
-    paths = [path for path, _ in iter_tensors(value)]
+    """In any nesting each occurrence of a tensor is found once, no two have the same path, and the rest is told."""
+    told: list[tuple[str, Any]] = []
+    paths = paths_of(value, told)
+    assert paths == paths_of(value)
     assert len(paths) == count_tensors(value)
-    assert len(set(paths)) == len(paths)
+    assert [id(each) for _, each in told] == holders(value)
+    places = paths + [path for path, _ in told]
+    assert len(set(places)) == len(places)
 
 
 class Counted(list[Any]):

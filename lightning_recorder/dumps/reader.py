@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightning_recorder.dumps.tensors import read_tensors
 from lightning_recorder.dumps.writer import FORMAT
-from lightning_recorder.errors import DumpError
 
 __all__ = ["Dump", "read_dump"]
 
@@ -33,16 +33,4 @@ def read_dump(path: str | Path) -> Dump:
         DumpError: If the file is damaged or is not a dump of ours.
         FileNotFoundError: If there is no such file.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            about = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file object is no mapping
-    except SafetensorError as error:
-        raise DumpError(f"{path} is no readable safetensors file: {error}") from error
-    if about.pop("format", None) != FORMAT:
-        raise DumpError(
-            f"{path} was not written by lightning_recorder, or by a version with another format than {FORMAT!r}"
-        )
-    return Dump(tensors, about)
+    return Dump(*read_tensors(Path(path), FORMAT))

@@ -415,7 +415,7 @@ def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
 
 
 def _version(tensor: Tensor) -> int:
-    # Tensors of inference mode have no version, and what writes into them is not followed.
+    # Tensors of inference mode have no version: what writes into them is told by its name alone.
     return -1 if is_lazy(tensor) or _is_inference(tensor) else tensor._version
 
 

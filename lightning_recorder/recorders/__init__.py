@@ -1,5 +1,20 @@
-"""Recorders: a tap with a reduction, for any PyTorch loop."""
+"""Recorders: taps with what is kept of their tensors, for any PyTorch loop."""
 
+from lightning_recorder.recorders.backward import BackwardInput, BackwardOutput
+from lightning_recorder.recorders.base import Recorder, SubRecorder
+from lightning_recorder.recorders.forward import ForwardInput, ForwardOutput, ForwardPre
+from lightning_recorder.recorders.net import RecordedNet
 from lightning_recorder.recorders.statistics import SiteStatistics, StatisticsRecorder
 
-__all__ = ["SiteStatistics", "StatisticsRecorder"]
+__all__ = [
+    "BackwardInput",
+    "BackwardOutput",
+    "ForwardInput",
+    "ForwardOutput",
+    "ForwardPre",
+    "RecordedNet",
+    "Recorder",
+    "SiteStatistics",
+    "StatisticsRecorder",
+    "SubRecorder",
+]

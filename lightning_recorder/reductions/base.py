@@ -26,7 +26,7 @@ class Reduction(ABC):
 
     * ``merge_states`` is associative and commutative, and a row as :meth:`initial` leaves it is its neutral element;
     * updating with two tensors equals merging the two states of updating with one each, to the bit for counts, extrema
-      and histograms and within the stated bound for the rest.
+      and histograms and within the bound that the reduction states for the rest.
 
     Args:
         state: The row to work on, ``[width]`` float64, already initial or restored; by default a new one.

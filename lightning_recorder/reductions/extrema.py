@@ -18,8 +18,7 @@ class Extrema(Reduction):
     """Minimum and maximum of the finite values.
 
     State: ``[min, max]``, of an empty stream ``[inf, -inf]``. Statistics: ``min``, ``max``, both NaN for a stream
-        without a finite value.
-    Merging is ``minimum`` and ``maximum``, exact in any order.
+    without a finite value. Merging is ``minimum`` and ``maximum``, exact in any order.
     """
 
     width = 2

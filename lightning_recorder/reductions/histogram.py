@@ -136,6 +136,5 @@ def _without_empty(
     keep = np.zeros(len(edges), dtype=bool)
     keep[occupied] = keep[occupied + 1] = True
     kept = np.flatnonzero(keep)
-    # Between two kept edges lies one occupied bin or a run of empty ones, so summing the counts between them loses
-    # nothing.
-    return edges[kept], np.add.reduceat(counts, kept[:-1])
+    # Between two kept edges lies one occupied bin or a run of empty ones: the first bin tells for all of them.
+    return edges[kept], counts[kept[:-1]]

@@ -26,7 +26,7 @@ class Statistics(Reduction):
     """Moments, extrema, tallies and the exact histogram, side by side in one row of 2057 words (16.5 KB).
 
     Statistics: those of :class:`RunningMoments`, :class:`Extrema`, :class:`Tallies` and :class:`ExponentHistogram`,
-        under the same names.
+    under the same names.
 
     Example:
         >>> statistics = Statistics()

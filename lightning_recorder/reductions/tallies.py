@@ -16,8 +16,8 @@ class Tallies(Reduction):
     """Share of zeros and number of NaN and infinities among all values.
 
     State: ``[numel, zeros, nans, infinities]``. Statistics: ``zero_fraction``, zeros of either sign over all values,
-        NaN for an empty stream;
-    ``nan_count``; ``inf_count``, of either sign. Merging is addition of integers, exact in any order.
+    NaN for an empty stream; ``nan_count``; ``inf_count``, of either sign. Merging is addition of integers, exact in any
+    order.
     """
 
     width = 4

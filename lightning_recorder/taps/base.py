@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -12,14 +13,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.autograd import is_transformed
+from lightning_recorder.autograd import in_transform, is_transformed
 from lightning_recorder.errors import RecordingError, tell
 from lightning_recorder.hooks import ModuleHook
+from lightning_recorder.structure import iter_tensors
 from lightning_recorder.unrecorded import unrecorded
 
 __all__ = ["Receiver", "Site", "Tap"]
 
 _FEW_HANDLES = 256
+# One for all taps: it is held for an append, and a lock of its own would keep a tap from being copied.
+_LOCK = threading.Lock()
 
 
 class Site(NamedTuple):
@@ -28,7 +32,9 @@ class Site(NamedTuple):
     name: str
     """The module's name."""
     path: str
-    """The tensor's path in the module's output: ``out`` when the output is the tensor itself."""
+    """The tensor's path at the module: ``out`` for the output and ``out.logits`` inside it, ``in[0]`` for the first
+    positional argument, ``in.mask`` for the keyword argument of that name; of a parameter its name in the module,
+    ``weight``."""
 
 
 Receiver = Callable[[Site, Tensor], None]
@@ -44,61 +50,67 @@ class Tap(ABC):
     Args:
         modules: The modules by name.
         receive: Called with the site and the tensor, inside the hook, without autograd.
-        strict: Raise what goes wrong in ``receive`` instead of warning once and leaving that module alone from then on.
+        condition: Called without arguments, once for each call of a module (of gradients for each one); where it gives
+            something false, nothing is handed over.
+        strict: Raise what goes wrong in ``receive`` or ``condition`` instead of warning once and leaving that module
+            alone from then on.
 
     Raises:
-        RecordingError: From the model's forward or backward pass, if ``strict`` and ``receive`` raised; names the
-            module.
+        RecordingError: From the model's forward or backward pass, if ``strict`` and ``receive`` or ``condition``
+            raised; names the module.
 
     Note:
         Values, gradients, random numbers and the autograd graph of the model stay as they are. Nothing is kept of the
-        step.
+        step. Each model may be trained in a thread of its own.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], receive: Receiver, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        receive: Receiver,
+        *,
+        condition: Callable[[], object] | None = None,
+        strict: bool = False,
+    ) -> None:
         self.modules = dict(modules)
         self.strict = strict
         self._receive = receive
+        self._condition = condition
+        self._attached = False
         self._handles: list[RemovableHandle] = []
         self._quiet: set[str] = set()
+        self._unknown: set[type] = set()
         self._prune_at = _FEW_HANDLES
 
     @abstractmethod
-    def _see_output(self, name: str, output: Any) -> None:
-        """Handle one output of the module called ``name``; runs in its forward hook."""
+    def _put_on(self, name: str, module: nn.Module) -> None:
+        """Put the hooks of one module on, and give each handle to :meth:`_keep`."""
 
     @property
     def attached(self) -> bool:
         """Whether the hooks are on."""
-        return bool(self._handles)
+        return self._attached
 
     def attach(self) -> None:
         """Put the hooks on; attached already, nothing."""
-        if self._handles:
+        if self._attached:
             return
+        self._attached = True
         try:
             for name, module in self.modules.items():
-                if name not in self._quiet:
-                    # TorchScript modules, for one, take no hooks.
-                    self._guarded(name, self._put_on, module)
+                # TorchScript modules, for one, take no hooks.
+                self._guarded(name, self._put_on, module)
         except BaseException:
             self.remove()
             raise
 
-    def _keep(self, handle: RemovableHandle) -> None:
-        """Remember a tensor's hook, and forget those whose tensors are gone, now and then, so that it costs nothing."""
-        self._handles.append(handle)
-        if len(self._handles) > self._prune_at:
-            self._handles = [each for each in self._handles if each.hooks_dict_ref() is not None]
-            self._prune_at = max(_FEW_HANDLES, 2 * len(self._handles))
-
-    def _put_on(self, name: str, module: nn.Module) -> None:
-        self._handles.append(module.register_forward_hook(_OutputHook(self, name)))
-
     def remove(self) -> None:
         """Take every hook off, from modules and tensors; not attached, nothing."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._attached = False
+        with _LOCK:
+            handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
 
     def __enter__(self) -> Self:
         self.attach()
@@ -109,9 +121,23 @@ class Tap(ABC):
     ) -> None:
         self.remove()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is on the copies of the modules, and not attached: the hooks in these do nothing.
+        return {**self.__dict__, "_attached": False, "_handles": []}
+
+    def _keep(self, handle: RemovableHandle) -> None:
+        """Remember a hook, and forget now and then those whose tensors are gone, so that it costs nothing."""
+        with _LOCK:
+            self._handles.append(handle)
+            if len(self._handles) > self._prune_at:
+                self._handles = [each for each in self._handles if each.hooks_dict_ref() is not None]
+                self._prune_at = max(_FEW_HANDLES, 2 * len(self._handles))
+        if not self._attached:  # taken off by another thread while this one was inside a hook
+            handle.remove()
+
     def _guarded(self, name: str, function: Callable[..., None], *args: Any) -> None:
         """Call a function of ours from a hook so that its failure does not become the model's."""
-        if name in self._quiet:
+        if name in self._quiet or not self._attached or in_transform():
             return
         try:
             with unrecorded():
@@ -124,25 +150,45 @@ class Tap(ABC):
             tell(f"{message}. It is left alone from now on; strict=True raises instead.")
 
     def _hand_over(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self._condition is not None and not self._condition():
+            return
         for path, tensor in tensors:
             if _has_values(tensor):
                 self._receive(Site(name, path), tensor.detach())
 
+    def _tensors(self, name: str, value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+        """The tensors in what the module of that name took or gave."""
+        return iter_tensors(value, path, unknown=lambda where, found: self._tell_unknown(name, where, found))
+
+    def _inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors in the arguments of the module of that name."""
+        yield from self._tensors(name, args, "in")
+        yield from self._tensors(name, kwargs, "in")
+
+    def _tell_unknown(self, name: str, path: str, found: object) -> None:
+        if type(found) not in self._unknown:
+            self._unknown.add(type(found))
+            where = f"the {type(found).__name__} at {path!r} of module {name!r}"
+            tell(f"{type(self).__name__} passes over the tensors inside {where}; register_container can name them.")
+
 
 def _has_values(tensor: Tensor) -> bool:
     """Whether the tensor's numbers can be read here and now, as those of a plain array."""
-    plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return plain and not is_transformed(tensor)
+    # First, since a transformed tensor cannot even be asked for everything.
+    if is_transformed(tensor):
+        return False
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
-class _OutputHook(ModuleHook):
-    """The forward hook of a tap."""
+class TapHook(ModuleHook):
+    """A hook on a module that belongs to one tap and calls a method of it with the name and what torch passes."""
 
-    def __init__(self, tap: Tap, name: str) -> None:
+    def __init__(self, tap: Tap, name: str, method: Callable[..., None]) -> None:
         self._tap = tap
         self._name = name
+        self._method = method
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def __call__(self, module: nn.Module, *passed: Any) -> None:
         # Under torch.compile the hook would be traced into the graph; what is compiled is recorded in eager steps only.
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # public, though not declared so
-            self._tap._guarded(self._name, self._tap._see_output, output)
+            self._tap._guarded(self._name, self._method, module, *passed)

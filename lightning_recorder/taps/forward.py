@@ -1,14 +1,63 @@
-"""The tensors that modules give."""
+"""The tensors that modules take and give."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_recorder.autograd import in_backward
-from lightning_recorder.structure import iter_tensors
-from lightning_recorder.taps.base import Tap
+from torch import nn
+from typing_extensions import override
 
-__all__ = ["OutputTap"]
+from lightning_recorder.autograd import in_backward
+from lightning_recorder.taps.base import Receiver, Tap, TapHook
+
+__all__ = ["InputTap", "OutputTap"]
+
+
+class InputTap(Tap):
+    """Hands over each tensor among the arguments of the modules, keyword arguments included, before the call.
+
+    Args:
+        modules: The modules by name.
+        receive: As for :class:`~lightning_recorder.Tap`.
+        after: Hand the arguments over when the module has returned, as it leaves them: after an in-place module with
+            its results in them, and not at all if the module raised.
+        condition: As for :class:`~lightning_recorder.Tap`.
+        strict: As for :class:`~lightning_recorder.Tap`.
+
+    Example:
+        >>> import torch
+        >>> attention = torch.nn.MultiheadAttention(4, 2)
+        >>> x = torch.ones(3, 1, 4)
+        >>> with InputTap({"attn": attention}, lambda site, tensor: print(*site, tuple(tensor.shape))):
+        ...     _ = attention(x, x, value=x)
+        attn in[0] (3, 1, 4)
+        attn in[1] (3, 1, 4)
+        attn in.value (3, 1, 4)
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        receive: Receiver,
+        *,
+        after: bool = False,
+        condition: Callable[[], object] | None = None,
+        strict: bool = False,
+    ) -> None:
+        super().__init__(modules, receive, condition=condition, strict=strict)
+        self.after = after
+
+    @override
+    def _put_on(self, name: str, module: nn.Module) -> None:
+        register = module.register_forward_hook if self.after else module.register_forward_pre_hook
+        self._keep(register(TapHook(self, name, self._see), with_kwargs=True))
+
+    def _see(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
+    ) -> None:
+        if not in_backward():
+            self._hand_over(name, self._inputs(name, args, kwargs))
 
 
 class OutputTap(Tap):
@@ -26,6 +75,10 @@ class OutputTap(Tap):
         1 out (5, 3)
     """
 
-    def _see_output(self, name: str, output: Any) -> None:
+    @override
+    def _put_on(self, name: str, module: nn.Module) -> None:
+        self._keep(module.register_forward_hook(TapHook(self, name, self._see)))
+
+    def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not in_backward():
-            self._hand_over(name, iter_tensors(output))
+            self._hand_over(name, self._tensors(name, output, "out"))

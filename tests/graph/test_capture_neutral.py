@@ -338,6 +338,7 @@ def test_a_reused_id_is_another_tensor() -> None:
             kept.append(torch.from_numpy(array))  # which is not seen: it takes no tensor
             if id(kept[-1]) == dead:
                 return kept[-1].cos()
+        # Nothing to show where no object gets the id of a dead one, as in a Python with another allocator.
         pytest.skip("this Python gives every tensor an id of its own")
 
     graph = capture_graph(Net(forward), X)

@@ -7,13 +7,16 @@ that a tap should see is then what ``torch.autograd.grad`` gives for the tensor 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
@@ -28,16 +31,33 @@ def linear(module: nn.Module, x: Tensor) -> Tensor:
     return F.linear(x, module.weight, module.bias)
 
 
-class Model(nn.Module):
+class Model(nn.Module, ABC):
     """A model from a batch ``[3, 4]`` to a loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(4, 4)
 
+    @abstractmethod
     def reference(self, x: Tensor, see: See) -> Tensor:
         """The loss, computed in the other way."""
-        raise NotImplementedError
+
+
+class Single(Model):
+    """Modules at each of which every tap sees one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4, bias=False)
+        self.act = nn.PReLU()
+        self.head = nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act(self.stem(x))).square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        h = see("stem", "out", linear(self.stem, x))
+        return see("head", "out", linear(self.head, see("act", "out", F.prelu(h, self.act.weight)))).square().sum()
 
 
 class Plain(Model):
@@ -226,25 +246,36 @@ class Nest(nn.Module):
         return self.pack(x * 2, x.square())
 
 
+class Take(nn.Module):
+    """Takes such a container."""
+
+    def __init__(self, unpack: Callable[[Any], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.unpack = unpack
+
+    def forward(self, value: Any) -> Tensor:
+        double, square = self.unpack(value)
+        return double * 3 + square.square()
+
+
 class Nested(Model):
-    """A container as output, of which both tensors are used."""
+    """A container between two modules, of which both tensors are used."""
 
     def __init__(
         self, pack: Callable[[Tensor, Tensor], Any], unpack: Callable[[Any], tuple[Tensor, Tensor]], paths: list[str]
     ) -> None:
         super().__init__()
         self.nest = Nest(pack)
-        self.unpack = unpack
+        self.take = Take(unpack)
         self.paths = paths
 
     def forward(self, x: Tensor) -> Tensor:
-        double, square = self.unpack(self.nest(self.stem(x)))
-        return (double * 3 + square.square()).sum()
+        return self.take(self.nest(self.stem(x))).sum()  # type: ignore[no-any-return]
 
     def reference(self, x: Tensor, see: See) -> Tensor:
         h = see("stem", "out", linear(self.stem, x))
         double, square = (see("nest", path, part) for path, part in zip(self.paths, (h * 2, h.square()), strict=True))
-        return (double * 3 + square.square()).sum()
+        return see("take", "out", double * 3 + square.square()).sum()
 
 
 def pack_dict(double: Tensor, square: Tensor) -> Any:
@@ -365,11 +396,17 @@ class Holder(nn.Module):
 
 
 class Frozen(Plain):
-    """A stem that is not trained, so that its output has no gradient."""
+    """A stem that is not trained, behind which gradients end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        return super().reference(x.detach(), see)
 
 
 class Whole(Model):
@@ -417,18 +454,6 @@ class Checkpointed(Model):
         return see("block", "out", see("block.1", "out", h.tanh())).square().sum()
 
 
-class Cast(Plain):
-    """Layers in bfloat16 by autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x)
-
-    def reference(self, x: Tensor, see: See) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().reference(x, see)
-
-
 class Complex(Model):
     """A module that gives complex numbers."""
 
@@ -440,18 +465,238 @@ class Complex(Model):
         return self.fourier(self.stem(x)).abs().square().sum()  # type: ignore[no-any-return]
 
     def reference(self, x: Tensor, see: See) -> Tensor:
-        h = torch.fft.fft(see("stem", "out", linear(self.stem, x)))
+        h = fourier(see("stem", "out", linear(self.stem, x)))
         return see("fourier", "out", h).abs().square().sum()
+
+
+def fourier(x: Tensor) -> Tensor:
+    """The Fourier transform, for which torch has no bfloat16."""
+    return torch.fft.fft(x.to(torch.promote_types(x.dtype, torch.float32)))  # type: ignore[no-any-return]
 
 
 class Fourier(nn.Module):
     """Gives the Fourier transform of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(x)  # type: ignore[no-any-return]
+        return fourier(x)
+
+
+class Lazy(Model):
+    """A layer that gets its parameters at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x)).square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        h = see("stem", "out", linear(self.stem, x))
+        if self.head.has_uninitialized_params():
+            self.head.initialize_parameters(h)
+        return see("head", "out", F.linear(h, self.head.weight, self.head.bias)).square().sum()
+
+
+class Vectorised(Model):
+    """Layers that are called inside transforms of torch.func, where their inputs and outputs cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mapped = nn.Linear(4, 4)
+        self.sloped = nn.Linear(4, 4)
+        self.act = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.func.vmap(self.mapped)(self.stem(x))
+        slope = torch.func.grad(lambda h: self.sloped(h).square().sum())(h)
+        return self.act(slope).square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        h = torch.func.vmap(lambda h: linear(self.mapped, h))(see("stem", "out", linear(self.stem, x)))
+        slope = torch.func.grad(lambda h: linear(self.sloped, h).square().sum())(h)
+        return see("act", "out", slope.tanh()).square().sum()
+
+
+class Force(Model):
+    """A module whose output is a derivative, so that a backward pass runs inside the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = Slope()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.slope(self.stem(x)).square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        h = see("stem", "out", linear(self.stem, x))
+        y = see("slope.energy", "out", linear(self.slope.energy, h))
+        return see("slope", "out", (2 * y) @ self.slope.energy.weight).square().sum()
+
+
+class Slope(nn.Module):
+    """Gives the derivative of an energy by its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(self.energy(x).square().sum(), x, create_graph=True)
+        return slope
+
+
+class Keywords(Model):
+    """Modules that are called with keyword arguments only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blend = Blend()
+        self.attn = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        mixed = self.blend(left=h, right=x, scale=2.0)
+        return self.attn(query=h, key=mixed, value=mixed, need_weights=False)[0].square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        h = see("stem", "out", linear(self.stem, x))
+        mixed = see("blend", "out", h * x * 2)
+        return see("attn", "out[0]", self.attn(h, mixed, mixed, need_weights=False)[0]).square().sum()
+
+
+class Blend(nn.Module):
+    """Gives a product of its keyword arguments."""
+
+    def forward(self, *, left: Tensor, right: Tensor, scale: float) -> Tensor:
+        return left * right * scale
+
+
+class Sometimes(Model):
+    """A layer that is called at every other step only, beginning with the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(4, 4)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        self.steps += 1
+        return (self.extra(h) if self.steps % 2 else h).square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        h = see("stem", "out", linear(self.stem, x))
+        self.steps += 1
+        return (see("extra", "out", linear(self.extra, h)) if self.steps % 2 else h).square().sum()
+
+
+class Ungraded(Model):
+    """A layer that is called without autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        with torch.no_grad():
+            gate = self.gate(h)
+        return (h * gate).square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        h = see("stem", "out", linear(self.stem, x))
+        return (h * see("gate", "out", linear(self.gate, h).detach())).square().sum()
+
+
+class Parametrized(Model):
+    """A layer whose weight is computed by modules of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.stem)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stem(x).square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        name = "stem.parametrizations.weight"
+        length, direction = self.get_parameter(f"{name}.original0"), self.get_parameter(f"{name}.original1")
+        weight = see(f"{name}.0", "out", length * direction / direction.norm(dim=1, keepdim=True))
+        return see("stem", "out", F.linear(x, see(name, "out", weight), self.stem.bias)).square().sum()
+
+
+class Tied(Model):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.stem.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x).tanh()).square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        h = see("stem", "out", linear(self.stem, x)).tanh()
+        return see("head", "out", linear(self.head, h)).square().sum()
+
+
+class Cubed(torch.autograd.Function):
+    """The third power and the negative, of which the gradient is written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, power: int, x: Tensor, note: str) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x**power, -x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return None, 3 * x.square() * grads[0] - grads[1], None
+
+
+class Custom(Model):
+    """A module made of a custom autograd.Function, which takes things that are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cube = Cube()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cube, negative = self.cube(self.stem(x))
+        return (cube + negative).square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        h = see("stem", "out", linear(self.stem, x))
+        return (see("cube", "out[0]", h * h * h) + see("cube", "out[1]", -h)).square().sum()
+
+
+class Cube(nn.Module):
+    """Calls the function."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Cubed.apply(3, x, "note")  # type: ignore[no-untyped-call]  # of torch
+
+
+class Unregistered(Model):
+    """A module in a plain list, of which torch does not know, around one that it knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Tanh()
+        self.hidden = [nn.Sequential(self.act, nn.Softplus())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hidden[0](self.stem(x)).square().sum()  # type: ignore[no-any-return]
+
+    def reference(self, x: Tensor, see: See) -> Tensor:
+        h = see("act", "out", see("stem", "out", linear(self.stem, x)).tanh())
+        return F.softplus(h).square().sum()
 
 
 MODELS: dict[str, Callable[[], Model]] = {
+    "single": Single,
     "plain": Plain,
     "in-place": InPlace,
     "residual": Residual,
@@ -474,12 +719,52 @@ MODELS: dict[str, Callable[[], Model]] = {
     "whole numbers": Whole,
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
     "reentrant checkpoint": lambda: Checkpointed(use_reentrant=True),
-    "autocast": Cast,
     "complex": Complex,
+    "lazy": Lazy,
+    "vmap": Vectorised,
+    "force": Force,
+    "keywords": Keywords,
+    "sometimes": Sometimes,
+    "no_grad": Ungraded,
+    "parametrized": Parametrized,
+    "tied": Tied,
+    "custom function": Custom,
+    "unregistered": Unregistered,
 }
 
 
-def make(name: str) -> tuple[Model, Tensor]:
-    """The model of that name and a batch for it, always the same."""
+class Precision(NamedTuple):
+    """In what numbers a model computes, and how near these come to a slower computation."""
+
+    dtype: torch.dtype
+    autocast: bool
+    rtol: float
+    atol: float
+
+    def forward(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The loss."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return module(x)  # type: ignore[no-any-return]
+
+    def reference(self, module: Model, x: Tensor, see: See) -> Tensor:
+        """The loss, computed in the other way."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return module.reference(x, see)
+
+
+PRECISIONS = {
+    "float32": Precision(torch.float32, False, 1e-5, 1e-6),
+    "bfloat16": Precision(torch.bfloat16, False, 5e-2, 5e-2),
+    "autocast": Precision(torch.float32, True, 5e-2, 5e-2),
+}
+
+
+each_model = pytest.mark.parametrize("name", MODELS)
+each_precision = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[Model, Tensor]:
+    """The model of that name and a batch for it, which requires gradients, always the same."""
     torch.manual_seed(0)
-    return MODELS[name](), torch.randn(3, 4)
+    module = MODELS[name]()
+    return module.to(dtype), torch.randn(3, 4).to(dtype).requires_grad_()

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder.selection import Selection
-from lightning_recorder.taps import OutputTap, Site
-from tests.taps.models import MODELS, make
+from lightning_recorder.taps import InputTap, OutputTap, Site
+from tests.taps import references
+from tests.taps.models import Precision, each_model, each_precision, make
+from tests.taps.references import Seen, assert_seen, copies_into
 
 SQUARE = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
 
@@ -23,26 +25,58 @@ def tapped(module: nn.Module, *batches: Tensor) -> list[tuple[Site, Tensor]]:
     return seen
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_outputs_are_those_of_the_reference(name: str) -> None:
+@each_model
+@each_precision
+def test_outputs_are_those_of_the_reference(name: str, precision: Precision) -> None:
     """Each output tensor of each call is handed over once, in the order of the calls, with its value at that moment."""
-    module, x = make(name)
-    expected: list[tuple[Site, Tensor]] = []
-
-    def see(name: str, path: str, tensor: Tensor) -> Tensor:
-        expected.append((Site(name, path), tensor.detach().clone()))
-        return tensor
-
+    module, x = make(name, precision.dtype)
+    seen: Seen = []
     torch.manual_seed(1)
-    module.reference(x, see)
+    with OutputTap(Selection("**").resolve(module), copies_into(seen)):
+        precision.forward(module, x)
+    assert_seen(seen, references.outputs(name, precision), precision)
+
+
+@each_model
+@each_precision
+def test_inputs_are_the_arguments(name: str, precision: Precision) -> None:
+    """Each tensor among the arguments is handed over once a call, in their order, as it was before the call."""
+    module, x = make(name, precision.dtype)
+    seen: Seen = []
     torch.manual_seed(1)
-    seen = tapped(module, x)
-    assert [(site, tensor.dtype) for site, tensor in sorted(seen, key=lambda item: item[0])] == [
-        (site, tensor.dtype) for site, tensor in sorted(expected, key=lambda item: item[0])
+    with InputTap(Selection("**").resolve(module), copies_into(seen)):
+        precision.forward(module, x).backward()
+    expected = references.inputs(name, precision)
+    assert [site for site, _ in seen] == [site for site, _ in expected]
+    assert [tensor.dtype for _, tensor in seen] == [tensor.dtype for _, tensor in expected]
+    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(seen, expected, strict=True))
+
+
+@each_model
+@each_precision
+def test_inputs_after_the_call_are_as_the_module_leaves_them(name: str, precision: Precision) -> None:
+    """With after, the same arguments are handed over as the calls end; those changed in place hold the results."""
+    module, x = make(name, precision.dtype)
+    before: Seen = []
+    after: Seen = []
+    results: Seen = []
+    chosen = Selection("**").resolve(module)
+    torch.manual_seed(1)
+    with (
+        InputTap(chosen, copies_into(before)),
+        InputTap(chosen, copies_into(after), after=True),
+        OutputTap(chosen, copies_into(results)),
+    ):
+        precision.forward(module, x).backward()
+    in_place = {"in-place": "relu", "residual": "branch.0"}.get(name)
+    changed = {in_place, "branch"} if name == "residual" else {in_place}
+    assert sorted(site for site, _ in after) == sorted(site for site, _ in before)
+    for site in {site for site, _ in before}:
+        ours, theirs = ([tensor for each, tensor in stream if each == site] for stream in (after, before))
+        assert all(map(torch.equal, ours, theirs)) == (site.name not in changed)
+    assert [tensor.tolist() for site, tensor in after if site.name == in_place] == [
+        tensor.tolist() for site, tensor in results if site.name == in_place
     ]
-    for site in {site for site, _ in expected}:
-        ours, theirs = ([tensor for each, tensor in stream if each == site] for stream in (seen, expected))
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_the_order_is_that_of_the_calls() -> None:
@@ -123,26 +157,6 @@ def test_a_tensor_that_is_no_array_is_passed_over() -> None:
     with OutputTap({"m": module}, lambda site, _: seen.append(site)):
         module(torch.eye(2))
     assert seen == [("m", "out[3]")]
-
-
-def test_a_vectorised_call_is_passed_over() -> None:
-    """Inside vmap and func.grad the values cannot leave the transform: nothing is handed over and nothing raises."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    x = torch.randn(3, 2)
-    seen: list[Site] = []
-
-    def transform() -> list[Tensor]:
-        def loss(x: Tensor) -> Tensor:
-            return net(x).sum()  # type: ignore[no-any-return]
-
-        return [torch.func.vmap(net)(x), torch.func.grad(loss)(x[0]), torch.func.vmap(torch.func.grad(loss))(x)]
-
-    expected = transform()
-    with OutputTap(dict(net.named_children()), lambda site, _: seen.append(site)):
-        assert all(torch.equal(*pair) for pair in zip(transform(), expected, strict=True))
-        assert seen == []
-        torch.func.functional_call(net, dict(net.named_parameters()), (x,))
-    assert [site.name for site in seen] == ["0", "1"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch 2.13; tracing goes on to work

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_recorder.selection import Selection
-from lightning_recorder.taps import OutputGradientTap, Site
-from tests.taps.models import MODELS, Checkpointed, linear, make
-
-Seen = list[tuple[Site, Tensor]]
+from lightning_recorder.taps import OutputGradientTap
+from tests.taps import references
+from tests.taps.models import Checkpointed, Precision, each_model, each_precision, linear, make
+from tests.taps.references import Seen, assert_seen, copies_into
 
 
 def tap_on(module: nn.Module, seen: Seen) -> OutputGradientTap:
     """A tap on all submodules that copies what it hands over into a list."""
-    return OutputGradientTap(Selection("**").resolve(module), lambda site, grad: seen.append((site, grad.clone())))
+    return OutputGradientTap(Selection("**").resolve(module), copies_into(seen))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_autograd_grad(name: str) -> None:
+@each_model
+@each_precision
+def test_gradients_are_those_of_autograd_grad(name: str, precision: Precision) -> None:
     """Each output tensor that takes part in the loss has its gradient handed over, that of the last call first."""
-    module, x = make(name)
-    shown: Seen = []
-
-    def see(name: str, path: str, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            shown.append((Site(name, path), tensor))
-        return tensor
-
-    torch.manual_seed(1)
-    loss = module.reference(x, see)
-    grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, [tensor for _, tensor in shown], allow_unused=True)
-    expected = [(site, grad) for (site, _), grad in zip(shown, grads, strict=True) if grad is not None]
-
+    module, x = make(name, precision.dtype)
     seen: Seen = []
     torch.manual_seed(1)
     with tap_on(module, seen):
-        module(x).backward()
-    assert sorted(site for site, _ in seen) == sorted(site for site, _ in expected)
-    for site in {site for site, _ in expected}:
-        ours, theirs = ([grad for each, grad in stream if each == site] for stream in (seen, expected))
-        torch.testing.assert_close(ours[::-1], theirs, rtol=1e-5, atol=1e-6)
+        loss = precision.forward(module, x)
+        seen.clear()  # of the backward pass that "force" runs in its forward pass
+        loss.backward()
+    assert_seen(seen, references.output_gradients(name, precision), precision)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +95,7 @@ def test_each_backward_pass_hands_over_its_own_gradients() -> None:
     second = torch.autograd.grad(penalised(h, y), [y, h])
 
     seen: Seen = []
-    taps = OutputGradientTap({"0": module[0], "1": module[1]}, lambda site, grad: seen.append((site, grad.clone())))
+    taps = OutputGradientTap({"0": module[0], "1": module[1]}, copies_into(seen))
     with taps:
         h = module[0](x)
         penalised(h, module[1](h.tanh())).backward()
@@ -117,7 +108,7 @@ def test_two_losses_are_two_gradients() -> None:
     """Two backward passes through one graph hand over one gradient each and not their sum."""
     module = nn.Linear(2, 1)
     seen: Seen = []
-    with OutputGradientTap({"m": module}, lambda site, grad: seen.append((site, grad.clone()))):
+    with OutputGradientTap({"m": module}, copies_into(seen)):
         y = module(torch.ones(1, 2))
         (y * 3).sum().backward(retain_graph=True)
         (y * 5).sum().backward()
@@ -160,19 +151,64 @@ def test_a_checkpointed_step_can_be_repeated(use_reentrant: bool) -> None:
     assert sorted(names[: len(names) // 3]) == ["block", "block.0", "block.1", "stem"]
 
 
-def test_transforms_are_passed_over() -> None:
-    """Inside vmap and func.grad nothing is handed over, nothing raises, and the results stay as they are."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    x = torch.randn(3, 2)
-
-    def loss(x: Tensor) -> Tensor:
-        return net(x).sum()  # type: ignore[no-any-return]
-
-    def transform() -> list[Tensor]:
-        return [torch.func.grad(loss)(x[0]), torch.func.vmap(torch.func.grad(loss))(x), torch.func.jacrev(net)(x[0])]
-
-    expected = transform()
+def test_gradients_of_many_losses_at_once_are_passed_over() -> None:
+    """A backward pass of torch.autograd.grad with is_grads_batched hands over nothing, and the next one is recorded."""
+    module = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
     seen: Seen = []
-    with tap_on(net, seen):
-        assert all(torch.equal(*pair) for pair in zip(transform(), expected, strict=True))
-    assert seen == []
+    with OutputGradientTap({"m": module}, copies_into(seen), strict=True):
+        y = module(x)
+        torch.autograd.grad(y[0], module.bias, torch.eye(2), is_grads_batched=True, retain_graph=True)
+        y.sum().backward()
+    assert [grad.tolist() for _, grad in seen] == [[[1.0, 1.0]]]
+
+
+LONG = """
+import torch, warnings
+from torch import nn
+from lightning_recorder import InputGradientTap, OutputGradientTap
+
+class Loop(nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        for _ in range(60_000):
+            x = self.cell(x)
+        return x
+
+net = Loop(nn.Tanh() if CALLS else torch.tanh)
+x = torch.ones(1, requires_grad=True)
+count = [0]
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    with TAP(dict(net.named_modules()), lambda site, grad: count.append(1)):
+        for _ in range(2):
+            loss = net(x)
+            if BACKWARD:
+                loss.backward()
+            del loss
+print(len(count) - 1, [str(each.message) for each in told])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [False, True], ids=["forward only", "backward"])
+@pytest.mark.parametrize(
+    ("tap", "calls", "recorded"),
+    # Of the calls, the input of the first is one of what is looked at.
+    [("OutputGradientTap", True, 20_000), ("InputGradientTap", True, 19_999), ("InputGradientTap", False, 0)],
+    ids=["outputs of calls", "inputs of calls", "input of a loop"],
+)
+def test_a_graph_that_torch_could_not_free_is_left_alone(tap: str, calls: bool, recorded: int, backward: bool) -> None:
+    """Of 60,000 operations in a row the first 20,000 are recorded, which is told once, and the process lives on.
+
+    A module with more of them than that has no gradient of its input.
+    """
+    code = LONG.replace("TAP(", f"{tap}(").replace("CALLS", str(calls)).replace("BACKWARD", str(backward))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, told = done.stdout.strip().split(maxsplit=1)
+    assert int(count) == (2 * recorded if backward else 0)
+    assert told.startswith(f"['{tap} follows 20,000 operations between two backward passes")
+    assert told.count(tap) == 1

@@ -1,0 +1,71 @@
+"""A recording by name in one safetensors file, beside the folder of its numbered files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_recorder.dumps import read_tensors, write_tensors
+from lightning_recorder.errors import DumpError
+from lightning_recorder.tags import make_tag
+
+__all__ = ["load_recording", "save_recording"]
+
+FORMAT = "lightning_recorder.recording/1"
+
+
+def save_recording(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write the state of a recorder beside a folder.
+
+    Args:
+        folder: The folder; the file is called as it is, with ``.safetensors`` behind.
+        state: What ``Recorder.state_dict`` gives.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    layout: dict[str, Any] = {}
+    for name, paths in state.items():
+        layout[name] = {}
+        for path, recorded in paths.items():
+            keys = {}
+            for part, tensor in recorded["state"].items():
+                keys[part] = _unique(make_tag("", name, path, part), tensors)
+                tensors[keys[part]] = tensor
+            layout[name][path] = {**recorded, "state": keys}
+    write_tensors(_file(folder), tensors, {"format": FORMAT, "layout": json.dumps(layout)})
+
+
+def load_recording(folder: Path) -> dict[str, Any]:
+    """The state that was saved beside a folder.
+
+    Raises:
+        DumpError: If the file is damaged or none of ours.
+        FileNotFoundError: If there is no such file.
+    """
+    tensors, metadata = read_tensors(_file(folder), FORMAT)
+    try:
+        state: dict[str, Any] = json.loads(metadata["layout"])
+        for paths in state.values():
+            for recorded in paths.values():
+                recorded["state"] = {part: tensors[key] for part, key in recorded["state"].items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DumpError(f"{_file(folder)} has no layout that fits its tensors: {error!r}") from error
+    return state
+
+
+def _file(folder: Path) -> Path:
+    folder = folder.resolve()
+    return folder.with_name(f"{folder.name}.safetensors")
+
+
+def _unique(key: str, taken: Mapping[str, Tensor]) -> str:
+    """The key, marked if a name with a slash or a path that looks like a part has led to it before."""
+    while key in taken:
+        key += "~"
+    return key

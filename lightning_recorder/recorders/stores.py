@@ -1,0 +1,337 @@
+"""What is kept of the tensors of one site: all of them, or what a reduction makes of them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from numbers import Number
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.errors import ArgumentError, check_integer, tell
+from lightning_recorder.reductions import Reduction
+
+__all__ = ["Budget", "Fold", "Metric", "Store", "make_store"]
+
+_WHOLE = ""
+"""The name of a value in a state of which it is all."""
+
+Fold = Callable[[Any, Tensor], Any]
+"""Takes what it gave the last time, at first a copy of the first tensor, and the next tensor; as for
+``functools.reduce``."""
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """What is asked of a ``torchmetrics.Metric``."""
+
+    def update(self, tensor: Tensor) -> object:
+        """Take a tensor."""
+
+    def compute(self) -> Any:
+        """The result so far."""
+
+    def reset(self) -> object:
+        """Forget."""
+
+
+class Store(ABC):
+    """What is kept of the tensors of one site.
+
+    Nothing in it hangs on a step: tensors are copied when they would share memory with one of the model, and belong to
+    no autograd graph. They are plain tensors also if the model ran in inference mode.
+    """
+
+    @property
+    @abstractmethod
+    def value(self) -> Any:
+        """What there is."""
+
+    @abstractmethod
+    def update(self, tensor: Tensor) -> bool:
+        """Take a tensor; answers whether it was taken."""
+
+    @abstractmethod
+    def replace(self, value: Any) -> None:
+        """Put something else in the place of the value."""
+
+    def release(self) -> None:  # noqa: B027 - nothing to do for what holds no share of a budget
+        """Give back what is held of a budget, when the store is given up."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """The value as tensors by name.
+
+        Raises:
+            ArgumentError: If there is something in it that is neither a tensor nor a number.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state."""
+        if _WHOLE in state:
+            self.replace(state[_WHOLE].clone())
+        else:
+            self._load(state)
+
+    @abstractmethod
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state of several parts, or of none."""
+
+
+def make_store(reduction: Fold | Reduction | Metric | type | None, budget: Budget) -> Store:
+    """The store of a new site.
+
+    Args:
+        reduction: A function of two arguments, one of our reductions or a metric, or the class of one; ``None`` keeps
+            every tensor.
+        budget: How much may be kept of all sites together without a reduction.
+
+    Raises:
+        ArgumentError: If the reduction is none of these.
+    """
+    if reduction is None:
+        return _ListStore(budget)
+    given = reduction() if isinstance(reduction, type) else reduction
+    if isinstance(given, Reduction):
+        return _ReductionStore(given)
+    if isinstance(given, Metric):
+        return _MetricStore(given)
+    if not callable(given):
+        raise ArgumentError(
+            "reduction takes a function of two arguments, a Reduction, a torchmetrics.Metric or None; "
+            f"got {reduction!r}"
+        )
+    return _FoldStore(given)
+
+
+class Budget:
+    """How many bytes all the lists of one recorder may hold.
+
+    Args:
+        max_bytes: The limit.
+
+    Raises:
+        ArgumentError: If the limit is no positive integer.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        check_integer("max_bytes", max_bytes, 1)
+        self.max_bytes = max_bytes
+        self.used = 0
+        self._told = False
+
+    def take(self, nbytes: int) -> bool:
+        """Whether that many bytes are left, which are then used; the first time that they are not is told."""
+        if self.used + nbytes <= self.max_bytes:
+            self.used += nbytes
+            return True
+        if not self._told:
+            self._told = True
+            tell(
+                f"a recorder without a reduction has kept {self.used:,} bytes, and a tensor of {nbytes:,} more would "
+                f"exceed max_bytes={self.max_bytes:,}: it keeps no further ones that do. Give it a reduction, or a "
+                "greater max_bytes."
+            )
+        return False
+
+    def give_back(self, nbytes: int) -> None:
+        """Make room again."""
+        self.used -= nbytes
+
+
+class _ListStore(Store):
+    """Every tensor, in order."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._value: Any = []
+        self._budget = budget
+        self._nbytes = 0
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    def update(self, tensor: Tensor) -> bool:
+        if not self._budget.take(tensor.nbytes):
+            return False
+        self._nbytes += tensor.nbytes
+        self._value.append(tensor.clone())
+        return True
+
+    def replace(self, value: Any) -> None:
+        self.release()
+        self._value = value
+
+    def release(self) -> None:
+        self._budget.give_back(self._nbytes)
+        self._nbytes = 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if not isinstance(self._value, list):
+            return {_WHOLE: _as_tensor(self._value)}
+        return {str(index): _as_tensor(each) for index, each in enumerate(self._value)}
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        self.replace([state[str(index)].clone() for index in range(len(state))])
+
+
+class _FoldStore(Store):
+    """What a function of two arguments has made of the tensors."""
+
+    def __init__(self, function: Fold) -> None:
+        self._function = function
+        self._value: Any = None
+        self._empty = True
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    def update(self, tensor: Tensor) -> bool:
+        self._value = _own(tensor if self._empty else self._function(self._value, tensor), tensor)
+        self._empty = False
+        return True
+
+    def replace(self, value: Any) -> None:
+        self._value, self._empty = value, False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self._empty:
+            return {}
+        if isinstance(self._value, dict):
+            return {str(key): _as_tensor(part) for key, part in self._value.items()}
+        return {_WHOLE: _as_tensor(self._value)}
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        self._empty = not state
+        self._value = {key: part.clone() for key, part in state.items()} or None
+
+
+class _ReplacedStore(Store):
+    """A store whose value is computed, and which takes nothing more once that was replaced."""
+
+    def __init__(self) -> None:
+        self._replaced: tuple[Any, ...] = ()
+
+    @property
+    def value(self) -> Any:
+        return self._replaced[0] if self._replaced else self._compute()
+
+    def update(self, tensor: Tensor) -> bool:
+        if self._replaced:
+            raise ArgumentError("the result of the reduction was replaced by apply(); reset() begins anew")
+        self._update(tensor)
+        return True
+
+    def replace(self, value: Any) -> None:
+        self._replaced = (value,)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {_WHOLE: _as_tensor(self._replaced[0])} if self._replaced else self._state()
+
+    @abstractmethod
+    def _compute(self) -> Any: ...
+
+    @abstractmethod
+    def _update(self, tensor: Tensor) -> None: ...
+
+    @abstractmethod
+    def _state(self) -> dict[str, Tensor]: ...
+
+
+class _ReductionStore(_ReplacedStore):
+    """The statistics of one of our reductions."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        super().__init__()
+        self._reduction = copy.deepcopy(reduction)
+        self._reduction.reset()
+
+    def _compute(self) -> Any:
+        return self._reduction.compute()
+
+    def _update(self, tensor: Tensor) -> None:
+        self._reduction.state = self._reduction.state.to(tensor.device)
+        self._reduction.update(tensor)
+
+    def _state(self) -> dict[str, Tensor]:
+        return self._reduction.state_dict()
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        self._replaced = ()
+        self._reduction.load_state_dict(state)
+
+
+class _MetricStore(_ReplacedStore):
+    """The result of a metric of torchmetrics."""
+
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self._metric = copy.deepcopy(metric)
+        self._metric.reset()
+        self._metric.persistent(True)
+        # Reading the result on one rank must not wait for the others.
+        self._metric.sync_on_compute = False
+
+    def _compute(self) -> Any:
+        with warnings.catch_warnings():
+            # A state that was loaded counts as no update.
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
+            return self._metric.compute()
+
+    def _update(self, tensor: Tensor) -> None:
+        self._metric.to(tensor.device)
+        self._metric.update(tensor)
+
+    def _state(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{index}" if isinstance(value, list) else name: part
+            for name, value in self._metric.state_dict().items()
+            for index, part in enumerate(value if isinstance(value, list) else [value])
+        }
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        self._replaced = ()
+        lists = {name for name, value in self._metric.state_dict().items() if isinstance(value, list)}
+        grouped: dict[str, Any] = {name: [] for name in lists}
+        for name, value in state.items():
+            group = name.rpartition(".")[0]
+            if group in lists:
+                grouped[group].append(value.clone())
+            else:
+                grouped[name] = value.clone()
+        self._metric.load_state_dict(grouped)
+
+
+def _own(value: Any, source: Tensor) -> Any:
+    """The value with copies in place of tensors that belong to the step or keep more memory alive than their own."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        return value.clone() if value.is_inference() or _hangs_on(value, source) else value
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_own(part, source) for part in value)
+    if isinstance(value, dict):
+        return {key: _own(part, source) for key, part in value.items()}
+    return value
+
+
+def _hangs_on(value: Tensor, source: Tensor) -> bool:
+    try:
+        storage = value.untyped_storage()
+        return storage.nbytes() > value.nbytes or storage.data_ptr() == source.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a tensor without memory of its own, as a subclass or a sparse one is
+        return True
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (Number, bool)):
+        return torch.tensor(value)
+    raise ArgumentError(
+        f"a {type(value).__name__} cannot be saved by name, only tensors and numbers can; apply() can make one of it"
+    )

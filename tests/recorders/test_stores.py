@@ -1,0 +1,242 @@
+"""What is kept of the tensors of one site."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor
+
+from lightning_recorder import ArgumentError, Extrema, RecorderWarning, Reduction, RunningMoments, Statistics
+from lightning_recorder.recorders.stores import Budget, Store, make_store
+
+PLENTY = 2**20
+BATCHES = [torch.tensor([[1.0, -2.0]]), torch.tensor([[4.0, 8.0], [0.5, 3.0]]), torch.tensor([[7.0, 7.0]])]
+
+
+def keep(reduction: Any, tensors: list[Tensor], max_bytes: int = PLENTY) -> Store:
+    """A store that has taken the tensors."""
+    store = make_store(reduction, Budget(max_bytes))
+    for tensor in tensors:
+        store.update(tensor)
+    return store
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same to the bit, tensors in containers included."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+# Values
+
+
+def test_without_a_reduction_every_tensor_is_kept() -> None:
+    """The value is the list of all tensors, in order."""
+    assert equal(keep(None, BATCHES).value, BATCHES)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.maximum,
+        lambda total, new: total + new.sum(),
+        lambda last, new: new,
+        lambda rows, new: torch.cat([rows, new])[-1:],
+        lambda total, new: total.add_(new),
+    ],
+    ids=["maximum", "sum", "last", "last row", "in place"],
+)
+def test_a_function_reduces_as_functools_does(function: Callable[[Any, Tensor], Any]) -> None:
+    """The value is what functools.reduce makes of copies of the tensors."""
+    batches = [BATCHES[0], BATCHES[2], BATCHES[0]]
+    assert equal(keep(function, batches).value, functools.reduce(function, [each.clone() for each in batches]))
+
+
+def test_a_function_may_give_anything() -> None:
+    """The value may be a number, a string or a container."""
+    assert keep(lambda seen, new: f"{len(seen)} {tuple(new.shape)}", BATCHES).value == "8 (1, 2)"
+    counted = keep(lambda seen, new: {"rows": len(new), "both": [seen, new]}, BATCHES[:2]).value
+    assert equal(counted, {"rows": 2, "both": BATCHES[:2]})
+
+
+@pytest.mark.parametrize("reduction", [RunningMoments, RunningMoments(), Extrema, Statistics])
+def test_a_reduction_gives_its_statistics(reduction: Any) -> None:
+    """The value is what a Reduction over the same tensors computes, whether its class or one of it was given."""
+    kind = reduction if isinstance(reduction, type) else type(reduction)
+    reference: Reduction = kind()
+    for batch in BATCHES:
+        reference.update(batch)
+    assert equal(keep(reduction, BATCHES).value, reference.compute())
+
+
+@pytest.mark.parametrize("metric", [torchmetrics.MeanMetric, torchmetrics.MaxMetric(), torchmetrics.CatMetric])
+def test_a_metric_gives_its_result(metric: Any) -> None:
+    """The value is what a torchmetrics.Metric over the same tensors computes."""
+    reference = metric() if isinstance(metric, type) else torchmetrics.MaxMetric()
+    for batch in BATCHES:
+        reference.update(batch)
+    assert equal(keep(metric, BATCHES).value, reference.compute())
+
+
+@pytest.mark.parametrize("template", [RunningMoments(), torchmetrics.SumMetric()])
+def test_what_is_given_is_a_template(template: Any) -> None:
+    """Two stores made from one object do not mix, begin empty, and leave the object as it was."""
+    template.update(torch.full((3,), 100.0))
+    before = {name: value.clone() for name, value in template.state_dict().items()}
+    one, other = keep(template, BATCHES[:1]), keep(template, BATCHES[1:])
+    assert equal(one.value, keep(type(template), BATCHES[:1]).value)
+    assert equal(other.value, keep(type(template), BATCHES[1:]).value)
+    assert equal(dict(template.state_dict()), before)
+
+
+@pytest.mark.parametrize("wrong", [3, "mean", [torch.add], object(), dict])
+def test_another_reduction_is_refused(wrong: Any) -> None:
+    """What is neither a function nor a reduction nor a metric is refused, with what may be given."""
+    with pytest.raises(ArgumentError, match=r"^reduction takes a function of two arguments, a Reduction, a torchm"):
+        make_store(wrong, Budget(PLENTY))
+
+
+# Nothing hangs on the step
+
+ALIASING: dict[str, Any] = {
+    "list": None,
+    "the first": lambda first, new: first,
+    "the last": lambda last, new: new,
+    "a row": lambda last, new: new[0],
+    "a row of the longer": lambda rows, new: torch.cat([torch.atleast_2d(rows), new])[-1],
+    "nested": lambda last, new: {"now": [new[:1]]},
+}
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nested value."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for part in (value.values() if isinstance(value, dict) else value) for each in tensors_in(part)]
+
+
+@pytest.mark.parametrize("reduction", ALIASING.values(), ids=ALIASING)
+def test_nothing_shares_memory_with_the_model_or_holds_more_than_it_shows(reduction: Any) -> None:
+    """What is kept has memory of its own, just as much as it needs: no batch is pinned by a row of it."""
+    batches = [torch.randn(1000, 3) for _ in range(3)]
+    for tensor in tensors_in(keep(reduction, batches).value):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.untyped_storage().data_ptr() not in {each.untyped_storage().data_ptr() for each in batches}
+
+
+def test_a_later_change_in_place_does_not_matter() -> None:
+    """What was kept stays when the model overwrites its tensor."""
+    batch = BATCHES[0].clone()
+    stores = [keep(None, [batch]), keep(torch.add, [batch]), keep(lambda last, new: new, [batch, batch])]
+    batch.fill_(99)
+    assert equal([stores[0].value[0], stores[1].value, stores[2].value], [BATCHES[0]] * 3)
+
+
+# The byte limit
+
+
+def test_a_list_ends_at_its_limit() -> None:
+    """The list keeps what fits, answers no to the rest, and says so once with the way out."""
+    budget = Budget(100)
+    store = make_store(None, budget)
+    with pytest.warns(RecorderWarning, match="max_bytes=100.*Give it a reduction") as told:
+        taken = [store.update(torch.zeros(10)) for _ in range(5)]  # of 40 bytes each
+    assert (taken, len(store.value), len(told)) == ([True, True, False, False, False], 2, 1)
+
+
+def test_the_limit_is_that_of_all_lists_together() -> None:
+    """Two lists share the limit, and what one gives up the other may have."""
+    budget = Budget(100)
+    one, other = make_store(None, budget), make_store(None, budget)
+    assert [one.update(torch.zeros(10)), one.update(torch.zeros(10))] == [True, True]
+    with pytest.warns(RecorderWarning):
+        assert not other.update(torch.zeros(10))
+    one.release()
+    assert other.update(torch.zeros(10))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None])
+def test_the_limit_is_a_positive_integer(wrong: Any) -> None:
+    """A limit that is no positive integer is refused."""
+    with pytest.raises(ArgumentError, match="max_bytes must be an integer of at least 1"):
+        Budget(wrong)
+
+
+# State
+
+
+def _rows(seen: Any) -> Tensor:
+    """The tensor in what the function below gave, or the first one of all."""
+    return seen["seen"] if isinstance(seen, dict) else seen  # type: ignore[no-any-return]
+
+
+REDUCTIONS: dict[str, Any] = {
+    "list": None,
+    "function": torch.maximum,
+    "reduction": Statistics,
+    "function to a dictionary": lambda seen, new: {"max": new.max(), "seen": torch.maximum(_rows(seen), new)},
+    "metric": torchmetrics.MeanMetric,
+    "metric with a list": torchmetrics.CatMetric,
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_state_goes_on_where_it_was_saved(reduction: Any, before: int) -> None:
+    """A store that loads a state and takes the other tensors ends as one that took all."""
+    batches = [BATCHES[0], BATCHES[2], BATCHES[0] * 3]
+    saved = keep(reduction, batches[:before]).state_dict()
+    assert all(isinstance(each, Tensor) for each in saved.values())
+    store = keep(reduction, [torch.zeros(1, 2)])
+    store.load_state_dict(saved)
+    for batch in batches[before:]:
+        store.update(batch)
+    assert equal(store.value, keep(reduction, batches).value)
+
+
+def test_a_state_is_independent_of_what_follows() -> None:
+    """A store that loaded a state changes the saved one no more, also not by a function that works in place."""
+    saved = keep(torch.add, BATCHES[:1]).state_dict()
+    store = make_store(lambda total, new: total.add_(new), Budget(PLENTY))
+    store.load_state_dict(saved)
+    store.update(torch.ones(1, 2))
+    assert equal(saved, {"": BATCHES[0]})
+
+
+def test_what_cannot_be_named_is_refused() -> None:
+    """A value that is neither tensors nor numbers has no state; the message says what does."""
+    with pytest.raises(ArgumentError, match=r"^a str cannot be saved by name, .*apply\(\)"):
+        keep(lambda seen, new: "text", BATCHES).state_dict()
+    assert equal(keep(lambda seen, new: 2.5, BATCHES).state_dict(), {"": torch.tensor(2.5)})
+
+
+# Replacing
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
+def test_a_value_can_be_replaced(reduction: Any) -> None:
+    """What is put in the place of the value is the value, and its state."""
+    store = keep(reduction, BATCHES[:1])
+    store.replace(torch.tensor(5.0))
+    assert store.value == 5.0
+    assert equal(store.state_dict(), {"": torch.tensor(5.0)})
+    again = keep(reduction, [])
+    again.load_state_dict(store.state_dict())
+    assert again.value == 5.0
+
+
+@pytest.mark.parametrize("reduction", [RunningMoments, torchmetrics.MeanMetric])
+def test_a_result_that_was_replaced_takes_nothing_more(reduction: Any) -> None:
+    """After the result of a Reduction or a Metric was replaced, a further tensor is an error that names the way out."""
+    store = keep(reduction, BATCHES)
+    store.replace(1)
+    with pytest.raises(ArgumentError, match=r"replaced by apply\(\); reset\(\) begins anew"):
+        store.update(BATCHES[0])

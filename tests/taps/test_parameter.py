@@ -1,0 +1,37 @@
+"""Parameters of modules and their gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_recorder.selection import Selection
+from lightning_recorder.taps import ParameterGradientTap, ParameterTap
+from tests.taps import references
+from tests.taps.models import Precision, each_model, each_precision, make
+from tests.taps.references import Seen, assert_seen, copies_into
+
+
+@each_model
+@each_precision
+def test_parameters_are_those_of_the_call(name: str, precision: Precision) -> None:
+    """At each call the parameters that the module uses itself are handed over, in the order in which the calls end."""
+    module, x = make(name, precision.dtype)
+    seen: Seen = []
+    torch.manual_seed(1)
+    with ParameterTap(Selection("**").resolve(module), copies_into(seen)):
+        precision.forward(module, x).backward()
+    expected = references.parameters(name, precision)
+    assert [site for site, _ in seen] == [site for site, _ in expected]
+    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(seen, expected, strict=True))
+
+
+@each_model
+@each_precision
+def test_gradients_of_parameters_are_those_of_autograd_grad(name: str, precision: Precision) -> None:
+    """Each parameter that takes part in the loss has its gradient handed over once, under each module that uses it."""
+    module, x = make(name, precision.dtype)
+    seen: Seen = []
+    torch.manual_seed(1)
+    with ParameterGradientTap(Selection("**").resolve(module), copies_into(seen)):
+        precision.forward(module, x).backward()
+    assert_seen(seen, references.parameter_gradients(name, precision), precision)
