@@ -46,6 +46,8 @@ if TYPE_CHECKING:
         SiteStatistics,
         StatisticsRecorder,
         SubRecorder,
+        Summary,
+        SummaryRow,
     )
     from lightning_recorder.reductions import (
         ExponentHistogram,
@@ -108,6 +110,8 @@ _HOMES = {
         "SiteStatistics",
         "StatisticsRecorder",
         "SubRecorder",
+        "Summary",
+        "SummaryRow",
     ),
     "reductions": ("ExponentHistogram", "Extrema", "Histogram", "Reduction", "RunningMoments", "Statistics", "Tallies"),
     "selection": ("SelectedModules", "Selection"),
@@ -174,6 +178,8 @@ __all__ = [
     "Statistics",
     "StatisticsRecorder",
     "SubRecorder",
+    "Summary",
+    "SummaryRow",
     "Tallies",
     "Tap",
     "TensorBoardSink",

@@ -5,6 +5,7 @@ from lightning_recorder.recorders.base import Recorder, SubRecorder
 from lightning_recorder.recorders.forward import ForwardInput, ForwardOutput, ForwardPre
 from lightning_recorder.recorders.net import RecordedNet
 from lightning_recorder.recorders.statistics import SiteStatistics, StatisticsRecorder
+from lightning_recorder.recorders.summary import Summary, SummaryRow
 
 __all__ = [
     "BackwardInput",
@@ -17,4 +18,6 @@ __all__ = [
     "SiteStatistics",
     "StatisticsRecorder",
     "SubRecorder",
+    "Summary",
+    "SummaryRow",
 ]
