@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import pkgutil
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +12,10 @@ from typing import Any, NamedTuple, TypeGuard
 from torch import nn
 
 from lightning_recorder.errors import ArgumentError, SelectionError
+from lightning_recorder.names import closest_names, compile_glob, is_never_called, leaf_modules, named_submodules
 
-__all__ = ["SelectedModules", "Selection", "is_of_types", "leaf_modules", "named_submodules"]
+__all__ = ["SelectedModules", "Selection", "is_of_types"]
 
-# Parts of a name that torch puts in when it wraps a module in another: by torch.compile, FSDP, checkpoint_wrapper.
-_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-# Modules that read the parameters of their children without calling them: to a hook they are leaves.
-_OPAQUE = (nn.MultiheadAttention,)
 
 # What tags call the root, which has no name.
 _ROOT = "(root)"
@@ -132,14 +126,14 @@ class Selection:
             return self._named(tree)
         names = leaf_modules(tree.root) if self._is_of_leaves else [names[0] for names in tree.names.values()]
         modules = {name: tree.modules[name] for name in names if name or self._is_placed}
-        return {name: each for name, each in modules.items() if not _is_never_called(each)}
+        return {name: each for name, each in modules.items() if not is_never_called(each)}
 
     def _named(self, tree: _Tree) -> dict[str, nn.Module]:
         found: set[str] = set()
         for pattern in self.names or ():
             matched = tree.matching(pattern)
             if not matched:
-                raise SelectionError(f"no module matches {pattern!r}; {_closest(pattern, tree.modules)}")
+                raise SelectionError(f"no module matches {pattern!r}; {closest_names(pattern, tree.modules)}")
             found |= matched
         first_names: dict[nn.Module, str] = {}
         for name in tree.opened(found):
@@ -263,16 +257,16 @@ class _Tree:
         if not {"*", "?"}.intersection(pattern):
             return {pattern} & self.modules.keys()
         # The root has no name, so that no glob means it.
-        fits = _compiled(pattern).fullmatch
+        fits = compile_glob(pattern).fullmatch
         return {name for name in self.modules if name and fits(name)}
 
     def opened(self, names: Iterable[str]) -> list[str]:
         """The names in order, with those of the entries for those of lists and dictionaries that are never called."""
         found = set(names)
         for name, each in self.modules.items():
-            if name in found and _is_never_called(each):
+            if name in found and is_never_called(each):
                 found |= {f"{name}.{child}" if name else child for child, _ in each.named_children()}
-        return [name for name, each in self.modules.items() if name in found and not _is_never_called(each)]
+        return [name for name, each in self.modules.items() if name in found and not is_never_called(each)]
 
     def at_indices(self, indices: Iterable[int]) -> set[nn.Module]:
         """The modules that are meant by these indices."""
@@ -372,48 +366,6 @@ def _imported(predicate: object) -> object:
     return predicate
 
 
-def leaf_modules(module: nn.Module) -> list[str]:
-    """Names of the submodules that call no other module, in the order of ``named_modules()``.
-
-    ``nn.MultiheadAttention`` counts as a leaf: it uses its projection's weight and never calls the projection. So does
-    a module whose only children make its parameters, by ``torch.nn.utils.parametrize``. The root is left out: who calls
-    it, and with what, depends on the trainer's strategy.
-
-    Example:
-        >>> leaf_modules(nn.Sequential(nn.MultiheadAttention(4, 2), nn.ModuleList([nn.ReLU()])))
-        ['0', '1.0']
-    """
-    names: list[str] = []
-    opaque: list[str] = []
-    for name, each in named_submodules(module).items():
-        if not name or _is_never_called(each) or any(name.startswith(prefix) for prefix in opaque):
-            continue
-        if isinstance(each, _OPAQUE):
-            opaque.append(name + ".")
-        elif any(child != "parametrizations" for child, _ in each.named_children()):
-            continue
-        names.append(name)
-    return names
-
-
-def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
-    """The modules of ``named_modules()``, the root included, by the names that they have in the user's code.
-
-    What ``torch.compile``, FSDP and ``checkpoint_wrapper`` put into the names is left out, and of a wrapper and what it
-    wraps, which then share a name, what it wraps is taken: hooks on both would see each call twice.
-
-    Example:
-        >>> import torch
-        >>> net = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager"))
-        >>> [(name, type(each).__name__) for name, each in named_submodules(net).items()]
-        [('', 'Sequential'), ('0', 'Sequential'), ('0.0', 'Linear')]
-    """
-    return {
-        ".".join(part for part in name.split(".") if part not in _WRAPPED): each
-        for name, each in module.named_modules(remove_duplicate=remove_duplicate)
-    }
-
-
 def is_of_types(module: nn.Module, types: type[nn.Module] | str | Iterable[type[nn.Module] | str]) -> bool:
     """Whether the module is of one of these classes or class names, as :class:`Selection` reads its ``types``.
 
@@ -438,51 +390,3 @@ def _public_name(kind: type) -> str:
     """``torch.nn.Linear`` rather than ``torch.nn.modules.linear.Linear``: the name that people write."""
     package = "torch.nn" if kind.__module__.startswith("torch.nn.modules") else kind.__module__
     return f"{package}.{kind.__qualname__}"
-
-
-def _is_never_called(module: nn.Module) -> bool:
-    """Whether the module is one of torch's lists and dictionaries: whoever selects one means its entries.
-
-    A subclass with a ``forward`` of its own is a module like any other.
-    """
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return isinstance(module, containers) and type(module).forward is nn.Module.forward
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """The glob as a regular expression.
-
-    Example:
-        >>> [bool(_compiled(glob).fullmatch("a.b.c")) for glob in ("**.c", "a.*", "a.**", "a.*.c", "a.**.b.c", "*")]
-        [True, False, True, True, True, False]
-    """
-    expression = ""
-    segments: list[str] = []
-    for segment in pattern.split("."):
-        # Two neighbouring ** are one.
-        if segment != "**" or segments[-1:] != ["**"]:
-            segments.append(segment)
-    for position, segment in enumerate(segments):
-        last = position == len(segments) - 1
-        if segment != "**":
-            expression += "".join({"*": "[^.]*", "?": "[^.]"}.get(char, re.escape(char)) for char in segment)
-            expression += "" if last else r"\."
-        elif last and position:
-            # ``a.**`` also matches ``a``: the dot before belongs to what may be absent.
-            expression = expression.removesuffix(r"\.") + r"(?:\.[^.]+)*"
-        else:
-            expression += r"(?:[^.]+\.)*" + ("[^.]+" if last else "")
-    return re.compile(expression)
-
-
-def _closest(pattern: str, names: Iterable[str]) -> str:
-    known = [name for name in names if name]
-    # Most mistakes are in one segment, so names with an equal parent or an equal last segment come before what merely
-    # looks alike.
-    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
-    tail, head = pattern.rpartition(".")[2], pattern.partition(".")[0]
-    related = [name for name in known if name.rpartition(".")[2] == tail or name.partition(".")[0] == head]
-    closest = list(dict.fromkeys([*near, *related, *known]))[:3]
-    if not closest:
-        return "the model has no submodules"
-    return "the closest names are " + ", ".join(map(repr, closest))

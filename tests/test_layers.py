@@ -15,11 +15,11 @@ import lightning_recorder
 PACKAGE = "lightning_recorder"
 ROOT = Path(lightning_recorder.__file__).parent
 
-BOTTOM = ("autograd", "errors", "hooks", "schedule", "selection", "stance", "structure", "tags", "unrecorded")
+BOTTOM = ("autograd", "errors", "hooks", "names", "schedule", "stance", "structure", "tags", "unrecorded")
 # From the bottom to the top; what a file may import lies in a lower layer or in its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     BOTTOM,
-    ("graph.model", "reductions"),
+    ("graph.model", "reductions", "selection"),
     ("dumps", "graph", "sinks", "taps"),
     ("recorders",),
     ("callbacks",),

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_recorder.errors import ArgumentError, SelectionError
-from lightning_recorder.selection import SelectedModules, Selection, leaf_modules, named_submodules
+from lightning_recorder.names import leaf_modules, named_submodules
+from lightning_recorder.selection import SelectedModules, Selection
 
 
 def grow(*names: str) -> nn.Module:

@@ -21,7 +21,7 @@ from lightning_recorder.graph.caller import called_by_trainer
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
 from lightning_recorder.graph.provenance import Provenance, is_lazy
 from lightning_recorder.hooks import ModuleHook
-from lightning_recorder.selection import named_submodules
+from lightning_recorder.names import named_submodules
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.unrecorded import is_unrecorded, unrecorded
 

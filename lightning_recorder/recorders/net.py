@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,29 +12,15 @@ from torch import Tensor, nn
 
 from lightning_recorder.autograd import in_backward
 from lightning_recorder.errors import ArgumentError, FlowError, check_integer
-from lightning_recorder.recorders.calls import (
-    Call,
-    CallWatch,
-    Label,
-    Snapshot,
-    arguments,
-    differences,
-    label_calls,
-    make_inputs,
-    run_without_trace,
-)
+from lightning_recorder.names import named_submodules
+from lightning_recorder.recorders.activations import Kept, Postprocessor, Recording
+from lightning_recorder.recorders.calls import Label, differences, label_calls
+from lightning_recorder.recorders.inputs import arguments, make_inputs
+from lightning_recorder.recorders.labelling import Snapshot, run_without_trace
+from lightning_recorder.recorders.levels import leave_level_out, name_as_in_net, put_level_in
 from lightning_recorder.recorders.summary import Summary, SummaryWatch
-from lightning_recorder.selection import named_submodules
-from lightning_recorder.structure import iter_tensors
-from lightning_recorder.unrecorded import unrecorded
 
 __all__ = ["RecordedNet"]
-
-Postprocessor = Callable[[Any], Any]
-"""Takes a module's output; gives what takes its place, or ``None`` to leave it."""
-
-# The wrapped net's name in the wrapper, which is left out of the keys of state dictionaries.
-_NET = "_net"
 
 
 class RecordedNet(nn.Module):
@@ -129,12 +115,12 @@ class RecordedNet(nn.Module):
         self._depth = depth
         self._static = force_static_flow
         self._recording: tuple[Label, ...] = ()
-        self._records: dict[Label, _Kept | dict[str, _Kept]] = {}
+        self._records: dict[Label, Kept | dict[str, Kept]] = {}
         data = make_inputs(net, input_size, dtypes) if input_size is not None else input_data
         self._label(*arguments(data, input_kwargs))
-        self.register_state_dict_post_hook(_leave_level_out)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self.register_load_state_dict_pre_hook(_put_level_in)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self.register_load_state_dict_post_hook(_name_as_in_net)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_state_dict_post_hook(leave_level_out)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_load_state_dict_pre_hook(put_level_in)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_load_state_dict_post_hook(name_as_in_net)  # type: ignore[no-untyped-call]  # torch has no annotations there
 
     def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         modules = named_submodules(self._net)
@@ -297,14 +283,14 @@ class RecordedNet(nn.Module):
         if not self._static:
             called = {call.name for call in labels}
             modules = {name: module for name, module in modules.items() if name in called}
-        with _Recording(modules, labels, postprocs, keep) as recording:
+        with Recording(modules, labels, postprocs, keep) as recording:
             output = self._net(*args, **kwargs)
         self._check_flow(recording)
         if keep:
             self._records = recording.records
         return output
 
-    def _check_flow(self, recording: _Recording) -> None:
+    def _check_flow(self, recording: Recording) -> None:
         if self._static:
             found = differences(self._calls, recording.calls)
             if found is not None:
@@ -325,119 +311,3 @@ class RecordedNet(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Tensors in the middle of an autograd graph can be neither copied nor pickled.
         return {**super().__getstate__(), "_records": {}}  # type: ignore[no-untyped-call]  # torch has no annotations there
-
-
-class _Kept:
-    """A tensor as it was when a hook saw it."""
-
-    def __init__(self, tensor: Tensor, version: int | None, copy: Tensor) -> None:
-        self._tensor = tensor
-        self._version = version
-        self._copy = copy
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Kept:
-        # On with autograd, whatever the mode: the copy then needs a gradient just where the tensor does.
-        with unrecorded(), torch.enable_grad():
-            return cls(tensor, _version(tensor), tensor.clone())
-
-    @property
-    def value(self) -> Tensor:
-        """The tensor itself while nothing has been written to it, else the copy."""
-        unchanged = self._version is not None and _version(self._tensor) == self._version
-        return self._tensor if unchanged else self._copy
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether this is the same tensor with the same values."""
-        return self._tensor is tensor and self._version is not None and _version(tensor) == self._version
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often the tensor was written to, or ``None`` if that is not known, as in inference mode."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
-
-
-class _Recording(CallWatch):
-    """A watch of one recorded forward."""
-
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        labels: Mapping[Call, Label],
-        postprocs: Mapping[Label, Postprocessor],
-        keep: bool,
-    ) -> None:
-        super().__init__(modules)
-        self.records: dict[Label, _Kept | dict[str, _Kept]] = {}
-        self._labels = labels
-        self._postprocs = postprocs
-        self._keep = keep
-        self._latest: dict[int, _Kept] = {}
-
-    def end(self, call: Call, output: Any) -> Any:
-        """Keep the output and postprocess it, if the call is a recorded one."""
-        label = self._labels.get(call)
-        if label is None:
-            return None
-        if self._keep:
-            if isinstance(output, Tensor):
-                self.records[label] = self._kept(output)
-            else:
-                self.records[label] = {path: self._kept(tensor) for path, tensor in iter_tensors(output)}
-        postproc = self._postprocs.get(label)
-        return None if postproc is None else postproc(output)
-
-    def _kept(self, tensor: Tensor) -> _Kept:
-        # The last child's output is its parent's too: one copy serves both.
-        kept = self._latest.get(id(tensor))
-        if kept is None or not kept.is_of(tensor):
-            kept = self._latest[id(tensor)] = _Kept.of(tensor)
-        return kept
-
-
-# State dictionaries. The hooks are functions of the module, so that wrappers can be pickled.
-
-
-def _renamed(keys: Iterable[str], old: str, new: str) -> dict[str, str]:
-    return {key: new + key[len(old) :] for key in keys if key.startswith(old)}
-
-
-def _leave_level_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """Name the entries of a state dictionary as the net itself does."""
-    inner = f"{prefix}{_NET}."
-    _rename(state_dict, _renamed(state_dict, inner, prefix))
-    metadata = getattr(state_dict, "_metadata", {})
-    # The versions of modules are wanted under the net's names by the bare net, and under these by a wrapper.
-    for key in [key for key in metadata if f"{key}.".startswith(inner)]:
-        metadata[(prefix + f"{key}."[len(inner) :])[:-1]] = metadata[key]
-
-
-def _put_level_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: object) -> None:
-    """Name the entries of a state dictionary as torch looks for them."""
-    inner = f"{prefix}{_NET}."
-    _rename(state_dict, _renamed(state_dict, prefix, inner))
-    # Of a bare net the versions are known only where the wrapper itself is loaded: further in torch shows no more.
-    metadata = getattr(state_dict, "_metadata", {})
-    for key in [key for key in metadata if f"{key}.".startswith(prefix) and not f"{key}.".startswith(inner)]:
-        metadata.setdefault((inner + f"{key}."[len(prefix) :])[:-1], metadata[key])
-    vars(module)["_level"] = inner
-
-
-def _name_as_in_net(module: nn.Module, incompatible_keys: Any) -> None:
-    """Name what is missing or unexpected as the state dictionary does."""
-    inner = vars(module).pop("_level", None)
-    if inner is None:
-        return
-    outer = inner[: -len(_NET) - 1]
-    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
-        renamed = _renamed(keys, inner, outer)
-        keys[:] = [renamed.get(key, key) for key in keys]
-
-
-def _rename(state_dict: dict[str, Any], names: Mapping[str, str]) -> None:
-    # Out with all of them first: one's new name may be another's old one.
-    entries = {new: state_dict.pop(old) for old, new in names.items()}
-    state_dict.update(entries)

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import Self
 
-from lightning_recorder.recorders.calls import Call, CallWatch, Label, Snapshot, is_uninitialized, label_calls
+from lightning_recorder.recorders.calls import Call, CallWatch, Label, label_calls
+from lightning_recorder.recorders.labelling import Snapshot, is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
 __all__ = ["Summary", "SummaryRow", "SummaryWatch"]

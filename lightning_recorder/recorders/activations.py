@@ -1,0 +1,90 @@
+"""The outputs of chosen calls in one forward pass, as they were when the calls ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.recorders.calls import Call, CallWatch, Label
+from lightning_recorder.structure import iter_tensors
+from lightning_recorder.unrecorded import unrecorded
+
+__all__ = ["Kept", "Postprocessor", "Recording"]
+
+Postprocessor = Callable[[Any], Any]
+"""Takes a module's output; gives what takes its place, or ``None`` to leave it."""
+
+
+class Kept:
+    """A tensor as it was when a hook saw it."""
+
+    def __init__(self, tensor: Tensor, version: int | None, copy: Tensor) -> None:
+        self._tensor = tensor
+        self._version = version
+        self._copy = copy
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kept:
+        """The tensor as it is now."""
+        # On with autograd, whatever the mode: the copy then needs a gradient just where the tensor does.
+        with unrecorded(), torch.enable_grad():
+            return cls(tensor, _version(tensor), tensor.clone())
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor itself while nothing has been written to it, else the copy."""
+        unchanged = self._version is not None and _version(self._tensor) == self._version
+        return self._tensor if unchanged else self._copy
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the same tensor with the same values."""
+        return self._tensor is tensor and self._version is not None and _version(tensor) == self._version
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often the tensor was written to, or ``None`` if that is not known, as in inference mode."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
+
+
+class Recording(CallWatch):
+    """A watch of one recorded forward."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        labels: Mapping[Call, Label],
+        postprocs: Mapping[Label, Postprocessor],
+        keep: bool,
+    ) -> None:
+        super().__init__(modules)
+        self.records: dict[Label, Kept | dict[str, Kept]] = {}
+        self._labels = labels
+        self._postprocs = postprocs
+        self._keep = keep
+        self._latest: dict[int, Kept] = {}
+
+    def end(self, call: Call, output: Any) -> Any:
+        """Keep the output and postprocess it, if the call is a recorded one."""
+        label = self._labels.get(call)
+        if label is None:
+            return None
+        if self._keep:
+            if isinstance(output, Tensor):
+                self.records[label] = self._kept(output)
+            else:
+                self.records[label] = {path: self._kept(tensor) for path, tensor in iter_tensors(output)}
+        postproc = self._postprocs.get(label)
+        return None if postproc is None else postproc(output)
+
+    def _kept(self, tensor: Tensor) -> Kept:
+        # The last child's output is its parent's too: one copy serves both.
+        kept = self._latest.get(id(tensor))
+        if kept is None or not kept.is_of(tensor):
+            kept = self._latest[id(tensor)] = Kept.of(tensor)
+        return kept

@@ -1,0 +1,69 @@
+"""What a net is run with, given or made up from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.errors import ArgumentError
+
+__all__ = ["arguments", "make_inputs"]
+
+
+def arguments(data: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments of the labelling run."""
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ArgumentError(f"input_kwargs takes a dictionary of keyword arguments, got {type(kwargs).__name__}")
+    more = dict(kwargs or {})
+    if isinstance(data, Mapping):
+        return (), {**data, **more}
+    if isinstance(data, Tensor):
+        return (data,), more
+    if isinstance(data, (tuple, list)):
+        return tuple(data), more
+    raise ArgumentError(
+        "input_data takes a tensor, a tuple or list of positional arguments, or a dictionary of keyword arguments, got "
+        + type(data).__name__
+    )
+
+
+def make_inputs(net: nn.Module, input_size: Any, dtypes: Any) -> tuple[Tensor, ...]:
+    """Tensors of the given shapes: zeros for integers and booleans, else random numbers."""
+    sizes = _sizes(input_size)
+    tensors = [*net.parameters(), *net.buffers()]
+    device = tensors[0].device if tensors else torch.get_default_device()
+    default = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.get_default_dtype())
+    if isinstance(dtypes, (tuple, list)):
+        each_dtype: list[Any] = list(dtypes)
+    else:
+        each_dtype = [default if dtypes is None else dtypes] * len(sizes)
+    if len(each_dtype) != len(sizes) or not all(isinstance(each, torch.dtype) for each in each_dtype):
+        raise ArgumentError(f"dtypes takes a torch.dtype, or one for each of the {len(sizes)} inputs, got {dtypes!r}")
+    # One of its own, so that nobody else's numbers change.
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        (
+            torch.rand(size, generator=generator, device="cpu", dtype=torch.float32)
+            if dtype.is_floating_point or dtype.is_complex
+            else torch.zeros(size, device="cpu")
+        ).to(device, dtype)
+        for size, dtype in zip(sizes, each_dtype, strict=True)
+    )
+
+
+def _sizes(input_size: Any) -> list[tuple[int, ...]]:
+    """Each shape of one or several."""
+    sequence = isinstance(input_size, (tuple, list))
+    several = sequence and len(input_size) > 0 and all(isinstance(size, (tuple, list)) for size in input_size)
+    sizes = list(input_size) if several else [input_size]
+    for size in sizes:
+        # An empty list is no list of shapes; the shape of a scalar is an empty tuple.
+        valid = isinstance(size, (tuple, list)) and size != []
+        if not valid or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in size):
+            raise ArgumentError(
+                f"input_size takes a shape, as in (1, 3), or a list of shapes, none negative; got {input_size!r}"
+            )
+    return [tuple(size) for size in sizes]
