@@ -60,7 +60,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
-    sources = {path.relative_to(ROOT).as_posix() for path in SOURCES.rglob("*") if path.suffix in (".py", ".typed")}
+    sources = {
+        path.relative_to(ROOT).as_posix() for path in SOURCES.rglob("*") if path.suffix in (".py", ".c", ".typed")
+    }
     about = f"lightning_recorder-{lightning_recorder.__version__}.dist-info"
     assert names == sources | {f"{about}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")}
     assert "lightning_recorder/py.typed" in names

@@ -17,6 +17,7 @@ from lightning_recorder.reductions import (
     StateBank,
     Statistics,
     Values,
+    prepare,
     to_histogram,
 )
 from lightning_recorder.taps import OutputTap, Site, Tap
@@ -69,6 +70,7 @@ class StatisticsRecorder:
         self._reduction: type[Reduction] = Statistics
         self._bank: StateBank[Site] = StateBank(self._reduction)
         self._tap = tap(modules, self._receive, strict=strict)
+        prepare()
 
     def _receive(self, site: Site, tensor: Tensor) -> None:
         if tensor.device.type != "meta":

@@ -3,6 +3,7 @@
 from lightning_recorder.reductions.bank import StateBank
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.extrema import Extrema
+from lightning_recorder.reductions.fused import prepare
 from lightning_recorder.reductions.histogram import ExponentHistogram, Histogram
 from lightning_recorder.reductions.moments import RunningMoments
 from lightning_recorder.reductions.statistics import SCALAR_STATISTICS, Statistics, to_histogram
@@ -20,5 +21,6 @@ __all__ = [
     "Statistics",
     "Tallies",
     "Values",
+    "prepare",
     "to_histogram",
 ]

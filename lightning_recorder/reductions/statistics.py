@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.extrema import Extrema
+from lightning_recorder.reductions.fused import add_statistics, prepare
 from lightning_recorder.reductions.histogram import ExponentHistogram, Histogram
 from lightning_recorder.reductions.moments import RunningMoments
 from lightning_recorder.reductions.tallies import Tallies
@@ -36,6 +37,10 @@ class Statistics(Reduction):
         'nan_count': 1.0, 'inf_count': 0.0}
     """
 
+    def __init__(self, state: Tensor | None = None, *, device: torch.device | str | None = None) -> None:
+        super().__init__(state, device=device)
+        prepare()
+
     parts: tuple[type[Reduction], ...] = (RunningMoments, Extrema, Tallies, ExponentHistogram)
     width = sum(part.width for part in (RunningMoments, Extrema, Tallies, ExponentHistogram))
 
@@ -51,6 +56,8 @@ class Statistics(Reduction):
     @classmethod
     @override
     def update_state(cls, state: Tensor, values: Values) -> None:
+        if add_statistics(state, values.tensor, values.factor):
+            return
         for part, own in cls._split(state):
             part.update_state(own, values)
 

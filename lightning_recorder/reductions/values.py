@@ -29,7 +29,13 @@ class Values:
     """
 
     def __init__(self, tensor: Tensor, factor: float = 1.0) -> None:
-        tensor = tensor.detach()
+        self.tensor = tensor.detach()
+        self.factor = factor
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """The real values, widened and multiplied, ``[numel]`` float32 or float64."""
+        tensor = self.tensor
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
         tensor = tensor.resolve_neg()
@@ -37,8 +43,12 @@ class Values:
             tensor = tensor.double()
         elif tensor.dtype not in (torch.float32, torch.float64):
             tensor = tensor.float()
-        self.flat = tensor.reshape(-1) if factor == 1.0 else tensor.reshape(-1) * factor
-        self.numel = self.flat.numel()
+        return tensor.reshape(-1) if self.factor == 1.0 else tensor.reshape(-1) * self.factor
+
+    @property
+    def numel(self) -> int:
+        """How many real values there are."""
+        return self.flat.numel()
 
     @cached_property
     def nan_count(self) -> Tensor:

@@ -1,0 +1,171 @@
+/* All statistics of one array in one pass through memory, added to a row of state.
+ *
+ * The row is that of the reduction Statistics: count, mean and m2 of the finite values; their minimum and maximum; the
+ * numbers of values, zeros, NaN and infinities; and 2048 bins, the upper eleven bits of each value as a float.
+ *
+ * A block of values lies in the first cache while it is summed, its deviations from its own mean are squared, and its
+ * bins counted; blocks are merged as states are (Chan, Golub & LeVeque 1979), in double. So a small variance beside a
+ * large mean is not lost, whatever comes first.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BINS 2048
+#define BLOCK 2048
+#define FEW 32768 /* values for which another thread is not worth its start */
+
+enum { COUNT, MEAN, M2, MIN, MAX, NUMEL, ZEROS, NANS, INFINITIES, HISTOGRAM };
+
+typedef struct {
+  double count, mean, m2, min, max;
+  int64_t zeros, nans, infinities;
+  uint32_t bins[2][BINS]; /* two, so that equal neighbours do not wait for each other */
+} Part;
+
+static void merge(double *count, double *mean, double *m2, double n, double mu, double q) {
+  if (n == 0) return;
+  double total = *count + n, share = n / total, delta = mu - *mean;
+  *m2 += q + delta * delta * *count * share;
+  *mean += delta * share;
+  *count = total;
+}
+
+/* One block of TYPE, whose bits are of UINT and whose exponent is EXPONENT for what is not finite. In nearly every block
+   all is finite, and the loops that need not look are twice as fast; in the others each value that is not is left out. */
+#define DEFINE_BLOCK(NAME, TYPE, UINT, EXPONENT, MASK)                                                                 \
+  static void NAME(const TYPE *restrict x, int n, Part *part) {                                                        \
+    UINT bits[BLOCK], largest = 0;                                                                                     \
+    TYPE finite[BLOCK];                                                                                                \
+    int zeros = 0, nans = 0, others = 0;                                                                               \
+    memcpy(bits, x, n * sizeof *x);                                                                                    \
+    _Pragma("omp simd reduction(+ : zeros) reduction(max : largest)")                                                  \
+    for (int i = 0; i < n; i++) {                                                                                      \
+      UINT size = bits[i] & MASK;                                                                                      \
+      zeros += size == 0;                                                                                              \
+      largest = size > largest ? size : largest;                                                                       \
+    }                                                                                                                  \
+    if (largest >= EXPONENT) {                                                                                         \
+      int kept = 0;                                                                                                    \
+      for (int i = 0; i < n; i++) {                                                                                    \
+        UINT size = bits[i] & MASK;                                                                                    \
+        nans += size > EXPONENT;                                                                                       \
+        if (size < EXPONENT) finite[kept++] = x[i];                                                                    \
+      }                                                                                                                \
+      others = n - kept;                                                                                               \
+      x = finite;                                                                                                      \
+    }                                                                                                                  \
+    int count = n - others;                                                                                            \
+    double sum = 0, squares = 0;                                                                                       \
+    TYPE low = INFINITY, high = -INFINITY;                                                                             \
+    _Pragma("omp simd reduction(+ : sum) reduction(min : low) reduction(max : high)")                                  \
+    for (int i = 0; i < count; i++) {                                                                                  \
+      sum += (double)x[i];                                                                                             \
+      low = x[i] < low ? x[i] : low;                                                                                   \
+      high = x[i] > high ? x[i] : high;                                                                                \
+    }                                                                                                                  \
+    double mean = count ? sum / count : 0;                                                                             \
+    _Pragma("omp simd reduction(+ : squares)")                                                                         \
+    for (int i = 0; i < count; i++) squares += ((double)x[i] - mean) * ((double)x[i] - mean);                          \
+    merge(&part->count, &part->mean, &part->m2, count, mean, squares);                                                 \
+    part->min = low < part->min ? low : part->min;                                                                     \
+    part->max = high > part->max ? high : part->max;                                                                   \
+    part->zeros += zeros;                                                                                              \
+    part->nans += nans;                                                                                                \
+    part->infinities += others - nans;                                                                                 \
+  }
+
+DEFINE_BLOCK(block_of_floats, float, uint32_t, 0x7f800000u, 0x7fffffffu)
+DEFINE_BLOCK(block_of_doubles, double, uint64_t, 0x7ff0000000000000u, 0x7fffffffffffffffu)
+
+static void count_bins(const float *x, int n, uint32_t bins[2][BINS]) {
+  uint32_t bits[BLOCK];
+  memcpy(bits, x, n * sizeof *x);
+  int i = 0;
+  for (; i + 1 < n; i += 2) {
+    bins[0][bits[i] >> 21]++;
+    bins[1][bits[i + 1] >> 21]++;
+  }
+  if (i < n) bins[0][bits[i] >> 21]++;
+}
+
+static void part_of_floats(const void *data, int64_t from, int64_t to, double factor, Part *part) {
+  const float *values = data;
+  float scale = (float)factor, scaled[BLOCK];
+  for (int64_t at = from; at < to; at += BLOCK) {
+    int n = to - at < BLOCK ? (int)(to - at) : BLOCK;
+    const float *x = values + at;
+    if (scale != 1) {
+      for (int i = 0; i < n; i++) scaled[i] = x[i] * scale;
+      x = scaled;
+    }
+    block_of_floats(x, n, part);
+    count_bins(x, n, part->bins);
+  }
+}
+
+static void part_of_doubles(const void *data, int64_t from, int64_t to, double factor, Part *part) {
+  const double *values = data;
+  double scaled[BLOCK];
+  float narrow[BLOCK];
+  for (int64_t at = from; at < to; at += BLOCK) {
+    int n = to - at < BLOCK ? (int)(to - at) : BLOCK;
+    for (int i = 0; i < n; i++) {
+      double x = scaled[i] = values[at + i] * factor;
+      /* What is finite stays so: it goes to the end bin of its sign. */
+      narrow[i] = fabs(x) == INFINITY || x != x ? (float)x : x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
+    }
+    block_of_doubles(scaled, n, part);
+    count_bins(narrow, n, part->bins);
+  }
+}
+
+static void part_of_bfloats(const void *data, int64_t from, int64_t to, double factor, Part *part) {
+  const uint16_t *values = data;
+  float scale = (float)factor, wide[BLOCK];
+  uint32_t bits[BLOCK];
+  for (int64_t at = from; at < to; at += BLOCK) {
+    int n = to - at < BLOCK ? (int)(to - at) : BLOCK;
+    for (int i = 0; i < n; i++) bits[i] = (uint32_t)values[at + i] << 16;
+    memcpy(wide, bits, n * sizeof *wide);
+    if (scale != 1)
+      for (int i = 0; i < n; i++) wide[i] *= scale;
+    block_of_floats(wide, n, part);
+    count_bins(wide, n, part->bins);
+  }
+}
+
+typedef void (*PartOf)(const void *, int64_t, int64_t, double, Part *);
+
+static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats};
+
+/* Adds numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. */
+void add_statistics(const void *data, int64_t numel, int kind, double factor, int threads, double *row) {
+  static _Thread_local Part own; /* not on the stack, which a thread of Python's may have little of */
+  if (numel < FEW || threads < 1) threads = 1;
+  Part *parts = threads > 1 ? malloc(threads * sizeof *parts) : &own;
+  if (!parts) threads = 1, parts = &own;
+  int64_t share = ((numel + threads - 1) / threads + BLOCK - 1) / BLOCK * BLOCK;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+  for (int t = 0; t < threads; t++) {
+    int64_t from = t * share, to = from + share < numel ? from + share : numel;
+    memset(parts + t, 0, sizeof *parts);
+    parts[t].min = INFINITY;
+    parts[t].max = -INFINITY;
+    if (from < to) PARTS[kind](data, from, to, factor, parts + t);
+  }
+  row[NUMEL] += (double)numel;
+  for (int t = 0; t < threads; t++) {
+    const Part *part = parts + t;
+    merge(row + COUNT, row + MEAN, row + M2, part->count, part->mean, part->m2);
+    row[MIN] = part->min < row[MIN] ? part->min : row[MIN];
+    row[MAX] = part->max > row[MAX] ? part->max : row[MAX];
+    row[ZEROS] += (double)part->zeros;
+    row[NANS] += (double)part->nans;
+    row[INFINITIES] += (double)part->infinities;
+    for (int bin = 0; bin < BINS; bin++) row[HISTOGRAM + bin] += (double)part->bins[0][bin] + (double)part->bins[1][bin];
+  }
+  if (parts != &own) free(parts);
+}

@@ -1,0 +1,182 @@
+"""The statistics of a tensor in one pass through its memory, by a small C function that is built where it runs.
+
+Separate passes of torch cost several times as much as the arithmetic. The function is plain C without torch's headers,
+so a compiler builds it in a third of a second; where there is none, or anything else is not as it should be, the passes
+of torch do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["add_statistics", "prepare"]
+
+_log = logging.getLogger("lightning_recorder")
+
+_SOURCE = Path(__file__).with_suffix(".c")
+# Not -ffast-math: with some compilers it makes the whole process flush small numbers to zero, the training included.
+_FLAGS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
+# The threads are those of torch: its OpenMP library is in the process already, and a second one beside it would spin on
+# the same cores. The other build is for compilers whose code needs another library.
+_THREADS = ("-fopenmp",)
+_NO_THREADS = ("-fopenmp-simd",)
+_TIMEOUT_S = 60
+
+_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+_Kernel = Callable[[int, int, int, float, int, int], None]
+
+
+class _Loaded:
+    """The function of this process."""
+
+    lock = threading.Lock()
+    tried = False
+    kernel: _Kernel | None = None
+
+
+def prepare() -> bool:
+    """Have the function ready, building it if it is not in the cache; answers whether there is one.
+
+    The cache is ``$XDG_CACHE_HOME/lightning_recorder`` (``~/.cache/lightning_recorder``), a folder for the user alone.
+    ``LIGHTNING_RECORDER_FUSED=0`` in the environment switches the function off. Nothing is raised.
+    """
+    with _Loaded.lock:
+        if not _Loaded.tried:
+            _Loaded.tried = True
+            if os.environ.get("LIGHTNING_RECORDER_FUSED") != "0":
+                _Loaded.kernel = _load()
+    return _Loaded.kernel is not None
+
+
+def add_statistics(row: Tensor, tensor: Tensor, factor: float) -> bool:
+    """Add the statistics of a tensor to a state of :class:`Statistics`, if the function can.
+
+    Args:
+        row: The state, ``[2057]`` float64, on the CPU.
+        tensor: Any tensor.
+        factor: What its values are multiplied by first.
+
+    Returns:
+        Whether it was done. If not, nothing has changed: there is no function, or the tensor is not on the CPU, not of
+        float32, float64 or bfloat16, or more than a plain array.
+    """
+    kernel = _Loaded.kernel
+    kind = _KINDS.get(tensor.dtype)
+    if kernel is None or kind is None or type(tensor) not in (Tensor, nn.Parameter):
+        return False
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_neg() or not row.is_contiguous():
+        return False
+    # The order of the values does not matter, so what is dense in another order is read as it lies.
+    if not (tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))):
+        tensor = tensor.contiguous()
+    kernel(tensor.data_ptr(), tensor.numel(), kind, factor, torch.get_num_threads(), row.data_ptr())
+    return True
+
+
+def _load() -> _Kernel | None:
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None or ctypes.sizeof(ctypes.c_void_p) != 8:
+        _log.info("no C compiler is there; statistics are computed by torch")
+        return None
+    return _load_with(compiler, _FLAGS + _THREADS) or _load_with(compiler, _FLAGS + _NO_THREADS)
+
+
+def _load_with(compiler: str, flags: Sequence[str]) -> _Kernel | None:
+    try:
+        kernel = _opened(_built(compiler, flags))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home folder
+        _log.info("%s with %s did not build: %s", compiler, flags[-1], error)
+        return None
+    if not _is_right(kernel):
+        _log.warning("the C function built by %s is wrong, and not used", compiler)
+        return None
+    return kernel
+
+
+def _built(compiler: str, flags: Sequence[str]) -> Path:
+    """The library, from the cache or built now."""
+    folder = _cache()
+    key = hashlib.sha256("\0".join([_SOURCE.read_text(), compiler, *flags, _processor()]).encode()).hexdigest()[:16]
+    library = folder / f"fused-{key}.so"
+    if library.exists():
+        return library
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        object_file, made = Path(scratch, "fused.o"), Path(scratch, "fused.so")
+        # In two steps: linking without -fopenmp leaves its functions to be those of torch.
+        _run([compiler, *flags, "-c", str(_SOURCE), "-o", str(object_file)])
+        _run([compiler, "-shared", str(object_file), "-o", str(made), "-lm"])
+        # In one piece, since several processes may build at once.
+        made.replace(library)
+    _log.info("built %s in %.1f s", library, time.perf_counter() - started)
+    return library
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT_S)
+
+
+def _cache() -> Path:
+    """A folder that nobody else can write to, since code is loaded from it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning_recorder")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} can be written to by others")
+    return folder
+
+
+def _processor() -> str:
+    """What tells apart the processors for which code is built, as those of a cluster that shares a home folder."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.platform()} {platform.processor()} {features}"
+
+
+def _opened(library: Path) -> _Kernel:
+    # With the interpreter's lock held: it takes less time than to get the lock back.
+    function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).add_statistics
+    function.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_double,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    function.restype = None
+    return function
+
+
+def _is_right(kernel: _Kernel) -> bool:
+    """Whether the function counts a few numbers of each kind as it should."""
+    values = [0.0, -0.0, 1.5, -2.0, 1e-40, float("nan"), float("inf"), float("-inf"), 3.0]
+    for dtype, kind in _KINDS.items():
+        tensor = torch.tensor(values, dtype=dtype)
+        row = torch.zeros(2057, dtype=torch.float64)
+        row[3], row[4] = float("inf"), float("-inf")
+        kernel(tensor.data_ptr(), tensor.numel(), kind, 2.0, 1, row.data_ptr())
+        finite = tensor.double()[tensor.isfinite()] * 2
+        expected = [6, finite.mean(), finite.var(correction=0) * 6, -4, 6, 9, 2, 1, 2, 9]
+        found = [*row[:9], row[9:].sum()]
+        if not torch.allclose(torch.tensor(found), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0):
+            return False
+    return True

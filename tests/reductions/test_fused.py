@@ -1,0 +1,259 @@
+"""The statistics in one pass, against those of separate passes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_recorder.reductions import Statistics, Values, fused
+from tests.reductions.strategies import streams
+
+needs_compiler = pytest.mark.skipif(not fused.prepare(), reason="no C compiler is there")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+SPECIAL = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1e-45, -1e-40, 3.4e38, 1.1754944e-38]
+
+
+def plain(tensor: Tensor, factor: float = 1.0, state: Tensor | None = None) -> Tensor:
+    """The state that separate passes give."""
+    statistics = Statistics(state)
+    for part, own in Statistics._split(statistics.state):
+        part.update_state(own, Values(tensor, factor))
+    return statistics.state
+
+
+def in_one_pass(tensor: Tensor, factor: float = 1.0, state: Tensor | None = None) -> Tensor:
+    """The state that the C function gives, which must take the tensor."""
+    statistics = Statistics(state)
+    assert fused.add_statistics(statistics.state, tensor, factor)
+    return statistics.state
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    """Counts, extrema and bins to the bit; the mean within 1e-12 of the rms, m2 within the bound of the moments."""
+    assert torch.equal(found[3:], expected[3:])
+    assert found[0] == expected[0]
+    mean, variance = expected[1], expected[2] / expected[0].clamp(min=1)
+    assert abs(found[1] - mean) <= 1e-12 * (mean.square() + variance).sqrt()
+    assert abs(found[2] - expected[2]) <= 1e-12 * (variance + 2e-4 * mean.square()) * expected[0]
+
+
+def numbers(count: int, dtype: torch.dtype, special: bool = False) -> Tensor:
+    """Numbers of very different size, some of them special."""
+    torch.manual_seed(count)
+    values = torch.randn(count, dtype=torch.float64) * 10.0 ** torch.randint(-6, 7, (count,)) + 3
+    if special:
+        places = torch.arange(0, count, max(1, count // 20))
+        values[places] = torch.tensor(SPECIAL, dtype=torch.float64)[torch.arange(len(places)) % len(SPECIAL)]
+    return values.to(dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.5, 1 / 3, 65536.0])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 2047, 2048, 2049, 32767, 32768, 100_003])
+def test_one_pass_gives_what_separate_passes_give(count: int, factor: float, special: bool, dtype: torch.dtype) -> None:
+    """For each dtype, size around those of a block and of a thread, and factor, both ways give the same state."""
+    tensor = numbers(count, dtype, special)
+    assert_equal(in_one_pass(tensor, factor), plain(tensor, factor))
+
+
+@needs_compiler
+@settings(max_examples=100)
+@given(streams)
+def test_a_stream_in_one_pass_each(stream: list[Tensor]) -> None:
+    """Of any stream of tensors those that the function takes leave the state that separate passes leave."""
+    ours, theirs = Statistics().state, Statistics().state
+    for tensor in stream:
+        if fused.add_statistics(ours, tensor, 1.0):
+            plain(tensor, state=theirs)
+    assert_equal(ours, theirs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_the_number_of_threads_does_not_matter(threads: int) -> None:
+    """However many threads share the values, the state is the same, also where one has none."""
+    tensor = numbers(40_000, torch.float32, special=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_equal(in_one_pass(tensor), plain(tensor))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_a_small_variance_beside_a_large_mean_is_kept() -> None:
+    """1e4 ± 1e-3 has its variance, whatever stands first."""
+    torch.manual_seed(0)
+    tensor = 1e4 + 1e-3 * torch.randn(100_000, dtype=torch.float64)
+    for values in (tensor, torch.cat([torch.tensor([1e9]).double(), tensor]), tensor.flip(0)):
+        state = in_one_pass(values)
+        exact = (values - values.mean()).square().sum()
+        assert abs(state[2] - exact) <= 1e-12 * (exact + len(values) * 2e-4 * values.mean().square())
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.view(10, 20, 50).transpose(0, 2),
+    "strided": lambda x: x[::3],
+    "expanded": lambda x: x[:1].expand(7, 5),
+    "channels last": lambda x: x.view(10, 5, 20, 10).contiguous(memory_format=torch.channels_last),
+    "part of another": lambda x: x[17:400],
+    "0-d": lambda x: x[3],
+    "empty": lambda x: x[:0],
+    "of a graph": lambda x: (x.clone().requires_grad_() * 2).detach(),
+    "parameter": lambda x: nn.Parameter(x).detach(),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_layout_does_not_matter(shape: Callable[[Tensor], Tensor]) -> None:
+    """Transposed, strided, expanded, sliced and empty tensors are read right, and the memory around them is not."""
+    whole = numbers(10_000, torch.float32)
+    tensor = shape(whole)
+    assert_equal(in_one_pass(tensor), plain(tensor.clone()))
+
+
+class Subclass(Tensor):
+    """A tensor that may be anything inside."""
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3, dtype=torch.int64),
+        torch.ones(3, dtype=torch.bool),
+        torch.ones(3, dtype=torch.float16),
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(3, device="meta"),
+        torch.ones(3).to_sparse(),
+        torch.ones(3).as_subclass(Subclass),
+        torch.ones(3, dtype=torch.complex64).conj().imag,
+    ],
+    ids=["int", "bool", "float16", "complex", "meta", "sparse", "subclass", "negated"],
+)
+def test_what_it_cannot_read_is_left_to_torch(tensor: Tensor) -> None:
+    """Other dtypes, devices, layouts and classes are refused, and the state stays as it is."""
+    state = Statistics().state
+    assert not fused.add_statistics(state, tensor, 1.0)
+    assert torch.equal(state, Statistics.initial())
+
+
+@needs_compiler
+def test_nothing_of_torch_runs() -> None:
+    """The pass calls no operator of torch, so that neither autograd nor a graph capture nor a mode sees it."""
+
+    class Refuse(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+
+        def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+            raise AssertionError(func)
+
+    tensor, state = torch.ones(100), Statistics().state
+    with Refuse():
+        assert fused.add_statistics(state, tensor, 1.0)
+    assert state[0] == 100
+
+
+@needs_compiler
+def test_small_numbers_are_left_to_the_training() -> None:
+    """Loading the function does not make the process flush subnormal numbers to zero, in no thread."""
+    code = """
+import torch
+from lightning_recorder.reductions import fused
+assert fused.prepare()
+small = torch.full((100_000,), 1e-40)
+print((small * 0.5 > 0).all().item(), torch.tensor(1e-310, dtype=torch.float64).mul(0.5).item() > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+# Building
+
+
+def prepared(environment: dict[str, str], log: str = "INFO") -> list[str]:
+    """What another process says of preparing the function, and what it logs."""
+    code = f"""
+import logging, sys
+logging.basicConfig(level=logging.{log}, stream=sys.stdout, format="%(message)s")
+import torch
+from lightning_recorder import Statistics
+from lightning_recorder.reductions import fused
+statistics = Statistics()
+statistics.update(torch.ones(3))
+print(fused.prepare(), float(statistics.compute()["count"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    )
+    return done.stdout.splitlines()
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_it_is_built_once_for_the_user_alone(tmp_path: Path) -> None:
+    """The first process builds and says so, the second finds it; the folder is the user's own and has nothing else."""
+    first, second = (prepared({"XDG_CACHE_HOME": str(tmp_path)}) for _ in range(2))
+    assert first[0].startswith("built ")
+    assert first[1:] == second == ["True 3.0"]
+    folder = tmp_path / "lightning_recorder"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [each.suffix for each in folder.iterdir()] == [".so"]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_processes_may_build_at_once(tmp_path: Path) -> None:
+    """Several processes that find no library all end up with one."""
+    command = [sys.executable, "-c", "from lightning_recorder.reductions import fused; print(fused.prepare())"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
+    assert [each.communicate()[0].strip() for each in running] == ["True"] * 4
+    assert len(list((tmp_path / "lightning_recorder").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"LIGHTNING_RECORDER_FUSED": "0"}, None),
+        ({"PATH": "/nonexistent", "CC": ""}, "no C compiler"),
+        ({"CC": "/bin/false"}, "did not build"),
+        ({"CC": "/nonexistent/cc"}, "did not build"),
+        ({"XDG_CACHE_HOME": "/proc/nonexistent"}, "did not build"),
+    ],
+    ids=["switched off", "no compiler", "a compiler that fails", "a compiler that is missing", "no folder"],
+)
+def test_without_it_torch_computes(environment: dict[str, str], told: str | None, tmp_path: Path) -> None:
+    """Whatever prevents it is logged, nothing is raised, and the statistics are there."""
+    *logged, result = prepared({"XDG_CACHE_HOME": str(tmp_path), **environment})
+    assert result == "False 3.0"
+    assert all(told in line for line in logged) if told else logged == []
+    assert bool(logged) == bool(told)
+
+
+@pytest.mark.slow
+def test_code_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
+    """A cache folder that others may write to is refused."""
+    folder = tmp_path / "lightning_recorder"
+    folder.mkdir()
+    folder.chmod(0o777)
+    *logged, result = prepared({"XDG_CACHE_HOME": str(tmp_path)})
+    assert result == "False 3.0"
+    assert "can be written to by others" in logged[0]
+    assert list(folder.iterdir()) == []
