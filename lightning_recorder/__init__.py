@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     )
     from lightning_recorder.selection import SelectedModules, Selection
     from lightning_recorder.sinks import FilesSink, MemorySink, MultiSink, Sink, TensorBoardSink, register_sink
-    from lightning_recorder.structure import register_container
+    from lightning_recorder.structure import iter_tensors, register_container
     from lightning_recorder.taps import (
         InputGradientTap,
         InputTap,
@@ -116,7 +116,7 @@ _HOMES = {
     "reductions": ("ExponentHistogram", "Extrema", "Histogram", "Reduction", "RunningMoments", "Statistics", "Tallies"),
     "selection": ("SelectedModules", "Selection"),
     "sinks": ("FilesSink", "MemorySink", "MultiSink", "Sink", "TensorBoardSink", "register_sink"),
-    "structure": ("register_container",),
+    "structure": ("iter_tensors", "register_container"),
     "taps": (
         "InputGradientTap",
         "InputTap",
@@ -187,6 +187,7 @@ __all__ = [
     "collapse",
     "fit",
     "fold_repeats",
+    "iter_tensors",
     "read_dump",
     "read_manifest",
     "register_container",

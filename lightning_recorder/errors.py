@@ -26,6 +26,7 @@ __all__ = [
     "RecordingError",
     "RenderError",
     "SelectionError",
+    "check_callable",
     "check_integer",
     "tell",
 ]
@@ -86,3 +87,13 @@ def check_integer(name: str, value: object, least: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def check_callable(name: str, value: object, arguments: str) -> None:
+    """Refuse an argument that is no function.
+
+    Raises:
+        ArgumentError: Naming the argument and what it is called with.
+    """
+    if not callable(value):
+        raise ArgumentError(f"{name} takes a function {arguments}, got {value!r}")

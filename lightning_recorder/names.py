@@ -100,14 +100,19 @@ def closest_names(pattern: str, names: Iterable[str]) -> str:
     Example:
         >>> closest_names("encoder.conv", ["", "encoder", "encoder.conv1", "head"])
         "the closest names are 'encoder.conv1', 'encoder', 'head'"
+        >>> closest_names("**.atn", ["", "stem", "block", "block.attn", "block.mlp"])
+        "the closest names are 'block.attn', 'stem', 'block'"
     """
     known = [name for name in names if name]
-    # Most mistakes are in one segment, so names with an equal parent or an equal last segment come before what merely
-    # looks alike.
+    # Most mistakes are in one segment: so names with nearly the same last segment, or the same first one, come before
+    # what merely looks alike.
     near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
-    tail, head = pattern.rpartition(".")[2], pattern.partition(".")[0]
-    related = [name for name in known if name.rpartition(".")[2] == tail or name.partition(".")[0] == head]
-    closest = list(dict.fromkeys([*near, *related, *known]))[:3]
+    head, tail = pattern.partition(".")[0], pattern.rpartition(".")[2]
+    tails = difflib.get_close_matches(tail, {name.rpartition(".")[2] for name in known}, n=3, cutoff=0.7)
+    alike = [name for each in tails for name in known if name.rpartition(".")[2] == each]
+    related = [name for name in known if name.partition(".")[0] == head]
+    ordered = [*alike, *near, *related, *known] if "*" in pattern else [*near, *alike, *related, *known]
+    closest = list(dict.fromkeys(ordered))[:3]
     if not closest:
         return "the model has no submodules"
     return "the closest names are " + ", ".join(map(repr, closest))

@@ -44,7 +44,8 @@ class Selection:
         types: Classes, or class names as ``"Linear"`` or ``"torch.nn.Linear"``; base classes count.
         exclude: Names or globs of modules to leave out, by any of their names. A pattern here may match nothing.
         indices: Positions in ``enumerate(module.modules())``, from 0, the root.
-        labels: Pairs ``(depth, idx)``: the ``idx``-th module, from 1, of those at that depth.
+        labels: Pairs ``(depth, idx)``: the ``idx``-th module, from 1, of those at that depth. Those of a
+            :class:`~lightning_recorder.RecordedNet` count calls and not modules; ``net.labels[label]`` is a name.
         depth: Depths of nesting: 0 is the root, 1 its children. The entries of a ``ModuleList`` lie one deeper than it.
         predicate: Takes a module's name and the module and says whether to record it, or the dotted import path of
             such a function, as ``"mypackage.mymodule.is_wanted"``. It is asked last before ``exclude``, once for each
@@ -97,10 +98,13 @@ class Selection:
         Printing the result shows what was selected.
 
         Raises:
+            ArgumentError: If it is no module.
             SelectionError: If nothing is selected, if a single name or glob matches nothing, if there is no module at
                 an index or label, or if the predicate raises. The message gives the closest names, or says which
                 argument left nothing over.
         """
+        if not isinstance(module, nn.Module):
+            raise ArgumentError(f"a selection is resolved against a torch.nn.Module, got {type(module).__name__}")
         tree = _Tree(module)
         chosen = self._candidates(tree)
         for field, holds in self._criteria(tree):

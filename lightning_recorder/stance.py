@@ -37,6 +37,12 @@ class EagerStance:
     def __init__(self) -> None:
         self._held = False
 
+    def __reduce__(self) -> tuple[type[EagerStance], tuple[()]]:
+        return EagerStance, ()  # a copy holds nothing
+
+    def __del__(self) -> None:
+        self.release()
+
     def hold(self) -> None:
         """Run compiled modules eagerly until :meth:`release`; holding twice is holding once."""
         if self._held or "torch._dynamo" not in sys.modules:

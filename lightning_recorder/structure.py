@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["iter_tensors", "register_container"]
+__all__ = ["describe_unknown", "iter_tensors", "register_container"]
 
 # What is deeper or has more parts is no output but some object with the whole world in it; a list of a thousand linked
 # cells must not end in a RecursionError, nor one of shared halves of halves in no end at all.
@@ -29,7 +29,7 @@ _MAX_PARTS = 100_000
 _MAX_LOOKS = 100
 
 _Parts = Callable[[Any], Iterable[tuple[str, Any]]]
-_Unknown = Callable[[str, Any], object]
+_Unknown = Callable[[str, Any, Exception | None], object]
 
 
 def iter_tensors(value: Any, path: str = "out", *, unknown: _Unknown | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -43,10 +43,10 @@ def iter_tensors(value: Any, path: str = "out", *, unknown: _Unknown | None = No
     Args:
         value: What a module took or gave.
         path: The path of the value itself; the ones of its parts grow from it.
-        unknown: Called with the path and the object for each object that is passed over although it holds tensors: an
-            attribute that is one, or a list, tuple or dictionary of them. No code of the object runs to find out, and
-            functions, classes and modules are not meant. A container that raises when it is taken apart is passed over
-            and told of in the same way.
+        unknown: Called with the path, the object and ``None`` for each object that is passed over although it holds
+            tensors: an attribute that is one, or a list, tuple or dictionary of them. No code of the object runs to
+            find out, and functions, classes and modules are not meant. Called with the path, the object and the error
+            for each container that raises when it is taken apart, which is then passed over.
 
     Raises:
         Exception: What a container raises when it is taken apart, if there is no ``unknown`` to be told of it.
@@ -57,7 +57,7 @@ def iter_tensors(value: Any, path: str = "out", *, unknown: _Unknown | None = No
         >>> [path for path, _ in iter_tensors(output)]
         ['out.logits', 'out.hidden[0]', 'out.hidden[2]']
         >>> normal = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
-        >>> list(iter_tensors([normal], unknown=lambda path, value: print("no tensors of", path, value)))
+        >>> list(iter_tensors([normal], unknown=lambda path, value, error: print("no tensors of", path, value)))
         no tensors of out[0] Normal(loc: torch.Size([2]), scale: torch.Size([2]))
         []
     """
@@ -93,8 +93,30 @@ def register_container(kind: type | str, parts: _Parts) -> None:
         raise ArgumentError(f"kind must be a class that is no tensor, or the name of one, got {kind!r}")
     if not callable(parts):
         raise ArgumentError(f"parts must be a function from a value to pairs (suffix, part), got {parts!r}")
-    _REGISTERED[kind] = parts
+    _REGISTERED[kind] = lambda value: map(_with_suffix, parts(value))
     _parts_of.cache_clear()
+
+
+def _with_suffix(pair: tuple[str, Any]) -> tuple[str, Any]:
+    suffix, part = pair
+    if suffix[:1] not in (".", "["):
+        raise ArgumentError(f"a suffix is to lead from the value to its part, as '.keys' or '[0]'; got {suffix!r}")
+    return suffix, part
+
+
+def describe_unknown(name: str, path: str, value: object, error: Exception | None) -> str:
+    """What to say of an object that ``iter_tensors`` has passed over.
+
+    Args:
+        name: The name of the module that took or gave it.
+        path: As for ``unknown`` of :func:`iter_tensors`, as the next two.
+        value: The object.
+        error: Why it could not be taken apart, or ``None`` if nothing is known of its class.
+    """
+    where = f"the tensors inside the {type(value).__name__} at {path!r} of module {name!r}"
+    if error is None:
+        return f"{where}; register_container can name them."
+    return f"{where}, which could not be taken apart: {type(error).__name__}: {error}"
 
 
 class _Walk:
@@ -127,12 +149,12 @@ class _Walk:
             if parts is not None:
                 # All at once, so that what raises half-way has no parts instead of other ones on other steps.
                 return [(path + suffix, part) for suffix, part in islice(parts(value), self._left + 1)]
-            if self._unknown is None or not _holds_tensors(value):
-                return []
-        except Exception:
+            if self._unknown is not None and _holds_tensors(value):
+                self._unknown(path, value, None)
+        except Exception as error:
             if self._unknown is None:
                 raise
-        self._unknown(path, value)
+            self._unknown(path, value, error)
         return []
 
 

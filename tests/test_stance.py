@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -41,6 +44,7 @@ class Counter:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Nothing is compiled before or after a test, and no stance is left by one."""
+    gc.collect()  # of taps that other tests have left on
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -136,41 +140,55 @@ def test_without_dynamo_nothing_is_done() -> None:
 
 
 @pytest.mark.parametrize("kind", [OutputTap, OutputGradientTap])
-def test_hooks_on_a_compiled_model_fire_under_the_hold_only(kind: type[Tap]) -> None:
-    """Hooks that are put on after the first compiled call fire under a hold and are silent without it."""
+def test_a_tap_on_a_compiled_model_sees_it(kind: type[Tap]) -> None:
+    """Hooks that are put on after the first compiled call, which would never fire, do: the tap holds the stance."""
     net, compiled, _ = make()
     compiled(X).sum().backward()
     seen: list[str] = []
-    tap = kind(Selection().resolve(net), lambda site, _: seen.append(site.name))
-    with tap:
+    with kind(Selection().resolve(net), lambda site, _: seen.append(site.name)):
         compiled(X).sum().backward()
-    assert seen == []
-    hold = EagerStance()
-    hold.hold()
-    with tap:
-        compiled(X).sum().backward()
-    hold.release()
+    compiled(X).sum().backward()
     assert sorted(seen) == ["0", "1", "2"]
 
 
 def test_the_compiled_code_is_used_again() -> None:
     """After recorded steps the compiled code runs again, compiled once, with the results that it gave before."""
     net, compiled, counter = make()
-    hold = EagerStance()
     seen: list[str] = []
     tap = OutputTap(Selection().resolve(net), lambda site, _: seen.append(site.name))
     results = []
     for step in range(6):
-        recorded = step in (2, 4)
-        if recorded:
-            hold.hold()
+        if step in (2, 4):
             tap.attach()
         results.append(compiled(X))
-        if recorded:
-            tap.remove()
-            hold.release()
+        tap.remove()
     assert (counter.compiled, counter.runs, seen) == (1, 4, ["0", "1", "2"] * 2)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_hold_that_is_forgotten_is_released() -> None:
+    """When a hold, or a tap that was never taken off, is gone, compiled functions run compiled again."""
+    hold = EagerStance()
+    hold.hold()
+    del hold
+    assert stance() == "default"
+    net, _, _ = make()
+    OutputTap(Selection().resolve(net), print).attach()
+    assert stance() == "force_eager"
+    del net
+    gc.collect()
+    assert stance() == "default"
+
+
+def test_a_copy_of_a_hold_holds_nothing() -> None:
+    """A hold that was copied or pickled is released once."""
+    hold = EagerStance()
+    hold.hold()
+    for twin in (copy.deepcopy(hold), pickle.loads(pickle.dumps(hold))):
+        twin.release()
+        del twin
+    assert stance() == "force_eager"
+    hold.release()
 
 
 class Block(nn.Module):
@@ -196,19 +214,16 @@ def test_a_compiled_part_is_recorded_under_its_own_name(how: str) -> None:
         net[0].compile(backend=counter)
     net(X)
     seen: list[str] = []
-    hold = EagerStance()
-    hold.hold()
     with OutputTap(Selection("**").resolve(net), lambda site, _: seen.append(site.name)):
         net(X)
-    hold.release()
     net(X)
     assert seen == ["0.inner", "0.act", "0", "1"]
     assert (counter.compiled, counter.runs) == (1, 2)
 
 
 @pytest.mark.parametrize("kind", [OutputTap, OutputGradientTap])
-def test_hooks_that_are_compiled_with_the_model_hand_over_nothing(kind: type[Tap]) -> None:
-    """A tap that is on while a model is compiled records nothing of it, breaks no graph and changes no result."""
+def test_a_model_that_is_to_be_compiled_under_a_tap_is_compiled_after_it(kind: type[Tap]) -> None:
+    """A first call under a tap is recorded in eager mode, and the model is compiled at the first call without one."""
     net, compiled, counter = make()
     expected = net(X)
     seen: list[str] = []
@@ -216,4 +231,6 @@ def test_hooks_that_are_compiled_with_the_model_hand_over_nothing(kind: type[Tap
         result = compiled(X)
         result.sum().backward()
     assert torch.equal(result, expected)
-    assert (counter.compiled, seen) == (1, [])
+    assert (counter.compiled, sorted(seen)) == (0, ["0", "1", "2"])
+    compiled(X)
+    assert (counter.compiled, len(seen)) == (1, 3)

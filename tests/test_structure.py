@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,7 +24,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.structure import iter_tensors, register_container
+from lightning_recorder.structure import describe_unknown, iter_tensors, register_container
 
 ONE, TWO, THREE = torch.ones(1), torch.ones(2), torch.ones(3)
 
@@ -73,7 +74,7 @@ class Defined:
 
 def paths_of(value: Any, told: list[tuple[str, Any]] | None = None) -> list[str]:
     """The paths of the tensors in a value; of objects that hold tensors and are passed over is told in the list."""
-    unknown = None if told is None else lambda path, each: told.append((path, each))
+    unknown = None if told is None else lambda path, each, error: told.append((path, each))
     return [path for path, _ in iter_tensors(value, unknown=unknown)]
 
 
@@ -570,3 +571,31 @@ def test_a_very_deep_value_ends() -> None:
     assert len(paths) < 100
     while value is not None:  # unwound by hand: Python itself would free so deep a tuple recursively
         value = value[1]
+
+
+class Bare:
+    """A class that is registered in a wrong way."""
+
+    def __init__(self) -> None:
+        self.held = ONE
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            lambda value: [("held", value.held)],
+            r"ArgumentError: a suffix is to lead .* as '\.keys' or '\[0\]'; got 'held'",
+        ),
+        (lambda value: value.other, "AttributeError: 'Bare' object has no attribute 'other'"),
+        (lambda value: value.held, "TypeError: cannot unpack|TypeError: iteration|ValueError"),
+        (lambda value: None, "TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_what_was_registered_wrongly_is_told_with_its_error(parts: Any, message: str) -> None:
+    """Of parts that raise, or whose suffixes lead nowhere, the error is shown and not the advice to register them."""
+    register_container(Bare, parts)
+    told: list[str] = []
+    found = list(iter_tensors(Bare(), unknown=lambda *each: told.append(describe_unknown("m", *each))))
+    assert found == []
+    assert re.search(rf"the Bare at 'out' of module 'm', which could not be taken apart: ({message})", told[0])

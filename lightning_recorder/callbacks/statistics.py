@@ -21,7 +21,6 @@ from lightning_recorder.reductions import SCALAR_STATISTICS
 from lightning_recorder.schedule import EveryNSteps
 from lightning_recorder.selection import Selection
 from lightning_recorder.sinks import Sink
-from lightning_recorder.stance import EagerStance
 from lightning_recorder.tags import make_tag
 from lightning_recorder.taps import Site, Tap
 
@@ -69,7 +68,6 @@ class StatisticsCallback(RecorderCallback):
         self.latest: dict[Site, SiteStatistics] = {}
         self.latest_step: int | None = None
         self._recorder: StatisticsRecorder | None = None
-        self._stance = EagerStance()
         self._due = self.schedule
         self._window: int | None = None
         self._window_global_step = 0
@@ -119,7 +117,6 @@ class StatisticsCallback(RecorderCallback):
             if self._window is None:
                 self._window, self._window_global_step = step, trainer.global_step
             self._recorder.factor = self.factor(trainer, pl_module)
-            self._stance.hold()
             self._recorder.attach()
 
     @guarded
@@ -178,11 +175,8 @@ class StatisticsCallback(RecorderCallback):
         return checkpoint.with_name(f"{checkpoint.name.removesuffix('.ckpt')}.{self._dump_label}.safetensors")
 
     def _stop_recording(self) -> None:
-        try:
-            if self._recorder is not None:
-                self._recorder.remove()
-        finally:
-            self._stance.release()
+        if self._recorder is not None:
+            self._recorder.remove()
 
     def _flush(self, trainer: Trainer) -> None:
         """Write the open window and close it."""
@@ -214,4 +208,4 @@ class StatisticsCallback(RecorderCallback):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_recorder": None, "_stance": EagerStance(), "_window": None}
+        return {**super().__getstate__(), "_recorder": None, "_window": None}

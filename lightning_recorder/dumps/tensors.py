@@ -65,10 +65,10 @@ def read_tensors(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file object is no mapping
     except SafetensorError as error:
         raise DumpError(f"{path} is no readable safetensors file: {error}") from error
-    if metadata.pop("format", None) != expected:
-        raise DumpError(
-            f"{path} was not written by lightning_recorder, or by a version with another format than {expected!r}"
-        )
+    found = metadata.pop("format", None)
+    if found != expected:
+        what = f"has the format {found!r}" if found else "was not written by lightning_recorder"
+        raise DumpError(f"{path} {what}; what is read here has the format {expected!r}")
     return tensors, metadata
 
 

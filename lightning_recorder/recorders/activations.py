@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_recorder.errors import tell
 from lightning_recorder.recorders.calls import Call, CallWatch, Label
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.structure import describe_unknown, iter_tensors
 from lightning_recorder.unrecorded import unrecorded
 
 __all__ = ["Kept", "Postprocessor", "Recording"]
@@ -52,6 +54,10 @@ def _version(tensor: Tensor) -> int | None:
         return None
 
 
+def _tell_unknown(name: str, path: str, value: object, error: Exception | None) -> None:
+    tell(f"RecordedNet passes over {describe_unknown(name, path, value, error)}")
+
+
 class Recording(CallWatch):
     """A watch of one recorded forward."""
 
@@ -78,7 +84,8 @@ class Recording(CallWatch):
             if isinstance(output, Tensor):
                 self.records[label] = self._kept(output)
             else:
-                self.records[label] = {path: self._kept(tensor) for path, tensor in iter_tensors(output)}
+                tensors = iter_tensors(output, unknown=partial(_tell_unknown, call.name))
+                self.records[label] = {path: self._kept(tensor) for path, tensor in tensors}
         postproc = self._postprocs.get(label)
         return None if postproc is None else postproc(output)
 

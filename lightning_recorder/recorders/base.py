@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from lightning_recorder.errors import ArgumentError, SelectionError
+from lightning_recorder.errors import ArgumentError, SelectionError, check_callable
 from lightning_recorder.recorders.files import load_recording, save_recording
 from lightning_recorder.recorders.stores import Budget, Fold, Metric, Store, make_store
 from lightning_recorder.recorders.subrecorder import SubRecorder
@@ -63,8 +63,8 @@ class Recorder(ABC):
         max_bytes: int = _GIBIBYTE,
         strict: bool = False,
     ) -> None:
-        if condition is not None and not callable(condition):
-            raise ArgumentError(f"condition takes a function without arguments or None, got {condition!r}")
+        if condition is not None:
+            check_callable("condition", condition, "()")
         self.condition = condition
         self.reduction = reduction
         self.strict = strict
@@ -151,6 +151,11 @@ class Recorder(ABC):
         return [each.data for each in self.subrecorders]
 
     @property
+    def failed(self) -> list[str]:
+        """The names of the modules that are left alone since recording them failed; their data end there."""
+        return [each.name for each in self.subrecorders if each.tap.failed]
+
+    @property
     def handles(self) -> list[Tap]:
         """What takes the hooks of each module off: ``handles[0].remove()``. :meth:`remove` forgets the module also."""
         return [each.tap for each in self.subrecorders]
@@ -163,6 +168,9 @@ class Recorder(ABC):
     def __getitem__(self, index: int | str) -> Any:
         """What was recorded of the module at a position or of that name."""
         return self.subrecorders[self._position(index)].data
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self)} modules: {', '.join(map(repr, self.names))}"
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.data)
@@ -234,7 +242,7 @@ class Recorder(ABC):
         self.detach()
 
     def reset(self) -> None:
-        """Forget what was recorded; modules and hooks stay."""
+        """Forget what was recorded, and what has failed; modules and hooks stay."""
         for each in self.subrecorders:
             each.reset()
 
@@ -279,17 +287,19 @@ class Recorder(ABC):
             raise FileNotFoundError(f"there is no folder {folder}; mkdir=True makes it")
         for index, data in enumerate(self):
             torch.save(data, folder / f"{index}.pt")
-        save_recording(folder, self.state_dict())
+        save_recording(folder, self.state_dict(), type(self).__name__)
 
     def load(self, path: str | Path) -> None:
         """Go on from what :meth:`save` has saved in a folder, on the CPU.
 
+        The recorder has the same modules and the same kind of reduction as the one that was saved.
+
         Raises:
-            ArgumentError: If it is of other modules than those of this recorder.
+            ArgumentError: If it is of other modules or another kind than this recorder.
             DumpError: If the file beside the folder is damaged or none of ours.
             FileNotFoundError: If it is not there.
         """
-        self.load_state_dict(load_recording(Path(path)))
+        self.load_state_dict(load_recording(Path(path), type(self).__name__))
 
 
 def _chosen(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_recorder.dumps import read_tensors, write_tensors
-from lightning_recorder.errors import DumpError
+from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.tags import make_tag
 
 __all__ = ["load_recording", "save_recording"]
@@ -18,12 +18,13 @@ __all__ = ["load_recording", "save_recording"]
 FORMAT = "lightning_recorder.recording/1"
 
 
-def save_recording(folder: Path, state: Mapping[str, Any]) -> None:
+def save_recording(folder: Path, state: Mapping[str, Any], kind: str) -> None:
     """Write the state of a recorder beside a folder.
 
     Args:
         folder: The folder; the file is called as it is, with ``.safetensors`` behind.
         state: What ``Recorder.state_dict`` gives.
+        kind: The recorder's class.
 
     Raises:
         OSError: If the file cannot be written.
@@ -38,17 +39,20 @@ def save_recording(folder: Path, state: Mapping[str, Any]) -> None:
                 keys[part] = _unique(make_tag("", name, path, part), tensors)
                 tensors[keys[part]] = tensor
             layout[name][path] = {**recorded, "state": keys}
-    write_tensors(_file(folder), tensors, {"format": FORMAT, "layout": json.dumps(layout)})
+    write_tensors(_file(folder), tensors, {"format": FORMAT, "kind": kind, "layout": json.dumps(layout)})
 
 
-def load_recording(folder: Path) -> dict[str, Any]:
+def load_recording(folder: Path, kind: str) -> dict[str, Any]:
     """The state that was saved beside a folder.
 
     Raises:
+        ArgumentError: If a recorder of another kind has saved it.
         DumpError: If the file is damaged or none of ours.
         FileNotFoundError: If there is no such file.
     """
     tensors, metadata = read_tensors(_file(folder), FORMAT)
+    if metadata.get("kind") != kind:
+        raise ArgumentError(f"{_file(folder)} was saved by a {metadata.get('kind')}, and cannot be loaded by a {kind}")
     try:
         state: dict[str, Any] = json.loads(metadata["layout"])
         for paths in state.values():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_recorder.autograd import in_backward
 from lightning_recorder.errors import ArgumentError, FlowError, check_integer
@@ -17,7 +18,7 @@ from lightning_recorder.recorders.activations import Kept, Postprocessor, Record
 from lightning_recorder.recorders.calls import Label, differences, label_calls
 from lightning_recorder.recorders.inputs import arguments, make_inputs
 from lightning_recorder.recorders.labelling import Snapshot, run_without_trace
-from lightning_recorder.recorders.levels import leave_level_out, name_as_in_net, put_level_in
+from lightning_recorder.recorders.levels import NET, leave_level_out, name_as_in_net, put_level_in
 from lightning_recorder.recorders.summary import Summary, SummaryWatch
 
 __all__ = ["RecordedNet"]
@@ -303,6 +304,16 @@ class RecordedNet(nn.Module):
         ]
         if missed:
             raise FlowError(f"recorded calls that were not made to their end: {', '.join(missed)}")
+
+    @override
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by their names in the net, as those of the state dictionary."""
+        return ((name.replace(f"{NET}.", "", 1), each) for name, each in super().named_parameters(*args, **kwargs))
+
+    @override
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The buffers by their names in the net, as those of the state dictionary."""
+        return ((name.replace(f"{NET}.", "", 1), each) for name, each in super().named_buffers(*args, **kwargs))
 
     def __repr__(self) -> str:
         table = self._summary.to_text(depth=self._depth, recording=self._recording)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -48,7 +48,8 @@ class StatisticsRecorder:
 
     Args:
         modules: The modules by name, as ``Selection.resolve`` gives them.
-        tap: Which tensors: ``OutputTap`` or ``OutputGradientTap``.
+        tap: Which tensors: the class of any :class:`~lightning_recorder.Tap`.
+        condition: As for :class:`~lightning_recorder.Tap`.
         strict: As for :class:`~lightning_recorder.Tap`.
 
     Note:
@@ -64,12 +65,19 @@ class StatisticsRecorder:
         10.0
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], tap: type[Tap] = OutputTap, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        tap: type[Tap] = OutputTap,
+        *,
+        condition: Callable[[], object] | None = None,
+        strict: bool = False,
+    ) -> None:
         self.factor = 1.0
         """What each tensor is multiplied by before it is reduced: the inverse of a loss scale, for gradients."""
         self._reduction: type[Reduction] = Statistics
         self._bank: StateBank[Site] = StateBank(self._reduction)
-        self._tap = tap(modules, self._receive, strict=strict)
+        self._tap = tap(modules, self._receive, condition=condition, strict=strict)
         prepare()
 
     def _receive(self, site: Site, tensor: Tensor) -> None:

@@ -71,11 +71,20 @@ class Store(ABC):
         """
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state."""
-        if _WHOLE in state:
-            self.replace(state[_WHOLE].clone())
-        else:
-            self._load(state)
+        """Go on from a state.
+
+        Raises:
+            ArgumentError: If it is of another kind of reduction.
+        """
+        try:
+            if _WHOLE in state:
+                self.replace(state[_WHOLE].clone())
+            else:
+                self._load(state)
+        except (KeyError, RuntimeError) as error:
+            raise ArgumentError(
+                f"the state has the parts {sorted(state)}, which are of another kind of reduction ({error})"
+            ) from error
 
     @abstractmethod
     def _load(self, state: Mapping[str, Tensor]) -> None:

@@ -70,7 +70,8 @@ class SubRecorder:
             site.store.replace(function(site.store.value, site.samples))
 
     def reset(self) -> None:
-        """Forget what was recorded; the hooks stay."""
+        """Forget what was recorded, and that it failed; the hooks stay."""
+        self.tap.revive()
         for site in self._sites.values():
             site.store.release()
         self._sites.clear()

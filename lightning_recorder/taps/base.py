@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.autograd import in_transform, is_transformed
-from lightning_recorder.errors import RecordingError, tell
+from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, tell
 from lightning_recorder.hooks import ModuleHook
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.stance import EagerStance
+from lightning_recorder.structure import describe_unknown, iter_tensors
 from lightning_recorder.unrecorded import unrecorded
 
 __all__ = ["Receiver", "Site", "Tap"]
@@ -49,19 +51,22 @@ class Tap(ABC):
 
     Args:
         modules: The modules by name.
-        receive: Called with the site and the tensor, inside the hook, without autograd.
+        receive: Called with the site and the tensor, inside the hook, without autograd. The tensor is detached and no
+            copy: read it or clone it, do not keep it, since the model may write to its memory, and do not write to it.
         condition: Called without arguments, once for each call of a module (of gradients for each one); where it gives
             something false, nothing is handed over.
         strict: Raise what goes wrong in ``receive`` or ``condition`` instead of warning once and leaving that module
             alone from then on.
 
     Raises:
+        ArgumentError: If the modules are no mapping from names to modules, or what is to be called cannot be.
         RecordingError: From the model's forward or backward pass, if ``strict`` and ``receive`` or ``condition``
             raised; names the module.
 
     Note:
         Values, gradients, random numbers and the autograd graph of the model stay as they are. Nothing is kept of the
-        step. Each model may be trained in a thread of its own.
+        step. Each model may be trained in a thread of its own. Compiled modules run eagerly while a tap is on, since
+        hooks on compiled code never fire.
     """
 
     def __init__(
@@ -72,11 +77,15 @@ class Tap(ABC):
         condition: Callable[[], object] | None = None,
         strict: bool = False,
     ) -> None:
-        self.modules = dict(modules)
+        self.modules = _checked(modules)
+        check_callable("receive", receive, "(site, tensor)")
+        if condition is not None:
+            check_callable("condition", condition, "()")
         self.strict = strict
         self._receive = receive
         self._condition = condition
         self._attached = False
+        self._stance = EagerStance()
         self._handles: list[RemovableHandle] = []
         self._quiet: set[str] = set()
         self._unknown: set[type] = set()
@@ -91,12 +100,22 @@ class Tap(ABC):
         """Whether the hooks are on."""
         return self._attached
 
+    @property
+    def failed(self) -> frozenset[str]:
+        """The names of the modules that are left alone, since recording them failed."""
+        return frozenset(self._quiet)
+
+    def revive(self) -> None:
+        """Record again what is left alone."""
+        self._quiet.clear()
+
     def attach(self) -> None:
         """Put the hooks on; attached already, nothing."""
         if self._attached:
             return
         self._attached = True
         try:
+            self._stance.hold()
             for name, module in self.modules.items():
                 # TorchScript modules, for one, take no hooks.
                 self._guarded(name, self._put_on, module)
@@ -111,6 +130,7 @@ class Tap(ABC):
             handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
+        self._stance.release()
 
     def __enter__(self) -> Self:
         self.attach()
@@ -158,18 +178,26 @@ class Tap(ABC):
 
     def _tensors(self, name: str, value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors in what the module of that name took or gave."""
-        return iter_tensors(value, path, unknown=lambda where, found: self._tell_unknown(name, where, found))
+        return iter_tensors(value, path, unknown=partial(self._tell_unknown, name))
 
     def _inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """The tensors in the arguments of the module of that name."""
         yield from self._tensors(name, args, "in")
         yield from self._tensors(name, kwargs, "in")
 
-    def _tell_unknown(self, name: str, path: str, found: object) -> None:
+    def _tell_unknown(self, name: str, path: str, found: object, error: Exception | None) -> None:
         if type(found) not in self._unknown:
             self._unknown.add(type(found))
-            where = f"the {type(found).__name__} at {path!r} of module {name!r}"
-            tell(f"{type(self).__name__} passes over the tensors inside {where}; register_container can name them.")
+            tell(f"{type(self).__name__} passes over {describe_unknown(name, path, found, error)}")
+
+
+def _checked(modules: object) -> dict[str, nn.Module]:
+    """The modules by name, if they are that."""
+    if isinstance(modules, Mapping) and all(isinstance(module, nn.Module) for module in modules.values()):
+        return dict(modules)
+    raise ArgumentError(
+        f"modules takes a mapping from names to modules, as Selection(...).resolve(model) gives it; got {modules!r:.80}"
+    )
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification
 
-from lightning_recorder.errors import ArgumentError, FlowError, RecordingError
+from lightning_recorder.errors import ArgumentError, FlowError, RecorderWarning, RecordingError
 from lightning_recorder.recorders.net import RecordedNet
 from tests.taps.inspection import hooks_on
 
@@ -1280,3 +1280,37 @@ def test_any_tree_agrees_with_plain_hooks(parts: list[nn.Module], seed: int) -> 
     assert torch.equal(wrapped(X.clone()), expected)
     assert set(wrapped.activations) == set(labels)
     assert all(torch.equal(tensor(wrapped, label), outputs[place]) for label, place in labels.items())
+
+
+def test_parameters_have_the_names_of_the_state_dictionary() -> None:
+    """Parameters and buffers are called as in the state dictionary and in the net, after a prefix if there is one."""
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    wrapped = wrap(net)
+    assert dict(wrapped.named_parameters()).keys() == dict(net.named_parameters()).keys()
+    assert dict(wrapped.named_buffers()).keys() == dict(net.named_buffers()).keys()
+    assert [name for name, _ in wrapped.named_parameters(prefix="x")][:2] == ["x.0.weight", "x.0.bias"]
+    assert {*dict(wrapped.named_parameters()), *dict(wrapped.named_buffers())} == wrapped.state_dict().keys()
+
+
+class Result:
+    """An object of a class that is not known."""
+
+    def __init__(self, mean: Tensor) -> None:
+        self.mean = mean
+
+
+class Opaque(nn.Module):
+    """Gives an object that holds a tensor."""
+
+    def forward(self, x: Tensor) -> Result:
+        return Result(x * 2)
+
+
+def test_an_output_of_an_unknown_class_is_told() -> None:
+    """A recorded output in which no tensor is found although there is one costs a warning that names it."""
+    wrapped = wrap(Opaque(), "")
+    with pytest.warns(
+        RecorderWarning, match="RecordedNet passes over the tensors inside the Result at 'out' of module ''"
+    ):
+        wrapped(X)
+    assert wrapped.activations == {(0, 1): {}}

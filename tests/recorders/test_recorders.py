@@ -463,8 +463,21 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DumpError, match="no readable safetensors file"):
         recorder.load(tmp_path / "broken")
     recorder.save(tmp_path / "good", mkdir=True)
-    with pytest.raises(DumpError, match="another format"):
+    with pytest.raises(DumpError, match=r"has the format 'lightning_recorder\.recording/1'; what is read here"):
         read_dump(tmp_path / "good.safetensors")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """What another kind of recorder or reduction has saved raises and says whose it is."""
+    net = network()
+    with ForwardPre().children(net) as recorder:
+        train(net, batch())
+    recorder.save(tmp_path / "x", mkdir=True)
+    with pytest.raises(ArgumentError, match="saved by a ForwardPre, and cannot be loaded by a ForwardOutput"):
+        ForwardOutput().children(net).load(tmp_path / "x")
+    for reduction in (RunningMoments, torchmetrics.MeanMetric):
+        with pytest.raises(ArgumentError, match=r"parts \['0'\], which are of another kind of reduction"):
+            ForwardPre(reduction=reduction).children(net).load(tmp_path / "x")
 
 
 def test_a_state_is_plain(tmp_path: Path) -> None:
@@ -511,6 +524,25 @@ def test_a_fault_of_the_reduction_costs_its_module() -> None:
     with pytest.raises(RecordingError, match="module '1'"):
         net(torch.ones(5, 7))
     strict.detach()
+
+
+def test_what_has_failed_is_named_and_begins_anew_after_reset() -> None:
+    """A module whose reduction raised is among the failed ones, and is recorded again after reset."""
+    net = nn.Sequential(nn.Identity(), nn.ReLU())
+    recorder = ForwardOutput(reduction=torch.add).children(net)
+    net(torch.ones(2, 3))
+    assert recorder.failed == []
+    with pytest.warns(RecorderWarning):
+        net(torch.ones(5, 7))
+    assert recorder.failed == ["0", "1"]
+    recorder.reset()
+    net(torch.ones(5, 7))
+    assert (recorder.failed, [tuple(data.shape) for data in recorder]) == ([], [(5, 7)] * 2)
+
+
+def test_a_recorder_says_what_it_is_of() -> None:
+    """The text of a recorder names its class and its modules."""
+    assert repr(ForwardPre().children(network(), types=nn.Linear)) == "ForwardPre of 2 modules: '0', '2'"
 
 
 def test_a_fault_of_the_condition_costs_its_module() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_recorder.errors import RecorderWarning, RecordingError
+from lightning_recorder.errors import ArgumentError, RecorderWarning, RecordingError
 from lightning_recorder.selection import Selection
 from lightning_recorder.stance import EagerStance
 from lightning_recorder.structure import iter_tensors
@@ -854,3 +854,81 @@ def test_a_compiled_part_is_seen_as_it_is_in_eager_mode(kind: type[Tap]) -> None
     finally:
         stance.release()
         torch._dynamo.reset()
+
+
+# Arguments
+
+
+@each_tap
+@pytest.mark.parametrize("modules", [nn.ReLU(), "head", [nn.ReLU()], Selection("head"), {"a": 3}, None])
+def test_modules_must_be_modules_by_name(kind: type[Tap], modules: Any) -> None:
+    """What is no mapping from names to modules is refused, with the way to get one."""
+    with pytest.raises(
+        ArgumentError, match=r"modules takes a mapping .* as Selection\(...\)\.resolve\(model\) gives it"
+    ):
+        kind(modules, ignore)
+
+
+@each_tap
+def test_what_is_called_must_be_a_function(kind: type[Tap]) -> None:
+    """A receiver or a condition that cannot be called is refused."""
+    with pytest.raises(ArgumentError, match=r"^receive takes a function \(site, tensor\), got None$"):
+        kind({}, None)  # type: ignore[arg-type]  # the point of the test
+    with pytest.raises(ArgumentError, match=r"^condition takes a function \(\), got True$"):
+        kind({}, ignore, condition=True)  # type: ignore[arg-type]  # the point of the test
+
+
+@each_tap
+def test_what_failed_can_be_revived(kind: type[Tap]) -> None:
+    """A module that is left alone is among the failed ones until it is revived, and is then recorded again."""
+    module, failing = nn.PReLU(), [True]
+    seen: list[str] = []
+
+    def receive(site: Site, tensor: Tensor) -> None:
+        if failing[0]:
+            raise ZeroDivisionError
+        seen.append(site.name)
+
+    def step() -> None:
+        module(torch.ones(2, requires_grad=True)).sum().backward()
+
+    with kind({"m": module}, receive) as tap:
+        with pytest.warns(RecorderWarning):
+            step()
+        failing[0] = False
+        step()
+        assert (set(tap.failed), seen) == ({"m"}, [])
+        tap.revive()
+        step()
+        assert (set(tap.failed), seen) == (set(), ["m"])
+
+
+class Opaque:
+    """Holds a tensor where nobody looks."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Gives(nn.Module):
+    """Gives its input in an object of a class that is not known."""
+
+    def forward(self, x: Tensor) -> Opaque:
+        return Opaque(x * 2)
+
+
+@pytest.mark.parametrize("kind", [OutputTap, OutputGradientTap, InputGradientTap])
+def test_an_unknown_object_is_told_once(kind: type[Tap]) -> None:
+    """Tensors inside an object of an unknown class cost one warning that names class, path, module and the way out."""
+    module = Gives()
+    message = "passes over the tensors inside the Opaque at 'out' of module 'm'; register_container can name them."
+    tap = kind({"m": module}, fail)
+    with pytest.warns(RecorderWarning) as told, tap:
+        steps(module, torch.ones(2, requires_grad=True))
+    assert [str(each.message) for each in told] == [f"{kind.__name__} {message}"]
+
+
+def steps(module: nn.Module, x: Tensor) -> None:
+    """Two calls."""
+    for _ in range(2):
+        module(x)
