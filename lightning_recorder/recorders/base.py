@@ -52,7 +52,8 @@ class Recorder(ABC):
 
     Note:
         Training is not changed. What is kept is on the device of the model, belongs to no autograd graph and shares no
-        memory with the model. A list takes the memory of all that it holds.
+        memory with the model. A list takes the memory of all that it holds. While hooks are on, compiled modules of the
+        process run eagerly.
     """
 
     def __init__(

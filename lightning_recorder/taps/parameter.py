@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -59,29 +59,17 @@ class ParameterGradientTap(GradientTap):
     """
 
     @override
-    def attach(self) -> None:
-        if not self.attached:
-            self._initialized: set[str] = set()
-        super().attach()
-
-    @override
     def _put_on(self, name: str, module: nn.Module) -> None:
-        parameters = dict(own_parameters(module))
-        if any(map(is_lazy, parameters.values())):
-            # They take no hook before the module was called, which must then be caught once.
-            self._keep(module.register_forward_hook(TapHook(self, name, self._see_initialized)))
+        if any(is_lazy(parameter) for _, parameter in own_parameters(module)):
+            # They take no hook before the module has been called.
+            self._keep(module.register_forward_hook(TapHook(self, name, self._see)))
         else:
-            self._put_on_each(name, parameters)
+            self._see(name, module)
 
-    def _see_initialized(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if name not in self._initialized:
-            self._initialized.add(name)
-            self._put_on_each(name, dict(own_parameters(module)))
-
-    def _put_on_each(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        for path, parameter in parameters.items():
+    def _see(self, name: str, module: nn.Module, *passed: Any) -> None:
+        for path, parameter in own_parameters(module):
             if parameter.requires_grad:
-                self._keep(parameter.register_hook(GradientHook(self, name, path)))
+                self._put_on_tensor(parameter, GradientHook(self, name, path))
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
