@@ -28,6 +28,7 @@ __all__ = [
     "SelectionError",
     "check_callable",
     "check_integer",
+    "describe_error",
     "tell",
 ]
 
@@ -75,7 +76,7 @@ def tell(message: str) -> None:
     """
     try:
         warnings.warn(message, RecorderWarning, stacklevel=2)
-    except RecorderWarning:
+    except Exception:  # noqa: BLE001 - the warning itself, or what an application puts in the place of showing it raises
         _log.error(message)
 
 
@@ -97,3 +98,11 @@ def check_callable(name: str, value: object, arguments: str) -> None:
     """
     if not callable(value):
         raise ArgumentError(f"{name} takes a function {arguments}, got {value!r}")
+
+
+def describe_error(error: BaseException) -> str:
+    """The class and the text of an error, which may be one that has no text to give."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - whatever an error's own __str__ raises
+        return type(error).__name__

@@ -41,7 +41,9 @@ class EagerStance:
         return EagerStance, ()  # a copy holds nothing
 
     def __del__(self) -> None:
-        self.release()
+        # While the interpreter ends torch can be asked for nothing, and nothing is left to be compiled.
+        if not sys.is_finalizing():
+            self.release()
 
     def hold(self) -> None:
         """Run compiled modules eagerly until :meth:`release`; holding twice is holding once."""

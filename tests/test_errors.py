@@ -15,6 +15,7 @@ from lightning_recorder.errors import (
     RenderError,
     SelectionError,
     check_integer,
+    describe_error,
     tell,
 )
 
@@ -69,3 +70,27 @@ def test_anything_else_is_refused_by_name(value: object) -> None:
     with pytest.raises(ArgumentError) as raised:
         check_integer("depth", value, 1)
     assert str(raised.value) == f"depth must be an integer of at least 1, got {value!r}"
+
+
+def test_an_error_without_a_text_is_described() -> None:
+    """Of an error whose text cannot be had the class is named."""
+
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    assert describe_error(SilentError()) == "SilentError"
+    assert describe_error(KeyError("x")) == "KeyError: 'x'"
+
+
+def test_telling_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """An application that shows warnings in a way of its own, which fails, gets the message in its log."""
+
+    def show(*args: object, **kwargs: object) -> None:
+        raise ZeroDivisionError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        tell("a picture is lost")
+    assert "a picture is lost" in caplog.text

@@ -180,6 +180,19 @@ def test_a_hold_that_is_forgotten_is_released() -> None:
     assert stance() == "default"
 
 
+def test_a_tap_that_is_on_when_the_program_ends_says_nothing() -> None:
+    """A program that ends with a tap still on ends in silence."""
+    code = (
+        "import torch, torch._dynamo\n"
+        "from lightning_recorder import OutputTap\n"
+        "tap = OutputTap({'m': torch.nn.ReLU()}, print)\n"
+        "tap.attach()\n"
+    )
+    root = Path(lightning_recorder.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 def test_a_copy_of_a_hold_holds_nothing() -> None:
     """A hold that was copied or pickled is released once."""
     hold = EagerStance()

@@ -40,7 +40,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError) as error:  # a KeyError for a dtype that the format does not have, as complex128
         raise OSError(f"{path} could not be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from lightning_recorder.errors import RecordingError
 from lightning_recorder.recorders.calls import CallWatch
 from lightning_recorder.structure import iter_tensors
+from lightning_recorder.unrecorded import unrecorded
 
 __all__ = ["Snapshot", "is_uninitialized", "run_without_trace"]
 
@@ -32,7 +33,10 @@ class Snapshot:
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         for module in modules:
-            if not any(is_uninitialized(each) for each in (*module._parameters.values(), *module._buffers.values())):
+            # What TorchScript compiled has tables of its own, and shows no attributes.
+            if not isinstance(module, torch.jit.ScriptModule) and not any(
+                is_uninitialized(each) for each in (*module._parameters.values(), *module._buffers.values())
+            ):
                 self.take(module)
 
     def take(self, module: nn.Module) -> None:
@@ -82,7 +86,7 @@ def run_without_trace(
     Raises:
         RecordingError: From the net's own error; names the module in which it was raised.
     """
-    with torch.no_grad():
+    with unrecorded():
         copies = _own_copies({**dict(enumerate(args)), **kwargs})
         args, kwargs = tuple(copies[index] for index in range(len(args))), {key: copies[key] for key in kwargs}
         tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))

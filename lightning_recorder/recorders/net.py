@@ -56,9 +56,10 @@ class RecordedNet(nn.Module):
 
     Note:
         The labelling run takes place in the current mode, without autograd, and leaves no trace: attributes and buffers
-        of modules, train flags and random number generators are as before, and the given tensors are not touched. Only
-        lazy modules, such as ``nn.LazyLinear``, are initialised by it; and what a forward pass writes into parameters
-        stays.
+        of modules, train flags and random number generators are as before, the given tensors are not touched, and taps
+        and recorders see nothing of it. Only lazy modules, such as ``nn.LazyLinear``, are initialised by it; what a
+        forward pass writes into parameters, or into lists and dictionaries that a module has, stays, and hooks of
+        others are called.
 
     Note:
         Losses, gradients and buffers are those of the bare net, bit for bit. Of each recorded tensor a copy is made in
@@ -133,6 +134,15 @@ class RecordedNet(nn.Module):
         # What raised, and was caught by the net, has not ended.
         ends = {call: place for place, call in enumerate(watch.ended)}
         self._order = sorted(self._calls, key=lambda label: ends.get(self._calls[label], len(ends)))
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper does not have is the net's, as its submodules are."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == NET:
+                raise
+            return getattr(self._net, name)
 
     @property
     def net(self) -> nn.Module:

@@ -21,7 +21,7 @@ _WHOLE = ""
 """The name of a value in a state of which it is all."""
 
 Fold = Callable[[Any, Tensor], Any]
-"""Takes what it gave the last time, at first a copy of the first tensor, and the next tensor; as for
+"""Takes what it gave the last time, at first the first tensor, and the next one, both copies; as for
 ``functools.reduce``."""
 
 
@@ -186,6 +186,8 @@ class _ListStore(Store):
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self.replace([state[str(index)].clone() for index in range(len(state))])
+        self._nbytes = sum(each.nbytes for each in self._value)
+        self._budget.used += self._nbytes
 
 
 class _FoldStore(Store):
@@ -201,7 +203,9 @@ class _FoldStore(Store):
         return self._value
 
     def update(self, tensor: Tensor) -> bool:
-        self._value = _own(tensor if self._empty else self._function(self._value, tensor), tensor)
+        # A copy: the function may keep it, or write to it.
+        new = tensor.clone()
+        self._value = _trimmed(new if self._empty else self._function(self._value, new))
         self._empty = False
         return True
 
@@ -287,14 +291,14 @@ class _MetricStore(_ReplacedStore):
         self._metric.sync_on_compute = False
 
     def _compute(self) -> Any:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.inference_mode(False):
             # A state that was loaded counts as no update.
             warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
             return self._metric.compute()
 
     def _update(self, tensor: Tensor) -> None:
         self._metric.to(tensor.device)
-        self._metric.update(tensor)
+        self._metric.update(tensor.clone())  # which some keep
 
     def _state(self) -> dict[str, Tensor]:
         return {
@@ -316,24 +320,23 @@ class _MetricStore(_ReplacedStore):
         self._metric.load_state_dict(grouped)
 
 
-def _own(value: Any, source: Tensor) -> Any:
-    """The value with copies in place of tensors that belong to the step or keep more memory alive than their own."""
+def _trimmed(value: Any) -> Any:
+    """The value with copies in place of tensors that keep more memory alive than their own, as a row does its batch."""
     if isinstance(value, Tensor):
         value = value.detach()
-        return value.clone() if value.is_inference() or _hangs_on(value, source) else value
+        return value.clone() if _is_part(value) else value
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_own(part, source) for part in value)
+        return type(value)(map(_trimmed, value))
     if isinstance(value, dict):
-        return {key: _own(part, source) for key, part in value.items()}
+        return {key: _trimmed(part) for key, part in value.items()}
     return value
 
 
-def _hangs_on(value: Tensor, source: Tensor) -> bool:
+def _is_part(value: Tensor) -> bool:
     try:
-        storage = value.untyped_storage()
-        return storage.nbytes() > value.nbytes or storage.data_ptr() == source.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a tensor without memory of its own, as a subclass or a sparse one is
-        return True
+        return value.untyped_storage().nbytes() > value.nbytes
+    except (NotImplementedError, RuntimeError):  # a tensor without memory of its own, as a sparse one is
+        return False
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +97,18 @@ class SubRecorder:
     @torch.no_grad()
     def _receive(self, site: Site, tensor: Tensor) -> None:
         recorded = self._sites.get(site.path) or _Recorded(self._make_store())
-        if recorded.store.update(tensor):
+        with _precise(tensor.device):
+            taken = recorded.store.update(tensor)
+        if taken:
             recorded.calls += 1
             recorded.samples += len(tensor) if tensor.dim() else 1
             self._sites[site.path] = recorded
+
+
+def _precise(device: torch.device) -> AbstractContextManager[object]:
+    """Without the autocast of the model, which would round what a reduction multiplies."""
+    is_on = device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 @dataclass

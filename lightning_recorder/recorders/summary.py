@@ -276,13 +276,13 @@ class SummaryWatch(CallWatch):
 def _shape(tensor: Tensor) -> Shape:
     try:
         return tuple(int(size) for size in tensor.shape)
-    except (RuntimeError, TypeError):
-        # Of a nested tensor some sizes are no numbers.
+    except Exception:  # noqa: BLE001 - of nested tensors some sizes are no numbers, or cannot be asked for, in many ways
         return ()
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    # Of nested tensors these cannot be told.
+    return 0 if tensor.is_nested else tensor.numel() * tensor.element_size()
 
 
 def _attention_operations(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
@@ -323,8 +323,8 @@ class _OperationCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", func)
         formula = self._formulas.get(packet)
-        if formula is None and hasattr(func, "decompose"):
-            # In inference mode composite operations come in one piece.
+        if formula is None and torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            # There composite operations come in one piece.
             with self:
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:

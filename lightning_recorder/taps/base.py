@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.autograd import in_transform, is_transformed
-from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, tell
+from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, tell
 from lightning_recorder.hooks import ModuleHook
 from lightning_recorder.stance import EagerStance
 from lightning_recorder.structure import describe_unknown, iter_tensors
-from lightning_recorder.unrecorded import unrecorded
+from lightning_recorder.unrecorded import is_unrecorded, unrecorded
 
 __all__ = ["Receiver", "Site", "Tap"]
 
@@ -157,13 +157,13 @@ class Tap(ABC):
 
     def _guarded(self, name: str, function: Callable[..., None], *args: Any) -> None:
         """Call a function of ours from a hook so that its failure does not become the model's."""
-        if name in self._quiet or not self._attached or in_transform():
+        if name in self._quiet or not self._attached or in_transform() or is_unrecorded():
             return
         try:
             with unrecorded():
                 function(name, *args)
         except Exception as error:
-            message = f"{type(self).__name__} could not record module {name!r}: {type(error).__name__}: {error}"
+            message = f"{type(self).__name__} could not record module {name!r}: {describe_error(error)}"
             if self.strict:
                 raise RecordingError(message) from error
             self._quiet.add(name)

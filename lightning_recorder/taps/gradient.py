@@ -10,13 +10,9 @@ from typing_extensions import override
 
 from lightning_recorder.errors import tell
 from lightning_recorder.taps.base import Receiver, Tap, TapHook
+from lightning_recorder.taps.living import LIVING_NODES, MOST_NODES
 
 __all__ = ["GradientHook", "GradientTap", "OutputGradientTap"]
-
-# torch frees the nodes of a graph that Python has looked at one inside the other, on the stack: with 45,000 in a row,
-# as of a loop unrolled that often, the process ends (torch 2.13, 8 MiB of stack; ``tensor.grad_fn`` alone does it).
-_MOST_NODES = 20_000
-
 
 Hook = TypeVar("Hook", bound="GradientHook")
 
@@ -33,30 +29,23 @@ class GradientTap(Tap):
         strict: bool = False,
     ) -> None:
         super().__init__(modules, receive, condition=condition, strict=strict)
-        self._looked_at = 0
         self._told = False
 
-    @override
-    def attach(self) -> None:
-        if not self.attached:
-            self._looked_at = 0
-        super().attach()
-
     def _may_look_at(self, nodes: int) -> bool:
-        """Whether that many nodes more can be looked at, on top of those since the last backward pass."""
-        if self._looked_at + nodes <= _MOST_NODES:
+        """Whether that many nodes of the autograd graph more can be looked at."""
+        if LIVING_NODES.has_room(nodes):
             return True
         if not self._told:
             self._told = True
             tell(
-                f"{type(self).__name__} follows {_MOST_NODES:,} operations between two backward passes and records no "
-                "gradients of further ones, since torch could not free a longer graph. Record fewer modules."
+                f"{type(self).__name__} follows {MOST_NODES:,} operations of the graphs that there are at a time, and "
+                "records no gradients of further ones, since torch could not free longer graphs. Record fewer modules."
             )
         return False
 
     def _bring(self, name: str, function: Callable[..., None], *args: Any) -> None:
         """Call a function of ours from a hook of the backward pass."""
-        self._looked_at = 0
+        LIVING_NODES.expect_less()
         self._guarded(name, function, *args)
 
     def _put_on_tensor(self, tensor: Tensor, hook: Hook) -> Hook:
@@ -68,7 +57,10 @@ class GradientTap(Tap):
         for there in (tensor._backward_hooks or {}).values() if tensor.is_leaf else ():
             if isinstance(there, type(hook)) and there.place == hook.place:
                 return there
-        self._keep(tensor.register_hook(hook))
+        handle = tensor.register_hook(hook)
+        self._keep(handle)
+        if not tensor.is_leaf:
+            LIVING_NODES.add(handle.hooks_dict_ref, 1)
         return hook
 
 
@@ -78,7 +70,8 @@ class OutputGradientTap(GradientTap):
     The hook sits on the output tensor and not on the module: a full backward hook raises where an in-place operation
     follows, stays silent for dictionaries and dataclasses, and puts a node into the autograd graph that changes the
     last bits of the gradients. The gradient is that of the tensor, so for an output which is used twice it is the sum
-    of both uses, and for a module that returns its input that of the input.
+    of both uses, and for a module that returns its input that of the input. An output that is a view, and is written to
+    later, as that of ``nn.Flatten`` before an in-place activation, is another tensor to autograd then and has none.
 
     Under gradient checkpointing with ``use_reentrant=True`` the graph is built inside the backward pass; the hooks are
     put on there. A backward pass that is run twice, as by ``torch.autograd.grad`` for a gradient penalty, hands over
@@ -100,7 +93,6 @@ class OutputGradientTap(GradientTap):
         for path, tensor in self._tensors(name, output, "out"):
             if tensor.requires_grad and self._may_look_at(1):
                 self._put_on_tensor(tensor, GradientHook(self, name, path))
-                self._looked_at += 1
 
 
 class GradientHook:

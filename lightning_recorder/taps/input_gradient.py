@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,8 +15,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from typing_extensions import override
 
 from lightning_recorder.autograd import graph_task, is_transformed, sequence_number, sequence_number_of
-from lightning_recorder.taps.base import Receiver, TapHook
+from lightning_recorder.taps.base import TapHook
 from lightning_recorder.taps.gradient import GradientHook, GradientTap
+from lightning_recorder.taps.living import LIVING_NODES
 
 __all__ = ["InputGradientTap"]
 
@@ -48,48 +51,40 @@ class InputGradientTap(GradientTap):
         head in[0] [[2.0, 3.0]]
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        receive: Receiver,
-        *,
-        condition: Callable[[], object] | None = None,
-        strict: bool = False,
-    ) -> None:
-        super().__init__(modules, receive, condition=condition, strict=strict)
-        self._open = _OpenCalls()
-
     @override
     def _put_on(self, name: str, module: nn.Module) -> None:
         self._keep(module.register_forward_pre_hook(TapHook(self, name, self._see_inputs), with_kwargs=True))
         # Called also if the module raises, as it does where a recomputation ends early: what was opened is closed.
         self._keep(module.register_forward_hook(TapHook(self, name, self._see_output), always_call=True))
 
-    @override
-    def remove(self) -> None:
-        super().remove()
-        self._open = _OpenCalls()
-
     def _see_inputs(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entering: dict[_Edge, _Input] = {}
-        if self._may_look_at(self._open.nodes() + 1):
+        if self._may_look_at(1):
             for path, tensor in self._inputs(name, args, kwargs):
                 edge = _edge(tensor)
                 if edge is not None:
                     entering.setdefault(edge, _Input(path, tensor))
-        self._open.calls.append(_Call(name, module, sequence_number(), entering))
+        _OPEN_CALLS.open(_Call(self, name, module, sequence_number(), entering))
 
     def _see_output(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        nodes = self._open.nodes()
-        call = self._open.close(name, module)
-        if call is None or not call.entering or not self._may_look_at(nodes):
+        call = _OPEN_CALLS.close(self, name, module)
+        if call is None:
             return
-        if not self._open.calls:
-            self._looked_at += nodes
-        self._search(call, output)
+        made = sequence_number() - call.first
+        new = made - call.looked_at
+        if call.entering and self._may_look_at(new):
+            call.looked_at = made
+            alive = self._search(call, output)
+            if alive is not None:
+                LIVING_NODES.add(alive, new)
+        _OPEN_CALLS.look_at(call.looked_at)
 
-    def _search(self, call: _Call, output: Any) -> None:
-        """Put hooks on what takes the inputs of a call that has ended."""
+    def _search(self, call: _Call, output: Any) -> Callable[[], object] | None:
+        """Put hooks on what takes the inputs of a call that has ended.
+
+        Returns:
+            A weak reference to something that lives as long as the graph of the call, if it has one.
+        """
         leaving: dict[_Edge, Tensor] = {}
         for _, tensor in self._tensors(call.name, output, "out"):
             edge = _edge(tensor)
@@ -99,11 +94,15 @@ class InputGradientTap(GradientTap):
         for edge in through:
             self._put_on_tensor(leaving[edge], GradientHook(self, call.name, call.entering[edge].path))
         roots = [node for node, number in leaving if (node, number) not in through]
+        alive: list[Callable[[], object]] = [weakref.ref(tensor) for tensor in leaving.values()]
         for edge, takers in _takers(roots, call).items():
             if edge not in through:
-                self._put_on_takers(call.name, edge, call.entering[edge], takers)
+                alive = [self._put_on_takers(call.name, edge, call.entering[edge], takers)]
+        return alive[0] if alive else None
 
-    def _put_on_takers(self, name: str, edge: _Edge, taken: _Input, takers: dict[Node, list[int]]) -> None:
+    def _put_on_takers(
+        self, name: str, edge: _Edge, taken: _Input, takers: dict[Node, list[int]]
+    ) -> Callable[[], object]:
         total = _Total()
         alone = sum(map(len, takers.values())) == 1
         complete = _CompleteHook(self, name, taken.path)
@@ -116,7 +115,9 @@ class InputGradientTap(GradientTap):
                 self._keep(edge[0].register_prehook(complete))
             complete.expect(total)
         for node, places in takers.items():
-            self._keep(node.register_hook(_TakerHook(complete, total, places, alone)))
+            handle = node.register_hook(_TakerHook(complete, total, places, alone))
+            self._keep(handle)
+        return handle.hooks_dict_ref
 
 
 class _Input(NamedTuple):
@@ -126,39 +127,63 @@ class _Input(NamedTuple):
     tensor: Tensor
 
 
-class _Call(NamedTuple):
+@dataclass
+class _Call:
     """A module call that has begun; what is in it is gone when it ends."""
 
+    tap: InputGradientTap
     name: str
     module: nn.Module
     first: int
     """The number of the first node that it can make."""
     entering: dict[_Edge, _Input]
     """Each input by the edge of the autograd graph that it stands for."""
+    looked_at: int = 0
+    """How many of its nodes were looked at already, by calls inside it."""
 
 
 class _OpenCalls(threading.local):
-    """The calls of this thread that have begun and not yet returned, the innermost last."""
+    """The calls of this thread that have begun and not yet returned, the innermost last, those of all taps together."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
 
-    def __reduce__(self) -> tuple[type[_OpenCalls], tuple[()]]:
-        return _OpenCalls, ()
+    def open(self, call: _Call) -> None:
+        """Begin a call."""
+        # What a KeyboardInterrupt has ended was not closed, as torch then calls no hooks.
+        older = [each for each in self.calls if each.tap is call.tap and each.name == call.name]
+        if older:
+            gone = older[: max(0, len(older) + 1 - _running(call.module))]
+            self.calls = [each for each in self.calls if not any(each is one for one in gone)]
+        self.calls = [each for each in self.calls if each.tap.attached]
+        self.calls.append(call)
 
-    def nodes(self) -> int:
-        """How many nodes of the autograd graph were made since the outermost of them has begun."""
-        return sequence_number() - self.calls[0].first if self.calls else 0
-
-    def close(self, name: str, module: nn.Module) -> _Call | None:
+    def close(self, tap: InputGradientTap, name: str, module: nn.Module) -> _Call | None:
         """The innermost call of a module, which ends it and what is still open inside it."""
-        place = next((index for index in reversed(range(len(self.calls))) if self.calls[index].name == name), None)
-        if place is None:
-            return None
-        call = self.calls[place]
-        # A module with two names has two calls open at once, which end in the order in which they began.
-        self.calls[place:] = [inner for inner in self.calls[place + 1 :] if inner.module is module]
-        return call
+        for place in reversed(range(len(self.calls))):
+            call = self.calls[place]
+            if call.tap is tap and call.name == name:
+                # A module with two names or taps has two calls open at once, which end in the order they began in.
+                self.calls[place:] = [inner for inner in self.calls[place + 1 :] if inner.module is module]
+                return call
+        return None
+
+    def look_at(self, nodes: int) -> None:
+        """Note that so many nodes of the innermost call were looked at."""
+        if self.calls:
+            self.calls[-1].looked_at += nodes
+
+
+_OPEN_CALLS = _OpenCalls()
+
+
+def _running(module: nn.Module) -> int:
+    """How many calls of the module are going on in this thread."""
+    frame, code, number = inspect.currentframe(), nn.Module._call_impl.__code__, 0
+    while frame is not None:
+        number += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return number
 
 
 class _Total:
@@ -243,7 +268,9 @@ def _edge(tensor: Tensor) -> _Edge | None:
         return None
     try:
         edge = get_gradient_edge(tensor)
-    except RuntimeError:  # of a view whose base was changed in place in a way that forbids the view a gradient
+    except (RuntimeError, AssertionError):
+        # Of a view whose base was changed in place in a way that forbids it a gradient, or of one of several that were
+        # made without autograd.
         return None
     return edge.node, edge.output_nr
 

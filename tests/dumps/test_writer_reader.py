@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_recorder import DumpError, read_dump, read_manifest
-from lightning_recorder.dumps import remove_dump, write_dump
+from lightning_recorder.dumps import remove_dump, write_dump, write_tensors
 
 DTYPES = (
     torch.float64,
@@ -280,3 +280,10 @@ def test_a_missing_file(tmp_path: Path) -> None:
     """A dump that is not there is a FileNotFoundError."""
     with pytest.raises(FileNotFoundError):
         read_dump(tmp_path / "a.safetensors")
+
+
+def test_a_dtype_that_the_format_does_not_have_is_named(tmp_path: Path) -> None:
+    """A tensor that safetensors cannot hold is an OSError which names the file and the dtype, and leaves nothing."""
+    with pytest.raises(OSError, match=r"x\.safetensors could not be written: .*complex128"):
+        write_tensors(tmp_path / "x.safetensors", {"a": torch.zeros(1, dtype=torch.complex128)}, {})
+    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import gc
 import pickle
 import random
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification
 
 from lightning_recorder.errors import ArgumentError, FlowError, RecorderWarning, RecordingError
+from lightning_recorder.recorders import ForwardOutput
 from lightning_recorder.recorders.net import RecordedNet
 from tests.taps.inspection import hooks_on
 
@@ -1314,3 +1316,45 @@ def test_an_output_of_an_unknown_class_is_told() -> None:
     ):
         wrapped(X)
     assert wrapped.activations == {(0, 1): {}}
+
+
+def test_the_parts_of_the_net_are_reached_through_the_wrapper() -> None:
+    """An attribute that the wrapper lacks is the net's, so that what goes by the names of parameters finds them."""
+    wrapped = wrap()
+    assert wrapped.get_submodule("2") is wrapped.net.get_submodule("2")
+    doubled = {name: value * 2 for name, value in wrapped.state_dict().items()}
+    expected = torch.func.functional_call(wrapped.net, doubled, (X,))
+    assert torch.equal(torch.func.functional_call(wrapped, doubled, (X,)), expected)
+    with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'nothing'"):
+        wrapped.nothing  # noqa: B018  # the point of the test
+
+
+def test_recorders_see_nothing_of_the_labelling_run() -> None:
+    """A recorder that is on the net before it is wrapped has not recorded the made-up input."""
+    net = toy()
+    with ForwardOutput().children(net) as recorder:
+        wrapped = wrap(net)
+        assert [recorder.calls(each) for each in range(4)] == [0] * 4
+        wrapped(X)
+        assert [recorder.calls(each) for each in range(4)] == [1] * 4
+
+
+def test_a_net_with_a_scripted_part_is_wrapped() -> None:
+    """A TorchScript module, which takes no hooks, has no label, and the others have theirs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch 2.13; scripting goes on to work
+        net = nn.Sequential(torch.jit.script(nn.Linear(5, 4)), nn.ReLU())
+    wrapped = wrap(net, "1")
+    assert torch.equal(wrapped(X), net(X))
+    assert dict(wrapped.labels) == {(0, 1): "", (1, 1): "1"}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which torch's encoder itself uses
+def test_a_padded_encoder_is_wrapped() -> None:
+    """An encoder that packs padded rows into nested tensors in eval mode is labelled, and gives what it gave."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x, mask = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False, False, True, True, True]])
+    wrapped = RecordedNet(encoder, input_data=x, input_kwargs={"src_key_padding_mask": mask})
+    with torch.no_grad():
+        assert torch.equal(wrapped(x, src_key_padding_mask=mask), encoder(x, src_key_padding_mask=mask))
+    assert {"layers.0", "layers.1"} <= set(wrapped.labels.values())

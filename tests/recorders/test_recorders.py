@@ -507,6 +507,17 @@ def test_a_state_survives_inference_mode(kind: type[Recorder]) -> None:
     assert not any(data.is_inference() or data.requires_grad for data in recorder)
 
 
+def test_a_reduction_computes_in_full_precision() -> None:
+    """Under the autocast of the model what a reduction multiplies is not rounded to half precision."""
+    net = nn.Identity()
+    recorder = ForwardOutput(reduction=lambda total, new: total @ new).modules(net)
+    x = torch.eye(2) + torch.tensor([[0.0, 1e-3], [1e-3, 0.0]])
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            net(x)
+    assert torch.equal(recorder[0], x @ x)
+
+
 def test_a_fault_of_the_reduction_costs_its_module() -> None:
     """A reduction that raises is one warning that names the module, which keeps what it had; strict raises it."""
     net = nn.Sequential(nn.Identity(), nn.ReLU())

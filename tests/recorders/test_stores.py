@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -138,6 +140,42 @@ def test_a_later_change_in_place_does_not_matter() -> None:
     stores = [keep(None, [batch]), keep(torch.add, [batch]), keep(lambda last, new: new, [batch, batch])]
     batch.fill_(99)
     assert equal([stores[0].value[0], stores[1].value, stores[2].value], [BATCHES[0]] * 3)
+
+
+class Rows(NamedTuple):
+    """A named tuple that a function may give."""
+
+    rows: Tensor
+
+
+@pytest.mark.parametrize(
+    "reduction",
+    [lambda last, new: Rows(new), lambda last, new: collections.deque([new]), torchmetrics.CatMetric],
+    ids=["named tuple", "deque", "metric"],
+)
+def test_what_is_kept_inside_something_else_is_a_copy_too(reduction: Any) -> None:
+    """A function or a metric may keep what it is given, which is then overwritten by nobody."""
+    batch = BATCHES[0].clone()
+    value = keep(reduction, [batch, batch]).value
+    before = copy.deepcopy(value)
+    batch.fill_(99)
+    assert equal(list(value), list(before))
+
+
+def test_a_function_may_write_to_what_it_is_given() -> None:
+    """A function that works in the next tensor changes nothing of the model."""
+    batch = BATCHES[0].clone()
+    assert keep(lambda total, new: new.add_(total), [batch, batch]).value.tolist() == [[2.0, -4.0]]
+    assert equal(batch, BATCHES[0])
+
+
+def test_what_is_loaded_counts() -> None:
+    """A list that was loaded has used its share of the limit."""
+    budget = Budget(100)
+    store = make_store(None, budget)
+    store.load_state_dict(keep(None, [torch.zeros(20)]).state_dict())
+    with pytest.warns(RecorderWarning, match="has kept 80 bytes"):
+        assert not store.update(torch.zeros(10))
 
 
 # The byte limit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.selection import Selection
-from lightning_recorder.taps import OutputGradientTap
+from lightning_recorder.taps import InputGradientTap, OutputGradientTap, Tap
 from tests.taps import references
 from tests.taps.models import Checkpointed, Precision, each_model, each_precision, linear, make
 from tests.taps.references import Seen, assert_seen, copies_into
@@ -197,8 +197,7 @@ print(len(count) - 1, [str(each.message) for each in told])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward only", "backward"])
 @pytest.mark.parametrize(
     ("tap", "calls", "recorded"),
-    # Of the calls, the input of the first is one of what is looked at.
-    [("OutputGradientTap", True, 20_000), ("InputGradientTap", True, 19_999), ("InputGradientTap", False, 0)],
+    [("OutputGradientTap", True, 20_000), ("InputGradientTap", True, 20_000), ("InputGradientTap", False, 0)],
     ids=["outputs of calls", "inputs of calls", "input of a loop"],
 )
 def test_a_graph_that_torch_could_not_free_is_left_alone(tap: str, calls: bool, recorded: int, backward: bool) -> None:
@@ -210,5 +209,54 @@ def test_a_graph_that_torch_could_not_free_is_left_alone(tap: str, calls: bool, 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     count, told = done.stdout.strip().split(maxsplit=1)
     assert int(count) == (2 * recorded if backward else 0)
-    assert told.startswith(f"['{tap} follows 20,000 operations between two backward passes")
+    assert told.startswith(f"['{tap} follows 20,000 operations of the graphs that there are at a time")
     assert told.count(tap) == 1
+
+
+SEVERAL = """
+import torch, warnings
+from torch import nn
+from lightning_recorder import BackwardInput, BackwardOutput
+
+class Block(nn.Module):
+    def forward(self, x):
+        for _ in range(5000):
+            x = x.tanh()
+        return x
+
+blocks = nn.Sequential(*[Block() for _ in range(12)])
+cells = nn.ModuleList([nn.Tanh() for _ in range(4)])
+warnings.simplefilter("ignore")
+recorder = BackwardInput(reduction=torch.add).children(blocks)
+blocks(torch.zeros(1, requires_grad=True)).sum().backward()
+print(sum(recorder.calls(name) for name in recorder.names))
+recorder = BackwardOutput(reduction=torch.add).children(cells)
+x = torch.zeros(1, requires_grad=True)
+for step in range(60_000):
+    x = cells[step % 4](x)
+x.sum().backward()
+print(sum(recorder.calls(name) for name in recorder.names))
+"""
+
+
+@pytest.mark.slow
+def test_many_taps_on_one_graph_look_at_no_more_of_it_than_one() -> None:
+    """Recorders with a tap for each module follow 20,000 operations together, and the process lives on."""
+    done = subprocess.run([sys.executable, "-c", SEVERAL], capture_output=True, text=True, check=True)
+    in_blocks, in_cells = map(int, done.stdout.split())
+    assert in_blocks == 4  # of 5,000 operations each
+    assert 19_000 <= in_cells <= 20_000  # what is left of the graph before may be a few
+
+
+@pytest.mark.parametrize("kind", [OutputGradientTap, InputGradientTap])
+def test_graphs_that_are_gone_do_not_count(kind: type[Tap]) -> None:
+    """However many calls without a backward pass there were, as in rollouts, those with one are recorded after them."""
+    module = nn.Linear(2, 2)
+    seen: Seen = []
+    x = torch.ones(1, 2, requires_grad=True)
+    with kind({"m": module}, lambda site, grad: seen.append((site, grad))):
+        for _ in range(21_000):
+            module(x)
+        for _ in range(5):
+            module(x).sum().backward()
+    assert len(seen) == 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -367,3 +369,44 @@ def test_gradients_of_many_losses_at_once_are_passed_over() -> None:
         y.sum().backward()
 
     assert seen_at(module, step) == [("in[0]", [2.0, 4.0])]
+
+
+def test_a_view_made_without_autograd_has_no_gradient() -> None:
+    """One of several views that were made under no_grad is passed over, and the next call is recorded."""
+    inner = nn.Linear(2, 2)
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            half, _ = x.chunk(2, -1)
+            inner(half)
+        return inner(x[:, :2])  # type: ignore[no-any-return]
+
+    seen: list[str] = []
+    with InputGradientTap({"inner": inner}, lambda site, _: seen.append(site.name), strict=True):
+        forward(torch.ones(1, 4, requires_grad=True) * 1).sum().backward()
+    assert seen == ["inner"]
+
+
+def test_an_interrupted_call_is_forgotten() -> None:
+    """A KeyboardInterrupt inside a module leaves nothing alive once the module is called again."""
+    interrupt = [True]
+
+    def forward(x: Tensor) -> Tensor:
+        if interrupt[0]:
+            raise KeyboardInterrupt
+        return x * 2
+
+    module = Calls(forward)
+    seen: Seen = []
+    with InputGradientTap({"m": module}, copies_into(seen)):
+        x = numbers(1) * 1
+        reference = weakref.ref(x)
+        with pytest.raises(KeyboardInterrupt):
+            module(x)
+        del x
+        interrupt[0] = False
+        for _ in range(2):
+            module(numbers(1)).sum().backward()
+        gc.collect()
+        assert reference() is None
+    assert len(seen) == 2
