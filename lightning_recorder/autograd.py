@@ -1,4 +1,4 @@
-"""The state of torch's engine, asked through its private names.
+"""What torch knows of its graphs and calls, asked through its private names.
 
 Nothing else in the package touches them. Each function says what it answers where torch does not
 offer that name, so that a release of torch that renames one costs a detail of the recording and not the run.
@@ -6,22 +6,27 @@ offer that name, so that a release of torch that renames one costs a detail of t
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "current_function_mode",
     "graph_task",
+    "hooks_of_leaf",
     "in_backward",
     "in_transform",
     "is_transformed",
     "remove_hook",
+    "running_calls",
     "sequence_number",
     "sequence_number_of",
+    "version_of",
 ]
 
 try:
@@ -139,3 +144,35 @@ def sequence_number_of(node: Node) -> int:
     """
     number = getattr(node, "_sequence_nr", int)()
     return -1 if number == _LEAF else number
+
+
+def hooks_of_leaf(tensor: Tensor) -> list[object]:
+    """The hooks on a tensor that is a leaf of the graphs, none for any other.
+
+    Fallback: none, and what is put on such a tensor at each step is put on again.
+    """
+    return list((getattr(tensor, "_backward_hooks", None) or {}).values()) if tensor.is_leaf else []
+
+
+def running_calls(module: nn.Module) -> int:
+    """How many calls of the module are going on in this thread.
+
+    Fallback: 1, which is right for modules that do not call themselves.
+    """
+    code = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
+    frame, number = inspect.currentframe(), 0
+    while frame is not None:
+        number += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return max(1, number)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often the tensor was written to, ``None`` if that is not counted, as in inference mode.
+
+    Fallback: ``None``, and what writes into a tensor is told by its name alone.
+    """
+    try:
+        return None if is_lazy(tensor) else tensor._version
+    except (RuntimeError, AttributeError):
+        return None

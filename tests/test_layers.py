@@ -185,3 +185,12 @@ def test_a_back_end_is_imported_when_it_is_used(library: str) -> None:
     """A library that writes or draws is imported inside functions, so that it may be absent until then."""
     early = [each.importer for each in users_of(library) if not each.in_function]
     assert set(early) <= {AT_THE_TOP.get(library)}
+
+
+@pytest.mark.parametrize("name", ["_C.", "_functorch", "_backward_hooks", "._version", "_sequence_nr", "_call_impl"])
+def test_private_names_of_torch_are_asked_in_one_file(name: str) -> None:
+    """What torch may rename is named in one file, which says what holds if it did."""
+    users = [
+        path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if name in path.read_text(encoding="utf-8")
+    ]
+    assert [user for user in users if user != "autograd.py"] == []

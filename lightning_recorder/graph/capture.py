@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.autograd import current_function_mode, in_backward, remove_hook
+from lightning_recorder.autograd import current_function_mode, in_backward, remove_hook, version_of
 from lightning_recorder.errors import tell
 from lightning_recorder.graph.caller import called_by_trainer
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
@@ -263,14 +263,14 @@ class GraphCapture:
         for tensor in written:
             self._provenance.bind(tensor, node, wrote=True)
 
-    def _note_function(self, func: Any, before: list[tuple[Tensor, int]], result: Any, inplace: bool) -> None:
+    def _note_function(self, func: Any, before: list[tuple[Tensor, int | None]], result: Any, inplace: bool) -> None:
         if func == _GRADIENT:
             if result is not None:
                 self._provenance.bind(result, _IGNORED)
             return
         inputs = [tensor for tensor, _ in before]
         outputs = [tensor for _, tensor in iter_tensors(result)]
-        written = tuple(tensor for tensor, version in before if _version(tensor) != version)
+        written = tuple(tensor for tensor, version in before if version_of(tensor) != version)
         if not written and inputs and _is_inference(inputs[0]) and (inplace or _writes(func)):
             # Tensors of inference mode do not count how often they are written to.
             written = (inputs[0],)
@@ -409,14 +409,9 @@ def _writes(func: Any) -> bool:
     )
 
 
-def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
+def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int | None]]:
     """The tensors that a function takes, with the number of times that each was written to."""
-    return [(tensor, _version(tensor)) for _, tensor in iter_tensors((args, kwargs))]
-
-
-def _version(tensor: Tensor) -> int:
-    # Tensors of inference mode have no version: what writes into them is told by its name alone.
-    return -1 if is_lazy(tensor) or _is_inference(tensor) else tensor._version
+    return [(tensor, version_of(tensor)) for _, tensor in iter_tensors((args, kwargs))]
 
 
 def _is_inference(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_recorder.autograd import version_of
 from lightning_recorder.errors import tell
 from lightning_recorder.recorders.calls import Call, CallWatch, Label
 from lightning_recorder.structure import describe_unknown, iter_tensors
@@ -25,7 +26,7 @@ class Kept:
 
     def __init__(self, tensor: Tensor, version: int | None, copy: Tensor) -> None:
         self._tensor = tensor
-        self._version = version
+        self._writes = version
         self._copy = copy
 
     @classmethod
@@ -33,25 +34,17 @@ class Kept:
         """The tensor as it is now."""
         # On with autograd, whatever the mode: the copy then needs a gradient just where the tensor does.
         with unrecorded(), torch.enable_grad():
-            return cls(tensor, _version(tensor), tensor.clone())
+            return cls(tensor, version_of(tensor), tensor.clone())
 
     @property
     def value(self) -> Tensor:
         """The tensor itself while nothing has been written to it, else the copy."""
-        unchanged = self._version is not None and _version(self._tensor) == self._version
+        unchanged = self._writes is not None and version_of(self._tensor) == self._writes
         return self._tensor if unchanged else self._copy
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the same tensor with the same values."""
-        return self._tensor is tensor and self._version is not None and _version(tensor) == self._version
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often the tensor was written to, or ``None`` if that is not known, as in inference mode."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
+        return self._tensor is tensor and self._writes is not None and version_of(tensor) == self._writes
 
 
 def _tell_unknown(name: str, path: str, value: object, error: Exception | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_recorder.autograd import hooks_of_leaf
 from lightning_recorder.errors import tell
 from lightning_recorder.taps.base import Receiver, Tap, TapHook
 from lightning_recorder.taps.living import LIVING_NODES, MOST_NODES
@@ -54,7 +55,7 @@ class GradientTap(Tap):
         Returns:
             The hook that is on.
         """
-        for there in (tensor._backward_hooks or {}).values() if tensor.is_leaf else ():
+        for there in hooks_of_leaf(tensor):
             if isinstance(there, type(hook)) and there.place == hook.place:
                 return there
         handle = tensor.register_hook(hook)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import threading
 import weakref
@@ -14,7 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from typing_extensions import override
 
-from lightning_recorder.autograd import graph_task, is_transformed, sequence_number, sequence_number_of
+from lightning_recorder.autograd import (
+    graph_task,
+    is_transformed,
+    running_calls,
+    sequence_number,
+    sequence_number_of,
+)
 from lightning_recorder.taps.base import TapHook
 from lightning_recorder.taps.gradient import GradientHook, GradientTap
 from lightning_recorder.taps.living import LIVING_NODES
@@ -56,6 +61,11 @@ class InputGradientTap(GradientTap):
         self._keep(module.register_forward_pre_hook(TapHook(self, name, self._see_inputs), with_kwargs=True))
         # Called also if the module raises, as it does where a recomputation ends early: what was opened is closed.
         self._keep(module.register_forward_hook(TapHook(self, name, self._see_output), always_call=True))
+
+    @override
+    def remove(self) -> None:
+        super().remove()
+        _OPEN_CALLS.drop_detached()
 
     def _see_inputs(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entering: dict[_Edge, _Input] = {}
@@ -153,10 +163,14 @@ class _OpenCalls(threading.local):
         # What a KeyboardInterrupt has ended was not closed, as torch then calls no hooks.
         older = [each for each in self.calls if each.tap is call.tap and each.name == call.name]
         if older:
-            gone = older[: max(0, len(older) + 1 - _running(call.module))]
+            gone = older[: max(0, len(older) + 1 - running_calls(call.module))]
             self.calls = [each for each in self.calls if not any(each is one for one in gone)]
-        self.calls = [each for each in self.calls if each.tap.attached]
+        self.drop_detached()
         self.calls.append(call)
+
+    def drop_detached(self) -> None:
+        """Forget the calls of taps that were taken off, as a KeyboardInterrupt leaves them."""
+        self.calls = [each for each in self.calls if each.tap.attached]
 
     def close(self, tap: InputGradientTap, name: str, module: nn.Module) -> _Call | None:
         """The innermost call of a module, which ends it and what is still open inside it."""
@@ -175,15 +189,6 @@ class _OpenCalls(threading.local):
 
 
 _OPEN_CALLS = _OpenCalls()
-
-
-def _running(module: nn.Module) -> int:
-    """How many calls of the module are going on in this thread."""
-    frame, code, number = inspect.currentframe(), nn.Module._call_impl.__code__, 0
-    while frame is not None:
-        number += frame.f_code is code and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return number
 
 
 class _Total:

@@ -410,3 +410,18 @@ def test_an_interrupted_call_is_forgotten() -> None:
         gc.collect()
         assert reference() is None
     assert len(seen) == 2
+
+
+def test_an_interrupted_call_is_forgotten_with_its_tap() -> None:
+    """A KeyboardInterrupt that ends the tap as well leaves nothing alive."""
+
+    def interrupt(x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    module, x = Calls(interrupt), numbers(1) * 1
+    reference = weakref.ref(x)
+    with pytest.raises(KeyboardInterrupt), InputGradientTap({"m": module}, copies_into([])):
+        module(x)
+    del x
+    gc.collect()
+    assert reference() is None
