@@ -54,8 +54,8 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measures what recording costs: python -m tests.benchmarks."""
-    install(session, *group("test"), constraints=group("pins"))
+    """Measures what recording costs, beside other packages: python -m tests.benchmarks."""
+    install(session, *group("test"), *group("bench"), constraints=group("pins"))
     session.run("python", "-m", "tests.benchmarks", *session.posargs)
 
 

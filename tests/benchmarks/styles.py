@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder import OutputGradientTap, OutputTap, Selection, StatisticsRecorder, TensorBoardSink
+from lightning_recorder.reductions import fused
 
 Step = Callable[[int, Callable[[], None]], None]
 """Runs a training step with its number, recorded or not."""
@@ -37,11 +38,15 @@ def empty_hooks(module: nn.Module) -> Iterator[Step]:
         handle.remove()
 
 
-def every(n: int) -> Callable[[nn.Module], Any]:
+def every(n: int, *, in_one_pass: bool = True) -> Callable[[nn.Module], Any]:
     """This package on each n-th step, written to TensorBoard each time, but at most each tenth step."""
 
     @contextmanager
     def ours(module: nn.Module) -> Iterator[Step]:
+        with nullcontext() if in_one_pass else passes_of_torch():
+            yield from recorded(module)
+
+    def recorded(module: nn.Module) -> Iterator[Step]:
         leaves = Selection().resolve(module)
         recorders = {
             "activations": StatisticsRecorder(leaves, OutputTap),
@@ -74,6 +79,16 @@ def every(n: int) -> Callable[[nn.Module], Any]:
             yield step
 
     return ours
+
+
+@contextmanager
+def passes_of_torch() -> Iterator[None]:
+    """The statistics without the C function, as where there is no compiler."""
+    kernel, fused._Loaded.kernel = fused._Loaded.kernel, None
+    try:
+        yield
+    finally:
+        fused._Loaded.kernel = kernel
 
 
 def hand_written(reduce: Callable[[SummaryWriter, str, int, Tensor], None]) -> Callable[[nn.Module], Any]:
@@ -120,6 +135,45 @@ def add_histogram(writer: SummaryWriter, tag: str, number: int, tensor: Tensor) 
     writer.add_histogram(tag, tensor, number)
 
 
+def four_numbers(writer: SummaryWriter, tag: str, number: int, tensor: Tensor) -> None:
+    """What Composer's ActivationMonitor computes of each tensor: mean norm, mean maximum, skewness and kurtosis."""
+    values = tensor.float()
+    rows = values.flatten(1) if values.dim() > 1 else values.unsqueeze(0)
+    rows.norm(dim=-1).mean().item()
+    rows.max(dim=-1).values.mean().item()
+    centred = rows - rows.mean(-1, keepdim=True)
+    deviation = centred.square().mean(-1, keepdim=True).sqrt() + 1e-12
+    (centred / deviation).pow(3).mean().item()
+    (centred / deviation).pow(4).mean().item()
+
+
+@contextmanager
+def wandb_watch(module: nn.Module) -> Iterator[Step]:
+    """wandb.watch with log="all", on every step of an offline run; it records parameters and their gradients."""
+    import wandb
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = wandb.init(mode="offline", dir=folder, settings=wandb.Settings(console="off", silent=True))
+        run.watch(module, log="all", log_freq=1)
+
+        def step(number: int, train: Callable[[], None]) -> None:
+            train()
+            run.log({"number": number})
+
+        yield step
+        run.unwatch(module)
+        run.finish()
+
+
+@contextmanager
+def torchexplorer_watch(module: nn.Module) -> Iterator[Step]:
+    """torchexplorer.watch of inputs, outputs and their gradients on every step, with nowhere to write to."""
+    import torchexplorer
+
+    torchexplorer.watch(module, log=["io", "io_grad"], log_freq=1, backend="none", verbose=False)
+    yield lambda number, train: train()
+
+
 STYLES: dict[str, Callable[[nn.Module], Any]] = {
     "bare": bare,
     "bare again": bare,
@@ -127,6 +181,12 @@ STYLES: dict[str, Callable[[nn.Module], Any]] = {
     "lightning_recorder, every step": every(1),
     "lightning_recorder, 1 in 10": every(10),
     "lightning_recorder, 1 in 50": every(50),
+    "the same with torch's passes, every step": every(1, in_one_pass=False),
+    "the same with torch's passes, 1 in 10": every(10, in_one_pass=False),
+    "the same with torch's passes, 1 in 50": every(50, in_one_pass=False),
+    "Composer's four numbers": hand_written(four_numbers),
     ".item() and histc": hand_written(items_and_histc),
-    "TensorBoard add_histogram": hand_written(add_histogram),
+    "wandb.watch, all": wandb_watch,
+    "torchexplorer": torchexplorer_watch,
+    "TensorBoard add_histogram, as Bolts": hand_written(add_histogram),
 }
