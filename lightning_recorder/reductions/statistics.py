@@ -27,7 +27,7 @@ class Statistics(Reduction):
     """Moments, extrema, tallies and the exact histogram, side by side in one row of 2057 words (16.5 KB).
 
     Statistics: those of :class:`RunningMoments`, :class:`Extrema`, :class:`Tallies` and :class:`ExponentHistogram`,
-    under the same names.
+    under the same names. On a CPU with a C compiler they are computed in one pass; see :func:`prepare`.
 
     Example:
         >>> statistics = Statistics()
@@ -37,12 +37,12 @@ class Statistics(Reduction):
         'nan_count': 1.0, 'inf_count': 0.0}
     """
 
+    parts: tuple[type[Reduction], ...] = (RunningMoments, Extrema, Tallies, ExponentHistogram)
+    width = sum(part.width for part in (RunningMoments, Extrema, Tallies, ExponentHistogram))
+
     def __init__(self, state: Tensor | None = None, *, device: torch.device | str | None = None) -> None:
         super().__init__(state, device=device)
         prepare()
-
-    parts: tuple[type[Reduction], ...] = (RunningMoments, Extrema, Tallies, ExponentHistogram)
-    width = sum(part.width for part in (RunningMoments, Extrema, Tallies, ExponentHistogram))
 
     @classmethod
     def _split(cls, state: Tensor) -> list[tuple[type[Reduction], Tensor]]:
@@ -56,7 +56,8 @@ class Statistics(Reduction):
     @classmethod
     @override
     def update_state(cls, state: Tensor, values: Values) -> None:
-        if add_statistics(state, values.tensor, values.factor):
+        # A subclass may have other parts than those that are computed in one pass.
+        if cls is Statistics and add_statistics(state, values.tensor, values.factor):
             return
         for part, own in cls._split(state):
             part.update_state(own, values)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_recorder.reductions import Statistics, Values, fused
+from lightning_recorder.reductions import Extrema, RunningMoments, Statistics, Values, fused
 from tests.reductions.strategies import streams
 
 needs_compiler = pytest.mark.skipif(not fused.prepare(), reason="no C compiler is there")
@@ -181,6 +181,28 @@ print((small * 0.5 > 0).all().item(), torch.tensor(1e-310, dtype=torch.float64).
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
+
+
+class Fewer(Statistics):
+    """Statistics of other parts."""
+
+    parts = (RunningMoments, Extrema)
+    width = 5
+
+
+@needs_compiler
+def test_a_subclass_with_other_parts_is_not_computed_in_one_pass() -> None:
+    """A subclass with a row of its own is computed by its parts."""
+    fewer = Fewer()
+    fewer.update(torch.tensor([1.0, 3.0]))
+    assert {name: float(value) for name, value in fewer.compute().items()} == {
+        "count": 2.0,
+        "mean": 2.0,
+        "std": 1.0,
+        "rms": 5.0**0.5,
+        "min": 1.0,
+        "max": 3.0,
+    }
 
 
 # Building
