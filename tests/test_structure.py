@@ -243,9 +243,11 @@ def test_the_states_of_linear_attention_are_found() -> None:
     layer = hf.cache_utils.LinearAttentionLayer()
     layer.update_conv_state(torch.ones(1, 4, 3))
     layer.update_recurrent_state(torch.ones(1, 2, 2))
+    # Newer releases of transformers have dictionaries of tensors there.
+    inner = "" if hasattr(layer.conv_states, "shape") else "[0]"
     assert paths_of(hf.cache_utils.Cache(layers=[layer])) == [
-        "out.layers[0].conv_states[0]",
-        "out.layers[0].recurrent_states[0]",
+        f"out.layers[0].conv_states{inner}",
+        f"out.layers[0].recurrent_states{inner}",
     ]
 
 
