@@ -14,7 +14,8 @@ __all__ = ["EagerStance"]
 class _Shared:
     """The one stance of the process and how many hold it."""
 
-    lock = threading.Lock()
+    # Reentrant, since the garbage collector may release a forgotten hold while this thread takes or releases another.
+    lock = threading.RLock()
     holders = 0
     stance: AbstractContextManager[object] | None = None
 

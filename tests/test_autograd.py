@@ -7,12 +7,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder import autograd
 from lightning_recorder.autograd import current_function_mode, in_backward, is_transformed
+from lightning_recorder.taps import InputGradientTap, input_gradient
 
 
 def test_a_forward_pass_is_no_backward_pass() -> None:
@@ -78,7 +79,9 @@ def test_the_innermost_function_mode_is_known() -> None:
 def older(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module as it is where torch has none of the private names."""
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    monkeypatch.delattr(torch._C._autograd, "_get_sequence_nr")
     monkeypatch.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
+    monkeypatch.delattr(torch._C._functorch, "peek_interpreter_stack")
     monkeypatch.delattr(torch.overrides, "_get_current_function_mode")
     spec = importlib.util.spec_from_file_location("older_autograd", autograd.__file__)
     assert spec is not None
@@ -104,3 +107,18 @@ def test_a_torch_without_the_private_names_costs_a_detail(older: ModuleType) -> 
     assert seen == [False, False]
     with BaseTorchFunctionMode():
         assert older.current_function_mode() is None
+    assert (older.graph_task(), older.sequence_number(), older.in_transform()) == (-1, 0, False)
+
+
+def test_input_gradients_are_found_without_the_private_names(
+    older: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch lacks them the gradient of an input through its module is the same, by a longer search."""
+    for name in ("graph_task", "is_transformed", "sequence_number"):
+        monkeypatch.setattr(input_gradient, name, getattr(older, name))
+    layer = nn.Linear(2, 2)
+    x = torch.ones(1, 2, requires_grad=True) * 3
+    seen: list[Tensor] = []
+    with InputGradientTap({"layer": layer}, lambda _, grad: seen.append(grad.clone()), strict=True):
+        (layer(x) + layer(x * 2)).sum().backward()
+    assert [grad.tolist() for grad in seen] == [layer.weight.sum(0, keepdim=True).tolist()] * 2

@@ -180,6 +180,25 @@ def test_a_hold_that_is_forgotten_is_released() -> None:
     assert stance() == "default"
 
 
+def test_a_forgotten_hold_may_be_collected_at_any_moment() -> None:
+    """A hold that the garbage collector finds while another one is being taken does not wait for that one for ever."""
+    code = (
+        "import gc, torch, torch._dynamo\n"
+        "from lightning_recorder.stance import EagerStance, _Shared\n"
+        "other, forgotten = EagerStance(), EagerStance()\n"
+        "other.hold(), forgotten.hold()\n"
+        "cycle = [forgotten]\n"
+        "cycle.append(cycle)\n"
+        "del forgotten, cycle\n"
+        "with _Shared.lock:\n"
+        "    gc.collect()\n"
+        "print(_Shared.holders)\n"
+    )
+    root = Path(lightning_recorder.__file__).parents[1]
+    # Another process, which can be ended where it hangs.
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True, timeout=120) == "1\n"
+
+
 def test_a_tap_that_is_on_when_the_program_ends_says_nothing() -> None:
     """A program that ends with a tap still on ends in silence."""
     code = (
