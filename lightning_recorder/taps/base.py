@@ -85,6 +85,7 @@ class Tap(ABC):
         self._receive = receive
         self._condition = condition
         self._attached = False
+        self._hooked = False
         self._stance = EagerStance()
         self._handles: list[RemovableHandle] = []
         self._quiet: set[str] = set()
@@ -114,6 +115,9 @@ class Tap(ABC):
         if self._attached:
             return
         self._attached = True
+        if self._hooked:
+            return
+        self._hooked = True
         try:
             self._stance.hold()
             for name, module in self.modules.items():
@@ -123,9 +127,16 @@ class Tap(ABC):
             self.remove()
             raise
 
+    def pause(self) -> None:
+        """Record nothing until :meth:`attach`, for which the hooks stay on, as between two steps that are recorded.
+
+        Putting hooks on costs more than calling them in vain.
+        """
+        self._attached = False
+
     def remove(self) -> None:
         """Take every hook off, from modules and tensors; not attached, nothing."""
-        self._attached = False
+        self._attached = self._hooked = False
         with _LOCK:
             handles, self._handles = self._handles, []
         for handle in handles:
@@ -143,7 +154,7 @@ class Tap(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is on the copies of the modules, and not attached: the hooks in these do nothing.
-        return {**self.__dict__, "_attached": False, "_handles": []}
+        return {**self.__dict__, "_attached": False, "_hooked": False, "_handles": []}
 
     def _keep(self, handle: RemovableHandle) -> None:
         """Remember a hook, and forget now and then those whose tensors are gone, so that it costs nothing."""
@@ -176,8 +187,10 @@ class Tap(ABC):
             if _has_values(tensor):
                 self._receive(Site(name, path), tensor.detach())
 
-    def _tensors(self, name: str, value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, name: str, value: Any, path: str) -> Iterable[tuple[str, Tensor]]:
         """The tensors in what the module of that name took or gave."""
+        if isinstance(value, Tensor):  # as nearly always: no walk
+            return ((path, value),)
         return iter_tensors(value, path, unknown=partial(self._tell_unknown, name))
 
     def _inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

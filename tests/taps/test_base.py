@@ -278,6 +278,52 @@ def test_a_tap_can_be_put_on_again(kind: type[Tap]) -> None:
     assert sorted(seen) == ["act", "act", "head", "head", "stem", "stem"]
 
 
+@each_tap
+def test_a_paused_tap_sees_nothing_and_keeps_its_hooks(kind: type[Tap]) -> None:
+    """What runs between a pause and the next attaching is not seen; the hooks stay on, and go when the tap is left."""
+    module, x = make("single")
+    seen: list[str] = []
+    tap = put_on(kind, module, lambda site, _: seen.append(site.name))
+    with tap:
+        hooks = len(hooks_on(module))
+        for recorded in (True, False, True):
+            if recorded:
+                tap.attach()
+            module(x).backward()
+            tap.pause()
+            assert not tap.attached
+            assert len(hooks_on(module)) == hooks
+    assert sorted(seen) == ["act", "act", "head", "head", "stem", "stem"]
+    assert hooks_on(module) == []
+    tap.pause()
+    module(x).backward()
+    assert len(seen) == 6
+
+
+@each_tap
+def test_a_copy_of_a_paused_tap_is_put_on_anew(kind: type[Tap]) -> None:
+    """Attaching a copy of a paused tap puts hooks on the copied modules, and those of the original are as they were."""
+    module, x = make("single")
+    _SEEN.clear()
+    with put_on(kind, module, note) as tap:
+        tap.pause()
+        copied, copied_module = copy.deepcopy((tap, module))
+        with copied:
+            copied_module(x).backward()
+            assert sorted(_SEEN) == ["act", "head", "stem"]
+        tap.attach()
+        module(x).backward()
+    assert sorted(_SEEN) == ["act", "act", "head", "head", "stem", "stem"]
+
+
+_SEEN: list[str] = []
+
+
+def note(site: Site, tensor: Tensor) -> None:
+    """A receiver that a copy of a tap shares with the tap."""
+    _SEEN.append(site.name)
+
+
 class Leaf(nn.Module):
     """Gives a parameter of its own, and the input as it is."""
 
