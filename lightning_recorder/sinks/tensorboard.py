@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
+from lightning_recorder.sinks.records import quicken_records
 
 if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["TensorBoardSink"]
@@ -23,9 +25,9 @@ _MAX_BINS = 64
 class TensorBoardSink(Sink):
     """Writes scalars, histograms, images and texts as events.
 
-    A histogram is written from its bins by ``add_histogram_raw``, joined to at most 64 (about 1.1 KB); its ``min``,
-    ``max``, ``num``, ``sum`` and ``sum_squares`` are exact. One without a finite value is left out, since TensorBoard
-    cannot draw it. A file or graph cannot be shown.
+    A histogram is written from its bins, joined to at most 64 (about 1.1 KB); its ``min``, ``max``, ``sum`` and
+    ``sum_squares`` are exact, and so is ``num`` unless the histogram is of a sample. One without a finite value is left
+    out, since TensorBoard cannot draw it. A file or graph cannot be shown.
 
     Args:
         writer: A ``SummaryWriter``, such as ``TensorBoardLogger.experiment``, which stays the caller's and is not
@@ -39,35 +41,42 @@ class TensorBoardSink(Sink):
 
             writer = SummaryWriter(str(writer))
         self._writer = writer
+        quicken_records(writer)
 
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard.summary import scalar
 
-        # In one event: the writer waits for the disk after every ten of them, and a model has hundreds of scalars.
-        summary = Summary(value=[each for tag, value in scalars.items() for each in scalar(tag, value).value])
-        self._writer._get_file_writer().add_summary(summary, step)
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._add(step, Summary(value=values))
         return True
 
     @override
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        values = []
         for tag, histogram in histograms.items():
             if histogram.count == 0:
                 continue
             drawn = histogram.coarsened(_MAX_BINS)
-            self._writer.add_histogram_raw(
-                tag,
+            proto = HistogramProto(
                 min=histogram.min,
                 max=histogram.max,
                 num=histogram.count,
                 sum=histogram.sum,
                 sum_squares=histogram.sum_squares,
-                bucket_limits=drawn.edges[1:].tolist(),
-                bucket_counts=drawn.counts.tolist(),
-                global_step=step,
+                bucket_limit=drawn.edges[1:].tolist(),
+                bucket=drawn.counts.tolist(),
             )
+            values.append(Summary.Value(tag=tag, histo=proto))
+        self._add(step, Summary(value=values))
         return True
+
+    def _add(self, step: int, summary: Summary) -> None:
+        # All in one event: the writer waits for the disk after every ten of them, and a model has hundreds of numbers.
+        if summary.value:
+            self._writer._get_file_writer().add_summary(summary, step)
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder import Histogram, Statistics, TensorBoardSink
-from lightning_recorder.reductions import to_histogram
+from lightning_recorder.reductions import SCALAR_STATISTICS, to_histogram
 from tests.sinks.events import pixels_of, read_events, summaries
 from tests.sinks.samples import graph, histogram, histogram_of, picture
 
@@ -43,7 +43,8 @@ def test_a_histogram_with_few_bins(tmp_path: Path) -> None:
 def _measured(values: np.ndarray[Any, Any]) -> Histogram:
     statistics = Statistics()
     statistics.update(torch.from_numpy(values))
-    return to_histogram(statistics.compute())
+    summary = statistics.compute()
+    return to_histogram({name: float(summary[name]) for name in SCALAR_STATISTICS}, summary["histogram"])
 
 
 MANY = {
