@@ -28,6 +28,7 @@ __all__ = [
     "SelectionError",
     "check_callable",
     "check_integer",
+    "check_number",
     "describe_error",
     "tell",
 ]
@@ -88,6 +89,16 @@ def check_integer(name: str, value: object, least: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def check_number(name: str, value: object, least: float) -> None:
+    """Refuse an argument that is no number of at least ``least``.
+
+    Raises:
+        ArgumentError: Naming the argument and what is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+        raise ArgumentError(f"{name} must be a number of at least {least:g}, got {value!r}")
 
 
 def check_callable(name: str, value: object, arguments: str) -> None:

@@ -107,7 +107,8 @@ class StatisticsCallback(RecorderCallback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # When a model's own on_train_batch_start ends the epoch, the batch before this one had a start and no end.
-        self._stop_recording()
+        if self._recorder is not None:
+            self._recorder.pause()
         if self._recorder is None or self._due is None:
             return
         step = logged_step(trainer)
@@ -118,13 +119,18 @@ class StatisticsCallback(RecorderCallback):
                 self._window, self._window_global_step = step, trainer.global_step
             self._recorder.factor = self.factor(trainer, pl_module)
             self._recorder.attach()
+        else:
+            self._stop_recording()
 
     @guarded
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._stop_recording()
+        if self._recorder is not None and self._due is not None and self._due(logged_step(trainer) + 1):
+            self._recorder.pause()
+        else:
+            self._stop_recording()
         # While batches are accumulated the optimiser has not stepped yet, and the window of its step stays open.
         if self._window is not None and trainer.global_step != self._window_global_step:
             self._flush(trainer)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 
 import torch
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_recorder.reductions import (
-    SCALAR_STATISTICS,
+    Collected,
+    Combined,
     Histogram,
     Reduction,
     StateBank,
     Statistics,
     Values,
-    prepare,
     to_histogram,
 )
 from lightning_recorder.taps import OutputTap, Site, Tap
@@ -30,14 +31,20 @@ class SiteStatistics:
     """What one site showed between two resets, on the host.
 
     Args:
-        scalars: Statistic to value; the names are those of ``SCALAR_STATISTICS``.
+        scalars: Statistic to value; the names are those of ``SCALAR_STATISTICS`` and those that further reductions give
+            as one number.
         bins: Counts of the fixed bins, ``[2048]`` int64; see ``ExponentHistogram``.
-        histogram: The same counts between their edges, without the empty ends.
+        tensors: Statistic to what further reductions give as more than one number, float64.
     """
 
     scalars: Mapping[str, float]
     bins: Tensor
-    histogram: Histogram
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def histogram(self) -> Histogram:
+        """The counts between their edges, without the empty ends."""
+        return to_histogram(self.scalars, self.bins)
 
 
 class StatisticsRecorder:
@@ -49,20 +56,28 @@ class StatisticsRecorder:
     Args:
         modules: The modules by name, as ``Selection.resolve`` gives them.
         tap: Which tensors: the class of any :class:`~lightning_recorder.Tap`.
+        extra: Further reductions of the same tensors.
+        sample: How many values of a tensor are counted in the histogram; by default all.
+        quantiles: Shares for which the quantiles are read from the histogram, as scalars named ``quantile_<share>``.
         condition: As for :class:`~lightning_recorder.Tap`.
         strict: As for :class:`~lightning_recorder.Tap`.
+
+    Raises:
+        ArgumentError: If an argument can never work, or two reductions give a statistic of the same name.
 
     Note:
         While the hooks are on nothing waits for the device. :meth:`collect` does, once per device.
 
     Example:
+        >>> from lightning_recorder import Norms
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        >>> recorder = StatisticsRecorder({"relu": net[1]})
+        >>> recorder = StatisticsRecorder({"relu": net[1]}, extra=[Norms()])
         >>> with recorder:
         ...     for batch in torch.eye(2), torch.ones(3, 2):
         ...         _ = net(batch)
-        >>> recorder.collect()[Site("relu", "out")].scalars["count"]
-        10.0
+        >>> scalars = recorder.collect()[Site("relu", "out")].scalars
+        >>> scalars["count"], scalars["abs_max"] == scalars["max"]
+        (10.0, True)
     """
 
     def __init__(
@@ -70,19 +85,22 @@ class StatisticsRecorder:
         modules: Mapping[str, nn.Module],
         tap: type[Tap] = OutputTap,
         *,
+        extra: Iterable[Reduction] = (),
+        sample: int | None = None,
+        quantiles: Iterable[float] = (),
         condition: Callable[[], object] | None = None,
         strict: bool = False,
     ) -> None:
         self.factor = 1.0
         """What each tensor is multiplied by before it is reduced: the inverse of a loss scale, for gradients."""
-        self._reduction: type[Reduction] = Statistics
-        self._bank: StateBank[Site] = StateBank(self._reduction)
+        statistics = Statistics(sample=sample, quantiles=quantiles)
+        further = (extra,) if isinstance(extra, Reduction) else tuple(extra)
+        self._bank: StateBank[Site] = StateBank(Combined([statistics, *further]) if further else statistics)
         self._tap = tap(modules, self._receive, condition=condition, strict=strict)
-        prepare()
 
     def _receive(self, site: Site, tensor: Tensor) -> None:
         if tensor.device.type != "meta":
-            self._reduction.update_state(self._bank.row(site, tensor.device), Values(tensor, self.factor))
+            self._bank.add(site, Values(tensor, self.factor))
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -103,6 +121,10 @@ class StatisticsRecorder:
         """Put the hooks on."""
         self._tap.attach()
 
+    def pause(self) -> None:
+        """Record nothing until :meth:`attach`; the hooks stay on, which for recording every step is faster."""
+        self._tap.pause()
+
     def remove(self) -> None:
         """Take the hooks off."""
         self._tap.remove()
@@ -119,25 +141,28 @@ class StatisticsRecorder:
     @torch.no_grad()
     def collect(self) -> dict[Site, SiteStatistics]:
         """The statistics of every site that was seen since the last reset, in the order of the modules."""
+        found: dict[Site, SiteStatistics] = {}
+        for group in self._bank.collect():
+            found.update(_by_site(group))
         order = {name: position for position, name in enumerate(self._tap.modules)}
-        states = sorted(self._bank.collect().items(), key=lambda item: order[item[0].name])
-        if not states:
-            return {}
-        summary = self._reduction.summarize(torch.stack([state for _, state in states]))
-        # A row that was handed out for an earlier step and has seen nothing since is no result.
-        seen = (summary["histogram"].sum(-1) > 0).tolist()
-        columns = {name: summary[name].tolist() for name in SCALAR_STATISTICS}
-        return {
-            site: SiteStatistics(
-                scalars={name: column[row] for name, column in columns.items()},
-                bins=summary["histogram"][row].long(),
-                histogram=to_histogram({name: value[row] for name, value in summary.items()}),
-            )
-            for row, (site, _) in enumerate(states)
-            if seen[row]
-        }
+        return {site: found[site] for site in sorted(found, key=lambda site: order[site.name])}
 
     @torch.no_grad()
     def reset(self) -> None:
         """Forget what was recorded; the hooks stay as they are."""
         self._bank.reset()
+
+
+def _by_site(group: Collected[Site]) -> Iterator[tuple[Site, SiteStatistics]]:
+    """The statistics of states that are summarised together."""
+    summary = group.reduction.summarize(group.states)
+    bins = summary.pop("histogram").long()
+    unshown = {"sum", "variance"}  # they follow from the others
+    columns = {name: value.tolist() for name, value in summary.items() if value.dim() == 1 and name not in unshown}
+    tensors = {name: value for name, value in summary.items() if value.dim() > 1}
+    for row, site in enumerate(group.keys):
+        scalars = {name: column[row] for name, column in columns.items()}
+        # A row that was handed out for an earlier step and has seen nothing since is no result.
+        if scalars["count"] or scalars["nan_count"] or scalars["inf_count"]:
+            own = {name: value[row] for name, value in tensors.items()}
+            yield site, SiteStatistics(scalars, bins[row], own)

@@ -268,7 +268,6 @@ class _ReductionStore(_ReplacedStore):
         return self._reduction.compute()
 
     def _update(self, tensor: Tensor) -> None:
-        self._reduction.state = self._reduction.state.to(tensor.device)
         self._reduction.update(tensor)
 
     def _state(self) -> dict[str, Tensor]:

@@ -3,79 +3,160 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_recorder.reductions.base import Reduction
+from lightning_recorder.reductions.scalar import merged_along
+from lightning_recorder.reductions.values import Values
 
-__all__ = ["StateBank"]
+__all__ = ["Collected", "StateBank"]
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Rows per block. A block is never moved, because reductions hold views of its rows; a model with more sites on one
-# device gets further blocks.
-_ROWS = 64
+# A block is never moved, because reductions hold views of its rows; a model with more sites on one device gets further
+# blocks. Of rows of the default statistics it has 64 (1 MiB), of very long ones a single one.
+_MOST_ROWS = 64
+_BLOCK_WORDS = 1 << 18
+_MOST_HEADS = 64
+
+
+# They hold their states on the CPU, and each tensor is copied there, which waits.
+_WITHOUT_FLOAT64 = ("mps",)
+
+
+class _Row(NamedTuple):
+    reduction: Reduction
+    state: Tensor
+    """``[width]`` float64."""
+    moves: bool
+    """Whether the tensors are on a device that the state cannot be on."""
+    heads: list[Tensor]
+    """What is still to be merged into the first words of the state."""
+
+
+@dataclass(frozen=True)
+class _Block(Generic[Key]):
+    states: Tensor
+    """``[rows, width]`` float64."""
+    rows: list[_Row]
+    """Those that are taken."""
+    keys: list[Key]
+
+
+@dataclass(frozen=True)
+class Collected(Generic[Key]):
+    """States of one kind, on the CPU."""
+
+    reduction: Reduction
+    keys: list[Key]
+    states: Tensor
+    """``[keys, width]`` float64."""
 
 
 class StateBank(Generic[Key]):
     """One row of state per key and device, in blocks of rows.
 
     Args:
-        reduction: The kind of state.
+        reduction: The kind of state; of one whose width depends on the shape of the tensor, each key gets its own.
 
     Note:
         Rows are handed out under a lock, because on a GPU forward and backward hooks run in different threads; updating
         a row takes none, as each key is updated by one thread.
     """
 
-    def __init__(self, reduction: type[Reduction]) -> None:
+    def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
-        self._rows: dict[tuple[Key, torch.device], Tensor] = {}
-        self._blocks: dict[torch.device, list[tuple[Tensor, list[Key]]]] = {}
+        self._rows: dict[tuple[Key, torch.device], _Row] = {}
+        self._blocks: dict[tuple[torch.device, str], list[_Block[Key]]] = {}
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """Bytes of state on all devices."""
-        return sum(block.nbytes for blocks in self._blocks.values() for block, _ in blocks)
+        return sum(block.states.nbytes for blocks in self._blocks.values() for block in blocks)
 
-    def row(self, key: Key, device: torch.device) -> Tensor:
-        """The state of a key on a device, ``[width]`` float64; initial when it is new."""
-        row = self._rows.get((key, device))
-        return row if row is not None else self._allocate(key, device)
+    def add(self, key: Key, values: Values) -> None:
+        """Take values into the state of a key, which is initial when it is new.
 
-    def _allocate(self, key: Key, device: torch.device) -> Tensor:
+        Raises:
+            ArgumentError: If the reduction depends on the shape, and earlier values of the key had another.
+        """
+        row = self._rows.get((key, values.raw.device)) or self._allocate(key, values)
+        if row.moves:
+            values = Values(values.raw.to(row.state.device), values.factor)
+        head = row.reduction.begin(row.state, values)
+        if head is not None:
+            row.heads.append(head)
+            if len(row.heads) == _MOST_HEADS:
+                _settle([row])
+
+    def _allocate(self, key: Key, values: Values) -> _Row:
+        seen_on = values.raw.device
+        moves = seen_on.type in _WITHOUT_FLOAT64
+        device = torch.device("cpu") if moves else seen_on
         # Validation may run in inference mode; a tensor made there could never be updated outside it again.
-        with self._lock, torch.inference_mode(False):
-            blocks = self._blocks.setdefault(device, [])
-            if not blocks or len(blocks[-1][1]) == len(blocks[-1][0]):
-                blocks.append((self.reduction.initial().to(device).repeat(_ROWS, 1), []))
-            block, keys = blocks[-1]
-            row = block[len(keys)]
-            keys.append(key)
-            self._rows[key, device] = row
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            reduction = self.reduction.sized_for(values)
+            blocks = self._blocks.setdefault((device, repr(reduction)), [])
+            if not blocks or len(blocks[-1].keys) == len(blocks[-1].states):
+                rows = min(_MOST_ROWS, max(1, _BLOCK_WORDS // reduction.width))
+                blocks.append(_Block(reduction.initial().to(device).repeat(rows, 1), [], []))
+            block = blocks[-1]
+            row = _Row(reduction, block.states[len(block.keys)], moves, [])
+            block.keys.append(key)
+            block.rows.append(row)
+            self._rows[key, seen_on] = row
             return row
 
-    def collect(self) -> dict[Key, Tensor]:
-        """The states by key on the CPU, ``[width]`` each, those of one key on several devices merged.
+    def collect(self) -> list[Collected[Key]]:
+        """The states of all keys on the CPU, those of one key on several devices merged.
 
         Waits for the devices, once for each block of rows.
         """
-        states: dict[Key, Tensor] = {}
+        groups: list[Collected[Key]] = []
+        places: dict[Key, Tensor] = {}
         for blocks in self._blocks.values():
-            for block, keys in blocks:
-                for key, state in zip(keys, block[: len(keys)].cpu(), strict=True):
-                    if key in states:
-                        self.reduction.merge_states(states[key], state)
-                    else:
-                        states[key] = state.clone() if block.device.type == "cpu" else state
-        return states
+            for block in blocks:
+                _settle(block.rows)
+                # A copy in any case, since the states go on.
+                states = block.states[: len(block.keys)].to("cpu", copy=True)
+                for key, row, state in zip(block.keys, block.rows, states, strict=True):
+                    if key in places:
+                        row.reduction.merge_states(places[key], state)
+                new = [index for index, key in enumerate(block.keys) if key not in places]
+                if new:
+                    keys, states = [block.keys[index] for index in new], states[new] if places else states
+                    places.update(zip(keys, states, strict=True))
+                    groups.append(Collected(block.rows[0].reduction, keys, states))
+        return groups
 
     def reset(self) -> None:
-        """Make every state initial again."""
+        """Begin a new stream in every state."""
         for blocks in self._blocks.values():
-            for block, _ in blocks:
-                block.copy_(self.reduction.initial())
+            for block in blocks:
+                for row in block.rows:
+                    row.heads.clear()
+                if block.rows:
+                    block.rows[0].reduction.restart(block.states[: len(block.keys)])
+
+
+def _settle(rows: Sequence[_Row]) -> None:
+    """Merge what was left to be merged, of all rows at once."""
+    rows = [row for row in rows if row.heads]
+    reduction = rows[0].reduction.head if rows else None
+    if reduction is None:
+        return
+    most = max(len(row.heads) for row in rows)
+    none = reduction.initial().to(rows[0].state.device)
+    padded = [head for row in rows for head in (*row.heads, *[none] * (most - len(row.heads)))]
+    heads = merged_along(reduction, torch.stack(padded).unflatten(0, (len(rows), most)))
+    own = torch.stack([row.state[: reduction.width] for row in rows])
+    reduction.merge_states(own, heads)
+    for row, merged in zip(rows, own, strict=True):
+        row.state[: reduction.width] = merged
+        row.heads.clear()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,63 +20,153 @@ __all__ = ["Reduction"]
 class Reduction(ABC):
     """A statistic over a stream of tensors, whose whole state is one row of float64 numbers.
 
-    The state is a fixed number of float64 words on the device of the tensors, so that the rows of many sites lie packed
-    in one block and travel in one transfer. Counts are exact up to 2**53. A subclass states four things: :attr:`width`,
-    :meth:`initial`, :meth:`update_state` and :meth:`merge_states`, with :meth:`summarize` to read the result. The laws,
-    which the tests check:
+    An object has settings, which are its public attributes and never change, and a state: a fixed number of float64
+    words on the device of the tensors, so that the rows of many sites lie packed in one block and travel in one
+    transfer. Counts are exact up to 2**53.
 
-    * ``merge_states`` is associative and commutative, and a row as :meth:`initial` leaves it is its neutral element;
+    A subclass states :attr:`width` and :attr:`statistics`, :meth:`update_state` and :meth:`summarize`. If its words are
+    not sums that begin with zero, it says ``additive = False`` and has :meth:`initial` and :meth:`merge_states` of its
+    own. The laws, which the tests check:
+
+    * ``merge_states`` is associative and, unless :attr:`ordered`, commutative, and a row as :meth:`initial` gives it is
+      its neutral element;
     * updating with two tensors equals merging the two states of updating with one each, to the bit for counts, extrema
       and histograms and within the bound that the reduction states for the rest.
-
-    Args:
-        state: The row to work on, ``[width]`` float64, already initial or restored; by default a new one.
-        device: Where a new row lives.
 
     Note:
         An update waits for nothing and keeps nothing of the tensor that it is given. The state takes no part in
         autograd.
+
+    Example:
+        >>> class NegativeShare(Reduction):
+        ...     width = 2
+        ...     statistics = ("negative_fraction",)
+        ...
+        ...     def update_state(self, state, values):
+        ...         state[0] += (values.flat < 0).sum()
+        ...         state[1] += values.numel
+        ...
+        ...     def summarize(self, state):
+        ...         return {"negative_fraction": state[..., 0] / state[..., 1]}
+        >>> share = NegativeShare()
+        >>> share.update(torch.tensor([-1.0, 2.0]))
+        >>> share.update(torch.tensor([3, 4]))
+        >>> float(share.compute()["negative_fraction"])
+        0.25
     """
 
-    width: ClassVar[int]
-    """Number of float64 words in the state."""
+    width: int
+    """Number of float64 words in the state; 0 as long as it depends on the shape of a tensor that is still to come."""
+    statistics: tuple[str, ...]
+    """The names of what :meth:`summarize` gives."""
+    additive: ClassVar[bool] = True
+    """Whether merging is adding, word by word; such states are merged over ranks by one sum."""
+    piecewise: ClassVar[bool] = False
+    """Whether only the values count and not their shape, so that they may come in pieces."""
+    ordered: ClassVar[bool] = False
+    """Whether the order of the tensors matters: then ``a.merge(b)`` means that ``b`` came after ``a``."""
 
-    def __init__(self, state: Tensor | None = None, *, device: torch.device | str | None = None) -> None:
-        if state is None:
-            state = self.initial().to(device)
+    _state: Tensor | None = None
+
+    def initial(self) -> Tensor:
+        """The state of an empty stream, ``[width]`` float64 on the CPU."""
+        return torch.zeros(self.width, dtype=torch.float64)
+
+    @abstractmethod
+    def update_state(self, state: Tensor, values: Values) -> None:
+        """Take values into the state, ``[width]``, in place."""
+
+    def add(self, state: Tensor, values: Values) -> None:
+        """Take values into the state, ``[width]``, in place, in pieces where that is possible."""
+        for piece in values.pieces() if self.piecewise else (values,):
+            self.update_state(state, piece)
+
+    def begin(self, state: Tensor, values: Values) -> Tensor | None:
+        """Take values into the state and give back what can be merged later: the state that :attr:`head` has of them.
+
+        Merging takes many small operations, which many sites share when it is done for all of them at once.
+        """
+        self.add(state, values)
+        return None
+
+    @property
+    def head(self) -> Reduction | None:
+        """The reduction of the first words, as :meth:`begin` leaves them to be merged, or none."""
+        return None
+
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        """Take the states ``other``, ``[..., width]``, into ``state`` of equal shape, in place."""
+        state += other
+
+    def restart(self, state: Tensor) -> None:
+        """Begin a new stream in the states, ``[..., width]``, in place: what recorders do after each result."""
+        state.copy_(self.initial())
+
+    @abstractmethod
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        """The statistics of the states, ``[..., width]``, by name, each ``[...]`` or ``[..., k]`` float64."""
+
+    def sized_for(self, values: Values) -> Self:
+        """This reduction with the width that values of this shape need: itself, unless it depends on the shape."""
+        return self
+
+    def additive_words(self) -> Tensor:
+        """Which words of the state are merged by adding them, ``[width]`` bool."""
+        return torch.full((self.width,), self.additive)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return 8 * self.width
+
+    @property
+    def state(self) -> Tensor:
+        """The row of this object's own stream, ``[width]`` float64."""
+        if self._state is None:
+            with torch.inference_mode(False):
+                self._state = self.initial()
+        return self._state
+
+    def on(self, state: Tensor) -> Self:
+        """A reduction with the same settings that works on the given row, where it lies.
+
+        Raises:
+            ArgumentError: If the row does not have the shape and type of a state.
+        """
         if state.shape != (self.width,) or state.dtype != torch.float64:
             needed = f"{type(self).__name__} needs a float64 state of shape ({self.width},)"
             raise ArgumentError(f"{needed}, got {state.dtype} of shape {tuple(state.shape)}")
-        self.state = state
-
-    @classmethod
-    @abstractmethod
-    def initial(cls) -> Tensor:
-        """The state of an empty stream, ``[width]`` float64 on the CPU."""
-
-    @classmethod
-    @abstractmethod
-    def update_state(cls, state: Tensor, values: Values) -> None:
-        """Take values into the state, ``[width]``, in place."""
-
-    @classmethod
-    @abstractmethod
-    def merge_states(cls, state: Tensor, other: Tensor) -> None:
-        """Take the states ``other``, ``[..., width]``, into ``state`` of equal shape, in place."""
-
-    @classmethod
-    @abstractmethod
-    def summarize(cls, state: Tensor) -> dict[str, Tensor]:
-        """The statistics of the states, ``[..., width]``, by name, each ``[...]`` or ``[..., k]`` float64."""
+        fresh = copy.copy(self)
+        fresh._state = state
+        return fresh
 
     @torch.no_grad()
     def update(self, tensor: Tensor) -> None:
-        """Take a tensor of any shape into the stream."""
-        self.update_state(self.state, Values(tensor))
+        """Take a tensor of any shape into the stream; the state moves to its device.
+
+        Raises:
+            ArgumentError: If the reduction depends on the shape, and an earlier tensor had another.
+        """
+        values = Values(tensor.detach())
+        if not self.width:
+            self.__dict__.update(vars(self.sized_for(values)))
+        if self.state.device != tensor.device:
+            self._state = self.state.to(tensor.device)
+        self.add(self.state, values)
 
     @torch.no_grad()
     def merge(self, other: Self) -> None:
-        """Take another stream's state into this one; the other stays as it is."""
+        """Take another stream's state into this one; the other stays as it is.
+
+        Raises:
+            ArgumentError: If the other one is of another kind, or has other settings.
+        """
+        if type(other) is type(self) and not other.width:
+            return
+        if type(other) is type(self) and not self.width:
+            self.__dict__.update(vars(other), _state=None)
+        if type(other) is not type(self) or other.settings != self.settings:
+            raise ArgumentError(f"{self} cannot be merged with {other}: both must have the same settings")
         self.merge_states(self.state, other.state.to(self.state.device))
 
     def compute(self) -> dict[str, Tensor]:
@@ -84,7 +175,8 @@ class Reduction(ABC):
 
     def reset(self) -> None:
         """Forget the stream."""
-        self.state.copy_(self.initial())
+        if self._state is not None:
+            self._state.copy_(self.initial())
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state as plain tensors, independent of this object's future."""
@@ -101,3 +193,12 @@ class Reduction(ABC):
             needed = f"{type(self).__name__} needs {tuple(self.state.shape)}"
             raise ArgumentError(f"{needed}, the saved state has shape {tuple(state.shape)}")
         self.state.copy_(state)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What distinguishes this reduction from others of its class, by name."""
+        derived = ("width", "statistics")
+        return {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in derived}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"

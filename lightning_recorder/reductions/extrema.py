@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.reductions.base import Reduction
+from lightning_recorder.reductions.scalar import ScalarReduction
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["Extrema"]
@@ -14,7 +16,7 @@ __all__ = ["Extrema"]
 _INF = float("inf")
 
 
-class Extrema(Reduction):
+class Extrema(ScalarReduction):
     """Minimum and maximum of the finite values.
 
     State: ``[min, max]``, of an empty stream ``[inf, -inf]``. Statistics: ``min``, ``max``, both NaN for a stream
@@ -22,29 +24,25 @@ class Extrema(Reduction):
     """
 
     width = 2
+    statistics = ("min", "max")
+    additive = False
 
-    @classmethod
     @override
-    def initial(cls) -> Tensor:
+    def initial(self) -> Tensor:
         return torch.tensor([_INF, -_INF], dtype=torch.float64)
 
-    @classmethod
     @override
-    def update_state(cls, state: Tensor, values: Values) -> None:
-        if values.numel == 0:
-            return
+    def words_of(self, values: Values) -> Sequence[Tensor]:
         low = torch.nan_to_num(values.flat, nan=_INF, posinf=_INF, neginf=_INF).amin()
         high = torch.nan_to_num(values.flat, nan=-_INF, posinf=-_INF, neginf=-_INF).amax()
-        cls.merge_states(state, torch.stack((low, high)).double())
+        return low, high
 
-    @classmethod
     @override
-    def merge_states(cls, state: Tensor, other: Tensor) -> None:
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
         state[..., 0] = torch.minimum(state[..., 0], other[..., 0])
         state[..., 1] = torch.maximum(state[..., 1], other[..., 1])
 
-    @classmethod
     @override
-    def summarize(cls, state: Tensor) -> dict[str, Tensor]:
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
         finite = torch.where(state.isfinite(), state, torch.nan)
         return {"min": finite[..., 0], "max": finite[..., 1]}

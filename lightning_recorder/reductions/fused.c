@@ -15,6 +15,7 @@
 
 #define BINS 2048
 #define BLOCK 2048
+#define LANES 32
 #define FEW 32768 /* values for which another thread is not worth its start */
 
 enum { COUNT, MEAN, M2, MIN, MAX, NUMEL, ZEROS, NANS, INFINITIES, HISTOGRAM };
@@ -22,7 +23,8 @@ enum { COUNT, MEAN, M2, MIN, MAX, NUMEL, ZEROS, NANS, INFINITIES, HISTOGRAM };
 typedef struct {
   double count, mean, m2, min, max;
   int64_t zeros, nans, infinities;
-  uint32_t bins[2][BINS]; /* two, so that equal neighbours do not wait for each other */
+  int64_t in_tables, bins[BINS];
+  uint16_t tables[4][BINS]; /* several, so that equal neighbours do not wait for each other, and small to stay near */
 } Part;
 
 static void merge(double *count, double *mean, double *m2, double n, double mu, double q) {
@@ -34,42 +36,54 @@ static void merge(double *count, double *mean, double *m2, double n, double mu, 
 }
 
 /* One block of TYPE, whose bits are of UINT and whose exponent is EXPONENT for what is not finite. In nearly every block
-   all is finite, and the loops that need not look are twice as fast; in the others each value that is not is left out. */
+   all is finite, and the loops that need not look are twice as fast; in the others each value that is not is left out.
+   Sums run in LANES of their own, since one sum would wait for itself at each addition. */
 #define DEFINE_BLOCK(NAME, TYPE, UINT, EXPONENT, MASK)                                                                 \
   static void NAME(const TYPE *restrict x, int n, Part *part) {                                                        \
-    UINT bits[BLOCK], largest = 0;                                                                                     \
+    UINT largest = 0;                                                                                                  \
     TYPE finite[BLOCK];                                                                                                \
     int zeros = 0, nans = 0, others = 0;                                                                               \
-    memcpy(bits, x, n * sizeof *x);                                                                                    \
     _Pragma("omp simd reduction(+ : zeros) reduction(max : largest)")                                                  \
     for (int i = 0; i < n; i++) {                                                                                      \
-      UINT size = bits[i] & MASK;                                                                                      \
+      UINT size;                                                                                                       \
+      memcpy(&size, x + i, sizeof size);                                                                               \
+      size &= MASK;                                                                                                    \
       zeros += size == 0;                                                                                              \
       largest = size > largest ? size : largest;                                                                       \
     }                                                                                                                  \
     if (largest >= EXPONENT) {                                                                                         \
       int kept = 0;                                                                                                    \
       for (int i = 0; i < n; i++) {                                                                                    \
-        UINT size = bits[i] & MASK;                                                                                    \
+        UINT size;                                                                                                     \
+        memcpy(&size, x + i, sizeof size);                                                                             \
+        size &= MASK;                                                                                                  \
         nans += size > EXPONENT;                                                                                       \
         if (size < EXPONENT) finite[kept++] = x[i];                                                                    \
       }                                                                                                                \
       others = n - kept;                                                                                               \
       x = finite;                                                                                                      \
     }                                                                                                                  \
-    int count = n - others;                                                                                            \
-    double sum = 0, squares = 0;                                                                                       \
+    int count = n - others, whole = count / LANES * LANES;                                                             \
+    double sums[LANES] = {0}, squares[LANES] = {0}, sum = 0, square = 0;                                               \
     TYPE low = INFINITY, high = -INFINITY;                                                                             \
-    _Pragma("omp simd reduction(+ : sum) reduction(min : low) reduction(max : high)")                                  \
+    for (int i = 0; i < whole; i += LANES)                                                                             \
+      for (int lane = 0; lane < LANES; lane++) sums[lane] += (double)x[i + lane];                                      \
+    for (int i = whole; i < count; i++) sum += (double)x[i];                                                           \
+    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];                                                        \
+    _Pragma("omp simd reduction(min : low) reduction(max : high)")                                                     \
     for (int i = 0; i < count; i++) {                                                                                  \
-      sum += (double)x[i];                                                                                             \
       low = x[i] < low ? x[i] : low;                                                                                   \
       high = x[i] > high ? x[i] : high;                                                                                \
     }                                                                                                                  \
     double mean = count ? sum / count : 0;                                                                             \
-    _Pragma("omp simd reduction(+ : squares)")                                                                         \
-    for (int i = 0; i < count; i++) squares += ((double)x[i] - mean) * ((double)x[i] - mean);                          \
-    merge(&part->count, &part->mean, &part->m2, count, mean, squares);                                                 \
+    for (int i = 0; i < whole; i += LANES)                                                                             \
+      for (int lane = 0; lane < LANES; lane++) {                                                                       \
+        double deviation = (double)x[i + lane] - mean;                                                                 \
+        squares[lane] += deviation * deviation;                                                                        \
+      }                                                                                                                \
+    for (int i = whole; i < count; i++) square += ((double)x[i] - mean) * ((double)x[i] - mean);                       \
+    for (int lane = 0; lane < LANES; lane++) square += squares[lane];                                                  \
+    merge(&part->count, &part->mean, &part->m2, count, mean, square);                                                  \
     part->min = low < part->min ? low : part->min;                                                                     \
     part->max = high > part->max ? high : part->max;                                                                   \
     part->zeros += zeros;                                                                                              \
@@ -80,18 +94,46 @@ static void merge(double *count, double *mean, double *m2, double n, double mu, 
 DEFINE_BLOCK(block_of_floats, float, uint32_t, 0x7f800000u, 0x7fffffffu)
 DEFINE_BLOCK(block_of_doubles, double, uint64_t, 0x7ff0000000000000u, 0x7fffffffffffffffu)
 
-static void count_bins(const float *x, int n, uint32_t bins[2][BINS]) {
-  uint32_t bits[BLOCK];
-  memcpy(bits, x, n * sizeof *x);
-  int i = 0;
-  for (; i + 1 < n; i += 2) {
-    bins[0][bits[i] >> 21]++;
-    bins[1][bits[i + 1] >> 21]++;
-  }
-  if (i < n) bins[0][bits[i] >> 21]++;
+static void empty_tables(Part *part) {
+  for (int bin = 0; bin < BINS; bin++)
+    part->bins[bin] +=
+        (uint32_t)part->tables[0][bin] + part->tables[1][bin] + part->tables[2][bin] + part->tables[3][bin];
+  memset(part->tables, 0, sizeof part->tables);
+  part->in_tables = 0;
 }
 
-static void part_of_floats(const void *data, int64_t from, int64_t to, double factor, Part *part) {
+static void count_bins(const float *x, int n, Part *part) {
+  uint32_t bits[BLOCK];
+  memcpy(bits, x, n * sizeof *x);
+  if (part->in_tables + n > 4 * UINT16_MAX) empty_tables(part);
+  int i = 0;
+  for (; i + 3 < n; i += 4) {
+    part->tables[0][bits[i] >> 21]++;
+    part->tables[1][bits[i + 1] >> 21]++;
+    part->tables[2][bits[i + 2] >> 21]++;
+    part->tables[3][bits[i + 3] >> 21]++;
+  }
+  for (int table = 0; i < n; i++, table++) part->tables[table][bits[i] >> 21]++;
+  part->in_tables += BLOCK; /* as if the block had been full, so that no table gets more than a fourth */
+}
+
+/* Of a block whose first value is the at-th of the array, those whose place is a multiple of the stride. */
+static void count_sampled(const float *x, int64_t at, int n, int64_t stride, Part *part) {
+  for (int64_t i = (stride - at % stride) % stride; i < n; i += stride) {
+    uint32_t bits;
+    memcpy(&bits, x + i, sizeof bits);
+    part->bins[bits >> 21]++;
+  }
+}
+
+static void count_block(const float *x, int64_t at, int n, int64_t stride, Part *part) {
+  if (stride)
+    count_sampled(x, at, n, stride, part);
+  else
+    count_bins(x, n, part);
+}
+
+static void part_of_floats(const void *data, int64_t from, int64_t to, double factor, int64_t stride, Part *part) {
   const float *values = data;
   float scale = (float)factor, scaled[BLOCK];
   for (int64_t at = from; at < to; at += BLOCK) {
@@ -102,11 +144,11 @@ static void part_of_floats(const void *data, int64_t from, int64_t to, double fa
       x = scaled;
     }
     block_of_floats(x, n, part);
-    count_bins(x, n, part->bins);
+    count_block(x, at, n, stride, part);
   }
 }
 
-static void part_of_doubles(const void *data, int64_t from, int64_t to, double factor, Part *part) {
+static void part_of_doubles(const void *data, int64_t from, int64_t to, double factor, int64_t stride, Part *part) {
   const double *values = data;
   double scaled[BLOCK];
   float narrow[BLOCK];
@@ -118,11 +160,11 @@ static void part_of_doubles(const void *data, int64_t from, int64_t to, double f
       narrow[i] = fabs(x) == INFINITY || x != x ? (float)x : x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
     }
     block_of_doubles(scaled, n, part);
-    count_bins(narrow, n, part->bins);
+    count_block(narrow, at, n, stride, part);
   }
 }
 
-static void part_of_bfloats(const void *data, int64_t from, int64_t to, double factor, Part *part) {
+static void part_of_bfloats(const void *data, int64_t from, int64_t to, double factor, int64_t stride, Part *part) {
   const uint16_t *values = data;
   float scale = (float)factor, wide[BLOCK];
   uint32_t bits[BLOCK];
@@ -133,16 +175,18 @@ static void part_of_bfloats(const void *data, int64_t from, int64_t to, double f
     if (scale != 1)
       for (int i = 0; i < n; i++) wide[i] *= scale;
     block_of_floats(wide, n, part);
-    count_bins(wide, n, part->bins);
+    count_block(wide, at, n, stride, part);
   }
 }
 
-typedef void (*PartOf)(const void *, int64_t, int64_t, double, Part *);
+typedef void (*PartOf)(const void *, int64_t, int64_t, double, int64_t, Part *);
 
 static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats};
 
-/* Adds numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. */
-void add_statistics(const void *data, int64_t numel, int kind, double factor, int threads, double *row) {
+/* Adds numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. With a stride only
+   every stride-th goes to the bins, and one word more tells how many there were. */
+void add_statistics(const void *data, int64_t numel, int kind, double factor, int64_t stride, int threads,
+                    double *row) {
   static _Thread_local Part own; /* not on the stack, which a thread of Python's may have little of */
   if (numel < FEW || threads < 1) threads = 1;
   Part *parts = threads > 1 ? malloc(threads * sizeof *parts) : &own;
@@ -154,7 +198,8 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, in
     memset(parts + t, 0, sizeof *parts);
     parts[t].min = INFINITY;
     parts[t].max = -INFINITY;
-    if (from < to) PARTS[kind](data, from, to, factor, parts + t);
+    if (from < to) PARTS[kind](data, from, to, factor, stride, parts + t);
+    if (!stride) empty_tables(parts + t);
   }
   row[NUMEL] += (double)numel;
   for (int t = 0; t < threads; t++) {
@@ -165,7 +210,8 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, in
     row[ZEROS] += (double)part->zeros;
     row[NANS] += (double)part->nans;
     row[INFINITIES] += (double)part->infinities;
-    for (int bin = 0; bin < BINS; bin++) row[HISTOGRAM + bin] += (double)part->bins[0][bin] + (double)part->bins[1][bin];
+    for (int bin = 0; bin < BINS; bin++) row[HISTOGRAM + bin] += (double)part->bins[bin];
   }
+  if (stride) row[HISTOGRAM + BINS] += (double)numel;
   if (parts != &own) free(parts);
 }

@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lightning_recorder.reductions.values import Values
+
 __all__ = ["add_statistics", "prepare"]
 
 _log = logging.getLogger("lightning_recorder")
@@ -38,7 +40,9 @@ _TIMEOUT_S = 60
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
-_Kernel = Callable[[int, int, int, float, int, int], None]
+_PLAIN = (Tensor, nn.Parameter)
+
+_Kernel = Callable[[int, int, int, float, int, int, int], None]
 
 
 class _Loaded:
@@ -63,28 +67,32 @@ def prepare() -> bool:
     return _Loaded.kernel is not None
 
 
-def add_statistics(row: Tensor, tensor: Tensor, factor: float) -> bool:
-    """Add the statistics of a tensor to a state of :class:`Statistics`, if the function can.
+def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
+    """Add the statistics of values to a state of :class:`Statistics`, if the function can.
 
     Args:
-        row: The state, ``[2057]`` float64, on the CPU.
-        tensor: Any tensor.
-        factor: What its values are multiplied by first.
+        row: The state, ``[2057]`` float64, on the CPU; with a sample ``[2058]``.
+        values: Of any tensor.
+        sample: The most values that go to the histogram; ``None`` for all.
 
     Returns:
         Whether it was done. If not, nothing has changed: there is no function, or the tensor is not on the CPU, not of
         float32, float64 or bfloat16, or more than a plain array.
     """
-    kernel = _Loaded.kernel
+    kernel, tensor = _Loaded.kernel, values.raw
     kind = _KINDS.get(tensor.dtype)
-    if kernel is None or kind is None or type(tensor) not in (Tensor, nn.Parameter):
+    if kernel is None or kind is None or type(tensor) not in _PLAIN:
         return False
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_neg() or not row.is_contiguous():
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_neg() or not row.is_contiguous():
         return False
-    # The order of the values does not matter, so what is dense in another order is read as it lies.
-    if not (tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))):
+    # The order of the values matters to a sample alone; else what is dense in another order is read as it lies.
+    if not tensor.is_contiguous() and (
+        sample is not None or tensor.dim() != 4 or not tensor.is_contiguous(memory_format=torch.channels_last)
+    ):
         tensor = tensor.contiguous()
-    kernel(tensor.data_ptr(), tensor.numel(), kind, factor, torch.get_num_threads(), row.data_ptr())
+    numel = tensor.numel()
+    stride = 0 if sample is None else max(1, -(-numel // sample))
+    kernel(tensor.data_ptr(), numel, kind, values.factor, stride, torch.get_num_threads(), row.data_ptr())
     return True
 
 
@@ -159,6 +167,7 @@ def _opened(library: Path) -> _Kernel:
         ctypes.c_int64,
         ctypes.c_int,
         ctypes.c_double,
+        ctypes.c_int64,
         ctypes.c_int,
         ctypes.c_void_p,
     ]
@@ -173,7 +182,7 @@ def _is_right(kernel: _Kernel) -> bool:
         tensor = torch.tensor(values, dtype=dtype)
         row = torch.zeros(2057, dtype=torch.float64)
         row[3], row[4] = float("inf"), float("-inf")
-        kernel(tensor.data_ptr(), tensor.numel(), kind, 2.0, 1, row.data_ptr())
+        kernel(tensor.data_ptr(), tensor.numel(), kind, 2.0, 0, 1, row.data_ptr())
         finite = tensor.double()[tensor.isfinite()] * 2
         expected = [6, finite.mean(), finite.var(correction=0) * 6, -4, 6, 9, 2, 1, 2, 9]
         found = [*row[:9], row[9:].sum()]

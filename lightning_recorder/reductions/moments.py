@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.values import Values, finite_or_zero
+from lightning_recorder.errors import check_integer
+from lightning_recorder.reductions.scalar import ScalarReduction
+from lightning_recorder.reductions.values import Values, finite_or_zero_
 
-__all__ = ["RunningMoments"]
+__all__ = ["RunningMoments", "merged_moments", "moments_of"]
 
 
-class RunningMoments(Reduction):
-    """Count, mean, standard deviation and root mean square of the finite values, in float64.
+class RunningMoments(ScalarReduction):
+    """Count, sum, mean, variance, standard deviation and root mean square of the finite values, in float64.
 
     State: ``[count, mean, m2]`` with ``m2`` the sum of squared deviations from the mean. Two states are merged by
 
@@ -27,44 +30,66 @@ class RunningMoments(Reduction):
     (Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), which
     does not lose a small variance beside a large mean as sums of squares do. However a stream is split, the mean stays
     within ``1e-12 * rms`` and the variance within ``1e-12 * (variance + 2e-4 * mean**2)``; beyond a magnitude of about
-    1e154 squares leave the range of float64, and ``std`` and ``rms`` are infinite or NaN.
+    1e154 squares leave the range of float64, and ``variance``, ``std`` and ``rms`` are infinite or NaN.
 
-    Statistics: ``count``; ``mean``; ``std``, that of the population (correction 0: ``sqrt(m2 / count)``); ``rms``,
-    which is ``sqrt(mean**2 + m2 / count)``. All but the count are NaN for an empty stream.
+    Statistics: ``count``; ``sum``, which is ``mean * count``; ``mean``; ``variance``, ``m2 / (count - correction)``;
+    ``std``, its root; ``rms``, ``sqrt(mean**2 + m2 / count)``, whatever the correction. For an empty stream the sum is
+    zero and all but the count and the sum are NaN, as the variance is for no more values than the correction.
+
+    Args:
+        correction: What is subtracted from the count for the variance: 0 for that of the population, 1 for that of a
+            sample.
     """
 
     width = 3
+    statistics = ("count", "sum", "mean", "variance", "std", "rms")
+    additive = False
 
-    @classmethod
-    @override
-    def initial(cls) -> Tensor:
-        return torch.zeros(cls.width, dtype=torch.float64)
+    def __init__(self, correction: int = 0) -> None:
+        check_integer("correction", correction, 0)
+        self.correction = correction
 
-    @classmethod
     @override
-    def update_state(cls, state: Tensor, values: Values) -> None:
-        count = (values.numel - values.nonfinite_count).double()
-        mean = finite_or_zero(values.doubles).sum() / count.clamp(min=1)
-        # A NaN or an infinity is still one after the subtraction, and adds nothing.
-        m2 = finite_or_zero(values.doubles - mean).square_().sum()
-        cls.merge_states(state, torch.stack((count, mean, m2)))
+    def words_of(self, values: Values) -> Sequence[Tensor]:
+        return moments_of(values)[:3]
 
-    @classmethod
     @override
-    def merge_states(cls, state: Tensor, other: Tensor) -> None:
-        count_a, mean_a, m2_a = state.unbind(-1)
-        count_b, mean_b, m2_b = other.unbind(-1)
-        count = count_a + count_b
-        share = count_b / count.clamp(min=1)
-        delta = mean_b - mean_a
-        mean = mean_a + delta * share
-        m2 = m2_a + m2_b + delta.square() * count_a * share
-        state.copy_(torch.stack((count, mean, m2), dim=-1))
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        state.copy_(torch.stack(merged_moments(state.unbind(-1), other.unbind(-1)), dim=-1))
 
-    @classmethod
     @override
-    def summarize(cls, state: Tensor) -> dict[str, Tensor]:
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
         count, mean, m2 = state.unbind(-1)
+        total = mean * count
         mean = torch.where(count > 0, mean, torch.nan)
-        variance = m2 / count
-        return {"count": count, "mean": mean, "std": variance.sqrt(), "rms": (mean.square() + variance).sqrt()}
+        degrees = count - self.correction
+        variance = torch.where(degrees > 0, m2 / degrees, torch.nan)
+        return {
+            "count": count,
+            "sum": total,
+            "mean": mean,
+            "variance": variance,
+            "std": variance.sqrt(),
+            "rms": (mean.square() + m2 / count).sqrt(),
+        }
+
+
+def moments_of(values: Values) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the finite values the count, the mean and the sum of squared deviations, each 0-d float64, and the deviations.
+
+    The deviations, ``[numel]`` float64, are zero for a value that is not finite.
+    """
+    count = values.finite_count
+    mean = values.finite.sum(dtype=torch.float64) / count.clamp(min=1)
+    # A copy, whatever the type. A NaN or an infinity is still one after the subtraction, and adds nothing.
+    deviations = finite_or_zero_(values.flat.to(torch.float64, copy=True).sub_(mean))
+    return count, mean, deviations.dot(deviations), deviations
+
+
+def merged_moments(one: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts, means and sums of squared deviations of two streams together, each of any common shape."""
+    (count_a, mean_a, m2_a), (count_b, mean_b, m2_b) = one, other
+    count = count_a + count_b
+    share = count_b / count.clamp(min=1)
+    delta = mean_b - mean_a
+    return count, torch.addcmul(mean_a, delta, share), torch.addcmul(m2_a + m2_b, delta * delta, count_a * share)

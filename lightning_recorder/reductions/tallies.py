@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.reductions.base import Reduction
+from lightning_recorder.reductions.scalar import ScalarReduction
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["Tallies"]
 
 
-class Tallies(Reduction):
+class Tallies(ScalarReduction):
     """Share of zeros and number of NaN and infinities among all values.
 
     State: ``[numel, zeros, nans, infinities]``. Statistics: ``zero_fraction``, zeros of either sign over all values,
@@ -21,26 +22,14 @@ class Tallies(Reduction):
     """
 
     width = 4
+    statistics = ("zero_fraction", "nan_count", "inf_count")
 
-    @classmethod
     @override
-    def initial(cls) -> Tensor:
-        return torch.zeros(cls.width, dtype=torch.float64)
+    def words_of(self, values: Values) -> Sequence[Tensor]:
+        numel = values.finite_count + values.nonfinite_count
+        return numel, values.zero_count, values.nan_count, values.nonfinite_count - values.nan_count
 
-    @classmethod
     @override
-    def update_state(cls, state: Tensor, values: Values) -> None:
-        nans = values.nan_count
-        state[0] += values.numel
-        state[1:] += torch.stack((values.zero_count, nans, values.nonfinite_count - nans))
-
-    @classmethod
-    @override
-    def merge_states(cls, state: Tensor, other: Tensor) -> None:
-        state += other
-
-    @classmethod
-    @override
-    def summarize(cls, state: Tensor) -> dict[str, Tensor]:
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
         numel, zeros, nans, infinities = state.unbind(-1)
         return {"zero_fraction": zeros / numel, "nan_count": nans, "inf_count": infinities}

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["BINS", "Values", "finite_or_zero"]
+from lightning_recorder.reductions.plain import as_plain
+
+__all__ = ["BINS", "Values", "count_bins", "count_where", "finite_or_zero", "finite_or_zero_"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _EXPONENT_MASK = 0xFF
 _BIN_SHIFT = 21  # drops all but sign, exponent and the first two bits of the mantissa of a float32
 BINS = 1 << (32 - _BIN_SHIFT)
+# Values of which the temporaries of the passes fit into a cache of a CPU, and on a GPU into 128 MiB.
+_PIECE = {"cpu": 1 << 18}
+_LARGE_PIECE = 1 << 24
 
 
 class Values:
-    """The real values of one tensor: detached, flat, widened, and each shared pass over them made at most once.
+    """The real values of one tensor: widened, flat, and each shared pass over them made at most once.
 
     Args:
-        tensor: Any dense tensor. Half precision is widened to float32 first; integers and booleans become float64,
-            which holds them exactly up to 2**53; a complex tensor counts as its real and imaginary parts.
+        raw: Any tensor. Half precision is widened to float32 first; integers and booleans become float64, which holds
+            them exactly up to 2**53; a complex tensor counts as its real and imaginary parts. Of a ``DTensor`` the
+            local part counts, and sparse, quantised and nested tensors as :func:`as_plain` makes them dense.
         factor: A number by which the values are multiplied, such as the inverse of a loss scale.
 
     Note:
@@ -28,65 +35,125 @@ class Values:
         a CUDA graph.
     """
 
-    def __init__(self, tensor: Tensor, factor: float = 1.0) -> None:
-        self.tensor = tensor.detach()
+    def __init__(self, raw: Tensor, factor: float = 1.0) -> None:
+        self.raw = raw
         self.factor = factor
 
     @cached_property
-    def flat(self) -> Tensor:
-        """The real values, widened and multiplied, ``[numel]`` float32 or float64."""
-        tensor = self.tensor
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor.resolve_conj())
+    def real(self) -> Tensor:
+        """The tensor as a plain dense one of real numbers, of its own type; a complex one has ``[..., 2]``."""
+        tensor = as_plain(self.raw)
+        return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+    @cached_property
+    def shaped(self) -> Tensor:
+        """The values in the shape of :attr:`real`, widened and multiplied, float32 or float64."""
+        return self._widened(self.real)
+
+    def _widened(self, tensor: Tensor) -> Tensor:
         tensor = tensor.resolve_neg()
         if not tensor.is_floating_point():
             tensor = tensor.double()
         elif tensor.dtype not in (torch.float32, torch.float64):
             tensor = tensor.float()
-        return tensor.reshape(-1) if self.factor == 1.0 else tensor.reshape(-1) * self.factor
+        return tensor if self.factor == 1.0 else tensor * self.factor
 
-    @property
+    @cached_property
+    def flat(self) -> Tensor:
+        """The values of :attr:`shaped`, ``[numel]`` float32 or float64."""
+        return self.shaped.reshape(-1)
+
+    @cached_property
     def numel(self) -> int:
         """How many real values there are."""
-        return self.flat.numel()
+        return self.real.numel()
+
+    def pieces(self) -> Iterator[Values]:
+        """The values in pieces, in order, so small that what a pass needs beside them stays bounded."""
+        size = _PIECE.get(self.raw.device.type, _LARGE_PIECE)
+        if self.raw.numel() <= size:
+            yield self
+            return
+        for piece in self.real.reshape(-1).split(size):
+            yield Values(piece, self.factor)
+
+    def sampled(self, most: int) -> Tensor:
+        """Every k-th value from the first on, no more than ``most``, as :attr:`flat` has them."""
+        stride = max(1, -(-self.real.numel() // most))
+        return self._widened(self.real.reshape(-1)[::stride])
+
+    def at(self, places: Tensor) -> Tensor:
+        """The values at those places of :attr:`flat`, ``[k]``."""
+        return self._widened(self.real.reshape(-1)[places])
 
     @cached_property
-    def nan_count(self) -> Tensor:
-        """Number of NaN, 0-d int64."""
-        return (self.flat != self.flat).sum()
-
-    @cached_property
-    def zero_count(self) -> Tensor:
-        """Number of values equal to zero, of either sign, 0-d int64."""
-        return self.numel - torch.count_nonzero(self.flat)
-
-    @cached_property
-    def histogram(self) -> Tensor:
-        """Number of values per bin, ``[2048]`` int64; the bin is the upper eleven bits of the value as a float32.
-
-        A finite float64 beyond the range of float32 goes to the end bin of its sign and one too small for it to the bin
-        of its signed zero.
-        """
-        narrow = self.flat
-        if narrow.dtype == torch.float64:
-            narrow = torch.where(narrow.isfinite(), narrow.clamp(-_FLOAT32_MAX, _FLOAT32_MAX), narrow).float()
-        index = (narrow.contiguous().view(torch.int32) >> _BIN_SHIFT) & (BINS - 1)
-        counts = torch.zeros(BINS, dtype=torch.int64, device=narrow.device)
-        # index_add_ and not bincount: bincount looks at the largest value first, which makes a GPU wait and fails on
-        # meta tensors.
-        return counts.index_add_(0, index, torch.ones(1, dtype=torch.int64, device=narrow.device).expand(self.numel))
-
-    @cached_property
-    def nonfinite_count(self) -> Tensor:
-        """Number of NaN and infinities, 0-d int64: the bins in which all bits of the exponent are set."""
-        return self.histogram.view(2, _EXPONENT_MASK + 1, -1)[:, _EXPONENT_MASK].sum()
+    def finite(self) -> Tensor:
+        """The values with zero in place of every NaN and infinity, ``[numel]``."""
+        return finite_or_zero(self.flat)
 
     @cached_property
     def doubles(self) -> Tensor:
-        """The values as float64, flat."""
-        return self.flat.double()
+        """The finite values as float64, ``[numel]``, with zero in place of the others."""
+        return self.finite.double()
+
+    @cached_property
+    def nan_count(self) -> Tensor:
+        """Number of NaN, 0-d."""
+        return count_where(torch.ne, self.flat, self.flat)
+
+    @cached_property
+    def zero_count(self) -> Tensor:
+        """Number of values equal to zero, of either sign, 0-d."""
+        return count_where(torch.eq, self.flat, 0)
+
+    @cached_property
+    def finite_count(self) -> Tensor:
+        """Number of the other values, 0-d float64."""
+        return self.nonfinite_count.double().neg().add_(self.numel)
+
+    @cached_property
+    def nonfinite_count(self) -> Tensor:
+        """Number of NaN and infinities, 0-d."""
+        return count_where(torch.ne, self.flat, self.finite)
+
+
+def count_bins(counts: Tensor, values: Tensor) -> None:
+    """Add the number of values per bin to counts; the bin is the upper eleven bits of the value as a float32.
+
+    A finite float64 beyond the range of float32 goes to the end bin of its sign and one too small for it to the bin of
+    its signed zero.
+
+    Args:
+        counts: ``[2048 or more]`` float64.
+        values: ``[numel]`` float32 or float64.
+    """
+    if values.dtype == torch.float64:
+        values = torch.where(values.isfinite(), values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX), values).float()
+    index = (values.contiguous().view(torch.int32) >> _BIN_SHIFT) & (BINS - 1)
+    # index_add_ and not bincount: bincount looks at the largest value first, which makes a GPU wait and fails on meta
+    # tensors. Whole numbers are exact in whatever order they are added.
+    counts.index_add_(0, index, counts.new_ones(1).expand(values.numel()))
 
 
 def finite_or_zero(values: Tensor) -> Tensor:
     """The values with zero in place of every NaN and infinity."""
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def finite_or_zero_(values: Tensor) -> Tensor:
+    """The same in place."""
+    return torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def count_where(comparison: Callable[..., Tensor], values: Tensor, other: Tensor | float) -> Tensor:
+    """For how many values the comparison with the other ones holds, 0-d.
+
+    Args:
+        comparison: One of torch's, such as ``torch.ne``.
+        values: ``[numel]`` floats.
+        other: What they are compared with, value by value.
+    """
+    # Into floats, since comparisons into booleans are not vectorised on the CPU and take four times as long.
+    holds = comparison(values, other, out=torch.empty_like(values))
+    # Whole numbers up to there are exact in float32, in whatever order they are added.
+    return holds.dot(holds) if holds.numel() <= 1 << 24 else holds.sum(dtype=torch.float64)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
@@ -76,6 +77,27 @@ def test_hooks_are_on_sampled_steps_alone(tmp_path: Path) -> None:
 
     fit(Watched(), tmp_path, [ActivationRecorder(every_n_train_steps=3), GradientRecorder(every_n_train_steps=3)])
     assert hooked == [True, False, True, False, False, True]
+
+
+def test_between_recorded_steps_nothing_is_recorded(tmp_path: Path) -> None:
+    """Where every step is recorded, what runs between two steps, the validation included, counts for neither."""
+
+    class Busy(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            pl_module(torch.randn(100, 1, 8, 8)).sum().backward()
+            pl_module.zero_grad()
+
+    counts: dict[bool, Any] = {}
+    for busy in (False, True):
+        sink = MemorySink()
+        kinds = (ActivationRecorder, GradientRecorder)
+        recorders = [kind(every_n_train_steps=1, statistics="count", sinks=[sink]) for kind in kinds]
+        model = Classifier()
+        fit(model, tmp_path / str(busy), [*recorders, *([Busy()] if busy else [])], logger=False)
+        counts[busy] = sink.scalars
+        assert hooks_left(model) == []
+    assert counts[True] == counts[False]
+    assert len(counts[True]) == 2 * len(LEAVES)
 
 
 def test_activations_are_those_of_the_step(tmp_path: Path) -> None:

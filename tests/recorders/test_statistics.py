@@ -217,7 +217,7 @@ def test_the_size_is_known_in_bytes() -> None:
             sizes.append(recorder.nbytes)
         for module in modules.values():
             module(torch.ones(1))
-    block = 64 * Statistics.width * 8
+    block = 64 * Statistics().width * 8
     assert [*sizes, recorder.nbytes] == [0, block, block, block, 2 * block]
 
 

@@ -48,7 +48,7 @@ class Moments:
         variance = math.fsum((value - mean) ** 2 / count for value in finite)
         return Moments(count, mean, variance, math.sqrt(math.fsum(value**2 / count for value in finite)))
 
-    def assert_near(self, summary: Mapping[str, SupportsFloat]) -> None:
+    def assert_near(self, summary: Mapping[str, SupportsFloat], correction: int = 0) -> None:
         """Hold a summary to the bounds: 1e-12 of the rms for the mean and of variance + 2e-4 mean**2 for the variance.
 
         Squares of numbers below 1e-150 leave the range of float64, so that much is allowed besides.
@@ -60,7 +60,11 @@ class Moments:
             return
         bound = 1e-12 * (self.variance + 2e-4 * self.mean**2) + 1e-300
         assert abs(mean - self.mean) <= 1e-12 * self.rms + 1e-150
-        assert abs(std**2 - self.variance) <= bound
+        degrees = self.count - correction
+        if degrees <= 0:
+            assert math.isnan(std)
+        else:
+            assert abs(std**2 * degrees / self.count - self.variance) <= bound
         assert abs(rms - self.rms) <= 1e-12 * self.rms + 1e-150
 
 

@@ -5,107 +5,198 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_recorder.reductions import Extrema, RunningMoments, StateBank, Values
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.reductions import (
+    BatchMean,
+    BatchSum,
+    Change,
+    Combined,
+    Extrema,
+    RunningMoments,
+    StateBank,
+    Tallies,
+    Values,
+)
+
+Key = TypeVar("Key")
 
 CPU = torch.device("cpu")
 # Told apart from CPU by its index: a second device as far as the bank goes, which every machine has.
 OTHER = torch.device("cpu", 0)
 
 
-def test_the_same_key_has_the_same_row() -> None:
-    """A key's row is handed out once and then found again, also while the bank grows past its first block."""
-    bank: StateBank[int] = StateBank(Extrema)
-    rows = [bank.row(key, CPU) for key in range(200)]
-    assert [bank.row(key, CPU).data_ptr() for key in range(200)] == [row.data_ptr() for row in rows]
-    assert len({row.data_ptr() for row in rows}) == 200
+class Elsewhere(Values):
+    """Values that say they are on the other device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor.as_subclass(OnOther))
 
 
-def test_rows_survive_growth() -> None:
-    """A row that was handed out before the bank grew past 64 rows is the one that is collected."""
-    bank: StateBank[int] = StateBank(Extrema)
-    rows = [bank.row(key, CPU) for key in range(200)]
-    for key, row in enumerate(rows):
-        Extrema.update_state(row, Values(torch.tensor([-key, key])))
-    assert {key: state.tolist() for key, state in bank.collect().items()} == {key: [-key, key] for key in range(200)}
+class OnOther(Tensor):
+    """A tensor that says it is on the other device."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # an attribute there
+        return OTHER
 
 
-def test_a_new_row_is_initial() -> None:
-    """A row begins as an empty stream, float64, and a bank without rows collects nothing."""
-    bank: StateBank[str] = StateBank(Extrema)
-    assert bank.collect() == {}
-    row = bank.row("a", CPU)
-    assert (row.tolist(), row.dtype) == ([float("inf"), -float("inf")], torch.float64)
+def collected(bank: StateBank[Key]) -> dict[Key, list[float]]:
+    """The states of a bank by key."""
+    return {
+        key: state.tolist() for group in bank.collect() for key, state in zip(group.keys, group.states, strict=True)
+    }
+
+
+def values(*numbers: float) -> Values:
+    return Values(torch.tensor(numbers))
+
+
+def test_each_key_has_a_state_of_its_own() -> None:
+    """Each key finds the state that it had before, also while the bank grows past its first block of 64."""
+    bank: StateBank[int] = StateBank(Extrema())
+    for number in range(3):
+        for key in range(200):
+            bank.add(key, values(key * number))
+    assert collected(bank) == {key: [0, 2 * key] for key in range(200)}
+
+
+def test_a_bank_without_keys_collects_nothing() -> None:
+    """A bank that has seen nothing has no states and takes no memory."""
+    bank: StateBank[str] = StateBank(Extrema())
+    assert bank.collect() == []
+    assert bank.nbytes == 0
 
 
 def test_the_size_is_that_of_the_blocks() -> None:
     """The bank takes 8 bytes for each word of blocks of 64 rows, and a block is begun when the last one is full."""
-    bank: StateBank[int] = StateBank(RunningMoments)
+    bank: StateBank[int] = StateBank(RunningMoments())
     sizes = [bank.nbytes]
     for key in range(65):
-        bank.row(key, CPU)
+        bank.add(key, values(1))
         sizes.append(bank.nbytes)
     block = 64 * 3 * 8
     assert sizes == [0] + [block] * 64 + [2 * block]
 
 
-def test_the_rows_of_a_device_travel_together() -> None:
-    """The rows of a block lie side by side, so that one transfer brings them all."""
-    bank: StateBank[int] = StateBank(Extrema)
-    rows = [bank.row(key, CPU) for key in range(64)]
-    assert {row.untyped_storage().data_ptr() for row in rows} == {rows[0].untyped_storage().data_ptr()}
+def test_long_rows_come_one_by_one() -> None:
+    """Of a reduction that takes a mebiword per key no memory is set aside for keys that there are not."""
+    bank: StateBank[int] = StateBank(BatchSum())
+    bank.add(0, Values(torch.ones(1, 2**20 - 1)))
+    assert bank.nbytes == 8 * 2**20
+
+
+def test_the_states_of_a_device_travel_together() -> None:
+    """The states of a block are collected as one tensor, so that one transfer brings them all."""
+    bank: StateBank[int] = StateBank(Extrema())
+    for key in range(65):
+        bank.add(key, values(key))
+    assert [(len(group.keys), tuple(group.states.shape)) for group in bank.collect()] == [(64, (64, 2)), (1, (1, 2))]
 
 
 def test_the_devices_of_a_key_are_merged() -> None:
     """A key that was seen on two devices is collected as one merged state, its rows staying apart."""
-    bank: StateBank[str] = StateBank(RunningMoments)
-    RunningMoments.update_state(bank.row("both", CPU), Values(torch.tensor([1.0, 2.0])))
-    RunningMoments.update_state(bank.row("both", OTHER), Values(torch.tensor([3.0, 6.0])))
-    RunningMoments.update_state(bank.row("one", OTHER), Values(torch.tensor([5.0])))
+    bank: StateBank[str] = StateBank(RunningMoments())
+    bank.add("both", values(1, 2))
+    bank.add("both", Elsewhere(torch.tensor([3.0, 6.0])))
+    bank.add("one", Elsewhere(torch.tensor([5.0])))
     for _ in range(2):  # collecting again merges nothing twice
-        states = {key: state.tolist() for key, state in bank.collect().items()}
-        assert states == {"both": [4.0, 3.0, 14.0], "one": [1.0, 5.0, 0.0]}
-    assert bank.row("both", CPU).tolist() == [2.0, 1.5, 0.5]
+        assert collected(bank) == {"both": [4.0, 3.0, 14.0], "one": [1.0, 5.0, 0.0]}
+    bank.add("both", values(3, 3, 3, 3))
+    assert collected(bank)["both"] == [8.0, 3.0, 14.0]
 
 
 def test_what_was_collected_is_a_snapshot() -> None:
     """Collected states stay as they are when the rows are updated or reset, and changing them changes no row."""
-    bank: StateBank[str] = StateBank(Extrema)
-    row = bank.row("a", CPU)
-    Extrema.update_state(row, Values(torch.tensor([1.0])))
-    collected = bank.collect()["a"]
-    Extrema.update_state(row, Values(torch.tensor([9.0])))
-    assert collected.tolist() == [1.0, 1.0]
-    collected.zero_()
-    assert row.tolist() == [1.0, 9.0]
+    bank: StateBank[str] = StateBank(Extrema())
+    bank.add("a", values(1))
+    (group,) = bank.collect()
+    bank.add("a", values(9))
+    assert group.states.tolist() == [[1.0, 1.0]]
+    group.states.zero_()
+    assert collected(bank) == {"a": [1.0, 9.0]}
 
 
 def test_reset_makes_every_row_initial() -> None:
-    """A reset empties the rows of all blocks and devices and leaves them where they are."""
-    bank: StateBank[int] = StateBank(Extrema)
-    rows = [bank.row(key, device) for key in range(70) for device in (CPU, OTHER)]
-    for row in rows:
-        Extrema.update_state(row, Values(torch.ones(1)))
+    """A reset empties the rows of all blocks and devices, what was not merged yet included; the keys stay."""
+    bank: StateBank[int] = StateBank(Extrema())
+    for key in range(70):
+        bank.add(key, values(key))
+        bank.add(key, Elsewhere(torch.ones(1)))
     bank.reset()
-    assert all(row.tolist() == [float("inf"), -float("inf")] for row in rows)
-    assert sorted(bank.collect()) == list(range(70))
+    assert collected(bank) == {key: [float("inf"), -float("inf")] for key in range(70)}
+    bank.add(3, values(5))
+    assert collected(bank)[3] == [5.0, 5.0]
+
+
+def test_reset_carries_over_what_a_reduction_carries() -> None:
+    """What follows a reset is compared with what came before it, by a reduction that compares neighbours."""
+    bank: StateBank[str] = StateBank(Combined([Extrema(), Change()]))
+    bank.add("a", values(3, 4))
+    bank.reset()
+    bank.add("a", values(6, 8))
+    (group,) = bank.collect()
+    summary = group.reduction.summarize(group.states)
+    assert {name: value.item() for name, value in summary.items()} == {
+        "min": 6.0,
+        "max": 8.0,
+        "cosine_to_previous": 1.0,
+        "ratio_to_previous": 2.0,
+    }
+
+
+@pytest.mark.parametrize("counts", [[1], [2, 1], [3, 0, 5], [64, 1], [65, 130, 7]])
+def test_what_is_merged_later_is_as_if_merged_at_once(counts: list[int]) -> None:
+    """However many updates each key has had between two results, its state is that of one reduction."""
+    torch.manual_seed(0)
+    bank: StateBank[int] = StateBank(Combined([RunningMoments(), Extrema(), Tallies()]))
+    expected = [Combined([RunningMoments(), Extrema(), Tallies()]) for _ in counts]
+    for number in range(max(counts)):
+        for key, count in enumerate(counts):
+            if number < count:
+                tensor = torch.randn(7)
+                bank.add(key, Values(tensor))
+                expected[key].update(tensor)
+    for key, state in collected(bank).items():
+        torch.testing.assert_close(
+            torch.tensor(state, dtype=torch.float64), expected[key].state, rtol=1e-12, atol=1e-12
+        )
+        assert state[3:] == expected[key].state[3:].tolist()
+
+
+def test_sites_of_several_shapes() -> None:
+    """A reduction whose size depends on the tensor keeps for each key what its own shape needs."""
+    bank: StateBank[str] = StateBank(Combined([Extrema(), BatchMean()]))
+    bank.add("two", Values(torch.tensor([[1.0, 2.0], [3.0, 4.0]])))
+    bank.add("three", Values(torch.tensor([[1.0, 2.0, 6.0]])))
+    bank.add("two", Values(torch.tensor([[8.0, 9.0]])))
+    found = {
+        key: summary["batch_mean"][row].tolist()
+        for group in bank.collect()
+        for summary in [group.reduction.summarize(group.states)]
+        for row, key in enumerate(group.keys)
+    }
+    assert found == {"two": [4.0, 5.0], "three": [1.0, 2.0, 6.0]}
+    with pytest.raises(ArgumentError, match=r"BatchMean keeps numbers of shape \(2,\), now the shape is \(3,\)"):
+        bank.add("two", Values(torch.ones(1, 3)))
 
 
 def test_a_row_from_inference_mode_can_be_updated_outside() -> None:
     """A row that validation made inside inference mode takes updates outside it, also after a reset inside it."""
-    bank: StateBank[str] = StateBank(Extrema)
+    bank: StateBank[str] = StateBank(Extrema())
     with torch.inference_mode():
-        row = bank.row("a", CPU)
-        Extrema.update_state(row, Values(torch.ones(1)))
-    Extrema.update_state(row, Values(torch.zeros(1)))
-    assert bank.collect()["a"].tolist() == [0.0, 1.0]
+        bank.add("a", values(1))
+    bank.add("a", values(0))
+    assert collected(bank) == {"a": [0.0, 1.0]}
     with torch.inference_mode():
         bank.reset()
-    Extrema.update_state(row, Values(torch.ones(1)))
-    assert bank.collect()["a"].tolist() == [1.0, 1.0]
+    bank.add("a", values(1))
+    assert collected(bank) == {"a": [1.0, 1.0]}
 
 
 @pytest.fixture
@@ -121,8 +212,7 @@ def hasty() -> Iterator[None]:
 def test_threads_get_rows_of_their_own() -> None:
     """Rows that several threads ask for at once, as forward and backward hooks do on a GPU, are all different."""
     for _ in range(10):
-        bank: StateBank[int] = StateBank(Extrema)
+        bank: StateBank[int] = StateBank(Extrema())
         with ThreadPoolExecutor(8) as pool:
-            rows = list(pool.map(lambda key, bank=bank: bank.row(key, CPU), range(500)))
-        assert len({row.data_ptr() for row in rows}) == 500
-        assert sorted(bank.collect()) == list(range(500))
+            list(pool.map(lambda key, bank=bank: bank.add(key, values(key)), range(500)))
+        assert collected(bank) == {key: [key, key] for key in range(500)}

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_recorder.reductions import Extrema, RunningMoments, Statistics, Values, fused
+from lightning_recorder.reductions import Combined, Statistics, Values, fused
 from tests.reductions.strategies import streams
 
 needs_compiler = pytest.mark.skipif(not fused.prepare(), reason="no C compiler is there")
@@ -23,19 +24,19 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1e-45, -1e-40, 3.4e38, 1.1754944e-38]
 
 
-def plain(tensor: Tensor, factor: float = 1.0, state: Tensor | None = None) -> Tensor:
+def plain(tensor: Tensor, factor: float = 1.0, state: Tensor | None = None, sample: int | None = None) -> Tensor:
     """The state that separate passes give."""
-    statistics = Statistics(state)
-    for part, own in Statistics._split(statistics.state):
-        part.update_state(own, Values(tensor, factor))
-    return statistics.state
+    statistics = Statistics(sample=sample)
+    state = statistics.state if state is None else state
+    Combined.add(Combined(statistics.parts), state, Values(tensor, factor))
+    return state
 
 
-def in_one_pass(tensor: Tensor, factor: float = 1.0, state: Tensor | None = None) -> Tensor:
+def in_one_pass(tensor: Tensor, factor: float = 1.0, sample: int | None = None) -> Tensor:
     """The state that the C function gives, which must take the tensor."""
-    statistics = Statistics(state)
-    assert fused.add_statistics(statistics.state, tensor, factor)
-    return statistics.state
+    state = Statistics(sample=sample).state
+    assert fused.add_statistics(state, Values(tensor, factor), sample)
+    return state
 
 
 def assert_equal(found: Tensor, expected: Tensor) -> None:
@@ -75,7 +76,7 @@ def test_a_stream_in_one_pass_each(stream: list[Tensor]) -> None:
     """Of any stream of tensors those that the function takes leave the state that separate passes leave."""
     ours, theirs = Statistics().state, Statistics().state
     for tensor in stream:
-        if fused.add_statistics(ours, tensor, 1.0):
+        if fused.add_statistics(ours, Values(tensor), None):
             plain(tensor, state=theirs)
     assert_equal(ours, theirs)
 
@@ -148,8 +149,8 @@ class Subclass(Tensor):
 def test_what_it_cannot_read_is_left_to_torch(tensor: Tensor) -> None:
     """Other dtypes, devices, layouts and classes are refused, and the state stays as it is."""
     state = Statistics().state
-    assert not fused.add_statistics(state, tensor, 1.0)
-    assert torch.equal(state, Statistics.initial())
+    assert not fused.add_statistics(state, Values(tensor), None)
+    assert torch.equal(state, Statistics().initial())
 
 
 @needs_compiler
@@ -165,7 +166,7 @@ def test_nothing_of_torch_runs() -> None:
 
     tensor, state = torch.ones(100), Statistics().state
     with Refuse():
-        assert fused.add_statistics(state, tensor, 1.0)
+        assert fused.add_statistics(state, Values(tensor), None)
     assert state[0] == 100
 
 
@@ -183,26 +184,40 @@ print((small * 0.5 > 0).all().item(), torch.tensor(1e-310, dtype=torch.float64).
     assert done.stdout.split() == ["True", "True"]
 
 
-class Fewer(Statistics):
-    """Statistics of other parts."""
-
-    parts = (RunningMoments, Extrema)
-    width = 5
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sample", [1, 2, 100, 4096, 10**6])
+@pytest.mark.parametrize("count", [0, 1, 2047, 2049, 32768, 100_003])
+def test_a_sample_is_the_same(count: int, sample: int, dtype: torch.dtype) -> None:
+    """With a sample both ways count the same values, whatever the size of blocks and the number of threads."""
+    tensor = numbers(count, dtype, special=True)
+    assert_equal(in_one_pass(tensor, 0.5, sample), plain(tensor, 0.5, sample=sample))
 
 
 @needs_compiler
-def test_a_subclass_with_other_parts_is_not_computed_in_one_pass() -> None:
-    """A subclass with a row of its own is computed by its parts."""
-    fewer = Fewer()
-    fewer.update(torch.tensor([1.0, 3.0]))
-    assert {name: float(value) for name, value in fewer.compute().items()} == {
-        "count": 2.0,
-        "mean": 2.0,
-        "std": 1.0,
-        "rms": 5.0**0.5,
-        "min": 1.0,
-        "max": 3.0,
-    }
+def test_a_sample_goes_by_the_order_of_the_indices() -> None:
+    """The sample of a tensor that lies in memory in another order is that of its indices."""
+    tensor = SHAPES["channels last"](numbers(10_000, torch.float32))
+    assert_equal(in_one_pass(tensor, sample=50), plain(tensor, sample=50))
+
+
+@needs_compiler
+def test_equal_values_do_not_overflow_a_bin() -> None:
+    """Of a million equal values each is counted, more than a table of a block's bins could hold."""
+    for count in (4 * 65535, 4 * 65535 + 1, 10**6):
+        state = in_one_pass(torch.ones(count))
+        assert state[9 + 508] == count
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_more_values_than_an_int_counts() -> None:
+    """Of 2**31 + 7 zeros, which take no memory until they are written, each is counted in all places."""
+    count = 2**31 + 7
+    tensor = torch.from_numpy(np.zeros(count, dtype=np.uint16)).view(torch.bfloat16)
+    state = in_one_pass(tensor)
+    assert state[:9].tolist() == [count, 0, 0, 0, 0, count, count, 0, 0]
+    assert state[9] == count
 
 
 # Building

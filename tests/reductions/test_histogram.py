@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions import ExponentHistogram, Histogram
+from lightning_recorder.reductions.edges import between_edges
 from tests.reductions.reference import assert_bins, bin_of, to_float32, values_of
 from tests.reductions.strategies import FLOATS, streams, tensors
 
@@ -31,7 +34,7 @@ def bins(*stream: Tensor) -> NDArray[np.float64]:
 
 def plot(*stream: Tensor) -> tuple[list[float], list[int]]:
     """Edges and counts after a stream."""
-    edges, counts = ExponentHistogram.to_edges(bins(*stream))
+    edges, counts = between_edges(bins(*stream))
     return edges.tolist(), counts.tolist()
 
 
@@ -76,10 +79,10 @@ def test_any_stream_agrees_with_a_count_value_by_value(stream: list[Tensor]) -> 
 
 def test_counts_are_exact_beyond_float32() -> None:
     """A bin counts on where float32 would stop, at 2**24."""
-    state = ExponentHistogram.initial()
-    state[508] = 2.0**24
-    ExponentHistogram(state).update(torch.ones(1))
-    assert state[508] == 2**24 + 1
+    histogram = ExponentHistogram()
+    histogram.state[508] = 2.0**24
+    histogram.update(torch.ones(1))
+    assert histogram.state[508] == 2**24 + 1
 
 
 # Edges
@@ -118,7 +121,7 @@ def inside(value: float, left: float, right: float) -> bool:
 def test_each_value_lies_in_its_bin(stream: list[Tensor], limit: int) -> None:
     """Edges ascend, each bin's count is the number of float32 between its edges, also after coarsening."""
     finite = [to_float32(value) for value in values_of(stream) if math.isfinite(value)]
-    edges, counts = ExponentHistogram.to_edges(bins(*stream))
+    edges, counts = between_edges(bins(*stream))
     fine = Histogram(edges, counts, 0.0, 0.0, 0.0, 0.0)
     for histogram in (fine, fine.coarsened(limit)):
         pairs = list(pairwise(histogram.edges.tolist()))
@@ -147,13 +150,67 @@ def test_no_edge_is_wasted(stream: list[Tensor]) -> None:
 def test_all_bins_are_fine_enough() -> None:
     """A bin of normal numbers is between a seventh and a quarter of its lower edge wide."""
     state = np.ones(2048)
-    edges, counts = ExponentHistogram.to_edges(state)
+    edges, counts = between_edges(state)
     assert len(counts) == 2 * (1020 - 4) + 1
     assert int(counts.sum()) == 2040
     positive = edges[edges > 0]
     np.testing.assert_array_equal(edges[edges < 0], -positive[::-1])
     widths = positive[1:] / positive[:-1] - 1
     np.testing.assert_allclose(widths.reshape(-1, 4), [[1 / 4, 1 / 5, 1 / 6, 1 / 7]] * 254, rtol=1e-12)
+
+
+# Samples and quantiles
+
+
+def test_a_sample_is_told_in_the_result() -> None:
+    """With a sample every k-th value is counted, and the share that was counted is a statistic."""
+    sampled = ExponentHistogram(sample=2)
+    sampled.update(torch.tensor([1.0, 2.0, 2.0, 4.0, 8.0]))  # every third: 1 and 4
+    summary = sampled.compute()
+    assert [int(summary["histogram"][place]) for place in (508, 512, 516, 520)] == [1, 0, 1, 0]
+    assert float(summary["histogram_fraction"]) == 0.4
+    sampled.update(torch.tensor([2.0]))
+    assert float(sampled.compute()["histogram_fraction"]) == 0.5
+    assert "histogram_fraction" not in ExponentHistogram().compute()
+    assert float(ExponentHistogram(sample=2).compute()["histogram_fraction"]) == 1.0
+
+
+@settings(max_examples=50)
+@given(streams, st.integers(1, 9))
+def test_a_sample_is_that_of_each_tensor(stream: list[Tensor], sample: int) -> None:
+    """For every type and shape the bins are those of the k-th values of each tensor, k as small as the limit allows."""
+    histogram, kept = ExponentHistogram(sample=sample), []
+    for tensor in stream:
+        histogram.update(tensor)
+        values = values_of([tensor])
+        kept += values[:: max(1, math.ceil(len(values) / sample))]
+    assert_bins(histogram.compute()["histogram"], kept)
+
+
+def test_quantiles_by_hand() -> None:
+    """A quantile is interpolated in its bin: of four ones the median lies in the middle of the bin from 1 to 1.25."""
+    histogram = ExponentHistogram(quantiles=[0.5, 1.0, 0])
+    histogram.update(torch.ones(4))
+    found = {name: float(value) for name, value in histogram.compute().items() if name != "histogram"}
+    assert found == {"quantile_0.5": 1.125, "quantile_1": 1.25, "quantile_0": pytest.approx(1.0, abs=1e-6)}
+    assert histogram.statistics == ("histogram", "quantile_0.5", "quantile_1", "quantile_0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"sample": 0}, "sample must be an integer of at least 1, got 0"),
+        ({"quantiles": [0.5, 1.5]}, "quantiles takes shares between 0 and 1, got 1.5"),
+        ({"quantiles": [math.nan]}, "quantiles takes shares between 0 and 1, got nan"),
+        ({"quantiles": 0.5}, "quantiles takes a list of shares"),
+        ({"quantiles": ["a"]}, "quantiles takes shares between 0 and 1, got 'a'"),
+        ({"quantiles": [0.5, 0.5]}, "quantiles has 0.5 more than once"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
+    """Samples of nothing and shares outside of 0 to 1 are refused with what is allowed."""
+    with pytest.raises(ArgumentError, match=told):
+        ExponentHistogram(**arguments)
 
 
 # Coarsening
@@ -176,8 +233,8 @@ def histogram(edges: list[float], counts: list[int]) -> Histogram:
         (0, [0, 8], [17]),
     ],
 )
-def test_the_emptiest_neighbours_are_joined_first(limit: int, edges: list[float], counts: list[int]) -> None:
-    """To have fewer bins, the two neighbours with the fewest values between them are joined again and again."""
+def test_the_least_edges_go_first(limit: int, edges: list[float], counts: list[int]) -> None:
+    """To have fewer bins, the edges go around which there are the fewest values on the least width."""
     coarse = histogram([0, 1, 2, 3, 4, 8], [5, 1, 2, 0, 9]).coarsened(limit)
     assert (coarse.edges.tolist(), coarse.counts.tolist()) == (edges, counts)
     assert (coarse.min, coarse.max, coarse.sum, coarse.sum_squares) == (0.5, 3.5, 7.0, 11.0)

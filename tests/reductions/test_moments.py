@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions import RunningMoments
 from tests.reductions.reference import Moments, values_of
 from tests.reductions.strategies import streams
@@ -26,7 +27,9 @@ def test_values_by_hand() -> None:
     """Of 1, 2, 3 and 6 the mean is 3, the population variance 3.5 and the mean square 12.5."""
     assert summary(torch.tensor([1.0, 2.0]), torch.tensor([[3.0], [6.0]])) == {
         "count": 4.0,
+        "sum": 12.0,
         "mean": 3.0,
+        "variance": 3.5,
         "std": math.sqrt(3.5),
         "rms": math.sqrt(12.5),
     }
@@ -34,15 +37,35 @@ def test_values_by_hand() -> None:
 
 def test_one_value_has_no_spread() -> None:
     """The deviation of a single value is zero, not NaN: nothing is corrected for a sample."""
-    assert summary(torch.tensor(-5.0)) == {"count": 1.0, "mean": -5.0, "std": 0.0, "rms": 5.0}
+    found = summary(torch.tensor(-5.0))
+    assert found == {"count": 1.0, "sum": -5.0, "mean": -5.0, "variance": 0.0, "std": 0.0, "rms": 5.0}
+
+
+def test_the_correction_is_taken_from_the_count() -> None:
+    """With a correction of 1 the variance is that of a sample, NaN for a single value, and the rms is as it was."""
+    moments = RunningMoments(correction=1)
+    moments.update(torch.tensor([1.0, 2.0, 3.0, 6.0]))
+    found = {name: float(value) for name, value in moments.compute().items()}
+    assert (found["variance"], found["std"]) == (14 / 3, math.sqrt(14 / 3))
+    assert found["rms"] == math.sqrt(12.5)
+    moments.reset()
+    moments.update(torch.tensor(5.0))
+    assert math.isnan(moments.compute()["variance"])
+
+
+@pytest.mark.parametrize("correction", [-1, 0.5, True, "1"])
+def test_a_wrong_correction_is_refused(correction: object) -> None:
+    """What is no count is refused as a correction."""
+    with pytest.raises(ArgumentError, match="correction must be an integer of at least 0"):
+        RunningMoments(correction)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tensors", [[], [torch.zeros(0)], [torch.tensor([float("nan"), float("inf")])]])
 def test_without_a_finite_value_all_but_the_count_is_nan(tensors: list[Tensor]) -> None:
-    """A stream without a finite value has count 0, and its mean, deviation and rms are NaN."""
+    """A stream without a finite value has count and sum 0, and its mean, variance, deviation and rms are NaN."""
     found = summary(*tensors)
-    assert found.pop("count") == 0.0
-    assert [math.isnan(value) for value in found.values()] == [True, True, True]
+    assert (found.pop("count"), found.pop("sum")) == (0.0, 0.0)
+    assert [math.isnan(value) for value in found.values()] == [True] * 4
 
 
 def test_values_that_are_not_finite_take_no_part() -> None:
@@ -50,7 +73,9 @@ def test_values_that_are_not_finite_take_no_part() -> None:
     bad = torch.tensor([float("nan"), float("inf"), -float("inf")])
     assert summary(torch.cat((torch.tensor([1.0, 3.0]), bad)), bad) == {
         "count": 2.0,
+        "sum": 4.0,
         "mean": 2.0,
+        "variance": 1.0,
         "std": 1.0,
         "rms": math.sqrt(5),
     }
@@ -90,8 +115,9 @@ def test_a_small_spread_among_bad_values_is_kept(share: int) -> None:
 def test_many_small_batches_lose_nothing() -> None:
     """After ten thousand merges the mean is still right to 1e-12 of the rms."""
     batches = torch.rand(10_000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
-    state = RunningMoments.initial()
+    moments = RunningMoments()
+    state = moments.initial()
     singles = torch.stack((torch.full((10_000,), 2.0), batches.mean(1), batches.var(1, correction=0) * 2), dim=1)
     for single in singles.double():
-        RunningMoments.merge_states(state, single)
-    Moments.of(values_of(batches)).assert_near(RunningMoments.summarize(state))
+        moments.merge_states(state, single)
+    Moments.of(values_of(batches)).assert_near(moments.summarize(state))

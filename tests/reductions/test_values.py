@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.reductions import Statistics, Values
-from lightning_recorder.reductions.values import finite_or_zero
 from tests.reductions.reference import assert_statistics
 
 SIX = torch.tensor([[0.0, -0.0, 3.0], [float("nan"), float("inf"), -float("inf")]])
@@ -17,8 +16,50 @@ def test_counts_by_hand() -> None:
     """Of two zeros, a three, a NaN and two infinities each is counted as what it is."""
     values = Values(SIX)
     assert [values.numel, int(values.zero_count), int(values.nan_count), int(values.nonfinite_count)] == [6, 2, 1, 3]
-    assert finite_or_zero(values.doubles).tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
-    assert finite_or_zero(values.doubles).dtype == torch.float64
+    assert int(values.finite_count) == 3
+    assert values.doubles.tolist() == values.finite.tolist() == [0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
+    assert values.doubles.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_shared_passes_do_not_disturb_each_other(dtype: torch.dtype) -> None:
+    """Whatever was computed before, in whatever order, each result is the same."""
+    names = ("finite", "nonfinite_count", "finite_count", "doubles", "zero_count", "nan_count")
+    alone = [getattr(Values(SIX.to(dtype)), name).tolist() for name in names]
+    for order in (names, names[::-1]):
+        values = Values(SIX.to(dtype))
+        for name in order:
+            getattr(values, name)
+        assert [getattr(values, name).tolist() for name in names] == alone
+
+
+def test_counts_are_exact_where_float32_is_not() -> None:
+    """Of 2**24 + 3 zeros each is counted, although float32 has no such number."""
+    values = Values(torch.zeros(1).expand(2**24 + 3))
+    assert int(values.zero_count) == 2**24 + 3
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2**18, 2**18 + 1, 2**19 + 5])
+def test_large_tensors_come_in_pieces(numel: int) -> None:
+    """The pieces of a tensor on the CPU have at most 2**18 values and are all of it, in order, with the factor."""
+    pieces = list(Values(torch.arange(numel, dtype=torch.float32), 0.5).pieces())
+    assert all(piece.numel <= 2**18 for piece in pieces)
+    assert torch.equal(torch.cat([piece.flat for piece in pieces]), torch.arange(numel, dtype=torch.float32) * 0.5)
+
+
+def test_a_sample_is_every_kth_value() -> None:
+    """A sample begins with the first value and takes as few strides as give no more than was asked for."""
+    values = Values(torch.arange(10), 2.0)
+    assert values.sampled(10).tolist() == values.sampled(99).tolist() == values.flat.tolist()
+    assert values.sampled(4).tolist() == [0, 6, 12, 18]
+    assert values.sampled(1).tolist() == [0]
+    assert Values(torch.zeros(0)).sampled(3).tolist() == []
+
+
+def test_values_at_places() -> None:
+    """Values at places are those of the flat tensor, widened and multiplied."""
+    values = Values(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8), 0.5)
+    assert values.at(torch.tensor([3, 0])).tolist() == [2.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +114,6 @@ def test_lazy_conjugates_and_negatives_are_resolved(tensor: Tensor, flat: list[f
     """A conjugate, and its imaginary part, which torch negates only when it is read, count with their true signs."""
     values = Values(tensor)
     assert values.flat.tolist() == flat
-    assert int(values.histogram.sum()) == len(flat)
     statistics = Statistics()
     statistics.update(tensor)
     assert_statistics(statistics.compute(), [torch.tensor(flat)])
@@ -83,10 +123,10 @@ def test_lazy_conjugates_and_negatives_are_resolved(tensor: Tensor, flat: list[f
 def test_a_factor_multiplies_every_value(dtype: torch.dtype) -> None:
     """With a factor the statistics are those of the products, computed after widening."""
     tensor = torch.arange(-3, 5).to(dtype)
-    state = Statistics.initial()
-    Statistics.update_state(state, Values(tensor, 2.0**-10))
+    statistics = Statistics()
+    statistics.add(statistics.state, Values(tensor, 2.0**-10))
     wide = torch.view_as_real(tensor) if dtype.is_complex else tensor
-    assert_statistics(Statistics.summarize(state), [wide.double() * 2.0**-10])
+    assert_statistics(statistics.compute(), [wide.double() * 2.0**-10])
 
 
 def test_a_factor_comes_after_widening() -> None:

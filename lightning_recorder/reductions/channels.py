@@ -1,0 +1,119 @@
+"""Statistics of each channel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.errors import check_number
+from lightning_recorder.reductions.moments import merged_moments
+from lightning_recorder.reductions.shaped import ShapedReduction, dimension
+from lightning_recorder.reductions.values import Values, finite_or_zero
+
+__all__ = ["ChannelMoments", "DeadChannels"]
+
+
+class _ChannelReduction(ShapedReduction):
+    """Base of what is kept for each index of one dimension."""
+
+    lead = 0
+    additive = False
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    @override
+    def shape_of(self, values: Values) -> tuple[int, ...]:
+        return (values.shaped.shape[dimension(self.dim, values)],)
+
+    def _rows(self, values: Values) -> Tensor:
+        """The values, ``[channels, values of each]``."""
+        return values.shaped.movedim(dimension(self.dim, values), 0).flatten(1)
+
+
+class ChannelMoments(_ChannelReduction):
+    """Mean, standard deviation and root mean square of the finite values of each channel, in float64.
+
+    State: ``[3, channels]``: count, mean and sum of squared deviations, merged and bounded as those of
+    :class:`~lightning_recorder.RunningMoments`; 24 bytes per channel. Statistics, each ``[channels]``:
+    ``channel_mean``, ``channel_std`` (correction 0) and ``channel_rms``, NaN for a channel without a finite value.
+
+    Args:
+        dim: The dimension of the channels: 1 for convolutions and linear layers on ``[batch, channels]``, -1 for the
+            features of a transformer.
+    """
+
+    blocks = 3
+    statistics = ("channel_mean", "channel_std", "channel_rms")
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__(dim)
+
+    @override
+    def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        rows = self._rows(values).double()
+        count = rows.isfinite().sum(1).double()
+        mean = finite_or_zero(rows).sum(1) / count.clamp(min=1)
+        m2 = finite_or_zero(rows - mean[:, None]).square_().sum(1)
+        blocks.copy_(torch.stack(merged_moments(blocks.unbind(-2), (count, mean, m2)), dim=-2))
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        _, blocks = self.parts(state)
+        _, others = self.parts(other)
+        blocks.copy_(torch.stack(merged_moments(blocks.unbind(-2), others.unbind(-2)), dim=-2))
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        count, mean, m2 = self.parts(state)[1].unbind(-2)
+        variance = m2 / count
+        mean = torch.where(count > 0, mean, torch.nan)
+        return {
+            "channel_mean": mean,
+            "channel_std": variance.sqrt(),
+            "channel_rms": (mean.square() + variance).sqrt(),
+        }
+
+
+class DeadChannels(_ChannelReduction):
+    """Share of the channels that never leave zero, as those of a ``ReLU`` whose inputs are all negative.
+
+    State: ``[channels]``, the largest magnitude of each, -inf before the first; 8 bytes per channel; merged by the
+    maximum, exact in any order. Statistic: ``dead_fraction``, the share of the channels in which no magnitude in the
+    whole stream is above the threshold, NaN for an empty stream. A channel with a NaN is not dead.
+
+    Args:
+        dim: As for :class:`ChannelMoments`.
+        threshold: The largest magnitude that a dead channel may have.
+    """
+
+    statistics = ("dead_fraction",)
+
+    def __init__(self, dim: int = 1, threshold: float = 0.0) -> None:
+        super().__init__(dim)
+        check_number("threshold", threshold, 0.0)
+        self.threshold = threshold
+
+    @override
+    def initial(self) -> Tensor:
+        return torch.full((self.width,), -torch.inf, dtype=torch.float64)
+
+    @override
+    def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        rows = self._rows(values)
+        if rows.shape[1]:
+            # A NaN becomes infinite, since not every maximum over ranks would keep it.
+            sizes = torch.nan_to_num(rows.abs(), nan=torch.inf, posinf=torch.inf).amax(1)
+            blocks[0] = torch.maximum(blocks[0], sizes)
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        state.copy_(torch.maximum(state, other))
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        seen = (state >= 0).sum(-1)
+        dead = ((state >= 0) & (state <= self.threshold)).sum(-1)
+        return {"dead_fraction": dead.double() / seen}

@@ -1,0 +1,159 @@
+"""One number for each element of a sample, over all samples."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.reductions.shaped import ShapedReduction, dimension
+from lightning_recorder.reductions.values import Values
+
+__all__ = ["BatchMax", "BatchMean", "BatchMin", "BatchSum"]
+
+
+class _BatchReduction(ShapedReduction):
+    """Base of what is kept for each element; state: the number of samples, and then a number for each element.
+
+    Args:
+        dim: The dimension of the samples.
+    """
+
+    def __init__(self, dim: int = 0) -> None:
+        super().__init__()
+        self.dim = dim
+
+    @override
+    def shape_of(self, values: Values) -> tuple[int, ...]:
+        return tuple(self._samples(values).shape[1:])
+
+    def _samples(self, values: Values) -> Tensor:
+        """The values, ``[samples, *shape]``; a 0-d tensor is one sample."""
+        if values.raw.dim() == 0:
+            return values.shaped[None]
+        return values.shaped.movedim(dimension(self.dim, values), 0)
+
+    @override
+    def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        samples = self._samples(values)
+        if len(samples):
+            lead += len(samples)
+            self._take(blocks[0], samples)
+
+    @abstractmethod
+    def _take(self, kept: Tensor, samples: Tensor) -> None:
+        """Take ``[samples, *shape]`` into ``[*shape]`` float64, in place."""
+
+    def _kept(self, state: Tensor) -> Tensor:
+        """The numbers of the elements, ``[..., *shape]``, NaN where there was no sample."""
+        kept = torch.where(state[..., :1] > 0, state[..., 1:], torch.nan)
+        return kept.reshape(*state.shape[:-1], *(self.shape or ()))
+
+
+class BatchSum(_BatchReduction):
+    """The sum over all samples, element by element, in float64.
+
+    State: the number of samples and ``[*shape]`` sums, 8 bytes per element; merged by addition. Statistic:
+    ``batch_sum``, ``[*shape]``, where ``shape`` is that of a sample; NaN for an empty stream. What is not finite makes
+    its element so.
+
+    Args:
+        dim: The dimension of the samples.
+    """
+
+    statistics = ("batch_sum",)
+
+    @override
+    def _take(self, kept: Tensor, samples: Tensor) -> None:
+        kept += samples.sum(0, dtype=torch.float64)
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        return {"batch_sum": self._kept(state)}
+
+
+class BatchMean(BatchSum):
+    """The mean over all samples, element by element, in float64; a smaller batch weighs less.
+
+    State: as that of :class:`BatchSum`. Statistic: ``batch_mean``, ``[*shape]``, the sums over the number of samples;
+    NaN for an empty stream. What is not finite makes its element so.
+
+    Args:
+        dim: The dimension of the samples.
+
+    Example:
+        >>> mean = BatchMean()
+        >>> mean.update(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> mean.update(torch.tensor([[8.0, 9.0]]))
+        >>> mean.compute()["batch_mean"].tolist()
+        [4.0, 5.0]
+    """
+
+    statistics = ("batch_mean",)
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        samples = state[..., 0].reshape(state.shape[:-1] + (1,) * len(self.shape or ()))
+        return {"batch_mean": self._kept(state) / samples}
+
+
+class BatchMin(_BatchReduction):
+    """The minimum over all samples, element by element.
+
+    State: the number of samples and ``[*shape]`` minima, 8 bytes per element; merged by the minimum, exact in any
+    order. Statistic: ``batch_min``, ``[*shape]``; NaN for an empty stream, and where there is a NaN.
+
+    Args:
+        dim: The dimension of the samples.
+    """
+
+    statistics = ("batch_min",)
+    additive = False
+    _empty = torch.inf
+
+    @override
+    def initial(self) -> Tensor:
+        state = torch.full((self.width,), self._empty, dtype=torch.float64)
+        state[: self.lead] = 0
+        return state
+
+    @override
+    def _take(self, kept: Tensor, samples: Tensor) -> None:
+        kept.copy_(torch.minimum(kept, samples.amin(0)))
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        state[..., 0] += other[..., 0]
+        state[..., 1:] = torch.minimum(state[..., 1:], other[..., 1:])
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        return {"batch_min": self._kept(state)}
+
+
+class BatchMax(BatchMin):
+    """The maximum over all samples, element by element; otherwise as :class:`BatchMin`.
+
+    Statistic: ``batch_max``, ``[*shape]``; NaN for an empty stream, and where there is a NaN.
+
+    Args:
+        dim: The dimension of the samples.
+    """
+
+    statistics = ("batch_max",)
+    _empty = -torch.inf
+
+    @override
+    def _take(self, kept: Tensor, samples: Tensor) -> None:
+        kept.copy_(torch.maximum(kept, samples.amax(0)))
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        state[..., 0] += other[..., 0]
+        state[..., 1:] = torch.maximum(state[..., 1:], other[..., 1:])
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        return {"batch_max": self._kept(state)}

@@ -1,0 +1,54 @@
+"""The value that came last."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.reductions.shaped import ShapedReduction, dimension
+from lightning_recorder.reductions.values import Values
+
+__all__ = ["LastValue"]
+
+
+class LastValue(ShapedReduction):
+    """The tensor that was given last, or its last sample.
+
+    State: the number of updates and the values, 8 bytes each. It is ordered: ``a.merge(b)`` is the last of ``b``, if it
+    has seen any. Statistic: ``last``, in the shape of the tensor, NaN for an empty stream.
+
+    Args:
+        dim: Keep the last slice along this dimension, so that batches of any size do; by default the whole tensor.
+    """
+
+    statistics = ("last",)
+    additive = False
+    ordered = True
+
+    def __init__(self, dim: int | None = None) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _kept(self, values: Values) -> Tensor:
+        return values.shaped if self.dim is None else values.shaped.select(dimension(self.dim, values), -1)
+
+    @override
+    def shape_of(self, values: Values) -> tuple[int, ...]:
+        return tuple(self._kept(values).shape)
+
+    @override
+    def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        lead += 1
+        blocks[0] = self._kept(values)
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        count = state[..., :1] + other[..., :1]
+        state.copy_(torch.where(other[..., :1] > 0, other, state))
+        state[..., :1] = count
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        kept = torch.where(state[..., :1] > 0, state[..., 1:], torch.nan)
+        return {"last": kept.reshape(*state.shape[:-1], *(self.shape or ()))}

@@ -1,0 +1,54 @@
+"""Norms of a stream, taken as one long vector."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.reductions.scalar import ScalarReduction
+from lightning_recorder.reductions.values import Values
+
+__all__ = ["Norms"]
+
+
+class Norms(ScalarReduction):
+    """Largest magnitude, sum of magnitudes and Euclidean norm of the finite values, in float64.
+
+    State: ``[abs_max, sum |x|, sum x**2]``, of an empty stream ``[-inf, 0, 0]``. Statistics: ``abs_max``, NaN for a
+    stream without a finite value; ``l1_norm``, ``sum |x|``; ``l2_norm``, ``sqrt(sum x**2)``, which is infinite where
+    values are beyond 1e154. They are those of all values together, so they grow with the number of batches; per value
+    it is ``rms`` of :class:`~lightning_recorder.RunningMoments`. The sums are right to 1e-12 of themselves, in whatever
+    order they are merged.
+    """
+
+    width = 3
+    statistics = ("abs_max", "l1_norm", "l2_norm")
+    additive = False
+
+    @override
+    def initial(self) -> Tensor:
+        return torch.tensor([-torch.inf, 0, 0], dtype=torch.float64)
+
+    @override
+    def words_of(self, values: Values) -> Sequence[Tensor]:
+        sizes = values.finite.abs()
+        # Zero takes the place of a value that is not finite, which is wrong only where no other is there.
+        largest = torch.where(values.finite_count > 0, sizes.amax().double(), -torch.inf)
+        return largest, sizes.sum(dtype=torch.float64), values.doubles.dot(values.doubles)
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        state[..., 0] = torch.maximum(state[..., 0], other[..., 0])
+        state[..., 1:] += other[..., 1:]
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        largest, total, squares = state.unbind(-1)
+        return {
+            "abs_max": torch.where(largest >= 0, largest, torch.nan),
+            "l1_norm": total,
+            "l2_norm": squares.sqrt(),
+        }

@@ -1,0 +1,102 @@
+"""A random sample of the values of a stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.errors import check_integer
+from lightning_recorder.reductions.base import Reduction
+from lightning_recorder.reductions.values import Values
+
+__all__ = ["Reservoir"]
+
+
+class Reservoir(Reduction):
+    """A sample of a fixed size in which each value of the stream is with equal probability.
+
+    Each tensor is cut into as many strata as the sample has places; from each stratum one value is drawn, with the key
+    that is distributed as the least of uniform keys of all its values. The values with the least keys stay (bottom-k
+    sampling: Cohen & Kaplan, "Summarizing Data Using Bottom-k Sketches", 2007), so that a merged sample is again one of
+    the whole. Keys and places are a hash (SplitMix64: Steele, Lea & Flood, 2014) of the seed and of the number of
+    values before, not random numbers of torch: training draws the same with and without, and a run repeats itself.
+
+    State: ``[values seen]``, ``size`` keys in ascending order and ``size`` values: ``8 + 16 * size`` bytes. Statistic:
+    ``sample``, ``[size]``, in random order, NaN in the places that are not taken yet; NaN and infinities of the stream
+    are values like others.
+
+    Args:
+        size: How many values are kept.
+        seed: Of the hash. Streams that are recorded side by side and merged later, as on several ranks, take different
+            seeds: with the same one they choose the same places, and the sample has less variety than it seems.
+    """
+
+    statistics = ("sample",)
+    additive = False
+
+    def __init__(self, size: int = 256, seed: int = 0) -> None:
+        check_integer("size", size, 1)
+        check_integer("seed", seed, 0)
+        self.size = size
+        self.width = 1 + 2 * size
+        self._seed = seed
+
+    @property
+    def seed(self) -> int:
+        """The seed, which may differ between samples that are merged."""
+        return self._seed
+
+    @override
+    def initial(self) -> Tensor:
+        state = torch.full((self.width,), torch.nan, dtype=torch.float64)
+        state[0] = 0
+        state[1 : 1 + self.size] = torch.inf
+        return state
+
+    @override
+    def update_state(self, state: Tensor, values: Values) -> None:
+        strata = min(values.numel, self.size)
+        if not strata:
+            return
+        bounds = torch.arange(strata + 1, device=state.device) * values.numel // strata
+        sizes = bounds.diff()
+        # Different for each value of the stream, as no more strata are cut than there are values.
+        counters = (state[0].long() + torch.arange(strata, device=state.device)) * 2
+        places = bounds[:-1] + (_uniform(counters, self._seed) * sizes).long()
+        keys = -torch.expm1(torch.log1p(-_uniform(counters + 1, self._seed)) / sizes)
+        fresh = self.initial().to(state.device)
+        fresh[0] = values.numel
+        fresh[1 : 1 + strata] = keys
+        fresh[1 + self.size : 1 + self.size + strata] = values.at(places)
+        self.merge_states(state, fresh)
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        both = torch.cat((state[..., 1:].unflatten(-1, (2, -1)), other[..., 1:].unflatten(-1, (2, -1))), dim=-1)
+        keys, order = both[..., 0, :].sort(dim=-1, stable=True)
+        values = both[..., 1, :].gather(-1, order)
+        state[..., 0] += other[..., 0]
+        state[..., 1:] = torch.cat((keys[..., : self.size], values[..., : self.size]), dim=-1)
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        return {"sample": state[..., 1 + self.size :]}
+
+
+def _uniform(counters: Tensor, seed: int) -> Tensor:
+    """SplitMix64 of the counters, as float64 in [0, 1), from integer operations alone."""
+    bits = (counters + seed * 0x5851F42D4C957F2D % 2**62) * _signed(0x9E3779B97F4A7C15)
+    bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
+    return _shifted(bits ^ _shifted(bits, 31), 11).double() * 2.0**-53
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """The bits moved to the right, with zeros from the left."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(bits: int) -> int:
+    """The int64 with the same 64 bits."""
+    return bits - (1 << 64) if bits >> 63 else bits

@@ -1,0 +1,102 @@
+"""Reductions whose state has the size of what they are given."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.reductions.base import Reduction
+from lightning_recorder.reductions.values import Values
+
+__all__ = ["ShapedReduction"]
+
+
+class ShapedReduction(Reduction):
+    """Base of the reductions that keep numbers for each channel or element.
+
+    The first tensor fixes the shape of what is kept, and later ones must have the same. The state is of one number,
+    usually a count, and then so many blocks of that shape.
+    """
+
+    blocks: ClassVar[int] = 1
+    """How many numbers are kept for each element."""
+    lead: ClassVar[int] = 1
+    """How many numbers come before them."""
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] | None = None
+
+    @abstractmethod
+    def shape_of(self, values: Values) -> tuple[int, ...]:
+        """The shape of what is kept of values."""
+
+    @abstractmethod
+    def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        """Take values into the state, ``[lead]`` and ``[blocks, *shape]``, in place."""
+
+    @property
+    @override
+    def width(self) -> int:  # type: ignore[override]  # read-only here: it follows from the shape
+        """Number of float64 words in the state; 0 before the first tensor."""
+        return 0 if self.shape is None else self.lead + self.blocks * torch.Size(self.shape).numel()
+
+    def parts(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The lead, ``[..., lead]``, and the blocks, ``[..., blocks, *shape]``, of states, as views of them."""
+        blocks = state[..., self.lead :]
+        return state[..., : self.lead], blocks.unflatten(-1, (self.blocks, *(self.shape or ())))
+
+    @override
+    def sized_for(self, values: Values) -> Self:
+        if self.shape is not None:
+            return self
+        sized = copy.copy(self)
+        sized.shape = self.shape_of(values)
+        return sized
+
+    @override
+    def update_state(self, state: Tensor, values: Values) -> None:
+        shape = self.shape_of(values)
+        if shape != self.shape:
+            raise ArgumentError(f"{type(self).__name__} keeps numbers of shape {self.shape}, now the shape is {shape}")
+        self.update_shaped(*self.parts(state), values)
+
+    @override
+    def state_dict(self) -> dict[str, Tensor]:
+        # Empty as long as there was no tensor.
+        return {} if self.shape is None else {**super().state_dict(), "shape": torch.tensor(self.shape)}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        if not state_dict:
+            self.reset()
+            return
+        shape = tuple(map(int, state_dict["shape"].tolist()))
+        if self.shape not in (None, shape):
+            raise ArgumentError(f"{type(self).__name__} keeps numbers of shape {self.shape}, those saved have {shape}")
+        self.shape = shape
+        if self._state is not None and not len(self._state):
+            self._state = None
+        super().load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        kept = "" if self.shape is None else f" ({self.nbytes:,} bytes)"
+        return super().__repr__() + kept
+
+
+def dimension(dim: int, values: Values) -> int:
+    """The dimension of that number, counted from the first.
+
+    Raises:
+        ArgumentError: If the tensor has no such dimension.
+    """
+    dims = values.raw.dim()
+    if not -dims <= dim < dims:
+        raise ArgumentError(f"a tensor of shape {tuple(values.raw.shape)} has no dimension {dim}; choose another dim")
+    return dim % dims

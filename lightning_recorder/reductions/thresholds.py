@@ -1,0 +1,80 @@
+"""Shares of the values that are small or large in magnitude."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.errors import check_number
+from lightning_recorder.reductions.scalar import ScalarReduction
+from lightning_recorder.reductions.values import Values, count_where
+
+__all__ = ["NearZero", "Saturation"]
+
+
+class _Share(ScalarReduction):
+    """The share of the values whose magnitude compares with a threshold as asked; state ``[values, hits]``."""
+
+    width = 2
+
+    def __init__(self, threshold: float) -> None:
+        check_number("threshold", threshold, 0.0)
+        self.threshold = threshold
+
+    @property
+    @abstractmethod
+    def _comparison(self) -> Callable[..., Tensor]:
+        """Of a magnitude with the threshold; nothing compares with NaN."""
+
+    @override
+    def words_of(self, values: Values) -> Sequence[Tensor]:
+        hits = count_where(self._comparison, values.flat.abs(), self.threshold)
+        return torch.full_like(hits, values.numel, dtype=torch.float64), hits
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        return {self.statistics[0]: state[..., 1] / state[..., 0]}
+
+
+class NearZero(_Share):
+    """Share of the values that are zero or nearly so.
+
+    State: ``[values, those of them with |x| <= threshold]``, merged by addition, exact in any order. Statistic:
+    ``near_zero_fraction``, the second over the first; NaN for an empty stream. A NaN counts among the values.
+
+    Args:
+        threshold: The largest magnitude that counts as nearly zero.
+    """
+
+    statistics = ("near_zero_fraction",)
+
+    def __init__(self, threshold: float = 1e-6) -> None:
+        super().__init__(threshold)
+
+    @property
+    @override
+    def _comparison(self) -> Callable[..., Tensor]:
+        return torch.le
+
+
+class Saturation(_Share):
+    """Share of the values beyond a threshold, such as 0.99 behind a ``Tanh``.
+
+    State: ``[values, those of them with |x| > threshold]``, merged by addition, exact in any order. Statistic:
+    ``saturation_fraction``, the second over the first; NaN for an empty stream. An infinity is beyond any threshold, a
+    NaN counts among the values alone.
+
+    Args:
+        threshold: The largest magnitude that does not count as saturated.
+    """
+
+    statistics = ("saturation_fraction",)
+
+    @property
+    @override
+    def _comparison(self) -> Callable[..., Tensor]:
+        return torch.gt
