@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,11 +18,11 @@ from lightning_recorder.callbacks.checkpoints import listen, stop_listening
 from lightning_recorder.callbacks.run import logged_step, recorder_directory
 from lightning_recorder.dumps import remove_dump, write_dump
 from lightning_recorder.errors import ArgumentError, tell
-from lightning_recorder.recorders import SiteStatistics, StatisticsRecorder
+from lightning_recorder.recorders import SiteStatistics, Snapshot, StatisticsRecorder
 from lightning_recorder.reductions import SCALAR_STATISTICS
 from lightning_recorder.schedule import EveryNSteps
 from lightning_recorder.selection import Selection
-from lightning_recorder.sinks import Sink
+from lightning_recorder.sinks import BackgroundQueue, Sink
 from lightning_recorder.tags import make_tag
 from lightning_recorder.taps import Site, Tap
 
@@ -65,8 +67,9 @@ class StatisticsCallback(RecorderCallback):
             raise ArgumentError(f"statistics knows {known}; got {got}{hint}")
         self.histograms = histograms
         self.dump = dump
-        self.latest: dict[Site, SiteStatistics] = {}
-        self.latest_step: int | None = None
+        self._latest: dict[Site, SiteStatistics] = {}
+        self._latest_step: int | None = None
+        self._queue = BackgroundQueue()
         self._recorder: StatisticsRecorder | None = None
         self._due = self.schedule
         self._window: int | None = None
@@ -82,6 +85,7 @@ class StatisticsCallback(RecorderCallback):
             tell(f"{type(self).__name__} records nothing: {type(pl_module).__name__} has no submodules")
             return
         self._due = self.schedule or EveryNSteps(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__
+        self._queue = BackgroundQueue()
         self._recorder = StatisticsRecorder(modules, self.tap, strict=self.strict)
         self._window = None
         self.open_sinks(trainer, recorder_directory(trainer))
@@ -98,6 +102,21 @@ class StatisticsCallback(RecorderCallback):
             self._flush(trainer)
             stop_listening(trainer, self)
         self._recorder = None
+        # After a fault a second one is no news.
+        with nullcontext() if trainer is not None else suppress(Exception):
+            self._queue.drain()
+
+    @property
+    def latest(self) -> dict[Site, SiteStatistics]:
+        """What was recorded last, by site; waits for what is being written."""
+        self._queue.drain()
+        return self._latest
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of :attr:`latest`, as ``self.log`` counts; ``None`` when there is none."""
+        self._queue.drain()
+        return self._latest_step
 
     def factor(self, trainer: Trainer, pl_module: LightningModule) -> float:
         """What each recorded tensor is multiplied by."""
@@ -154,17 +173,18 @@ class StatisticsCallback(RecorderCallback):
 
     def checkpoint_saved(self, path: Path) -> None:
         """Write what was recorded last beside a checkpoint."""
-        if not self.latest:
+        latest = self.latest
+        if not latest:
             return
         tensors: dict[str, Tensor] = {}
         samples: dict[str, int] = {}
-        for site, seen in self.latest.items():
+        for site, seen in latest.items():
             values = {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.scalars.items()}
             for statistic, tensor in {**values, "histogram": seen.bins}.items():
                 tensors[make_tag("", *site, statistic)] = tensor
             samples[make_tag("", *site)] = int(seen.scalars["count"])
         about = {
-            "step": self.latest_step,
+            "step": self._latest_step,
             "epoch": self._epoch,
             "stage": "train",
             "rank": 0,
@@ -190,15 +210,23 @@ class StatisticsCallback(RecorderCallback):
         if step is None or self._recorder is None:
             return
         if trainer.is_global_zero:
-            self.latest, self.latest_step, self._epoch = self._recorder.collect(), step, trainer.current_epoch
-            self._write(step)
+            self._do(partial(self._conclude, self._recorder.snapshot(), step, trainer.current_epoch))
         self._recorder.reset()
 
-    def _write(self, step: int) -> None:
-        if self._sink is None or not self.latest:
+    def _do(self, job: Callable[[], None]) -> None:
+        """Do a job in the background, or here and now if a sink wants that."""
+        if self._sink is None or self._sink.any_thread:
+            self._queue.submit(job)
+        else:
+            job()
+
+    def _conclude(self, snapshot: Snapshot, step: int, epoch: int) -> None:
+        """Make the statistics of a window and write them."""
+        self._latest, self._latest_step, self._epoch = snapshot.statistics(), step, epoch
+        if self._sink is None or not self._latest:
             return
         scalars: dict[str, float] = {}
-        for site, seen in self.latest.items():
+        for site, seen in self._latest.items():
             if seen.scalars["nan_count"] or seen.scalars["inf_count"]:
                 self._ever_nonfinite.add(site)
             shown = dict.fromkeys(
@@ -210,7 +238,7 @@ class StatisticsCallback(RecorderCallback):
         if self.histograms:
             # The tag of a histogram is the site's own, so that the page shows it beside the scalars of the site.
             self._sink.write_histograms(
-                step, {make_tag(self.group, *site, "histogram"): seen.histogram for site, seen in self.latest.items()}
+                step, {make_tag(self.group, *site, "histogram"): seen.histogram for site, seen in self._latest.items()}
             )
 
     def __getstate__(self) -> dict[str, Any]:

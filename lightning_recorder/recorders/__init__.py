@@ -4,7 +4,7 @@ from lightning_recorder.recorders.backward import BackwardInput, BackwardOutput
 from lightning_recorder.recorders.base import Recorder
 from lightning_recorder.recorders.forward import ForwardInput, ForwardOutput, ForwardPre
 from lightning_recorder.recorders.net import RecordedNet
-from lightning_recorder.recorders.statistics import SiteStatistics, StatisticsRecorder
+from lightning_recorder.recorders.statistics import SiteStatistics, Snapshot, StatisticsRecorder
 from lightning_recorder.recorders.subrecorder import SubRecorder
 from lightning_recorder.recorders.summary import Summary, SummaryRow
 
@@ -17,6 +17,7 @@ __all__ = [
     "RecordedNet",
     "Recorder",
     "SiteStatistics",
+    "Snapshot",
     "StatisticsRecorder",
     "SubRecorder",
     "Summary",

@@ -23,7 +23,7 @@ from lightning_recorder.reductions import (
 )
 from lightning_recorder.taps import OutputTap, Site, Tap
 
-__all__ = ["SiteStatistics", "StatisticsRecorder"]
+__all__ = ["SiteStatistics", "Snapshot", "StatisticsRecorder"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,26 @@ class SiteStatistics:
     def histogram(self) -> Histogram:
         """The counts between their edges, without the empty ends."""
         return to_histogram(self.scalars, self.bins)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a recorder held at one time.
+
+    Args:
+        names: The modules, in order.
+        groups: The states of their sites.
+    """
+
+    names: tuple[str, ...]
+    groups: list[Collected[Site]]
+
+    @torch.no_grad()
+    def statistics(self) -> dict[Site, SiteStatistics]:
+        """The statistics of every site that was seen, in the order of the modules."""
+        found = {site: statistics for group in self.groups for site, statistics in _by_site(group)}
+        order = {name: position for position, name in enumerate(self.names)}
+        return {site: found[site] for site in sorted(found, key=lambda site: order[site.name])}
 
 
 class StatisticsRecorder:
@@ -139,13 +159,16 @@ class StatisticsRecorder:
         self.remove()
 
     @torch.no_grad()
+    def snapshot(self) -> Snapshot:
+        """The states as they are now, on the host, of which another thread can make the statistics.
+
+        Waits for the device, as :meth:`collect` does, but costs the copies alone.
+        """
+        return Snapshot(tuple(self._tap.modules), self._bank.collect())
+
     def collect(self) -> dict[Site, SiteStatistics]:
         """The statistics of every site that was seen since the last reset, in the order of the modules."""
-        found: dict[Site, SiteStatistics] = {}
-        for group in self._bank.collect():
-            found.update(_by_site(group))
-        order = {name: position for position, name in enumerate(self._tap.modules)}
-        return {site: found[site] for site in sorted(found, key=lambda site: order[site.name])}
+        return self.snapshot().statistics()
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -25,7 +25,7 @@ class Change(ShapedReduction):
     left out; NaN without a pair.
     """
 
-    statistics = ("cosine_to_previous", "ratio_to_previous")
+    statistics: tuple[str, ...] = ("cosine_to_previous", "ratio_to_previous")
     additive = False
     ordered = True
     lead = 5

@@ -46,7 +46,7 @@ class ChannelMoments(_ChannelReduction):
     """
 
     blocks = 3
-    statistics = ("channel_mean", "channel_std", "channel_rms")
+    statistics: tuple[str, ...] = ("channel_mean", "channel_std", "channel_rms")
 
     def __init__(self, dim: int = 1) -> None:
         super().__init__(dim)
@@ -89,7 +89,7 @@ class DeadChannels(_ChannelReduction):
         threshold: The largest magnitude that a dead channel may have.
     """
 
-    statistics = ("dead_fraction",)
+    statistics: tuple[str, ...] = ("dead_fraction",)
 
     def __init__(self, dim: int = 1, threshold: float = 0.0) -> None:
         super().__init__(dim)

@@ -63,7 +63,7 @@ class BatchSum(_BatchReduction):
         dim: The dimension of the samples.
     """
 
-    statistics = ("batch_sum",)
+    statistics: tuple[str, ...] = ("batch_sum",)
 
     @override
     def _take(self, kept: Tensor, samples: Tensor) -> None:
@@ -91,7 +91,7 @@ class BatchMean(BatchSum):
         [4.0, 5.0]
     """
 
-    statistics = ("batch_mean",)
+    statistics: tuple[str, ...] = ("batch_mean",)
 
     @override
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ class BatchMin(_BatchReduction):
         dim: The dimension of the samples.
     """
 
-    statistics = ("batch_min",)
+    statistics: tuple[str, ...] = ("batch_min",)
     additive = False
     _empty = torch.inf
 
@@ -142,7 +142,7 @@ class BatchMax(BatchMin):
         dim: The dimension of the samples.
     """
 
-    statistics = ("batch_max",)
+    statistics: tuple[str, ...] = ("batch_max",)
     _empty = -torch.inf
 
     @override

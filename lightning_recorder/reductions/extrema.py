@@ -24,7 +24,7 @@ class Extrema(ScalarReduction):
     """
 
     width = 2
-    statistics = ("min", "max")
+    statistics: tuple[str, ...] = ("min", "max")
     additive = False
 
     @override

@@ -3,9 +3,9 @@
  * The row is that of the reduction Statistics: count, mean and m2 of the finite values; their minimum and maximum; the
  * numbers of values, zeros, NaN and infinities; and 2048 bins, the upper eleven bits of each value as a float.
  *
- * A block of values lies in the first cache while it is summed, its deviations from its own mean are squared, and its
- * bins counted; blocks are merged as states are (Chan, Golub & LeVeque 1979), in double. So a small variance beside a
- * large mean is not lost, whatever comes first.
+ * A block of values lies in the first cache while it is summed, its deviations from a mean are squared, and its bins
+ * counted; blocks are merged as states are (Chan, Golub & LeVeque 1979), in double. So a small variance beside a large
+ * mean is not lost, whatever comes first.
  */
 #include <float.h>
 #include <math.h>
@@ -15,7 +15,8 @@
 
 #define BINS 2048
 #define BLOCK 2048
-#define LANES 32
+#define LANES 16
+#define PAD 32 /* so that equal places of two tables are not taken for one another by the processor */
 #define FEW 32768 /* values for which another thread is not worth its start */
 
 enum { COUNT, MEAN, M2, MIN, MAX, NUMEL, ZEROS, NANS, INFINITIES, HISTOGRAM };
@@ -24,7 +25,7 @@ typedef struct {
   double count, mean, m2, min, max;
   int64_t zeros, nans, infinities;
   int64_t in_tables, bins[BINS];
-  uint16_t tables[4][BINS]; /* several, so that equal neighbours do not wait for each other, and small to stay near */
+  uint16_t tables[4][BINS + PAD]; /* several, so that equal neighbours do not wait for each other, and small to stay near */
 } Part;
 
 static void merge(double *count, double *mean, double *m2, double n, double mu, double q) {
@@ -36,59 +37,87 @@ static void merge(double *count, double *mean, double *m2, double n, double mu, 
 }
 
 /* One block of TYPE, whose bits are of UINT and whose exponent is EXPONENT for what is not finite. In nearly every block
-   all is finite, and the loops that need not look are twice as fast; in the others each value that is not is left out.
-   Sums run in LANES of their own, since one sum would wait for itself at each addition. */
+   all is finite; where not, what is not is left out and the loop is run again. Deviations are from the mean of the blocks
+   before; where that is so far off that their squares say little about the spread, they are squared again from the
+   block's own mean. Sums run in LANES of their own, since one sum would wait for itself at each addition. */
 #define DEFINE_BLOCK(NAME, TYPE, UINT, EXPONENT, MASK)                                                                 \
   static void NAME(const TYPE *restrict x, int n, Part *part) {                                                        \
-    UINT largest = 0;                                                                                                  \
     TYPE finite[BLOCK];                                                                                                \
-    int zeros = 0, nans = 0, others = 0;                                                                               \
-    _Pragma("omp simd reduction(+ : zeros) reduction(max : largest)")                                                  \
-    for (int i = 0; i < n; i++) {                                                                                      \
-      UINT size;                                                                                                       \
-      memcpy(&size, x + i, sizeof size);                                                                               \
-      size &= MASK;                                                                                                    \
-      zeros += size == 0;                                                                                              \
-      largest = size > largest ? size : largest;                                                                       \
-    }                                                                                                                  \
-    if (largest >= EXPONENT) {                                                                                         \
-      int kept = 0;                                                                                                    \
+    double pivot = part->mean, sum, square;                                                                            \
+    TYPE low, high;                                                                                                    \
+    UINT largest;                                                                                                      \
+    int count = n, zeros, nans = 0;                                                                                    \
+    for (;;) {                                                                                                         \
+      double sums[LANES] = {0}, squares[LANES] = {0};                                                                  \
+      TYPE lows[LANES], highs[LANES];                                                                                  \
+      UINT sizes[LANES] = {0};                                                                                         \
+      int32_t none[LANES] = {0};                                                                                       \
+      int whole = count / LANES * LANES;                                                                               \
+      sum = square = 0, low = INFINITY, high = -INFINITY, largest = 0, zeros = 0;                                      \
+      for (int lane = 0; lane < LANES; lane++) lows[lane] = INFINITY, highs[lane] = -INFINITY;                         \
+      for (int i = 0; i < whole; i += LANES)                                                                           \
+        for (int lane = 0; lane < LANES; lane++) {                                                                     \
+          TYPE value = x[i + lane];                                                                                    \
+          double deviation = (double)value - pivot;                                                                    \
+          UINT size;                                                                                                   \
+          memcpy(&size, x + i + lane, sizeof size);                                                                    \
+          size &= MASK;                                                                                                \
+          sums[lane] += deviation;                                                                                     \
+          squares[lane] += deviation * deviation;                                                                      \
+          lows[lane] = value < lows[lane] ? value : lows[lane];                                                        \
+          highs[lane] = value > highs[lane] ? value : highs[lane];                                                     \
+          sizes[lane] = size > sizes[lane] ? size : sizes[lane];                                                       \
+          none[lane] += size == 0;                                                                                     \
+        }                                                                                                              \
+      for (int i = whole; i < count; i++) {                                                                            \
+        int lane = i - whole;                                                                                          \
+        double deviation = (double)x[i] - pivot;                                                                       \
+        UINT size;                                                                                                     \
+        memcpy(&size, x + i, sizeof size);                                                                             \
+        size &= MASK;                                                                                                  \
+        sums[lane] += deviation;                                                                                       \
+        squares[lane] += deviation * deviation;                                                                        \
+        lows[lane] = x[i] < lows[lane] ? x[i] : lows[lane];                                                            \
+        highs[lane] = x[i] > highs[lane] ? x[i] : highs[lane];                                                         \
+        sizes[lane] = size > sizes[lane] ? size : sizes[lane];                                                         \
+        none[lane] += size == 0;                                                                                       \
+      }                                                                                                                \
+      for (int lane = 0; lane < LANES; lane++) {                                                                       \
+        sum += sums[lane], square += squares[lane], zeros += none[lane];                                               \
+        low = lows[lane] < low ? lows[lane] : low;                                                                     \
+        high = highs[lane] > high ? highs[lane] : high;                                                                \
+        largest = sizes[lane] > largest ? sizes[lane] : largest;                                                       \
+      }                                                                                                                \
+      if (largest < EXPONENT) break;                                                                                   \
+      count = 0;                                                                                                       \
       for (int i = 0; i < n; i++) {                                                                                    \
         UINT size;                                                                                                     \
         memcpy(&size, x + i, sizeof size);                                                                             \
         size &= MASK;                                                                                                  \
         nans += size > EXPONENT;                                                                                       \
-        if (size < EXPONENT) finite[kept++] = x[i];                                                                    \
+        if (size < EXPONENT) finite[count++] = x[i];                                                                   \
       }                                                                                                                \
-      others = n - kept;                                                                                               \
       x = finite;                                                                                                      \
     }                                                                                                                  \
-    int count = n - others, whole = count / LANES * LANES;                                                             \
-    double sums[LANES] = {0}, squares[LANES] = {0}, sum = 0, square = 0;                                               \
-    TYPE low = INFINITY, high = -INFINITY;                                                                             \
-    for (int i = 0; i < whole; i += LANES)                                                                             \
-      for (int lane = 0; lane < LANES; lane++) sums[lane] += (double)x[i + lane];                                      \
-    for (int i = whole; i < count; i++) sum += (double)x[i];                                                           \
-    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];                                                        \
-    _Pragma("omp simd reduction(min : low) reduction(max : high)")                                                     \
-    for (int i = 0; i < count; i++) {                                                                                  \
-      low = x[i] < low ? x[i] : low;                                                                                   \
-      high = x[i] > high ? x[i] : high;                                                                                \
+    double shift = count ? sum / count : 0, mean = pivot + shift, spread = square - sum * shift;                       \
+    if (!(square <= 16 * spread)) {                                                                                    \
+      double squares[LANES] = {0};                                                                                     \
+      int whole = count / LANES * LANES;                                                                               \
+      for (int i = 0; i < whole; i += LANES)                                                                           \
+        for (int lane = 0; lane < LANES; lane++) {                                                                     \
+          double deviation = (double)x[i + lane] - mean;                                                               \
+          squares[lane] += deviation * deviation;                                                                      \
+        }                                                                                                              \
+      for (int i = whole; i < count; i++) squares[i - whole] += ((double)x[i] - mean) * ((double)x[i] - mean);         \
+      spread = 0;                                                                                                      \
+      for (int lane = 0; lane < LANES; lane++) spread += squares[lane];                                                \
     }                                                                                                                  \
-    double mean = count ? sum / count : 0;                                                                             \
-    for (int i = 0; i < whole; i += LANES)                                                                             \
-      for (int lane = 0; lane < LANES; lane++) {                                                                       \
-        double deviation = (double)x[i + lane] - mean;                                                                 \
-        squares[lane] += deviation * deviation;                                                                        \
-      }                                                                                                                \
-    for (int i = whole; i < count; i++) square += ((double)x[i] - mean) * ((double)x[i] - mean);                       \
-    for (int lane = 0; lane < LANES; lane++) square += squares[lane];                                                  \
-    merge(&part->count, &part->mean, &part->m2, count, mean, square);                                                  \
+    merge(&part->count, &part->mean, &part->m2, count, mean, spread);                                                  \
     part->min = low < part->min ? low : part->min;                                                                     \
     part->max = high > part->max ? high : part->max;                                                                   \
     part->zeros += zeros;                                                                                              \
     part->nans += nans;                                                                                                \
-    part->infinities += others - nans;                                                                                 \
+    part->infinities += n - count - nans;                                                                              \
   }
 
 DEFINE_BLOCK(block_of_floats, float, uint32_t, 0x7f800000u, 0x7fffffffu)

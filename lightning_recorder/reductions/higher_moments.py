@@ -39,7 +39,7 @@ class HigherMoments(ScalarReduction):
     """
 
     width = 5
-    statistics = ("skewness", "kurtosis")
+    statistics: tuple[str, ...] = ("skewness", "kurtosis")
     additive = False
 
     @override

@@ -22,7 +22,7 @@ class LastValue(ShapedReduction):
         dim: Keep the last slice along this dimension, so that batches of any size do; by default the whole tensor.
     """
 
-    statistics = ("last",)
+    statistics: tuple[str, ...] = ("last",)
     additive = False
     ordered = True
 

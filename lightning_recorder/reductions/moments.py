@@ -42,7 +42,7 @@ class RunningMoments(ScalarReduction):
     """
 
     width = 3
-    statistics = ("count", "sum", "mean", "variance", "std", "rms")
+    statistics: tuple[str, ...] = ("count", "sum", "mean", "variance", "std", "rms")
     additive = False
 
     def __init__(self, correction: int = 0) -> None:

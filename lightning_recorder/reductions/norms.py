@@ -25,7 +25,7 @@ class Norms(ScalarReduction):
     """
 
     width = 3
-    statistics = ("abs_max", "l1_norm", "l2_norm")
+    statistics: tuple[str, ...] = ("abs_max", "l1_norm", "l2_norm")
     additive = False
 
     @override

@@ -32,7 +32,7 @@ class Reservoir(Reduction):
             seeds: with the same one they choose the same places, and the sample has less variety than it seems.
     """
 
-    statistics = ("sample",)
+    statistics: tuple[str, ...] = ("sample",)
     additive = False
 
     def __init__(self, size: int = 256, seed: int = 0) -> None:

@@ -22,7 +22,7 @@ class Tallies(ScalarReduction):
     """
 
     width = 4
-    statistics = ("zero_fraction", "nan_count", "inf_count")
+    statistics: tuple[str, ...] = ("zero_fraction", "nan_count", "inf_count")
 
     @override
     def words_of(self, values: Values) -> Sequence[Tensor]:

@@ -50,7 +50,7 @@ class NearZero(_Share):
         threshold: The largest magnitude that counts as nearly zero.
     """
 
-    statistics = ("near_zero_fraction",)
+    statistics: tuple[str, ...] = ("near_zero_fraction",)
 
     def __init__(self, threshold: float = 1e-6) -> None:
         super().__init__(threshold)
@@ -72,7 +72,7 @@ class Saturation(_Share):
         threshold: The largest magnitude that does not count as saturated.
     """
 
-    statistics = ("saturation_fraction",)
+    statistics: tuple[str, ...] = ("saturation_fraction",)
 
     @property
     @override

@@ -38,6 +38,10 @@ class Sink:
     it nothing may be written. A sink does not close a logger that it was given.
     """
 
+    any_thread: bool = False
+    """Whether the sink may be written to from another thread while the training goes on. The callbacks then write in
+    the background; otherwise between two batches. Never from two threads at once."""
+
     def __str__(self) -> str:
         return type(self).__name__
 

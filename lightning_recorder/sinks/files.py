@@ -41,6 +41,8 @@ class FilesSink(Sink):
         OSError: From any verb, if the folder cannot be written.
     """
 
+    any_thread = True
+
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
 

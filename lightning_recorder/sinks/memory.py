@@ -30,6 +30,8 @@ class MemorySink(Sink):
         {'activations/fc/mean': {3: 0.5}}
     """
 
+    any_thread = True
+
     def __init__(self) -> None:
         self.scalars: dict[str, dict[int, float]] = {}
         self.histograms: dict[str, dict[int, Histogram]] = {}

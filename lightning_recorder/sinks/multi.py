@@ -40,6 +40,11 @@ class MultiSink(Sink):
         self._failed: set[int] = set()
         self._fallen_back: set[str] = set()
 
+    @property
+    def any_thread(self) -> bool:  # type: ignore[override]  # read-only here: it follows from the sinks
+        """Whether all of the sinks may be written to from another thread."""
+        return all(sink.any_thread for sink in self._all())
+
     def _write(self, verb: str, call: Callable[[Sink], bool]) -> bool:
         shown = self._each(verb, call, self.sinks)
         if not shown and self.fallback is not None:

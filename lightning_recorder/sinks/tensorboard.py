@@ -34,6 +34,8 @@ class TensorBoardSink(Sink):
             closed; or a folder, for which a writer is opened and closed.
     """
 
+    any_thread = True
+
     def __init__(self, writer: SummaryWriter | str | Path) -> None:
         self._owned = isinstance(writer, (str, Path))
         if isinstance(writer, (str, Path)):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,8 +40,32 @@ def train_step(case: Case) -> Callable[[], None]:
     return step
 
 
-def time_per_step_s(make: Callable[[], Case], style: str, steps: int) -> float:
-    """Seconds of a step, the mean of some of them, the number of the first divisible by all cadences.
+@dataclass(frozen=True)
+class Cost:
+    """What steps of one style took.
+
+    Args:
+        step_s: Seconds of a step.
+        memory_mib: Most memory that the process had in its own hands while they ran.
+    """
+
+    step_s: float
+    memory_mib: float
+
+
+def peak_memory_mib(*, forget: bool = False) -> float:
+    """The most memory of the process since it was last forgotten; NaN where the system does not tell."""
+    try:
+        if forget:
+            Path("/proc/self/clear_refs").write_text("5")
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    except (OSError, ValueError):
+        return math.nan
+    return int(line.split()[1]) / 1024
+
+
+def cost(make: Callable[[], Case], style: str, steps: int) -> Cost:
+    """The mean of some steps, the number of the first divisible by all cadences.
 
     The model is a new one, since some styles leave their hooks on it.
     """
@@ -52,16 +79,18 @@ def time_per_step_s(make: Callable[[], Case], style: str, steps: int) -> float:
             break
         step()
     with STYLES[style](case.module) as run:
+        gc.collect()
+        peak_memory_mib(forget=True)
         start = time.perf_counter()
         for number in range(steps):
             run(number, step)
-        return (time.perf_counter() - start) / steps
+        return Cost((time.perf_counter() - start) / steps, peak_memory_mib())
 
 
 def failure(make: Callable[[], Case], style: str) -> str | None:
     """What a style raises on a model, which is a result, too."""
     try:
-        time_per_step_s(make, style, 2)
+        cost(make, style, 2)
     except Exception as error:  # noqa: BLE001 - other packages raise what they like
         return type(error).__name__
     return None
@@ -71,18 +100,27 @@ def measure(make: Callable[[], Case], repeats: int, steps: int) -> list[str]:
     """The rows of the table for one model."""
     name = make().name
     failed = {style: error for style in STYLES if (error := failure(make, style)) is not None}
-    times: dict[str, list[float]] = {style: [] for style in STYLES if style not in failed}
+    costs: dict[str, list[Cost]] = {style: [] for style in STYLES if style not in failed}
     for _ in range(repeats):
         # Interleaved, so that a machine that grows slower does so for all styles.
-        for style, seen in times.items():
-            seen.append(time_per_step_s(make, style, min(steps, _FEW_STEPS.get(style, steps))))
-    rows = [f"| {name} | {style} | | raises {error} | |" for style, error in failed.items()]
-    for style, seen in reversed(times.items()):
-        ratios = [mine / base for mine, base in zip(seen, times["bare"], strict=True)]
-        middle = statistics.median(seen) / statistics.median(times["bare"])
-        span = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        rows.append(f"| {name} | {style} | {statistics.median(seen) * 1e3:.1f} | {middle:.2f} | {span} |")
+        for style, seen in costs.items():
+            seen.append(cost(make, style, min(steps, _FEW_STEPS.get(style, steps))))
+    rows = [f"| {name} | {style} | | raises {error} | | |" for style, error in failed.items()]
+    bare = costs["bare"]
+    for style, seen in reversed(costs.items()):
+        ratios = [mine.step_s / base.step_s for mine, base in zip(seen, bare, strict=True)]
+        middle = median(seen, "step_s") / median(bare, "step_s")
+        more = median(seen, "memory_mib") - median(bare, "memory_mib")
+        rows.append(
+            f"| {name} | {style} | {median(seen, 'step_s') * 1e3:.1f} | {middle:.2f} "
+            f"| {min(ratios):.2f} to {max(ratios):.2f} | {more:+.0f} |"
+        )
     return rows[::-1]
+
+
+def median(costs: list[Cost], what: str) -> float:
+    """The median of one of the costs."""
+    return float(statistics.median(getattr(each, what) for each in costs))
 
 
 def main() -> None:
@@ -96,11 +134,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     lines = [
-        "Every leaf's output and its gradient, on the CPU.",
+        "Every leaf's output and its gradient, on the CPU; peak memory is what the process took beyond the bare steps.",
         f"torch {torch.__version__}, {options.threads} threads, {options.repeats} repeats of {options.steps} steps.",
         "",
-        "| model | style | ms per step, median | ratio of medians to bare | least and greatest ratio |",
-        "|---|---|---|---|---|",
+        "| model | style | ms per step, median | ratio of medians to bare | least to greatest ratio | peak MiB |",
+        "|---|---|---|---|---|---|",
     ]
     print("\n".join(lines))
     for make in CASES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder import OutputGradientTap, OutputTap, Selection, StatisticsRecorder, TensorBoardSink
+from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS as SHOWN
+from lightning_recorder.recorders import Snapshot
 from lightning_recorder.reductions import fused
+from lightning_recorder.sinks import BackgroundQueue
+from lightning_recorder.tags import make_tag
 
 Step = Callable[[int, Callable[[], None]], None]
 """Runs a training step with its number, recorded or not."""
@@ -38,8 +43,12 @@ def empty_hooks(module: nn.Module) -> Iterator[Step]:
         handle.remove()
 
 
-def every(n: int, *, in_one_pass: bool = True) -> Callable[[nn.Module], Any]:
-    """This package on each n-th step, written to TensorBoard each time, but at most each tenth step."""
+def every(n: int, *, in_one_pass: bool = True, sample: int | None = None) -> Callable[[nn.Module], Any]:
+    """This package on each n-th step, written to TensorBoard each time, but at most each tenth step.
+
+    As the callbacks do it: hooks are taken off unless the next step is recorded, too, and results are written in the
+    background.
+    """
 
     @contextmanager
     def ours(module: nn.Module) -> Iterator[Step]:
@@ -49,36 +58,40 @@ def every(n: int, *, in_one_pass: bool = True) -> Callable[[nn.Module], Any]:
     def recorded(module: nn.Module) -> Iterator[Step]:
         leaves = Selection().resolve(module)
         recorders = {
-            "activations": StatisticsRecorder(leaves, OutputTap),
-            "gradients": StatisticsRecorder(leaves, OutputGradientTap),
+            "activations": StatisticsRecorder(leaves, OutputTap, sample=sample),
+            "gradients": StatisticsRecorder(leaves, OutputGradientTap, sample=sample),
         }
+        queue = BackgroundQueue()
         with tempfile.TemporaryDirectory() as folder, TensorBoardSink(folder) as sink:
 
             def step(number: int, train: Callable[[], None]) -> None:
                 if number % n:
                     train()
                     return
-                with recorders["activations"], recorders["gradients"]:
-                    train()
+                for recorder in recorders.values():
+                    recorder.attach()
+                train()
+                for recorder in recorders.values():
+                    recorder.pause() if n == 1 else recorder.remove()
                 if number % max(n, 10) == 0:
                     for group, recorder in recorders.items():
-                        seen = recorder.collect()
+                        queue.submit(partial(write, sink, number, group, recorder.snapshot()))
                         recorder.reset()
-                        sink.write_scalars(
-                            number,
-                            {
-                                f"{group}/{site.name}/{name}": value
-                                for site, each in seen.items()
-                                for name, value in each.scalars.items()
-                            },
-                        )
-                        sink.write_histograms(
-                            number, {f"{group}/{site.name}": each.histogram for site, each in seen.items()}
-                        )
 
             yield step
+            queue.drain()
+            for recorder in recorders.values():
+                recorder.remove()
 
     return ours
+
+
+def write(sink: TensorBoardSink, number: int, group: str, snapshot: Snapshot) -> None:
+    """Write what the callbacks write by default."""
+    seen = snapshot.statistics()
+    scalars = {make_tag(group, *site, name): each.scalars[name] for site, each in seen.items() for name in SHOWN}
+    sink.write_scalars(number, scalars)
+    sink.write_histograms(number, {make_tag(group, *site, "histogram"): each.histogram for site, each in seen.items()})
 
 
 @contextmanager
@@ -181,9 +194,11 @@ STYLES: dict[str, Callable[[nn.Module], Any]] = {
     "lightning_recorder, every step": every(1),
     "lightning_recorder, 1 in 10": every(10),
     "lightning_recorder, 1 in 50": every(50),
-    "the same with torch's passes, every step": every(1, in_one_pass=False),
-    "the same with torch's passes, 1 in 10": every(10, in_one_pass=False),
-    "the same with torch's passes, 1 in 50": every(50, in_one_pass=False),
+    "the same, histogram of 4096 values, every step": every(1, sample=4096),
+    "torch's passes, histogram of 4096 values, every step": every(1, in_one_pass=False, sample=4096),
+    "torch's passes, histogram of 4096 values, 1 in 10": every(10, in_one_pass=False, sample=4096),
+    "torch's passes, histogram of 4096 values, 1 in 50": every(50, in_one_pass=False, sample=4096),
+    "torch's passes, every step": every(1, in_one_pass=False),
     "Composer's four numbers": hand_written(four_numbers),
     ".item() and histc": hand_written(items_and_histc),
     "wandb.watch, all": wandb_watch,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from lightning_recorder import (
     read_dump,
     read_manifest,
 )
+from lightning_recorder.recorders import Snapshot
 from tests.callbacks.models import LEAVES, Classifier, digits, events, fit, hooks_left
 
 
@@ -500,3 +504,56 @@ def test_compiled_models_are_recorded_and_not_compiled_again(tmp_path: Path, how
     assert steps_of(sink, "activations/encoder.conv1/mean") == [0, 3, 7, 11]
     assert len(graphs) == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("any_thread", [False, True])
+def test_a_sink_says_in_which_thread_it_is_written(any_thread: bool, tmp_path: Path) -> None:
+    """A sink that allows it is written in the background, any other in the training thread; nothing is missing."""
+
+    class Watched(MemorySink):
+        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+            threads.add(threading.get_ident())
+            return super().write_scalars(step, scalars)
+
+    threads: set[int] = set()
+    sink = Watched()
+    sink.any_thread = any_thread
+    fit(Classifier(), tmp_path, [ActivationRecorder(every_n_train_steps=1, sinks=[sink])], logger=False)
+    assert (threading.get_ident() in threads) == (not any_thread)
+    assert len(threads) == 1
+    assert steps_of(sink, "activations/head/mean") == list(range(6))
+
+
+def test_latest_waits_for_what_is_being_written(tmp_path: Path) -> None:
+    """While a sink is still writing, asking for the latest record waits for it, so that it is that of the last step."""
+    seen: list[tuple[int | None, int]] = []
+
+    class Slow(MemorySink):
+        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+            time.sleep(0.05)
+            return super().write_scalars(step, scalars)
+
+    class Asking(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            seen.append((recorder.latest_step, len(sink.scalars["activations/head/mean"])))
+
+    sink = Slow()
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[sink])
+    fit(Classifier(), tmp_path, [recorder, Asking()], logger=False)
+    assert seen == [(step, step + 1) for step in range(6)]
+
+
+def test_a_fault_in_the_background_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong while results are made in the background switches the callback off, and the run goes on."""
+
+    def fail(self: Any) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(Snapshot, "statistics", fail)
+    model = Classifier()
+    with pytest.warns(RecorderWarning, match="ActivationRecorder is off for the rest of the run, .* of ours"):
+        fit(model, tmp_path, [ActivationRecorder(every_n_train_steps=1)], logger=False)
+    assert len(model.losses) == 6
+    assert hooks_left(model) == []
+    with pytest.raises(ZeroDivisionError, match="of ours"):
+        fit(Classifier(), tmp_path, [ActivationRecorder(every_n_train_steps=1, strict=True)], logger=False)

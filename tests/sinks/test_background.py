@@ -1,0 +1,132 @@
+"""Work off the training thread."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from lightning_recorder.sinks import BackgroundQueue
+
+
+def test_jobs_are_done_in_order_in_another_thread() -> None:
+    """All jobs are done when draining returns, one after another, in one thread that is not the caller's."""
+    done: list[tuple[int, int]] = []
+    jobs = BackgroundQueue()
+    for number in range(100):
+        jobs.submit(lambda number=number: done.append((number, threading.get_ident())))  # type: ignore[misc]  # the lambda's default
+    jobs.drain()
+    assert [number for number, _ in done] == list(range(100))
+    threads = {thread for _, thread in done}
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_draining_nothing_returns() -> None:
+    """A queue without a job has no thread, and draining it does not wait."""
+    before = threading.active_count()
+    BackgroundQueue().drain()
+    assert threading.active_count() == before
+
+
+def test_a_full_queue_makes_wait_and_loses_nothing() -> None:
+    """Beyond the limit handing over a job waits until one is done; no job is left out."""
+    go = threading.Event()
+    done: list[int] = []
+    jobs = BackgroundQueue(limit=2)
+    jobs.submit(go.wait)  # taken by the thread
+    while not jobs._jobs.empty():
+        pass
+    for number in (1, 2):
+        jobs.submit(partial(done.append, number))
+    waiting = threading.Thread(target=lambda: jobs.submit(lambda: done.append(3)))
+    waiting.start()
+    waiting.join(timeout=0.1)
+    assert waiting.is_alive()
+    assert done == []
+    go.set()
+    waiting.join()
+    jobs.drain()
+    assert done == [1, 2, 3]
+
+
+def fail() -> None:
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("ask", [BackgroundQueue.drain, lambda jobs: jobs.submit(int)])
+def test_an_error_is_raised_where_it_can_be_handled(ask: Callable[[BackgroundQueue], None]) -> None:
+    """What a job raises comes up once, when the next job is handed over or waited for; the jobs after it are done."""
+    done: list[int] = []
+    jobs = BackgroundQueue()
+    jobs.submit(fail)
+    jobs._jobs.join()
+    with pytest.raises(OSError, match="disk full"):
+        ask(jobs)
+    jobs.submit(lambda: done.append(1))
+    jobs.drain()
+    assert done == [1]
+
+
+def test_the_thread_ends_and_comes_again() -> None:
+    """Where there is nothing to do for a while the thread ends; the next job has another."""
+    done: list[int] = []
+    jobs = BackgroundQueue(idle_s=0.01)
+    for number in (1, 2):
+        jobs.submit(partial(done.append, number))
+        jobs.drain()
+        thread = jobs._thread
+        if thread is not None:
+            thread.join()
+        assert jobs._thread is None
+    assert done == [1, 2]
+
+
+def test_many_threads_hand_over() -> None:
+    """However threads hand over and the queue's own thread ends meanwhile, each job is done once."""
+    done: list[int] = []
+    jobs = BackgroundQueue(limit=3, idle_s=0.0001)
+
+    def hand_over(first: int) -> None:
+        for number in range(first, first + 200):
+            jobs.submit(partial(done.append, number))
+
+    threads = [threading.Thread(target=hand_over, args=(first,)) for first in range(0, 1000, 200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    jobs.drain()
+    assert sorted(done) == list(range(1000))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda jobs: pickle.loads(pickle.dumps(jobs))])
+def test_a_copy_begins_with_nothing_to_do(copied: Callable[[BackgroundQueue], BackgroundQueue]) -> None:
+    """A copy has the limits and neither the jobs nor the errors."""
+    jobs = BackgroundQueue(limit=5, idle_s=0.01)
+    jobs.submit(fail)
+    jobs._jobs.join()
+    other = copied(jobs)
+    assert (other.limit, other.idle_s) == (5, 0.01)
+    other.drain()
+    with pytest.raises(OSError, match="disk full"):
+        jobs.drain()
+
+
+def test_the_thread_keeps_no_process_from_ending() -> None:
+    """A process whose queue has a job that never ends can end."""
+    code = """
+import threading
+from lightning_recorder.sinks import BackgroundQueue
+jobs = BackgroundQueue()
+jobs.submit(threading.Event().wait)
+print("end")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["end"]
