@@ -24,7 +24,11 @@ class ActivationRecorder(StatisticsCallback):
             ``Trainer(log_every_n_steps=…)``. Steps count from 0, so 100 records 0, 99, 199, …; 0 records nothing.
         statistics: Which scalars to show, of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count`` and ``inf_count``.
+        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed by torch. Those of their statistics
+            that are one number are shown, the others are in the dumps and in ``latest``.
+        quantiles: Shares, as 0.99, whose quantiles are read from the histogram and shown as ``quantile_0.99``.
         histograms: Whether to write histograms.
+        histogram_sample: How many values of a tensor go into the histogram, every k-th; by default all.
         dump: Whether to write the latest statistics beside each checkpoint, as
             ``<checkpoint>.activations.safetensors``, for a second recorder of the kind as
             ``…activations-2.safetensors``.

@@ -19,7 +19,7 @@ from lightning_recorder.callbacks.run import logged_step, recorder_directory
 from lightning_recorder.dumps import remove_dump, write_dump
 from lightning_recorder.errors import ArgumentError, tell
 from lightning_recorder.recorders import SiteStatistics, Snapshot, StatisticsRecorder
-from lightning_recorder.reductions import SCALAR_STATISTICS
+from lightning_recorder.reductions import SCALAR_STATISTICS, Reduction
 from lightning_recorder.schedule import EveryNSteps
 from lightning_recorder.selection import Selection
 from lightning_recorder.sinks import BackgroundQueue, Sink
@@ -51,7 +51,10 @@ class StatisticsCallback(RecorderCallback):
         exclude: str | Sequence[str] | None = None,
         every_n_train_steps: int | None = None,
         statistics: Sequence[str] = DEFAULT_STATISTICS,
+        extra: Sequence[Reduction] = (),
+        quantiles: Sequence[float] = (),
         histograms: bool = True,
+        histogram_sample: int | None = None,
         dump: bool = True,
         sinks: Iterable[Sink] = (),
         strict: bool = False,
@@ -63,8 +66,12 @@ class StatisticsCallback(RecorderCallback):
         unknown = [name for name in self.statistics if name not in SCALAR_STATISTICS]
         if unknown:
             hint = "; histograms are chosen by histograms=True or False" if "histogram" in unknown else ""
+            hint = hint or "; further ones are given by extra=[…]"
             known, got = ", ".join(SCALAR_STATISTICS), ", ".join(map(repr, unknown))
             raise ArgumentError(f"statistics knows {known}; got {got}{hint}")
+        # A copy of each for each site is made when its tensor is seen.
+        self._reduced = partial(StatisticsRecorder, extra=extra, quantiles=quantiles, sample=histogram_sample)
+        self._reduced({}, self.tap)  # raises what is wrong with them now and not when the fit starts
         self.histograms = histograms
         self.dump = dump
         self._latest: dict[Site, SiteStatistics] = {}
@@ -86,7 +93,7 @@ class StatisticsCallback(RecorderCallback):
             return
         self._due = self.schedule or EveryNSteps(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__
         self._queue = BackgroundQueue()
-        self._recorder = StatisticsRecorder(modules, self.tap, strict=self.strict)
+        self._recorder = self._reduced(modules, self.tap, strict=self.strict)
         self._window = None
         self.open_sinks(trainer, recorder_directory(trainer))
         if self.dump:
@@ -180,7 +187,7 @@ class StatisticsCallback(RecorderCallback):
         samples: dict[str, int] = {}
         for site, seen in latest.items():
             values = {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.scalars.items()}
-            for statistic, tensor in {**values, "histogram": seen.bins}.items():
+            for statistic, tensor in {**values, **seen.tensors, "histogram": seen.bins}.items():
                 tensors[make_tag("", *site, statistic)] = tensor
             samples[make_tag("", *site)] = int(seen.scalars["count"])
         about = {
@@ -229,9 +236,9 @@ class StatisticsCallback(RecorderCallback):
         for site, seen in self._latest.items():
             if seen.scalars["nan_count"] or seen.scalars["inf_count"]:
                 self._ever_nonfinite.add(site)
-            shown = dict.fromkeys(
-                self.statistics + (("nan_count", "inf_count") if site in self._ever_nonfinite else ())
-            )
+            bad = ("nan_count", "inf_count") if site in self._ever_nonfinite else ()
+            further = [name for name in seen.scalars if name not in SCALAR_STATISTICS]
+            shown = dict.fromkeys([*self.statistics, *bad, *further])
             scalars.update({make_tag(self.group, *site, statistic): seen.scalars[statistic] for statistic in shown})
         if scalars:
             self._sink.write_scalars(step, scalars)

@@ -21,8 +21,11 @@ from torch.nn import functional as F
 from lightning_recorder import (
     ActivationRecorder,
     ArgumentError,
+    ChannelMoments,
+    Extrema,
     GradientRecorder,
     MemorySink,
+    Norms,
     RecorderWarning,
     SelectionError,
     Site,
@@ -557,3 +560,46 @@ def test_a_fault_in_the_background_is_one_warning(tmp_path: Path, monkeypatch: p
     assert hooks_left(model) == []
     with pytest.raises(ZeroDivisionError, match="of ours"):
         fit(Classifier(), tmp_path, [ActivationRecorder(every_n_train_steps=1, strict=True)], logger=False)
+
+
+def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
+    """Numbers of further reductions and quantiles have tags of their own; what is more than a number is in the dump."""
+    sink = MemorySink()
+    recorder = ActivationRecorder(
+        "encoder.conv1",
+        every_n_train_steps=3,
+        statistics="count",
+        extra=[Norms(), ChannelMoments()],
+        quantiles=[0.5],
+        histogram_sample=100,
+        sinks=[sink],
+    )
+    checkpoint = ModelCheckpoint(tmp_path, filename="last")
+    fit(Classifier(), tmp_path, [recorder, checkpoint], logger=False, enable_checkpointing=True)
+    shown = ["abs_max", "count", "histogram_fraction", "l1_norm", "l2_norm", "quantile_0.5"]
+    assert sorted(sink.scalars) == [f"activations/encoder.conv1/{name}" for name in shown]
+    seen = recorder.latest[Site("encoder.conv1", "out")]
+    (count,) = (values[5] for tag, values in sink.scalars.items() if tag.endswith("count"))
+    assert seen.scalars["l2_norm"] == pytest.approx(seen.scalars["rms"] * math.sqrt(count), rel=1e-12)
+    assert seen.scalars["abs_max"] == max(-seen.scalars["min"], seen.scalars["max"])
+    assert seen.scalars["histogram_fraction"] == seen.histogram.fraction == seen.histogram.count / count
+    assert seen.histogram.count <= 100
+    mean = read_dump(tmp_path / "last.activations.safetensors").tensors["encoder.conv1/channel_mean"]
+    assert mean.shape == (4,)
+    assert float(mean.mean()) == pytest.approx(seen.scalars["mean"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"extra": [Extrema()]}, "two of the reductions give 'min', 'max': leave one of them out"),
+        ({"extra": [Extrema]}, r"got the class Extrema: write Extrema\(\)"),
+        ({"quantiles": [2.0]}, "quantiles takes shares between 0 and 1, got 2.0"),
+        ({"histogram_sample": 0}, "sample must be an integer of at least 1, got 0"),
+        ({"statistics": "abs_max"}, r"got 'abs_max'; further ones are given by extra=\[…\]"),
+    ],
+)
+def test_wrong_reductions_raise_at_construction(arguments: dict[str, Any], told: str) -> None:
+    """Reductions that can never work are refused before the fit."""
+    with pytest.raises(ArgumentError, match=told):
+        ActivationRecorder(**arguments)
