@@ -104,7 +104,7 @@ class StateBank(Generic[Key]):
             reduction = self.reduction.sized_for(values)
             blocks = self._blocks.setdefault((device, repr(reduction)), [])
             if not blocks or len(blocks[-1].keys) == len(blocks[-1].states):
-                rows = min(_MOST_ROWS, max(1, _BLOCK_WORDS // reduction.width))
+                rows = min(_MOST_ROWS, max(1, _BLOCK_WORDS // max(1, reduction.width)))
                 blocks.append(_Block(reduction.initial().to(device).repeat(rows, 1), [], []))
             block = blocks[-1]
             row = _Row(reduction, block.states[len(block.keys)], moves, [])

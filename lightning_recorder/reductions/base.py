@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,14 +56,14 @@ class Reduction(ABC):
     """
 
     width: int
-    """Number of float64 words in the state; 0 as long as it depends on the shape of a tensor that is still to come."""
+    """Number of float64 words in the state; 0 as long as it is not known."""
     statistics: tuple[str, ...]
     """The names of what :meth:`summarize` gives."""
-    additive: ClassVar[bool] = True
+    additive: bool = True
     """Whether merging is adding, word by word; such states are merged over ranks by one sum."""
-    piecewise: ClassVar[bool] = False
+    piecewise: bool = False
     """Whether only the values count and not their shape, so that they may come in pieces."""
-    ordered: ClassVar[bool] = False
+    ordered: bool = False
     """Whether the order of the tensors matters: then ``a.merge(b)`` means that ``b`` came after ``a``."""
 
     _state: Tensor | None = None
@@ -75,6 +75,13 @@ class Reduction(ABC):
     @abstractmethod
     def update_state(self, state: Tensor, values: Values) -> None:
         """Take values into the state, ``[width]``, in place."""
+
+    def check(self, values: Values) -> None:  # noqa: B027 - most take anything
+        """Refuse values that cannot be taken into this reduction's state.
+
+        Raises:
+            ArgumentError: If the reduction depends on the shape, and an earlier tensor had another.
+        """
 
     def add(self, state: Tensor, values: Values) -> None:
         """Take values into the state, ``[width]``, in place, in pieces where that is possible."""
@@ -106,6 +113,11 @@ class Reduction(ABC):
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
         """The statistics of the states, ``[..., width]``, by name, each ``[...]`` or ``[..., k]`` float64."""
 
+    @property
+    def is_sized(self) -> bool:
+        """Whether the width is known: always, unless it depends on the shape of a tensor that is still to come."""
+        return True
+
     def sized_for(self, values: Values) -> Self:
         """This reduction with the width that values of this shape need: itself, unless it depends on the shape."""
         return self
@@ -122,6 +134,8 @@ class Reduction(ABC):
     @property
     def state(self) -> Tensor:
         """The row of this object's own stream, ``[width]`` float64."""
+        if not self.is_sized:
+            return torch.zeros(0, dtype=torch.float64)
         if self._state is None:
             with torch.inference_mode(False):
                 self._state = self.initial()
@@ -148,7 +162,7 @@ class Reduction(ABC):
             ArgumentError: If the reduction depends on the shape, and an earlier tensor had another.
         """
         values = Values(tensor.detach())
-        if not self.width:
+        if not self.is_sized:
             self.__dict__.update(vars(self.sized_for(values)))
         if self.state.device != tensor.device:
             self._state = self.state.to(tensor.device)
@@ -161,16 +175,19 @@ class Reduction(ABC):
         Raises:
             ArgumentError: If the other one is of another kind, or has other settings.
         """
-        if type(other) is type(self) and not other.width:
+        alike = type(other) is type(self) and other.choices == self.choices
+        if alike and not other.is_sized:
             return
-        if type(other) is type(self) and not self.width:
+        if alike and not self.is_sized:
             self.__dict__.update(vars(other), _state=None)
-        if type(other) is not type(self) or other.settings != self.settings:
+        if not alike or other.settings != self.settings:
             raise ArgumentError(f"{self} cannot be merged with {other}: both must have the same settings")
         self.merge_states(self.state, other.state.to(self.state.device))
 
     def compute(self) -> dict[str, Tensor]:
         """The statistics so far, by name; the state stays as it is."""
+        if not self.is_sized:
+            return {name: torch.tensor(torch.nan, dtype=torch.float64) for name in self.statistics}
         return self.summarize(self.state)
 
     def reset(self) -> None:
@@ -197,8 +214,13 @@ class Reduction(ABC):
     @property
     def settings(self) -> dict[str, Any]:
         """What distinguishes this reduction from others of its class, by name."""
-        derived = ("width", "statistics")
+        derived = ("width", "statistics", "additive", "piecewise", "ordered")
         return {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in derived}
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The settings without those that came from a tensor."""
+        return self.settings
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"

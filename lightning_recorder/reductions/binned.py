@@ -79,28 +79,29 @@ class Histogram:
     def underflow_fraction(self, dtype: torch.dtype) -> float:
         """The share of the counted values that a narrower type would make zero.
 
-        Values count as such that are not zero themselves and lie in a bin below the smallest positive number of the
-        type; those below 2**-126 are taken for zero, as the bin around zero tells no more. NaN without a value.
+        Values count as such that are not zero themselves and lie in a bin below half of the smallest positive number of
+        the type, which is rounded to zero; those below 2**-126 are taken for zero, as the bin around zero tells no
+        more. NaN without a value.
 
         Args:
             dtype: As ``torch.float16``, ``torch.bfloat16``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         """
-        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-        small = (self.edges[:-1] >= -smallest) & (self.edges[1:] <= smallest)
+        half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+        small = (self.edges[:-1] >= -half) & (self.edges[1:] <= half)
         around_zero = (self.edges[:-1] < 0) & (self.edges[1:] > 0)
         return self._share(small & ~around_zero)
 
     def overflow_fraction(self, dtype: torch.dtype) -> float:
         """The share of the counted values that are too large for a narrower type.
 
-        Values count as such that lie in a bin which begins at the largest number of the type or beyond it. NaN without
-        a value.
+        Values count as such that lie in a bin which begins beyond the largest number of the type, so that none is
+        counted which fits. NaN without a value.
 
         Args:
             dtype: As for :meth:`underflow_fraction`.
         """
         largest = torch.finfo(dtype).max
-        return self._share((self.edges[:-1] >= largest) | (self.edges[1:] <= -largest))
+        return self._share((self.edges[:-1] > largest) | (self.edges[1:] < -largest))
 
     def _share(self, bins: NDArray[np.bool_]) -> float:
         return int(self.counts[bins].sum()) / self.count if self.count else math.nan

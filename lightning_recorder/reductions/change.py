@@ -22,7 +22,7 @@ class Change(ShapedReduction):
 
     Statistics, the means over all pairs of neighbours ``p``, ``x``: ``cosine_to_previous``,
     ``x . p / (|x| * |p|)``, between -1 and 1; ``ratio_to_previous``, ``|x| / |p|``. A pair in which a norm is zero is
-    left out; NaN without a pair.
+    left out; NaN without a pair. Norms beyond 1e150 or below 1e-150 leave the range of float64 where they are squared.
     """
 
     statistics: tuple[str, ...] = ("cosine_to_previous", "ratio_to_previous")
@@ -39,7 +39,7 @@ class Change(ShapedReduction):
     def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
         single = torch.zeros_like(lead)
         single[3] = 1
-        self._follow(lead, blocks.flatten(1), single, values.doubles.expand(2, -1))
+        self._follow(lead, blocks.view(2, -1), single, values.doubles.expand(2, -1))
 
     @override
     def merge_states(self, state: Tensor, other: Tensor) -> None:
@@ -71,7 +71,8 @@ class Change(ShapedReduction):
         norm, next_norm = (torch.linalg.vector_norm(each, dim=-1) for each in (last, first))
         # A carried tensor is the last of the stream before, and no neighbour of itself.
         joined = (there > 0) & (next_lead[..., 3] > 0) & (next_lead[..., 4] == 0) & (norm > 0) & (next_norm > 0)
-        cosine, ratio = (last * first).sum(-1) / (norm * next_norm), next_norm / norm
+        cosine = ((last * first).sum(-1) / (norm * next_norm)).clamp(-1, 1)
+        ratio = next_norm / norm
         pair = torch.stack((torch.ones_like(cosine), cosine, ratio), dim=-1)
         ends.copy_(
             torch.stack(

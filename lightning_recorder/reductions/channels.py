@@ -30,7 +30,8 @@ class _ChannelReduction(ShapedReduction):
 
     def _rows(self, values: Values) -> Tensor:
         """The values, ``[channels, values of each]``."""
-        return values.shaped.movedim(dimension(self.dim, values), 0).flatten(1)
+        rows = values.shaped.movedim(dimension(self.dim, values), 0)
+        return rows.reshape(len(rows), rows[:1].numel())
 
 
 class ChannelMoments(_ChannelReduction):

@@ -49,11 +49,12 @@ class Combined(Reduction):
         if twice:
             raise ArgumentError(f"two of the reductions give {', '.join(map(repr, twice))}: leave one of them out")
         self._measure()
-        self._is_fixed = bool(self.width)
+        self._is_fixed = self.is_sized
 
     def _measure(self) -> None:
         self._widths = [part.width for part in self.parts]
-        self.width = sum(self._widths) if all(self._widths) else 0
+        self.width = sum(self._widths) if self.is_sized else 0
+        self.ordered = any(part.ordered for part in self.parts)
         self._scalars = [part for part in self.parts if isinstance(part, ScalarReduction)]
         ends = list(itertools.accumulate(self._widths))
         self._others = [
@@ -77,9 +78,14 @@ class Combined(Reduction):
     def initial(self) -> Tensor:
         return torch.cat([part.initial() for part in self.parts])
 
+    @property
+    @override
+    def is_sized(self) -> bool:
+        return all(part.is_sized for part in self.parts)
+
     @override
     def sized_for(self, values: Values) -> Self:
-        if self.width:
+        if self.is_sized:
             return self
         sized = copy.copy(self)
         sized._state = None
@@ -94,7 +100,14 @@ class Combined(Reduction):
             self._head.merge_states(state[: self._head.width], words)
 
     @override
+    def check(self, values: Values) -> None:
+        for part in self.parts:
+            part.check(values)
+
+    @override
     def begin(self, state: Tensor, values: Values) -> Tensor | None:
+        # Before anything is taken, so that a tensor which one part refuses is in none of them.
+        self.check(values)
         others = [(part, state[words]) for part, words in self._others]
         words = []
         # A piece at a time for all that can take pieces, since its passes are shared.
@@ -122,7 +135,7 @@ class Combined(Reduction):
 
     @override
     def restart(self, state: Tensor) -> None:
-        if not any(part.ordered for part in self.parts):
+        if not self.ordered:
             super().restart(state)
             return
         for part, row in self._split(state):
@@ -140,7 +153,7 @@ class Combined(Reduction):
     def state_dict(self) -> dict[str, Tensor]:
         if self._is_fixed:
             return super().state_dict()
-        if not self.width:
+        if not self.is_sized:
             return {}
         states = enumerate(part.on(row).state_dict() for part, row in self._split(self.state))
         return {f"{place}.{name}": tensor for place, state in states for name, tensor in state.items()}
@@ -163,7 +176,18 @@ class Combined(Reduction):
             part._state = None
         self.parts = tuple(loaded)
         self._measure()
-        self._state = state if self._state is None or not len(self._state) else self._state.copy_(state)
+        self._state = state if self._state is None else self._state.copy_(state)
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        if self.is_sized:
+            return super().compute()
+        return {name: value for part in self.parts for name, value in copy.copy(part).compute().items()}
+
+    @property
+    @override
+    def choices(self) -> dict[str, Any]:
+        return {"parts": [(type(part), part.choices) for part in self.parts]}
 
     @property
     @override

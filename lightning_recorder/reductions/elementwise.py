@@ -31,7 +31,7 @@ class _BatchReduction(ShapedReduction):
 
     def _samples(self, values: Values) -> Tensor:
         """The values, ``[samples, *shape]``; a 0-d tensor is one sample."""
-        if values.raw.dim() == 0:
+        if values.plain.dim() == 0:
             return values.shaped[None]
         return values.shaped.movedim(dimension(self.dim, values), 0)
 
@@ -49,7 +49,7 @@ class _BatchReduction(ShapedReduction):
     def _kept(self, state: Tensor) -> Tensor:
         """The numbers of the elements, ``[..., *shape]``, NaN where there was no sample."""
         kept = torch.where(state[..., :1] > 0, state[..., 1:], torch.nan)
-        return kept.reshape(*state.shape[:-1], *(self.shape or ()))
+        return kept.reshape((*state.shape[:-1], *(self.shape or ())))
 
 
 class BatchSum(_BatchReduction):

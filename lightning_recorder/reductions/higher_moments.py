@@ -35,7 +35,8 @@ class HigherMoments(ScalarReduction):
     Statistics: ``skewness``, ``sqrt(n) * m3 / m2**1.5``, 0 for what is symmetric; ``kurtosis``, ``n * m4 / m2**2 - 3``,
     0 for a normal distribution and more where there are outliers. However a stream is split they stay within 1e-9 as
     long as the spread is no less than 1e-4 of the mean. NaN for a stream without a finite value, and where the standard
-    deviation is below 1e-14 of the mean, which is no spread but rounding.
+    deviation is below 1e-14 of the mean, which is no spread but rounding; and where fourth powers of deviations leave
+    the range of float64, beyond 1e75 or below 1e-75.
     """
 
     width = 5

@@ -40,27 +40,18 @@ class ExponentHistogram(Reduction):
         quantiles: Shares between 0 and 1.
     """
 
-    piecewise = True
-
     def __init__(self, *, sample: int | None = None, quantiles: Iterable[float] = ()) -> None:
         if sample is not None:
             check_integer("sample", sample, 1)
         self.sample = sample
         self.quantiles = _checked_shares(quantiles)
+        self.piecewise = sample is None  # the stride is that of the whole tensor, not of a piece
         self.width = BINS if sample is None else BINS + 1
         self.statistics = (
             "histogram",
             *(("histogram_fraction",) if sample is not None else ()),
             *(f"quantile_{share:g}" for share in self.quantiles),
         )
-
-    @override
-    def add(self, state: Tensor, values: Values) -> None:
-        # The stride is that of the whole tensor, not of a piece.
-        if self.sample is None:
-            super().add(state, values)
-        else:
-            self.update_state(state, values)
 
     @override
     def update_state(self, state: Tensor, values: Values) -> None:

@@ -30,17 +30,23 @@ class LastValue(ShapedReduction):
         super().__init__()
         self.dim = dim
 
-    def _kept(self, values: Values) -> Tensor:
-        return values.shaped if self.dim is None else values.shaped.select(dimension(self.dim, values), -1)
-
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:
-        return tuple(self._kept(values).shape)
+        shape = list(values.shaped.shape)
+        if self.dim is not None:
+            del shape[dimension(self.dim, values)]
+        return tuple(shape)
 
     @override
     def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        last = values.shaped
+        if self.dim is not None:
+            dim = dimension(self.dim, values)
+            if not last.shape[dim]:
+                return
+            last = last.select(dim, -1)
         lead += 1
-        blocks[0] = self._kept(values)
+        blocks[0] = last
 
     @override
     def merge_states(self, state: Tensor, other: Tensor) -> None:
@@ -51,4 +57,4 @@ class LastValue(ShapedReduction):
     @override
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
         kept = torch.where(state[..., :1] > 0, state[..., 1:], torch.nan)
-        return {"last": kept.reshape(*state.shape[:-1], *(self.shape or ()))}
+        return {"last": kept.reshape((*state.shape[:-1], *(self.shape or ())))}

@@ -19,9 +19,9 @@ class Norms(ScalarReduction):
 
     State: ``[abs_max, sum |x|, sum x**2]``, of an empty stream ``[-inf, 0, 0]``. Statistics: ``abs_max``, NaN for a
     stream without a finite value; ``l1_norm``, ``sum |x|``; ``l2_norm``, ``sqrt(sum x**2)``, which is infinite where
-    values are beyond 1e154. They are those of all values together, so they grow with the number of batches; per value
-    it is ``rms`` of :class:`~lightning_recorder.RunningMoments`. The sums are right to 1e-12 of themselves, in whatever
-    order they are merged.
+    values are beyond 1e154, and knows nothing of values below 1e-154. They are those of all values together, so they
+    grow with the number of batches; per value it is ``rms`` of :class:`~lightning_recorder.RunningMoments`. The sums
+    are right to 1e-12 of themselves, in whatever order they are merged.
     """
 
     width = 3

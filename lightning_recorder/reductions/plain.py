@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,9 @@ def as_plain(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "to_local"):  # a DTensor, without importing torch.distributed.tensor
         tensor = tensor.to_local()
     if tensor.is_nested:
-        tensor = tensor.values()
+        # One with gaps between its parts, as torch.nested.narrow makes it, has values that are no part of it.
+        lengths: Any = getattr(tensor, "lengths", lambda: None)()
+        tensor = torch.cat([part.flatten() for part in tensor.unbind()]) if lengths is not None else tensor.values()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.layout != torch.strided:

@@ -16,11 +16,12 @@ __all__ = ["Reservoir"]
 class Reservoir(Reduction):
     """A sample of a fixed size in which each value of the stream is with equal probability.
 
-    Each tensor is cut into as many strata as the sample has places; from each stratum one value is drawn, with the key
-    that is distributed as the least of uniform keys of all its values. The values with the least keys stay (bottom-k
-    sampling: Cohen & Kaplan, "Summarizing Data Using Bottom-k Sketches", 2007), so that a merged sample is again one of
-    the whole. Keys and places are a hash (SplitMix64: Steele, Lea & Flood, 2014) of the seed and of the number of
-    values before, not random numbers of torch: training draws the same with and without, and a run repeats itself.
+    Each value of the stream has a random key, and those with the least keys stay (bottom-k sampling: Cohen & Kaplan,
+    "Summarizing Data Using Bottom-k Sketches", 2007), so that a merged sample is again one of the whole. Of a tensor
+    only the least keys are made, as the order statistics of so many uniform numbers, and given to values at even
+    distances from a random place on. Keys and places are a hash (SplitMix64: Steele, Lea & Flood, 2014) of the seed and
+    of the number of values before, not random numbers of torch: training draws the same with and without, and a run
+    repeats itself.
 
     State: ``[values seen]``, ``size`` keys in ascending order and ``size`` values: ``8 + 16 * size`` bytes. Statistic:
     ``sample``, ``[size]``, in random order, NaN in the places that are not taken yet; NaN and infinities of the stream
@@ -56,26 +57,29 @@ class Reservoir(Reduction):
 
     @override
     def update_state(self, state: Tensor, values: Values) -> None:
-        strata = min(values.numel, self.size)
-        if not strata:
+        drawn = min(values.numel, self.size)
+        if not drawn:
             return
-        bounds = torch.arange(strata + 1, device=state.device) * values.numel // strata
-        sizes = bounds.diff()
-        # Different for each value of the stream, as no more strata are cut than there are values.
-        counters = (state[0].long() + torch.arange(strata, device=state.device)) * 2
-        places = bounds[:-1] + (_uniform(counters, self._seed) * sizes).long()
-        keys = -torch.expm1(torch.log1p(-_uniform(counters + 1, self._seed)) / sizes)
+        numbers = torch.arange(drawn, device=state.device)
+        # Different for each value of the stream, as no more are drawn than there are.
+        counters = (state[0].long() + numbers) * 3
+        first, spacing, order = (_uniform(counters + draw, self._seed) for draw in range(3))
+        # The k least of n uniform numbers: each is the least of those that are left above the one before.
+        keys = -torch.expm1((torch.log1p(-spacing) / (values.numel - numbers)).cumsum(0))
+        places = (numbers * values.numel // drawn + (first[0] * values.numel).long()) % values.numel
         fresh = self.initial().to(state.device)
         fresh[0] = values.numel
-        fresh[1 : 1 + strata] = keys
-        fresh[1 + self.size : 1 + self.size + strata] = values.at(places)
+        fresh[1 : 1 + drawn] = keys
+        fresh[1 + self.size : 1 + self.size + drawn] = values.at(places[order.argsort()])
         self.merge_states(state, fresh)
 
     @override
     def merge_states(self, state: Tensor, other: Tensor) -> None:
         both = torch.cat((state[..., 1:].unflatten(-1, (2, -1)), other[..., 1:].unflatten(-1, (2, -1))), dim=-1)
-        keys, order = both[..., 0, :].sort(dim=-1, stable=True)
-        values = both[..., 1, :].gather(-1, order)
+        # By key, and where two streams had the same seed by value, so that it does not matter which came first.
+        values, order = both[..., 1, :].sort(dim=-1, stable=True)
+        keys, order = both[..., 0, :].gather(-1, order).sort(dim=-1, stable=True)
+        values = values.gather(-1, order)
         state[..., 0] += other[..., 0]
         state[..., 1:] = torch.cat((keys[..., : self.size], values[..., : self.size]), dim=-1)
 

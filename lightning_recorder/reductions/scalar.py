@@ -40,10 +40,9 @@ class ScalarReduction(Reduction):
 
 
 def words_of_all(reductions: Iterable[ScalarReduction], values: Values) -> Tensor | None:
-    """The states of several reductions, one behind the other, of these values; of no values none."""
-    if not values.numel:
-        return None
-    return _stacked([word for reduction in reductions for word in reduction.words_of(values)])
+    """The states of several reductions, one behind the other, of these values; ``None`` if there are none of either."""
+    words = [word for reduction in reductions for word in reduction.words_of(values)] if values.numel else []
+    return _stacked(words) if words else None
 
 
 def _stacked(words: Sequence[Tensor]) -> Tensor:

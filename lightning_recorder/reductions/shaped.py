@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,11 @@ class ShapedReduction(Reduction):
         blocks = state[..., self.lead :]
         return state[..., : self.lead], blocks.unflatten(-1, (self.blocks, *(self.shape or ())))
 
+    @property
+    @override
+    def is_sized(self) -> bool:
+        return self.shape is not None
+
     @override
     def sized_for(self, values: Values) -> Self:
         if self.shape is not None:
@@ -61,10 +66,14 @@ class ShapedReduction(Reduction):
         return sized
 
     @override
-    def update_state(self, state: Tensor, values: Values) -> None:
+    def check(self, values: Values) -> None:
         shape = self.shape_of(values)
         if shape != self.shape:
             raise ArgumentError(f"{type(self).__name__} keeps numbers of shape {self.shape}, now the shape is {shape}")
+
+    @override
+    def update_state(self, state: Tensor, values: Values) -> None:
+        self.check(values)
         self.update_shaped(*self.parts(state), values)
 
     @override
@@ -81,9 +90,12 @@ class ShapedReduction(Reduction):
         if self.shape not in (None, shape):
             raise ArgumentError(f"{type(self).__name__} keeps numbers of shape {self.shape}, those saved have {shape}")
         self.shape = shape
-        if self._state is not None and not len(self._state):
-            self._state = None
         super().load_state_dict(state_dict)
+
+    @property
+    @override
+    def choices(self) -> dict[str, Any]:
+        return {name: value for name, value in self.settings.items() if name != "shape"}
 
     def __repr__(self) -> str:
         kept = "" if self.shape is None else f" ({self.nbytes:,} bytes)"
@@ -96,7 +108,7 @@ def dimension(dim: int, values: Values) -> int:
     Raises:
         ArgumentError: If the tensor has no such dimension.
     """
-    dims = values.raw.dim()
+    dims = values.plain.dim()
     if not -dims <= dim < dims:
-        raise ArgumentError(f"a tensor of shape {tuple(values.raw.shape)} has no dimension {dim}; choose another dim")
+        raise ArgumentError(f"a tensor of shape {tuple(values.plain.shape)} has no dimension {dim}; choose another dim")
     return dim % dims

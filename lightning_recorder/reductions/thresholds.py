@@ -17,7 +17,10 @@ __all__ = ["NearZero", "Saturation"]
 
 
 class _Share(ScalarReduction):
-    """The share of the values whose magnitude compares with a threshold as asked; state ``[values, hits]``."""
+    """The share of the values whose magnitude compares with a threshold as asked; state ``[values, hits]``.
+
+    Magnitudes are compared in float32, those of float64 and of integers in float64, and so is the threshold.
+    """
 
     width = 2
 
@@ -32,7 +35,9 @@ class _Share(ScalarReduction):
 
     @override
     def words_of(self, values: Values) -> Sequence[Tensor]:
-        hits = count_where(self._comparison, values.flat.abs(), self.threshold)
+        sizes = values.flat.abs()
+        # A threshold beyond the type would be an infinity, to which one compares as equal.
+        hits = count_where(self._comparison, sizes, min(self.threshold, torch.finfo(sizes.dtype).max))
         return torch.full_like(hits, values.numel, dtype=torch.float64), hits
 
     @override
@@ -44,7 +49,8 @@ class NearZero(_Share):
     """Share of the values that are zero or nearly so.
 
     State: ``[values, those of them with |x| <= threshold]``, merged by addition, exact in any order. Statistic:
-    ``near_zero_fraction``, the second over the first; NaN for an empty stream. A NaN counts among the values.
+    ``near_zero_fraction``, the second over the first; NaN for an empty stream. A NaN counts among the values. Threshold
+    and values are compared in float32, or in float64 if the values are of float64 or integers.
 
     Args:
         threshold: The largest magnitude that counts as nearly zero.
@@ -66,7 +72,7 @@ class Saturation(_Share):
 
     State: ``[values, those of them with |x| > threshold]``, merged by addition, exact in any order. Statistic:
     ``saturation_fraction``, the second over the first; NaN for an empty stream. An infinity is beyond any threshold, a
-    NaN counts among the values alone.
+    NaN counts among the values alone. Threshold and values are compared as by :class:`NearZero`.
 
     Args:
         threshold: The largest magnitude that does not count as saturated.

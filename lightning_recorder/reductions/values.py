@@ -19,6 +19,9 @@ BINS = 1 << (32 - _BIN_SHIFT)
 # Values of which the temporaries of the passes fit into a cache of a CPU, and on a GPU into 128 MiB.
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 24
+# Most values of a tensor fall into a hundred bins, and threads of a GPU that add to the same number wait for each
+# other.
+_COPIES = {"cuda": 64}
 
 
 class Values:
@@ -40,9 +43,14 @@ class Values:
         self.factor = factor
 
     @cached_property
+    def plain(self) -> Tensor:
+        """The tensor as a plain dense one, of its own type."""
+        return as_plain(self.raw)
+
+    @cached_property
     def real(self) -> Tensor:
         """The tensor as a plain dense one of real numbers, of its own type; a complex one has ``[..., 2]``."""
-        tensor = as_plain(self.raw)
+        tensor = self.plain
         return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
     @cached_property
@@ -117,7 +125,7 @@ class Values:
         return count_where(torch.ne, self.flat, self.finite)
 
 
-def count_bins(counts: Tensor, values: Tensor) -> None:
+def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> None:
     """Add the number of values per bin to counts; the bin is the upper eleven bits of the value as a float32.
 
     A finite float64 beyond the range of float32 goes to the end bin of its sign and one too small for it to the bin of
@@ -126,13 +134,22 @@ def count_bins(counts: Tensor, values: Tensor) -> None:
     Args:
         counts: ``[2048 or more]`` float64.
         values: ``[numel]`` float32 or float64.
+        copies: Into how many copies of the bins neighbouring values are counted; by default one, on a GPU several.
     """
     if values.dtype == torch.float64:
         values = torch.where(values.isfinite(), values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX), values).float()
     index = (values.contiguous().view(torch.int32) >> _BIN_SHIFT) & (BINS - 1)
+    if copies is None:
+        copies = _COPIES.get(values.device.type, 1)
     # index_add_ and not bincount: bincount looks at the largest value first, which makes a GPU wait and fails on meta
     # tensors. Whole numbers are exact in whatever order they are added.
-    counts.index_add_(0, index, counts.new_ones(1).expand(values.numel()))
+    one = counts.new_ones(1).expand(values.numel())
+    if copies == 1:
+        counts.index_add_(0, index, one)
+        return
+    index += (torch.arange(values.numel(), dtype=torch.int32, device=values.device) % copies) * BINS
+    several = counts.new_zeros(copies * BINS).index_add_(0, index, one)
+    counts[:BINS].add_(several.view(copies, BINS).sum(0))
 
 
 def finite_or_zero(values: Tensor) -> Tensor:

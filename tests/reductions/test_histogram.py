@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions import ExponentHistogram, Histogram
 from lightning_recorder.reductions.edges import between_edges
+from lightning_recorder.reductions.values import count_bins
 from tests.reductions.reference import assert_bins, bin_of, to_float32, values_of
 from tests.reductions.strategies import FLOATS, streams, tensors
 
@@ -83,6 +84,17 @@ def test_counts_are_exact_beyond_float32() -> None:
     histogram.state[508] = 2.0**24
     histogram.update(torch.ones(1))
     assert histogram.state[508] == 2**24 + 1
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 10_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_counting_into_copies_of_the_bins_is_counting(dtype: torch.dtype, numel: int) -> None:
+    """Neighbours that are counted apart, as on a GPU, give the same counts, and what lies behind the bins is left."""
+    values = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(0)) * 100
+    ours, theirs = torch.ones(2, 2050, dtype=torch.float64)
+    count_bins(ours, values, copies=64)
+    count_bins(theirs, values, copies=1)
+    assert torch.equal(ours, theirs)
 
 
 # Edges
