@@ -165,9 +165,10 @@ class _ListStore(Store):
         return self._value
 
     def update(self, tensor: Tensor) -> bool:
-        if not self._budget.take(tensor.nbytes):
+        nbytes = _nbytes_of(tensor)
+        if not self._budget.take(nbytes):
             return False
-        self._nbytes += tensor.nbytes
+        self._nbytes += nbytes
         self._value.append(tensor.clone())
         return True
 
@@ -186,7 +187,7 @@ class _ListStore(Store):
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self.replace([state[str(index)].clone() for index in range(len(state))])
-        self._nbytes = sum(each.nbytes for each in self._value)
+        self._nbytes = sum(map(_nbytes_of, self._value))
         self._budget.used += self._nbytes
 
 
@@ -329,6 +330,14 @@ def _trimmed(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _trimmed(part) for key, part in value.items()}
     return value
+
+
+def _nbytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor; of a sparse one, which does not say, as many as a dense one would take."""
+    try:
+        return tensor.nbytes
+    except RuntimeError:
+        return tensor.numel() * tensor.element_size()
 
 
 def _is_part(value: Tensor) -> bool:

@@ -101,7 +101,7 @@ class SubRecorder:
             taken = recorded.store.update(tensor)
         if taken:
             recorded.calls += 1
-            recorded.samples += len(tensor) if tensor.dim() else 1
+            recorded.samples += tensor.size(0) if tensor.dim() else 1
             self._sites[site.path] = recorded
 
 

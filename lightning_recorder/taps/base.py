@@ -184,7 +184,8 @@ class Tap(ABC):
         if self._condition is not None and not self._condition():
             return
         for path, tensor in tensors:
-            if _has_values(tensor):
+            # The values of a transformed tensor cannot be read here.
+            if not is_transformed(tensor):
                 self._receive(Site(name, path), tensor.detach())
 
     def _tensors(self, name: str, value: Any, path: str) -> Iterable[tuple[str, Tensor]]:
@@ -211,14 +212,6 @@ def _checked(modules: object) -> dict[str, nn.Module]:
     raise ArgumentError(
         f"modules takes a mapping from names to modules, as Selection(...).resolve(model) gives it; got {modules!r:.80}"
     )
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Whether the tensor's numbers can be read here and now, as those of a plain array."""
-    # First, since a transformed tensor cannot even be asked for everything.
-    if is_transformed(tensor):
-        return False
-    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 class TapHook(ModuleHook):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.errors import RecorderWarning, RecordingError
-from lightning_recorder.recorders import SiteStatistics, StatisticsRecorder
-from lightning_recorder.reductions import SCALAR_STATISTICS, Statistics
+from lightning_recorder.recorders import ForwardOutput, SiteStatistics, StatisticsRecorder
+from lightning_recorder.reductions import SCALAR_STATISTICS, BatchMean, Norms, Statistics
 from lightning_recorder.selection import Selection
 from lightning_recorder.taps import OutputGradientTap, Site
 from tests.reductions.reference import Moments, assert_bins, extrema_of, tallies_of, values_of
@@ -305,3 +306,62 @@ def test_a_fault_costs_the_site_only(strict: bool) -> None:
         net(torch.ones(2))
     assert "could not record module '1'" in str(told.value if strict else told[0].message)
     assert list(recorder.collect()) == [("0", "out")]
+
+
+MAKERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": Tensor.to_sparse,
+    "compressed": Tensor.to_sparse_csr,
+    "quantised": lambda x: torch.quantize_per_tensor(x, 0.5, 0, torch.qint8),
+    "nested": lambda x: torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged),
+    "nested, strided": lambda x: torch.nested.nested_tensor([x[:1], x[1:]]),
+    "eight bits": lambda x: x.to(torch.float8_e4m3fn),
+    "mkldnn": Tensor.to_mkldnn,
+}
+
+
+class Made(nn.Module):
+    """Gives its input as a tensor of some kind."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own, once per process
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")  # as well
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*deprecated:UserWarning")  # as well
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_tensors_of_every_kind_are_computed(make: Callable[[Tensor], Tensor]) -> None:
+    """Sparse, quantised, nested and very narrow tensors have the statistics of their values, zeros included."""
+    module = Made(make)
+    x = torch.tensor([[0.0, 2.0], [0.0, -1.0], [0.5, 0.0]])
+    recorder = StatisticsRecorder({"m": module}, strict=True)
+    with recorder, ForwardOutput(strict=True).select(module, "") as kept:
+        module(x)
+        module(x)
+    scalars = recorder.collect()[Site("m", "out")].scalars
+    assert (scalars["count"], scalars["mean"], scalars["min"], scalars["max"]) == (12.0, 0.25, -1.0, 2.0)
+    assert scalars["zero_fraction"] == 0.5
+    assert len(kept[0]) == 2
+
+
+def test_further_reductions_and_quantiles() -> None:
+    """Further reductions give scalars of their names, or tensors where there is more than one number."""
+    module = nn.Identity()
+    recorder = StatisticsRecorder({"m": module}, extra=[Norms(), BatchMean()], quantiles=[0.5], sample=2)
+    with recorder:
+        module(torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
+    found = recorder.collect()[Site("m", "out")]
+    further = {name: value for name, value in found.scalars.items() if name not in SCALAR_STATISTICS}
+    assert further == {
+        "l1_norm": 8.0,
+        "l2_norm": pytest.approx(math.sqrt(26), rel=1e-15),
+        "abs_max": 4.0,
+        "histogram_fraction": 0.5,
+        "quantile_0.5": 1.25,
+    }
+    assert {name: value.tolist() for name, value in found.tensors.items()} == {"batch_mean": [2.0, 2.0]}
+    assert found.histogram.fraction == 0.5

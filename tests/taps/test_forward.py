@@ -138,25 +138,27 @@ def test_a_module_under_two_names_is_seen_under_both() -> None:
 
 
 class Strange(nn.Module):
-    """Gives tensors that are no arrays of numbers, beside one that is."""
+    """Gives tensors that are no plain arrays, beside one that is."""
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [
             x.to_sparse(),
             torch.nested.nested_tensor([x, x[:1]]),
             torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
+            torch.quantize_per_tensor(x, 0.5, 0, torch.qint8),
             x,
         ]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own, once per process
-def test_a_tensor_that_is_no_array_is_passed_over() -> None:
-    """Sparse and nested outputs are left out without a word and what lies beside them is handed over."""
-    seen: list[Site] = []
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*deprecated:UserWarning")  # as well
+def test_a_tensor_that_is_no_array_is_handed_over() -> None:
+    """Sparse, nested and quantised outputs are handed over as they are; whether they can be read the receiver knows."""
+    seen: list[tuple[str, bool]] = []
     module = Strange()
-    with OutputTap({"m": module}, lambda site, _: seen.append(site)):
+    with OutputTap({"m": module}, lambda site, tensor: seen.append((site.path, tensor.is_nested))):
         module(torch.eye(2))
-    assert seen == [("m", "out[3]")]
+    assert seen == [("out[0]", False), ("out[1]", True), ("out[2]", True), ("out[3]", False), ("out[4]", False)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch 2.13; tracing goes on to work
