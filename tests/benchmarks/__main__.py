@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from tests.benchmarks.models import CASES, Case
-from tests.benchmarks.styles import STYLES
+from tests.benchmarks.styles import STYLES, Step
 
-_WARM_UP_S = 0.5
 # Each of them is slow enough that fifty steps could not be repeated in reasonable time.
 _FEW_STEPS = {
     ".item() and histc": 10,
@@ -64,58 +63,78 @@ def peak_memory_mib(*, forget: bool = False) -> float:
     return int(line.split()[1]) / 1024
 
 
-def cost(make: Callable[[], Case], style: str, steps: int) -> Cost:
-    """The mean of some steps, the number of the first divisible by all cadences.
+@dataclass
+class Course:
+    """A model that is trained in one style, in rounds of some steps."""
 
-    The model is a new one, since some styles leave their hooks on it.
-    """
-    torch.manual_seed(0)
-    case = make()
-    step = train_step(case)
-    # What the style before this one has left in the caches and allocators is not to be paid by this one.
-    warm = time.perf_counter() + _WARM_UP_S
-    for number in itertools.count():
-        if number >= 3 and time.perf_counter() > warm:
-            break
-        step()
-    with STYLES[style](case.module) as run:
+    style: str
+    train: Callable[[], None]
+    run: Step
+    steps: int
+    costs: list[Cost] = field(default_factory=list)
+
+    def warm_up(self) -> None:
+        """Run a few steps, so that what comes first is not measured."""
+        for number in range(3):
+            self.run(number, self.train)
+
+    def measure(self) -> None:
+        """Run a round; the number of its first step is divisible by all cadences."""
         gc.collect()
+        # What the style before this one has left in the caches and allocators is not to be paid by this one.
+        self.train()
         peak_memory_mib(forget=True)
         start = time.perf_counter()
-        for number in range(steps):
-            run(number, step)
-        return Cost((time.perf_counter() - start) / steps, peak_memory_mib())
+        for number in range(self.steps):
+            self.run(number, self.train)
+        self.costs.append(Cost((time.perf_counter() - start) / self.steps, peak_memory_mib()))
+
+
+def courses(make: Callable[[], Case], styles: Iterable[str], steps: int, stack: ExitStack) -> list[Course]:
+    """One course for each style, each with a model of its own."""
+    found = []
+    for style in styles:
+        torch.manual_seed(0)
+        case = make()
+        run = stack.enter_context(STYLES[style](case.module))
+        found.append(Course(style, train_step(case), run, min(steps, _FEW_STEPS.get(style, steps))))
+    return found
 
 
 def failure(make: Callable[[], Case], style: str) -> str | None:
     """What a style raises on a model, which is a result, too."""
     try:
-        cost(make, style, 2)
+        with ExitStack() as stack:
+            for course in courses(make, [style], 2, stack):
+                course.measure()
     except Exception as error:  # noqa: BLE001 - other packages raise what they like
         return type(error).__name__
     return None
 
 
-def measure(make: Callable[[], Case], repeats: int, steps: int) -> list[str]:
+def table(make: Callable[[], Case], repeats: int, steps: int) -> list[str]:
     """The rows of the table for one model."""
     name = make().name
     failed = {style: error for style in STYLES if (error := failure(make, style)) is not None}
-    costs: dict[str, list[Cost]] = {style: [] for style in STYLES if style not in failed}
-    for _ in range(repeats):
-        # Interleaved, so that a machine that grows slower does so for all styles.
-        for style, seen in costs.items():
-            seen.append(cost(make, style, min(steps, _FEW_STEPS.get(style, steps))))
-    rows = [f"| {name} | {style} | | raises {error} | | |" for style, error in failed.items()]
-    bare = costs["bare"]
-    for style, seen in reversed(costs.items()):
-        ratios = [mine.step_s / base.step_s for mine, base in zip(seen, bare, strict=True)]
-        middle = median(seen, "step_s") / median(bare, "step_s")
-        more = median(seen, "memory_mib") - median(bare, "memory_mib")
+    with ExitStack() as stack:
+        running = courses(make, [style for style in STYLES if style not in failed], steps, stack)
+        for course in running:
+            course.warm_up()
+        for _ in range(repeats):
+            # Interleaved, so that a machine that grows slower does so for all styles.
+            for course in running:
+                course.measure()
+    (bare,) = (course.costs for course in running if course.style == "bare")
+    rows = []
+    for course in running:
+        ratios = [mine.step_s / base.step_s for mine, base in zip(course.costs, bare, strict=True)]
+        middle = median(course.costs, "step_s") / median(bare, "step_s")
+        more = median(course.costs, "memory_mib") - median(bare, "memory_mib")
         rows.append(
-            f"| {name} | {style} | {median(seen, 'step_s') * 1e3:.1f} | {middle:.2f} "
-            f"| {min(ratios):.2f} to {max(ratios):.2f} | {more:+.0f} |"
+            f"| {name} | {course.style} | {median(course.costs, 'step_s') * 1e3:.1f} | {middle:.2f} "
+            f"| {statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} | {more:+.0f} |"
         )
-    return rows[::-1]
+    return rows + [f"| {name} | {style} | | raises {error} | | | |" for style, error in failed.items()]
 
 
 def median(costs: list[Cost], what: str) -> float:
@@ -137,14 +156,14 @@ def main() -> None:
         "Every leaf's output and its gradient, on the CPU; peak memory is what the process took beyond the bare steps.",
         f"torch {torch.__version__}, {options.threads} threads, {options.repeats} repeats of {options.steps} steps.",
         "",
-        "| model | style | ms per step, median | ratio of medians to bare | least to greatest ratio | peak MiB |",
-        "|---|---|---|---|---|---|",
+        "| model | style | ms per step | ratio of medians to bare | median of ratios | their range | peak MiB |",
+        "|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines))
     for make in CASES:
         if options.models and make.__name__ not in options.models:
             continue
-        for row in measure(make, options.repeats, options.steps):
+        for row in table(make, options.repeats, options.steps):
             lines.append(row)
             print(row, flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)

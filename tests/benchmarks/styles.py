@@ -51,10 +51,6 @@ def every(n: int, *, in_one_pass: bool = True, sample: int | None = None) -> Cal
     """
 
     @contextmanager
-    def ours(module: nn.Module) -> Iterator[Step]:
-        with nullcontext() if in_one_pass else passes_of_torch():
-            yield from recorded(module)
-
     def recorded(module: nn.Module) -> Iterator[Step]:
         leaves = Selection().resolve(module)
         recorders = {
@@ -70,7 +66,8 @@ def every(n: int, *, in_one_pass: bool = True, sample: int | None = None) -> Cal
                     return
                 for recorder in recorders.values():
                     recorder.attach()
-                train()
+                with nullcontext() if in_one_pass else passes_of_torch():
+                    train()
                 for recorder in recorders.values():
                     recorder.pause() if n == 1 else recorder.remove()
                 if number % max(n, 10) == 0:
@@ -79,11 +76,10 @@ def every(n: int, *, in_one_pass: bool = True, sample: int | None = None) -> Cal
                         recorder.reset()
 
             yield step
-            queue.drain()
             for recorder in recorders.values():
                 recorder.remove()
 
-    return ours
+    return recorded
 
 
 def write(sink: TensorBoardSink, number: int, group: str, snapshot: Snapshot) -> None:
