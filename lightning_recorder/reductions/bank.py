@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ Key = TypeVar("Key", bound=Hashable)
 _MOST_ROWS = 64
 _BLOCK_WORDS = 1 << 18
 _MOST_HEADS = 64
+_MUCH = 20_480  # bytes for each site; more is told
+
+_log = logging.getLogger("lightning_recorder")
 
 
 # They hold their states on the CPU, and each tensor is copied there, which waits.
@@ -103,6 +107,8 @@ class StateBank(Generic[Key]):
         with self._lock, torch.inference_mode(False), torch.no_grad():
             reduction = self.reduction.sized_for(values)
             blocks = self._blocks.setdefault((device, repr(reduction)), [])
+            if not blocks and reduction.nbytes > _MUCH:
+                _log.info("%s are kept for each site: %s", f"{reduction.nbytes:,} bytes", reduction)
             if not blocks or len(blocks[-1].keys) == len(blocks[-1].states):
                 rows = min(_MOST_ROWS, max(1, _BLOCK_WORDS // max(1, reduction.width)))
                 blocks.append(_Block(reduction.initial().to(device).repeat(rows, 1), [], []))
@@ -116,23 +122,24 @@ class StateBank(Generic[Key]):
     def collect(self) -> list[Collected[Key]]:
         """The states of all keys on the CPU, those of one key on several devices merged.
 
-        Waits for the devices, once for each block of rows.
+        Waits for the devices, once for all states of one kind on each.
         """
         groups: list[Collected[Key]] = []
         places: dict[Key, Tensor] = {}
         for blocks in self._blocks.values():
-            for block in blocks:
-                _settle(block.rows)
-                # A copy in any case, since the states go on.
-                states = block.states[: len(block.keys)].to("cpu", copy=True)
-                for key, row, state in zip(block.keys, block.rows, states, strict=True):
-                    if key in places:
-                        row.reduction.merge_states(places[key], state)
-                new = [index for index, key in enumerate(block.keys) if key not in places]
-                if new:
-                    keys, states = [block.keys[index] for index in new], states[new] if places else states
-                    places.update(zip(keys, states, strict=True))
-                    groups.append(Collected(block.rows[0].reduction, keys, states))
+            rows = [row for block in blocks for row in block.rows]
+            keys = [key for block in blocks for key in block.keys]
+            _settle(rows)
+            # A copy in any case, since the states go on; on a GPU a single one travels.
+            states = torch.cat([block.states[: len(block.keys)] for block in blocks]).to("cpu")
+            for key, row, state in zip(keys, rows, states, strict=True):
+                if key in places:
+                    row.reduction.merge_states(places[key], state)
+            new = [index for index, key in enumerate(keys) if key not in places]
+            if new:
+                keys, states = [keys[index] for index in new], states[new] if places else states
+                places.update(zip(keys, states, strict=True))
+                groups.append(Collected(rows[0].reduction, keys, states))
         return groups
 
     def reset(self) -> None:

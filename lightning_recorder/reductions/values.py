@@ -107,22 +107,29 @@ class Values:
     @cached_property
     def nan_count(self) -> Tensor:
         """Number of NaN, 0-d."""
-        return count_where(torch.ne, self.flat, self.flat)
+        return self._count(torch.ne, self.flat)
 
     @cached_property
     def zero_count(self) -> Tensor:
         """Number of values equal to zero, of either sign, 0-d."""
-        return count_where(torch.eq, self.flat, 0)
+        return self._count(torch.eq, 0)
 
     @cached_property
     def finite_count(self) -> Tensor:
-        """Number of the other values, 0-d float64."""
-        return self.nonfinite_count.double().neg().add_(self.numel)
+        """Number of the other values, 0-d."""
+        return torch.rsub(self.nonfinite_count, self.numel)
 
     @cached_property
     def nonfinite_count(self) -> Tensor:
         """Number of NaN and infinities, 0-d."""
-        return count_where(torch.ne, self.flat, self.finite)
+        return self._count(torch.ne, self.finite)
+
+    def _count(self, comparison: Callable[..., Tensor], other: Tensor | float) -> Tensor:
+        return count_where(comparison, self.flat, other, self._scratch)
+
+    @cached_property
+    def _scratch(self) -> Tensor:
+        return torch.empty_like(self.flat)
 
 
 def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> None:
@@ -162,15 +169,18 @@ def finite_or_zero_(values: Tensor) -> Tensor:
     return torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def count_where(comparison: Callable[..., Tensor], values: Tensor, other: Tensor | float) -> Tensor:
+def count_where(
+    comparison: Callable[..., Tensor], values: Tensor, other: Tensor | float, scratch: Tensor | None = None
+) -> Tensor:
     """For how many values the comparison with the other ones holds, 0-d.
 
     Args:
         comparison: One of torch's, such as ``torch.ne``.
         values: ``[numel]`` floats.
         other: What they are compared with, value by value.
+        scratch: ``[numel]`` of the same type, which is overwritten.
     """
     # Into floats, since comparisons into booleans are not vectorised on the CPU and take four times as long.
-    holds = comparison(values, other, out=torch.empty_like(values))
+    holds = comparison(values, other, out=torch.empty_like(values) if scratch is None else scratch)
     # Whole numbers up to there are exact in float32, in whatever order they are added.
     return holds.dot(holds) if holds.numel() <= 1 << 24 else holds.sum(dtype=torch.float64)

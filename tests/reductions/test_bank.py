@@ -20,6 +20,7 @@ from lightning_recorder.reductions import (
     Extrema,
     RunningMoments,
     StateBank,
+    Statistics,
     Tallies,
     Values,
 )
@@ -91,12 +92,23 @@ def test_long_rows_come_one_by_one() -> None:
     assert bank.nbytes == 8 * 2**20
 
 
+def test_what_takes_much_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a reduction that takes more than 20 KB for a site, the bytes are logged once; of the default ones nothing."""
+    caplog.set_level("INFO", "lightning_recorder")
+    for reduction, size in ((Statistics(), 1), (BatchSum(), 2559), (BatchSum(), 2560)):
+        bank: StateBank[int] = StateBank(reduction)
+        for key in (1, 2):
+            bank.add(key, Values(torch.ones(2, size)))
+    told = "20,488 bytes are kept for each site: BatchSum(shape=(2560,), dim=0) (20,488 bytes)"
+    assert [record.message for record in caplog.records] == [told]
+
+
 def test_the_states_of_a_device_travel_together() -> None:
-    """The states of a block are collected as one tensor, so that one transfer brings them all."""
+    """All states of a kind are collected as one tensor, so that one transfer brings them."""
     bank: StateBank[int] = StateBank(Extrema())
     for key in range(65):
         bank.add(key, values(key))
-    assert [(len(group.keys), tuple(group.states.shape)) for group in bank.collect()] == [(64, (64, 2)), (1, (1, 2))]
+    assert [(len(group.keys), tuple(group.states.shape)) for group in bank.collect()] == [(65, (65, 2))]
 
 
 def test_the_devices_of_a_key_are_merged() -> None:
