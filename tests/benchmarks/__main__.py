@@ -112,12 +112,12 @@ def failure(make: Callable[[], Case], style: str) -> str | None:
     return None
 
 
-def table(make: Callable[[], Case], repeats: int, steps: int) -> list[str]:
+def table(make: Callable[[], Case], styles: list[str], repeats: int, steps: int) -> list[str]:
     """The rows of the table for one model."""
     name = make().name
-    failed = {style: error for style in STYLES if (error := failure(make, style)) is not None}
+    failed = {style: error for style in styles if (error := failure(make, style)) is not None}
     with ExitStack() as stack:
-        running = courses(make, [style for style in STYLES if style not in failed], steps, stack)
+        running = courses(make, [style for style in styles if style not in failed], steps, stack)
         for course in running:
             course.warm_up()
         for _ in range(repeats):
@@ -149,9 +149,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--models", nargs="*", choices=[make.__name__ for make in CASES], help="default: all")
+    parser.add_argument("--styles", nargs="*", default=[""], help="parts of the names of those wanted; default: all")
     parser.add_argument("--output", type=Path, default=Path("build/bench.md"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    styles = ["bare", *(style for style in STYLES if style != "bare" and any(part in style for part in options.styles))]
     lines = [
         "Every leaf's output and its gradient, on the CPU; peak memory is what the process took beyond the bare steps.",
         f"torch {torch.__version__}, {options.threads} threads, {options.repeats} repeats of {options.steps} steps.",
@@ -163,7 +165,7 @@ def main() -> None:
     for make in CASES:
         if options.models and make.__name__ not in options.models:
             continue
-        for row in table(make, options.repeats, options.steps):
+        for row in table(make, styles, options.repeats, options.steps):
             lines.append(row)
             print(row, flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
