@@ -55,12 +55,14 @@ class GradientTap(Tap):
         Returns:
             The hook that is on.
         """
-        for there in hooks_of_leaf(tensor):
-            if isinstance(there, type(hook)) and there.place == hook.place:
-                return there
+        is_leaf = tensor.is_leaf
+        if is_leaf:
+            for there in hooks_of_leaf(tensor):
+                if isinstance(there, type(hook)) and there.place == hook.place:
+                    return there
         handle = tensor.register_hook(hook)
         self._keep(handle)
-        if not tensor.is_leaf:
+        if not is_leaf:
             LIVING_NODES.add(handle.hooks_dict_ref, 1)
         return hook
 

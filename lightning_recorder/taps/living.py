@@ -29,6 +29,8 @@ class LivingNodes:
 
     def has_room(self, nodes: int) -> bool:
         """Whether that many nodes more may be looked at."""
+        if self._count + nodes <= MOST_NODES:  # as nearly always; a number is read without the lock
+            return True
         with self._lock:
             if self._count + nodes <= MOST_NODES:
                 return True
