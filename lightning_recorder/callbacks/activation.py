@@ -28,7 +28,7 @@ class ActivationRecorder(StatisticsCallback):
             that are one number are shown, the others are in the dumps and in ``latest``.
         quantiles: Shares, as 0.99, whose quantiles are read from the histogram and shown as ``quantile_0.99``.
         histograms: Whether to write histograms.
-        histogram_sample: How many values of a tensor go into the histogram, every k-th; by default all.
+        histogram_sample: How many values of a tensor go into the histogram; by default all.
         dump: Whether to write the latest statistics beside each checkpoint, as
             ``<checkpoint>.activations.safetensors``, for a second recorder of the kind as
             ``…activations-2.safetensors``.

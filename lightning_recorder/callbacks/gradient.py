@@ -31,7 +31,7 @@ class GradientRecorder(StatisticsCallback):
             that are one number are shown, the others are in the dumps and in ``latest``.
         quantiles: Shares, as 0.99, whose quantiles are read from the histogram and shown as ``quantile_0.99``.
         histograms: Whether to write histograms.
-        histogram_sample: How many values of a tensor go into the histogram, every k-th; by default all.
+        histogram_sample: How many values of a tensor go into the histogram; by default all.
         dump: Whether to write the latest statistics beside each checkpoint, as ``<checkpoint>.gradients.safetensors``,
             for a second recorder of the kind as ``…gradients-2.safetensors``.
         sinks: Further sinks, beside the loggers of the trainer and the files under ``<log_dir>/recorder``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from lightning_recorder.errors import describe_error, tell
 from lightning_recorder.reductions import (
     Collected,
     Combined,
@@ -22,6 +23,8 @@ from lightning_recorder.reductions import (
     to_histogram,
 )
 from lightning_recorder.taps import OutputTap, Site, Tap
+
+_UNSHOWN = ("sum", "variance")  # they follow from the others
 
 __all__ = ["SiteStatistics", "Snapshot", "StatisticsRecorder"]
 
@@ -54,15 +57,37 @@ class Snapshot:
     Args:
         names: The modules, in order.
         groups: The states of their sites.
+        further: The same of each further reduction, with the sites at which it is left out.
+        strict: Raise what goes wrong in a further reduction instead of warning and leaving it out.
     """
 
     names: tuple[str, ...]
     groups: list[Collected[Site]]
+    further: list[tuple[Reduction, list[Collected[Site]], frozenset[Site]]] = field(default_factory=list)
+    strict: bool = False
 
     @torch.no_grad()
     def statistics(self) -> dict[Site, SiteStatistics]:
         """The statistics of every site that was seen, in the order of the modules."""
-        found = {site: statistics for group in self.groups for site, statistics in _by_site(group)}
+        found: dict[Site, SiteStatistics] = {}
+        for group in self.groups:
+            for site, scalars, tensors in _by_site(group):
+                # A row that was handed out for an earlier step and has seen nothing since is no result.
+                if scalars["count"] or scalars["nan_count"] or scalars["inf_count"]:
+                    found[site] = SiteStatistics(scalars, tensors["histogram"].long(), {})
+        for reduction, groups, left_out in self.further:
+            try:
+                summaries = [each for group in groups for each in _by_site(group)]
+            except Exception as error:
+                if self.strict:
+                    raise
+                tell(f"{reduction} is left out, its summarize failed: {describe_error(error)}")
+                continue
+            for site, scalars, tensors in summaries:
+                if site in found and site not in left_out:
+                    seen = found[site]
+                    scalars, tensors = {**seen.scalars, **scalars}, {**seen.tensors, **tensors}
+                    found[site] = replace(seen, scalars=scalars, tensors=tensors)
         order = {name: position for position, name in enumerate(self.names)}
         return {site: found[site] for site in sorted(found, key=lambda site: order[site.name])}
 
@@ -76,7 +101,8 @@ class StatisticsRecorder:
     Args:
         modules: The modules by name, as ``Selection.resolve`` gives them.
         tap: Which tensors: the class of any :class:`~lightning_recorder.Tap`.
-        extra: Further reductions of the same tensors.
+        extra: Further reductions of the same tensors. One that cannot take a tensor, as by its shape, is left out at
+            that site, which one warning says.
         sample: How many values of a tensor are counted in the histogram; by default all.
         quantiles: Shares for which the quantiles are read from the histogram, as scalars named ``quantile_<share>``.
         condition: As for :class:`~lightning_recorder.Tap`.
@@ -115,12 +141,45 @@ class StatisticsRecorder:
         """What each tensor is multiplied by before it is reduced: the inverse of a loss scale, for gradients."""
         statistics = Statistics(sample=sample, quantiles=quantiles)
         further = (extra,) if isinstance(extra, Reduction) else tuple(extra)
-        self._bank: StateBank[Site] = StateBank(Combined([statistics, *further]) if further else statistics)
+        for reduction in Combined([statistics, *further]).parts:  # which refuses wrong ones and equal names
+            if reduction.is_sized:
+                reduction.validate()
+        self.strict = strict
+        self._bank: StateBank[Site] = StateBank(statistics)
+        # Of their own, so that one which a tensor does not suit costs none of the others.
+        self._further: list[StateBank[Site]] = [StateBank(reduction) for reduction in further]
+        self._left_out: list[set[Site]] = [set() for _ in further]
         self._tap = tap(modules, self._receive, condition=condition, strict=strict)
 
     def _receive(self, site: Site, tensor: Tensor) -> None:
-        if tensor.device.type != "meta":
-            self._bank.add(site, Values(tensor, self.factor))
+        if tensor.device.type == "meta":
+            return
+        values = Values(tensor, self.factor)
+        self._bank.add(site, values)
+        for bank, left_out in zip(self._further, self._left_out, strict=True):
+            if site not in left_out:
+                try:
+                    bank.add(site, values)
+                except Exception as error:
+                    if self.strict:
+                        raise
+                    if not left_out:
+                        tell(
+                            f"{bank.reduction} could not take {site.path!r} of module {site.name!r}: "
+                            f"{describe_error(error)}. It is left out there, and wherever else that happens."
+                        )
+                    left_out.add(site)
+
+    @property
+    def failed(self) -> frozenset[str]:
+        """The names of the modules that are left alone, since recording them failed."""
+        return self._tap.failed
+
+    def revive(self) -> None:
+        """Record again what is left alone or left out."""
+        self._tap.revive()
+        for left_out in self._left_out:
+            left_out.clear()
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -135,7 +194,7 @@ class StatisticsRecorder:
     @property
     def nbytes(self) -> int:
         """Bytes of state on all devices."""
-        return self._bank.nbytes
+        return sum(bank.nbytes for bank in (self._bank, *self._further))
 
     def attach(self) -> None:
         """Put the hooks on."""
@@ -164,7 +223,11 @@ class StatisticsRecorder:
 
         Waits for the device, as :meth:`collect` does, but costs the copies alone.
         """
-        return Snapshot(tuple(self._tap.modules), self._bank.collect())
+        further = [
+            (bank.reduction, bank.collect(), frozenset(left_out))
+            for bank, left_out in zip(self._further, self._left_out, strict=True)
+        ]
+        return Snapshot(tuple(self._tap.modules), self._bank.collect(), further, self.strict)
 
     def collect(self) -> dict[Site, SiteStatistics]:
         """The statistics of every site that was seen since the last reset, in the order of the modules."""
@@ -173,19 +236,18 @@ class StatisticsRecorder:
     @torch.no_grad()
     def reset(self) -> None:
         """Forget what was recorded; the hooks stay as they are."""
-        self._bank.reset()
+        for bank in (self._bank, *self._further):
+            bank.reset()
 
 
-def _by_site(group: Collected[Site]) -> Iterator[tuple[Site, SiteStatistics]]:
-    """The statistics of states that are summarised together."""
+def _by_site(group: Collected[Site]) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
+    """By site the numbers and the tensors of states that are summarised together."""
     summary = group.reduction.summarize(group.states)
-    bins = summary.pop("histogram").long()
-    unshown = {"sum", "variance"}  # they follow from the others
-    columns = {name: value.tolist() for name, value in summary.items() if value.dim() == 1 and name not in unshown}
+    columns = {name: value.tolist() for name, value in summary.items() if value.dim() == 1 and name not in _UNSHOWN}
     tensors = {name: value for name, value in summary.items() if value.dim() > 1}
     for row, site in enumerate(group.keys):
-        scalars = {name: column[row] for name, column in columns.items()}
-        # A row that was handed out for an earlier step and has seen nothing since is no result.
-        if scalars["count"] or scalars["nan_count"] or scalars["inf_count"]:
-            own = {name: value[row] for name, value in tensors.items()}
-            yield site, SiteStatistics(scalars, bins[row], own)
+        yield (
+            site,
+            {name: column[row] for name, column in columns.items()},
+            {name: value[row] for name, value in tensors.items()},
+        )

@@ -81,7 +81,7 @@ class Store(ABC):
                 self.replace(state[_WHOLE].clone())
             else:
                 self._load(state)
-        except (KeyError, RuntimeError) as error:
+        except (ArgumentError, KeyError, RuntimeError) as error:
             raise ArgumentError(
                 f"the state has the parts {sorted(state)}, which are of another kind of reduction ({error})"
             ) from error

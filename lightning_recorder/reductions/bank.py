@@ -107,6 +107,8 @@ class StateBank(Generic[Key]):
         with self._lock, torch.inference_mode(False), torch.no_grad():
             reduction = self.reduction.sized_for(values)
             blocks = self._blocks.setdefault((device, repr(reduction)), [])
+            if not blocks:
+                reduction.validate()
             if not blocks and reduction.nbytes > _MUCH:
                 _log.info("%s are kept for each site: %s", f"{reduction.nbytes:,} bytes", reduction)
             if not blocks or len(blocks[-1].keys) == len(blocks[-1].states):

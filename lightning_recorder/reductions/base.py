@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["Reduction"]
+
+_ROWS = "state being [..., width]: write state[..., 0] for the first word"
 
 
 class Reduction(ABC):
@@ -111,7 +114,10 @@ class Reduction(ABC):
 
     @abstractmethod
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
-        """The statistics of the states, ``[..., width]``, by name, each ``[...]`` or ``[..., k]`` float64."""
+        """The statistics of the states, ``[..., width]``, by name, each ``[...]`` or ``[..., k]`` float64.
+
+        Recorders give the states of all sites at once: ``state[..., 0]`` is the first word of each.
+        """
 
     @property
     def is_sized(self) -> bool:
@@ -161,6 +167,8 @@ class Reduction(ABC):
         Raises:
             ArgumentError: If the reduction depends on the shape, and an earlier tensor had another.
         """
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"a reduction takes tensors, got {type(tensor).__name__}")
         values = Values(tensor.detach())
         if not self.is_sized:
             self.__dict__.update(vars(self.sized_for(values)))
@@ -191,25 +199,69 @@ class Reduction(ABC):
         return self.summarize(self.state)
 
     def reset(self) -> None:
-        """Forget the stream."""
+        """Forget the stream; a shape that was fixed by the first tensor stays."""
         if self._state is not None:
             self._state.copy_(self.initial())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state as plain tensors, independent of this object's future."""
-        return {"state": self.state.detach().clone()}
+        """The state as plain tensors, independent of this object's future; with what tells other settings apart."""
+        return {"state": self.state.detach().clone(), "kind": self._kind}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Continue the stream of a state dict.
 
         Raises:
-            ArgumentError: If the state was saved by a reduction of another width.
+            ArgumentError: If the state was saved by another reduction, or one with other settings.
         """
+        if "state" not in state_dict:
+            raise ArgumentError(f"the saved state of {self} must have a part 'state', got {sorted(state_dict)}")
         state = state_dict["state"]
         if state.shape != self.state.shape:
             needed = f"{type(self).__name__} needs {tuple(self.state.shape)}"
             raise ArgumentError(f"{needed}, the saved state has shape {tuple(state.shape)}")
+        self._check_kind(state_dict)
         self.state.copy_(state)
+
+    @property
+    def _kind(self) -> Tensor:
+        """A number that differs between classes and settings, 0-d int64."""
+        text = f"{type(self).__name__} {_described(self.choices)}"
+        return torch.tensor(zlib.crc32(text.encode()))
+
+    def _check_kind(self, state_dict: Mapping[str, Tensor]) -> None:
+        if "kind" in state_dict and int(state_dict["kind"]) != int(self._kind):
+            raise ArgumentError(f"the saved state is not of {self}: it has another class or other settings")
+
+    def validate(self) -> None:
+        """Refuse a reduction that does not keep the contract, before anything is lost by it.
+
+        Raises:
+            ArgumentError: Saying what is wrong.
+        """
+        name = type(self).__name__
+        width, statistics = getattr(self, "width", None), getattr(self, "statistics", None)
+        if not isinstance(width, int) or not isinstance(statistics, tuple):
+            raise ArgumentError(f"{name} must have a width, an integer, and statistics, a tuple of names")
+        state = self.initial()
+        if state.shape != (width,) or state.dtype != torch.float64:
+            got = f"{state.dtype} of shape {tuple(state.shape)}"
+            raise ArgumentError(f"{name}.initial must give float64 of shape ({width},), got {got}")
+        merges = type(self).merge_states is not Reduction.merge_states
+        if not merges and (not self.additive or bool(state.any())):
+            raise ArgumentError(
+                f"{name} is merged by adding, so it begins with zeros, or else has its own merge_states"
+            )
+        rows = 3 if width == 2 else 2  # told apart from the words of a state
+        try:
+            found = self.summarize(state.repeat(rows, 1))
+            shapes = {key: value.shape[:1] == (rows,) for key, value in found.items()}
+        except Exception as error:
+            raise ArgumentError(f"{name}.summarize must take several states at once, {_ROWS}: {error!r}") from error
+        if set(shapes) != set(statistics):
+            raise ArgumentError(f"{name}.summarize gives {sorted(shapes)}, its statistics are {sorted(statistics)}")
+        if not all(shapes.values()):
+            wrong = sorted(key for key, is_right in shapes.items() if not is_right)
+            raise ArgumentError(f"{name}.summarize must give a number for each site, {_ROWS}; wrong is {wrong}")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -224,3 +276,14 @@ class Reduction(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
+
+
+def _described(value: object) -> str:
+    """Settings as a text that is the same in every process."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_described(each)}" for key, each in sorted(value.items())) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_described, value)) + "]"
+    if isinstance(value, type):
+        return value.__name__
+    return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__

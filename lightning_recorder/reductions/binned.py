@@ -86,6 +86,7 @@ class Histogram:
         Args:
             dtype: As ``torch.float16``, ``torch.bfloat16``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         """
+        _check_floating(dtype)
         half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
         small = (self.edges[:-1] >= -half) & (self.edges[1:] <= half)
         around_zero = (self.edges[:-1] < 0) & (self.edges[1:] > 0)
@@ -100,6 +101,7 @@ class Histogram:
         Args:
             dtype: As for :meth:`underflow_fraction`.
         """
+        _check_floating(dtype)
         largest = torch.finfo(dtype).max
         return self._share((self.edges[:-1] > largest) | (self.edges[1:] < -largest))
 
@@ -127,3 +129,8 @@ class Histogram:
         kept = np.sort(np.argsort(losses, kind="stable")[excess:]) + 1
         kept = np.concatenate(([0], kept))
         return replace(self, edges=edges[np.append(kept, -1)], counts=np.add.reduceat(counts, kept))
+
+
+def _check_floating(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ArgumentError(f"dtype must be a floating-point type of torch, such as torch.float16, got {dtype!r}")

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_recorder.errors import check_number
 from lightning_recorder.reductions.moments import merged_moments
-from lightning_recorder.reductions.shaped import ShapedReduction, dimension
+from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension
 from lightning_recorder.reductions.values import Values, finite_or_zero
 
 __all__ = ["ChannelMoments", "DeadChannels"]
@@ -22,7 +22,7 @@ class _ChannelReduction(ShapedReduction):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim = check_dim(dim)
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:

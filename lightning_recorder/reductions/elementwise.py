@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.reductions.shaped import ShapedReduction, dimension
+from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["BatchMax", "BatchMean", "BatchMin", "BatchSum"]
@@ -23,7 +23,7 @@ class _BatchReduction(ShapedReduction):
 
     def __init__(self, dim: int = 0) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim = check_dim(dim)
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:

@@ -146,23 +146,7 @@ static void count_bins(const float *x, int n, Part *part) {
   part->in_tables += BLOCK; /* as if the block had been full, so that no table gets more than a fourth */
 }
 
-/* Of a block whose first value is the at-th of the array, those whose place is a multiple of the stride. */
-static void count_sampled(const float *x, int64_t at, int n, int64_t stride, Part *part) {
-  for (int64_t i = (stride - at % stride) % stride; i < n; i += stride) {
-    uint32_t bits;
-    memcpy(&bits, x + i, sizeof bits);
-    part->bins[bits >> 21]++;
-  }
-}
-
-static void count_block(const float *x, int64_t at, int n, int64_t stride, Part *part) {
-  if (stride)
-    count_sampled(x, at, n, stride, part);
-  else
-    count_bins(x, n, part);
-}
-
-static void part_of_floats(const void *data, int64_t from, int64_t to, double factor, int64_t stride, Part *part) {
+static void part_of_floats(const void *data, int64_t from, int64_t to, double factor, int exact, Part *part) {
   const float *values = data;
   float scale = (float)factor, scaled[BLOCK];
   for (int64_t at = from; at < to; at += BLOCK) {
@@ -173,11 +157,11 @@ static void part_of_floats(const void *data, int64_t from, int64_t to, double fa
       x = scaled;
     }
     block_of_floats(x, n, part);
-    count_block(x, at, n, stride, part);
+    if (exact) count_bins(x, n, part);
   }
 }
 
-static void part_of_doubles(const void *data, int64_t from, int64_t to, double factor, int64_t stride, Part *part) {
+static void part_of_doubles(const void *data, int64_t from, int64_t to, double factor, int exact, Part *part) {
   const double *values = data;
   double scaled[BLOCK];
   float narrow[BLOCK];
@@ -189,11 +173,11 @@ static void part_of_doubles(const void *data, int64_t from, int64_t to, double f
       narrow[i] = fabs(x) == INFINITY || x != x ? (float)x : x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
     }
     block_of_doubles(scaled, n, part);
-    count_block(narrow, at, n, stride, part);
+    if (exact) count_bins(narrow, n, part);
   }
 }
 
-static void part_of_bfloats(const void *data, int64_t from, int64_t to, double factor, int64_t stride, Part *part) {
+static void part_of_bfloats(const void *data, int64_t from, int64_t to, double factor, int exact, Part *part) {
   const uint16_t *values = data;
   float scale = (float)factor, wide[BLOCK];
   uint32_t bits[BLOCK];
@@ -204,18 +188,36 @@ static void part_of_bfloats(const void *data, int64_t from, int64_t to, double f
     if (scale != 1)
       for (int i = 0; i < n; i++) wide[i] *= scale;
     block_of_floats(wide, n, part);
-    count_block(wide, at, n, stride, part);
+    if (exact) count_bins(wide, n, part);
   }
 }
 
-typedef void (*PartOf)(const void *, int64_t, int64_t, double, int64_t, Part *);
+/* The at-th value of an array of the given kind, times a factor, as the float of which the bin is counted. */
+static float value_at(const void *data, int kind, int64_t at, double factor) {
+  if (kind == 1) {
+    double x = ((const double *)data)[at] * factor;
+    return fabs(x) == INFINITY || x != x ? (float)x : x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
+  }
+  float x;
+  if (kind == 0)
+    x = ((const float *)data)[at];
+  else {
+    uint32_t bits = (uint32_t)((const uint16_t *)data)[at] << 16;
+    memcpy(&x, &bits, sizeof x);
+  }
+  return (float)factor != 1 ? x * (float)factor : x;
+}
+
+typedef void (*PartOf)(const void *, int64_t, int64_t, double, int, Part *);
 
 static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats};
 
-/* Adds numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. With a stride only
-   every stride-th goes to the bins, and one word more tells how many there were. */
-void add_statistics(const void *data, int64_t numel, int kind, double factor, int64_t stride, int threads,
-                    double *row) {
+/* Adds numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. With a number of
+   sampled values that is not negative only those at the places go to the bins, without places all, and one word more
+   tells how many values there were. */
+void add_statistics(const void *data, int64_t numel, int kind, double factor, const int64_t *places, int64_t sampled,
+                    int threads, double *row) {
+  int exact = sampled < 0 || !places;
   static _Thread_local Part own; /* not on the stack, which a thread of Python's may have little of */
   if (numel < FEW || threads < 1) threads = 1;
   Part *parts = threads > 1 ? malloc(threads * sizeof *parts) : &own;
@@ -227,8 +229,8 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, in
     memset(parts + t, 0, sizeof *parts);
     parts[t].min = INFINITY;
     parts[t].max = -INFINITY;
-    if (from < to) PARTS[kind](data, from, to, factor, stride, parts + t);
-    if (!stride) empty_tables(parts + t);
+    if (from < to) PARTS[kind](data, from, to, factor, exact, parts + t);
+    empty_tables(parts + t);
   }
   row[NUMEL] += (double)numel;
   for (int t = 0; t < threads; t++) {
@@ -241,6 +243,13 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, in
     row[INFINITIES] += (double)part->infinities;
     for (int bin = 0; bin < BINS; bin++) row[HISTOGRAM + bin] += (double)part->bins[bin];
   }
-  if (stride) row[HISTOGRAM + BINS] += (double)numel;
+  if (!exact)
+    for (int64_t i = 0; i < sampled; i++) {
+      float x = value_at(data, kind, places[i], factor);
+      uint32_t bits;
+      memcpy(&bits, &x, sizeof bits);
+      row[HISTOGRAM + (bits >> 21)]++;
+    }
+  if (sampled >= 0) row[HISTOGRAM + BINS] += (double)numel;
   if (parts != &own) free(parts);
 }

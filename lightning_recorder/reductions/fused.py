@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.reductions.values import Values
+from lightning_recorder.reductions.values import Values, sample_places
 
 __all__ = ["add_statistics", "prepare"]
 
@@ -42,7 +42,7 @@ _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 _PLAIN = (Tensor, nn.Parameter)
 
-_Kernel = Callable[[int, int, int, float, int, int, int], None]
+_Kernel = Callable[[int, int, int, float, int, int, int, int], None]
 
 
 class _Loaded:
@@ -91,8 +91,11 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
     ):
         tensor = tensor.contiguous()
     numel = tensor.numel()
-    stride = 0 if sample is None else max(1, -(-numel // sample))
-    kernel(tensor.data_ptr(), numel, kind, values.factor, stride, torch.get_num_threads(), row.data_ptr())
+    places, sampled = 0, -1
+    if sample is not None:
+        sampled = min(sample, numel)
+        places = sample_places(numel, sample).ctypes.data if numel > sample else 0
+    kernel(tensor.data_ptr(), numel, kind, values.factor, places, sampled, torch.get_num_threads(), row.data_ptr())
     return True
 
 
@@ -167,6 +170,7 @@ def _opened(library: Path) -> _Kernel:
         ctypes.c_int64,
         ctypes.c_int,
         ctypes.c_double,
+        ctypes.c_void_p,
         ctypes.c_int64,
         ctypes.c_int,
         ctypes.c_void_p,
@@ -182,7 +186,7 @@ def _is_right(kernel: _Kernel) -> bool:
         tensor = torch.tensor(values, dtype=dtype)
         row = torch.zeros(2057, dtype=torch.float64)
         row[3], row[4] = float("inf"), float("-inf")
-        kernel(tensor.data_ptr(), tensor.numel(), kind, 2.0, 0, 1, row.data_ptr())
+        kernel(tensor.data_ptr(), tensor.numel(), kind, 2.0, 0, -1, 1, row.data_ptr())
         finite = tensor.double()[tensor.isfinite()] * 2
         expected = [6, finite.mean(), finite.var(correction=0) * 6, -4, 6, 9, 2, 1, 2, 9]
         found = [*row[:9], row[9:].sum()]

@@ -36,7 +36,7 @@ class ExponentHistogram(Reduction):
     bin, a quarter of its magnitude (2**-126 around zero); NaN without a finite value.
 
     Args:
-        sample: Count no more than this many values of a tensor, every k-th from the first on; by default all.
+        sample: Count no more than this many values of a tensor, one of each of so many equal parts; by default all.
         quantiles: Shares between 0 and 1.
     """
 
@@ -45,7 +45,7 @@ class ExponentHistogram(Reduction):
             check_integer("sample", sample, 1)
         self.sample = sample
         self.quantiles = _checked_shares(quantiles)
-        self.piecewise = sample is None  # the stride is that of the whole tensor, not of a piece
+        self.piecewise = sample is None  # the sample is of the whole tensor, not of a piece
         self.width = BINS if sample is None else BINS + 1
         self.statistics = (
             "histogram",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.reductions.shaped import ShapedReduction, dimension
+from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["LastValue"]
@@ -28,7 +28,7 @@ class LastValue(ShapedReduction):
 
     def __init__(self, dim: int | None = None) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim = None if dim is None else check_dim(dim)
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:

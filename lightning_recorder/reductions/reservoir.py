@@ -18,10 +18,10 @@ class Reservoir(Reduction):
 
     Each value of the stream has a random key, and those with the least keys stay (bottom-k sampling: Cohen & Kaplan,
     "Summarizing Data Using Bottom-k Sketches", 2007), so that a merged sample is again one of the whole. Of a tensor
-    only the least keys are made, as the order statistics of so many uniform numbers, and given to values at even
-    distances from a random place on. Keys and places are a hash (SplitMix64: Steele, Lea & Flood, 2014) of the seed and
-    of the number of values before, not random numbers of torch: training draws the same with and without, and a run
-    repeats itself.
+    only the least keys are made, as the order statistics of so many uniform numbers, and given to a value in each of
+    as many equal parts of the tensor, in random order. Keys and places are a hash (SplitMix64:
+    Steele, Lea & Flood, 2014) of the seed and of the number of values before, not random numbers of torch: training
+    draws the same with and without, and a run repeats itself.
 
     State: ``[values seen]``, ``size`` keys in ascending order and ``size`` values: ``8 + 16 * size`` bytes. Statistic:
     ``sample``, ``[size]``, in random order, NaN in the places that are not taken yet; NaN and infinities of the stream
@@ -62,11 +62,14 @@ class Reservoir(Reduction):
             return
         numbers = torch.arange(drawn, device=state.device)
         # Different for each value of the stream, as no more are drawn than there are.
-        counters = (state[0].long() + numbers) * 3
-        first, spacing, order = (_uniform(counters + draw, self._seed) for draw in range(3))
+        counters = (state[0].long() + numbers) * 4
+        first, inside, spacing, order = (_uniform(counters + draw, self._seed) for draw in range(4))
         # The k least of n uniform numbers: each is the least of those that are left above the one before.
         keys = -torch.expm1((torch.log1p(-spacing) / (values.numel - numbers)).cumsum(0))
-        places = (numbers * values.numel // drawn + (first[0] * values.numel).long()) % values.numel
+        # One in each of equal parts, so all are different; from a random place on, since parts are equal but for one.
+        bounds = torch.arange(drawn + 1, device=state.device) * values.numel // drawn
+        places = bounds[:-1] + (inside * bounds.diff()).long() + (first[0] * values.numel).long()
+        places %= values.numel
         fresh = self.initial().to(state.device)
         fresh[0] = values.numel
         fresh[1 : 1 + drawn] = keys

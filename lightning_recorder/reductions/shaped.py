@@ -86,9 +86,12 @@ class ShapedReduction(Reduction):
         if not state_dict:
             self.reset()
             return
+        if "shape" not in state_dict:
+            raise ArgumentError(f"the saved state of {self} must have a part 'shape', got {sorted(state_dict)}")
         shape = tuple(map(int, state_dict["shape"].tolist()))
         if self.shape not in (None, shape):
             raise ArgumentError(f"{type(self).__name__} keeps numbers of shape {self.shape}, those saved have {shape}")
+        self._check_kind(state_dict)
         self.shape = shape
         super().load_state_dict(state_dict)
 
@@ -100,6 +103,17 @@ class ShapedReduction(Reduction):
     def __repr__(self) -> str:
         kept = "" if self.shape is None else f" ({self.nbytes:,} bytes)"
         return super().__repr__() + kept
+
+
+def check_dim(dim: object) -> int:
+    """Refuse what is no number of a dimension.
+
+    Raises:
+        ArgumentError: If it is no integer.
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ArgumentError(f"dim must be the number of a dimension, got {dim!r}")
+    return dim
 
 
 def dimension(dim: int, values: Values) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -52,6 +53,14 @@ class Statistics(Combined):
     @override
     def begin(self, state: Tensor, values: Values) -> Tensor | None:
         return None if add_statistics(state, values, self._sample) else super().begin(state, values)
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        found = super().summarize(state)
+        for name, value in found.items():
+            if name.startswith("quantile_"):  # its bin may reach beyond the values
+                found[name] = torch.minimum(torch.maximum(value, found["min"]), found["max"])
+        return found
 
     @override
     def __repr__(self) -> str:

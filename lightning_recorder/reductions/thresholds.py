@@ -24,9 +24,10 @@ class _Share(ScalarReduction):
 
     width = 2
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, threshold: float, name: str | None = None) -> None:
         check_number("threshold", threshold, 0.0)
         self.threshold = threshold
+        self.statistics = self.statistics if name is None else (name,)
 
     @property
     @abstractmethod
@@ -54,12 +55,13 @@ class NearZero(_Share):
 
     Args:
         threshold: The largest magnitude that counts as nearly zero.
+        name: Of the statistic, where there are to be several thresholds.
     """
 
     statistics: tuple[str, ...] = ("near_zero_fraction",)
 
-    def __init__(self, threshold: float = 1e-6) -> None:
-        super().__init__(threshold)
+    def __init__(self, threshold: float = 1e-6, name: str | None = None) -> None:
+        super().__init__(threshold, name)
 
     @property
     @override
@@ -76,6 +78,7 @@ class Saturation(_Share):
 
     Args:
         threshold: The largest magnitude that does not count as saturated.
+        name: Of the statistic, where there are to be several thresholds.
     """
 
     statistics: tuple[str, ...] = ("saturation_fraction",)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recorder.reductions.plain import as_plain
 
-__all__ = ["BINS", "Values", "count_bins", "count_where", "finite_or_zero", "finite_or_zero_"]
+__all__ = [
+    "BINS",
+    "Values",
+    "count_bins",
+    "count_where",
+    "finite_or_zero",
+    "finite_or_zero_",
+    "sample_places",
+]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _EXPONENT_MASK = 0xFF
@@ -86,9 +96,10 @@ class Values:
             yield Values(piece, self.factor)
 
     def sampled(self, most: int) -> Tensor:
-        """Every k-th value from the first on, no more than ``most``, as :attr:`flat` has them."""
-        stride = max(1, -(-self.real.numel() // most))
-        return self._widened(self.real.reshape(-1)[::stride])
+        """No more than ``most`` of the values of :attr:`flat`: all, or those at :func:`sample_places`."""
+        if self.numel <= most:
+            return self.flat
+        return self.at(torch.from_numpy(sample_places(self.numel, most)).to(self.real.device))
 
     def at(self, places: Tensor) -> Tensor:
         """The values at those places of :attr:`flat`, ``[k]``."""
@@ -130,6 +141,20 @@ class Values:
     @cached_property
     def _scratch(self) -> Tensor:
         return torch.empty_like(self.flat)
+
+
+@lru_cache(maxsize=64)
+def sample_places(numel: int, most: int) -> NDArray[np.int64]:
+    """Places of a sample of values, ascending, ``[most]``: one in each of as many parts, by chance, always the same.
+
+    Places at equal distances would meet the same channels again and again.
+
+    Args:
+        numel: Number of the values, more than ``most``.
+        most: Positive.
+    """
+    bounds = np.arange(most + 1, dtype=np.int64) * numel // most
+    return bounds[:-1] + (np.random.default_rng(0).random(most) * np.diff(bounds)).astype(np.int64)
 
 
 def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> None:

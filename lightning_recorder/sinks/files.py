@@ -120,5 +120,5 @@ def _as_json(histogram: Histogram) -> dict[str, Any]:
     return {
         "edges": histogram.edges.tolist(),
         "counts": histogram.counts.tolist(),
-        **{name: _plain(getattr(histogram, name)) for name in ("min", "max", "sum", "sum_squares")},
+        **{name: _plain(getattr(histogram, name)) for name in ("min", "max", "sum", "sum_squares", "fraction")},
     }

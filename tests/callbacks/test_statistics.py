@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import threading
@@ -485,6 +486,7 @@ def test_a_callback_can_be_pickled_and_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["submodule", "whole"])
 def test_compiled_models_are_recorded_and_not_compiled_again(tmp_path: Path, how: str) -> None:
     """Recorded steps run eagerly and are seen; the compiled code of the others is compiled once."""
+    gc.collect()  # recorders of other tests that were left attached keep the process eager while they live
     torch._dynamo.reset()
     graphs: list[int] = []
 

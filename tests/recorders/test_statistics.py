@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.errors import RecorderWarning, RecordingError
+from lightning_recorder.errors import ArgumentError, RecorderWarning, RecordingError
 from lightning_recorder.recorders import ForwardOutput, SiteStatistics, StatisticsRecorder
-from lightning_recorder.reductions import SCALAR_STATISTICS, BatchMean, Norms, Statistics
+from lightning_recorder.reductions import SCALAR_STATISTICS, BatchMean, Norms, Reduction, Statistics, Values
 from lightning_recorder.selection import Selection
 from lightning_recorder.taps import OutputGradientTap, Site
 from tests.reductions.reference import Moments, assert_bins, extrema_of, tallies_of, values_of
@@ -361,7 +361,104 @@ def test_further_reductions_and_quantiles() -> None:
         "l2_norm": pytest.approx(math.sqrt(26), rel=1e-15),
         "abs_max": 4.0,
         "histogram_fraction": 0.5,
-        "quantile_0.5": 1.25,
+        "quantile_0.5": found.histogram.quantile(0.5),
     }
     assert {name: value.tolist() for name, value in found.tensors.items()} == {"batch_mean": [2.0, 2.0]}
     assert found.histogram.fraction == 0.5
+
+
+def test_an_extra_that_a_tensor_does_not_suit_costs_itself_alone() -> None:
+    """A reduction that refuses a tensor is left out at that site, with one warning for all sites; the rest goes on."""
+    modules = {"a": nn.Identity(), "b": nn.Identity()}
+    net = nn.Sequential(*modules.values())
+    recorder = StatisticsRecorder(modules, extra=[BatchMean(), Norms()])
+    with recorder:
+        net(torch.ones(2, 3))
+        with pytest.warns(RecorderWarning, match=r"BatchMean\(.*\) could not take 'out' of module 'a'") as told:
+            net(torch.ones(2, 4))
+        net(torch.ones(2, 4))
+    assert len(told) == 1
+    for site, seen in recorder.collect().items():
+        assert seen.scalars["count"] == 22.0, site
+        assert seen.scalars["l1_norm"] == 22.0
+        assert seen.tensors == {}
+    assert recorder.failed == frozenset()
+    recorder.reset()
+    recorder.revive()
+    with recorder:
+        modules["a"](torch.ones(2, 3))
+    assert recorder.collect()[Site("a", "out")].tensors["batch_mean"].tolist() == [1.0] * 3
+
+
+def test_an_extra_that_fails_raises_when_strict() -> None:
+    """With strict the error of a further reduction is raised and names the module."""
+    module = nn.Identity()
+    with StatisticsRecorder({"m": module}, extra=[BatchMean()], strict=True):
+        module(torch.ones(2, 3))
+        with pytest.raises(RecordingError, match="could not record module 'm': ArgumentError: BatchMean keeps numbers"):
+            module(torch.ones(2, 4))
+
+
+class Own(Reduction):
+    """A reduction of a user, with a fault to be chosen."""
+
+    width = 2
+    statistics: tuple[str, ...] = ("own",)
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        self.additive = fault != "merge"
+
+    def initial(self) -> Tensor:
+        return {"float32": torch.zeros(2), "width": torch.zeros(3).double(), "ones": torch.ones(2).double()}.get(
+            self.fault, torch.zeros(2).double()
+        )
+
+    def update_state(self, state: Tensor, values: Values) -> None:
+        state += 1
+
+    def summarize(self, state: Tensor) -> dict[str, Any]:
+        if self.fault == "later" and bool(state.any()):
+            raise ZeroDivisionError("of theirs")
+        own: dict[str, Any] = {
+            "first": state[0] / state[1],
+            "sum": state.sum(),
+            "number": 1.0,
+            "array": state[..., 0].numpy(),
+        }
+        return {"another" if self.fault == "name" else "own": own.get(self.fault, state[..., 0])}
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("first", r"summarize must give a number for each site, .*write state\[..., 0\].*; wrong is \['own'\]"),
+        ("sum", r"summarize must give a number for each site, .*wrong is \['own'\]"),
+        ("number", r"summarize must take several states at once"),
+        ("name", r"Own.summarize gives \['another'\], its statistics are \['own'\]"),
+        ("float32", r"Own.initial must give float64 of shape \(2,\), got torch.float32"),
+        ("width", r"Own.initial must give float64 of shape \(2,\), got torch.float64 of shape \(3,\)"),
+        ("ones", "is merged by adding, so it begins with zeros, or else has its own merge_states"),
+        ("merge", "is merged by adding, so it begins with zeros, or else has its own merge_states"),
+    ],
+)
+def test_a_reduction_that_breaks_the_contract_is_refused(fault: str, told: str) -> None:
+    """What is wrong with a reduction of one's own is said at construction, before a number is wrong by it."""
+    with pytest.raises(ArgumentError, match=told):
+        StatisticsRecorder({}, extra=[Own(fault)])
+
+
+def test_a_reduction_that_cannot_be_summarised_costs_itself_alone() -> None:
+    """Where a further reduction raises when its result is asked for, the others are there, and strict raises."""
+    module = nn.Identity()
+    for strict in (False, True):
+        recorder = StatisticsRecorder({"m": module}, extra=[Own("later"), Norms()], strict=strict)
+        with recorder:
+            module(torch.ones(2))
+        if strict:
+            with pytest.raises(ZeroDivisionError, match="of theirs"):
+                recorder.collect()
+        else:
+            with pytest.warns(RecorderWarning, match=r"Own\(.*\) is left out, its summarize failed: ZeroDivisionError"):
+                found = recorder.collect()[Site("m", "out")].scalars
+            assert ("own" in found, found["l1_norm"]) == (False, 2.0)

@@ -458,13 +458,8 @@ def live(make: Make, device: str, dtype: torch.dtype) -> Reduction:
     state.merge(other)
     state.compute()
     other.restart(other.state)
-    state.load_state_dict({name: value.to("cpu") for name, value in make_up(state.state_dict()).items()})
+    state.state_dict()
     return state
-
-
-def make_up(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with real tensors in place of those on the meta device, which cannot be copied to another."""
-    return {name: torch.zeros_like(value, device="cpu") if value.is_meta else value for name, value in state.items()}
 
 
 @each_reduction

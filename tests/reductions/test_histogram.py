@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.reductions import ExponentHistogram, Histogram
+from lightning_recorder.reductions import ExponentHistogram, Histogram, Values
 from lightning_recorder.reductions.edges import between_edges
-from lightning_recorder.reductions.values import count_bins
+from lightning_recorder.reductions.values import count_bins, sample_places
 from tests.reductions.reference import assert_bins, bin_of, to_float32, values_of
 from tests.reductions.strategies import FLOATS, streams, tensors
 
@@ -175,9 +175,9 @@ def test_all_bins_are_fine_enough() -> None:
 
 
 def test_a_sample_is_told_in_the_result() -> None:
-    """With a sample every k-th value is counted, and the share that was counted is a statistic."""
+    """With a sample one value of each part is counted, and the share that was counted is a statistic."""
     sampled = ExponentHistogram(sample=2)
-    sampled.update(torch.tensor([1.0, 2.0, 2.0, 4.0, 8.0]))  # every third: 1 and 4
+    sampled.update(torch.tensor([1.0, 1.0, 4.0, 4.0, 4.0]))  # of the first two and of the last three
     summary = sampled.compute()
     assert [int(summary["histogram"][place]) for place in (508, 512, 516, 520)] == [1, 0, 1, 0]
     assert float(summary["histogram_fraction"]) == 0.4
@@ -190,13 +190,30 @@ def test_a_sample_is_told_in_the_result() -> None:
 @settings(max_examples=50)
 @given(streams, st.integers(1, 9))
 def test_a_sample_is_that_of_each_tensor(stream: list[Tensor], sample: int) -> None:
-    """For every type and shape the bins are those of the k-th values of each tensor, k as small as the limit allows."""
+    """Of every type and shape one value of each of equal parts counts, the same each time; all where they are few."""
     histogram, kept = ExponentHistogram(sample=sample), []
     for tensor in stream:
         histogram.update(tensor)
         values = values_of([tensor])
-        kept += values[:: max(1, math.ceil(len(values) / sample))]
+        if len(values) > sample:
+            places = sample_places(len(values), sample).tolist()
+            parts = [[i * len(values) // sample, (i + 1) * len(values) // sample] for i in range(sample)]
+            assert all(low <= place < high for place, (low, high) in zip(places, parts, strict=True))
+            values = [values[place] for place in places]
+        kept += values
     assert_bins(histogram.compute()["histogram"], kept)
+
+
+@pytest.mark.parametrize("shape", [(4096, 256), (64, 16, 8, 8), (100, 300), (70, 30, 50)])
+def test_a_sample_meets_all_channels(shape: tuple[int, ...]) -> None:
+    """Whatever the sizes of the dimensions, a sample has about as many values of each index of each of them."""
+    for dim, size in enumerate(shape):
+        index = torch.arange(size).reshape([-1 if place == dim else 1 for place in range(len(shape))]).expand(shape)
+        for sample in (4096, index.numel() // 16):
+            counts = torch.bincount(Values(index).sampled(sample).long(), minlength=size)
+            expected = counts.sum() / size
+            # Within five standard deviations of what a random sample has.
+            assert float((counts - expected).abs().max()) <= 5 * float(expected.sqrt())
 
 
 def test_quantiles_by_hand() -> None:

@@ -70,6 +70,19 @@ def test_a_stream_of_many_values_agrees_with_the_reference() -> None:
     assert_statistics(statistics(*tensor.split(7_001)), [tensor])
 
 
+@pytest.mark.slow
+def test_more_values_than_an_int_counts_by_the_passes_of_torch() -> None:
+    """Of 2**31 + 7 booleans each is counted, in pieces, by the passes that work everywhere."""
+    count = 2**31 + 7
+    tensor = torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(torch.bool)
+    reduction = Statistics(sample=4096)
+    reduction.update(tensor)
+    assert reduction.state[:9].tolist() == [count, 0, 0, 0, 0, count, count, 0, 0]
+    summary = reduction.compute()
+    assert float(summary["histogram_fraction"]) == 4096 / count
+    assert int(summary["histogram"][0]) == 4096
+
+
 def test_the_parts_are_those_reductions() -> None:
     """The state is the states of the four reductions side by side, to the bit."""
     whole = Statistics()

@@ -47,12 +47,12 @@ def test_large_tensors_come_in_pieces(numel: int) -> None:
     assert torch.equal(torch.cat([piece.flat for piece in pieces]), torch.arange(numel, dtype=torch.float32) * 0.5)
 
 
-def test_a_sample_is_every_kth_value() -> None:
-    """A sample begins with the first value and takes as few strides as give no more than was asked for."""
+def test_a_sample_has_a_value_of_each_part() -> None:
+    """A sample has one value of each of so many equal parts, or all values, widened and multiplied."""
     values = Values(torch.arange(10), 2.0)
     assert values.sampled(10).tolist() == values.sampled(99).tolist() == values.flat.tolist()
-    assert values.sampled(4).tolist() == [0, 6, 12, 18]
-    assert values.sampled(1).tolist() == [0]
+    pairs = [int(value) // 2 for value in values.sampled(5).tolist()]
+    assert [place // 2 for place in pairs] == [0, 1, 2, 3, 4]
     assert Values(torch.zeros(0)).sampled(3).tolist() == []
 
 

@@ -68,6 +68,7 @@ def test_histograms_are_lines_of_json(tmp_path: Path) -> None:
         "max": 3.0,
         "sum": 2.5,
         "sum_squares": 11.75,
+        "fraction": 1.0,
     }
     assert (line["histograms"]["none"]["min"], line["histograms"]["none"]["counts"]) == ("nan", [0])
 
