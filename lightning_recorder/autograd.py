@@ -64,6 +64,14 @@ except ImportError:
 
 
 try:
+    from torch import _is_functional_tensor
+except ImportError:
+
+    def _is_functional_tensor(t: Tensor) -> bool:
+        return False
+
+
+try:
     from torch._C._functorch import peek_interpreter_stack
 except ImportError:
 
@@ -122,7 +130,7 @@ def is_transformed(tensor: Tensor) -> bool:
 
     Fallback: ``False``, and the update that then raises becomes a warning.
     """
-    return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor))
+    return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor) or _is_functional_tensor(tensor))
 
 
 def set_grad_enabled(enabled: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError, SelectionError, tell
+from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, tell
 from lightning_recorder.sinks import FilesSink, MultiSink, Sink, sinks_for_loggers
 
 __all__ = ["RecorderCallback", "guarded"]
@@ -107,7 +107,11 @@ class RecorderCallback(Callback):
     @guarded
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end(trainer)
+        try:
+            self._end(trainer)
+        except Exception as error:  # noqa: BLE001 - also with strict: it must not take the place of the exception
+            self.release(None)
+            tell(f"{type(self).__name__} could not write all that it had recorded: {describe_error(error)}")
 
     @guarded
     @override

@@ -116,13 +116,13 @@ class StatisticsCallback(RecorderCallback):
     @property
     def latest(self) -> dict[Site, SiteStatistics]:
         """What was recorded last, by site; waits for what is being written."""
-        self._queue.drain()
+        self._queue.wait()
         return self._latest
 
     @property
     def latest_step(self) -> int | None:
         """The step of :attr:`latest`, as ``self.log`` counts; ``None`` when there is none."""
-        self._queue.drain()
+        self._queue.wait()
         return self._latest_step
 
     def factor(self, trainer: Trainer, pl_module: LightningModule) -> float:

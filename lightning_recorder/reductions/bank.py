@@ -134,14 +134,18 @@ class StateBank(Generic[Key]):
             _settle(rows)
             # A copy in any case, since the states go on; on a GPU a single one travels.
             states = torch.cat([block.states[: len(block.keys)] for block in blocks]).to("cpu")
-            for key, row, state in zip(keys, rows, states, strict=True):
-                if key in places:
-                    row.reduction.merge_states(places[key], state)
-            new = [index for index, key in enumerate(keys) if key not in places]
+            new = []
+            for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
+                if key not in places:
+                    new.append(index)
+                    places[key] = states[index]
+                elif len(places[key]) == len(states[index]):  # of another shape on another device: one is enough
+                    row.reduction.merge_states(places[key], states[index])
+            if len(new) < len(keys):
+                states = states[new]
+                places.update(zip([keys[index] for index in new], states, strict=True))
             if new:
-                keys, states = [keys[index] for index in new], states[new] if places else states
-                places.update(zip(keys, states, strict=True))
-                groups.append(Collected(rows[0].reduction, keys, states))
+                groups.append(Collected(rows[0].reduction, [keys[index] for index in new], states))
         return groups
 
     def reset(self) -> None:

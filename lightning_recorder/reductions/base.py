@@ -173,7 +173,8 @@ class Reduction(ABC):
         if not self.is_sized:
             self.__dict__.update(vars(self.sized_for(values)))
         if self.state.device != tensor.device:
-            self._state = self.state.to(tensor.device)
+            with torch.inference_mode(False):
+                self._state = self.state.to(tensor.device)
         self.add(self.state, values)
 
     @torch.no_grad()

@@ -171,7 +171,8 @@ class Combined(Reduction):
             own = f"{place}."
             part._state = None
             part.load_state_dict({key[len(own) :]: value for key, value in state_dict.items() if key.startswith(own)})
-        state = torch.cat([part.state for part in loaded])
+        with torch.inference_mode(False):
+            state = torch.cat([part.state for part in loaded])
         for part in loaded:
             part._state = None
         self.parts = tuple(loaded)

@@ -91,11 +91,17 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
     ):
         tensor = tensor.contiguous()
     numel = tensor.numel()
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # a tensor inside a transform of torch.func
+        return False
+    if not pointer and numel:  # zeros that have no memory, as autograd gives them, or a wrapper
+        return False
     places, sampled = 0, -1
     if sample is not None:
         sampled = min(sample, numel)
         places = sample_places(numel, sample).ctypes.data if numel > sample else 0
-    kernel(tensor.data_ptr(), numel, kind, values.factor, places, sampled, torch.get_num_threads(), row.data_ptr())
+    kernel(pointer, numel, kind, values.factor, places, sampled, torch.get_num_threads(), row.data_ptr())
     return True
 
 

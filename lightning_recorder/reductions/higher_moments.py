@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.reductions.moments import moments_of
+from lightning_recorder.reductions.moments import moments_of, sum_of_products
 from lightning_recorder.reductions.scalar import ScalarReduction
 from lightning_recorder.reductions.values import Values
 
@@ -47,7 +47,7 @@ class HigherMoments(ScalarReduction):
     def words_of(self, values: Values) -> Sequence[Tensor]:
         count, mean, m2, deviations = moments_of(values)
         squares = deviations.square()
-        return count, mean, m2, squares.dot(deviations), squares.dot(squares)
+        return count, mean, m2, sum_of_products(squares, deviations), sum_of_products(squares, squares)
 
     @override
     def merge_states(self, state: Tensor, other: Tensor) -> None:

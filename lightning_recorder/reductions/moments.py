@@ -12,7 +12,7 @@ from lightning_recorder.errors import check_integer
 from lightning_recorder.reductions.scalar import ScalarReduction
 from lightning_recorder.reductions.values import Values, finite_or_zero_
 
-__all__ = ["RunningMoments", "merged_moments", "moments_of"]
+__all__ = ["RunningMoments", "merged_moments", "moments_of", "sum_of_products"]
 
 
 class RunningMoments(ScalarReduction):
@@ -83,7 +83,15 @@ def moments_of(values: Values) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mean = values.finite.sum(dtype=torch.float64) / count.clamp(min=1)
     # A copy, whatever the type. A NaN or an infinity is still one after the subtraction, and adds nothing.
     deviations = finite_or_zero_(values.flat.to(torch.float64, copy=True).sub_(mean))
-    return count, mean, deviations.dot(deviations), deviations
+    return count, mean, sum_of_products(deviations, deviations), deviations
+
+
+def sum_of_products(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of the products of two float64 tensors, ``[numel]``, 0-d.
+
+    Not their dot product, which adds in few lanes: of many equal small ones beside a huge one it loses too much.
+    """
+    return (one * other).sum()
 
 
 def merged_moments(one: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_recorder.reductions.moments import sum_of_products
 from lightning_recorder.reductions.scalar import ScalarReduction
 from lightning_recorder.reductions.values import Values
 
@@ -37,7 +38,7 @@ class Norms(ScalarReduction):
         sizes = values.finite.abs()
         # Zero takes the place of a value that is not finite, which is wrong only where no other is there.
         largest = torch.where(values.finite_count > 0, sizes.amax().double(), -torch.inf)
-        return largest, sizes.sum(dtype=torch.float64), values.doubles.dot(values.doubles)
+        return largest, sizes.sum(dtype=torch.float64), sum_of_products(values.doubles, values.doubles)
 
     @override
     def merge_states(self, state: Tensor, other: Tensor) -> None:

@@ -65,7 +65,7 @@ class Reservoir(Reduction):
         counters = (state[0].long() + numbers) * 4
         first, inside, spacing, order = (_uniform(counters + draw, self._seed) for draw in range(4))
         # The k least of n uniform numbers: each is the least of those that are left above the one before.
-        keys = -torch.expm1((torch.log1p(-spacing) / (values.numel - numbers)).cumsum(0))
+        keys = -torch.expm1(_running_sum(torch.log1p(-spacing) / (values.numel - numbers)))
         # One in each of equal parts, so all are different; from a random place on, since parts are equal but for one.
         bounds = torch.arange(drawn + 1, device=state.device) * values.numel // drawn
         places = bounds[:-1] + (inside * bounds.diff()).long() + (first[0] * values.numel).long()
@@ -89,6 +89,15 @@ class Reservoir(Reduction):
     @override
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
         return {"sample": state[..., 1 + self.size :]}
+
+
+def _running_sum(numbers: Tensor) -> Tensor:
+    """The sum of each number and those before it; torch's own is not deterministic on a GPU."""
+    shift = 1
+    while shift < len(numbers):
+        numbers = numbers + torch.nn.functional.pad(numbers[:-shift], (shift, 0))
+        shift *= 2
+    return numbers
 
 
 def _uniform(counters: Tensor, seed: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -24,16 +25,21 @@ class BackgroundQueue:
 
     Note:
         The thread does not keep a process from ending, so :meth:`drain` belongs before the end. A copy of a queue, also
-        one in a process that was forked, begins with nothing to do.
+        one in a process that was forked, begins with nothing to do. A job that never ends keeps :meth:`drain` waiting.
     """
 
     def __init__(self, limit: int = 16, *, idle_s: float = 1.0) -> None:
         self.limit = limit
         self.idle_s = idle_s
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._jobs: queue.Queue[Job] = queue.Queue(self.limit)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._doing: int | None = None  # the thread that is inside a job
 
     def __reduce__(self) -> tuple[Callable[[], BackgroundQueue], tuple[()]]:
         return partial(BackgroundQueue, self.limit, idle_s=self.idle_s), ()
@@ -44,25 +50,50 @@ class BackgroundQueue:
         Raises:
             BaseException: What an earlier job raised; this one is done nevertheless.
         """
+        self._leave_parent()
         error, self._error = self._error, None
         self._jobs.put(job)
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="lightning_recorder", daemon=True)
-                self._thread.start()
+        self._see_to_it()
         if error is not None:
             raise error
 
+    def wait(self) -> None:
+        """Wait until nothing is left to do; from inside a job, return at once."""
+        self._leave_parent()
+        if threading.get_ident() != self._doing:
+            self._see_to_it()
+            self._jobs.join()
+
     def drain(self) -> None:
-        """Wait until nothing is left to do.
+        """Wait until nothing is left to do; from inside a job, return at once.
 
         Raises:
             BaseException: What a job raised.
         """
-        self._jobs.join()
+        self.wait()
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _leave_parent(self) -> None:
+        """In a process that was forked neither the thread nor the jobs of the other are ours."""
+        if self._process != os.getpid():
+            self._begin()
+
+    def _see_to_it(self) -> None:
+        """Have a thread for the jobs; where none can be started, do them here."""
+        with self._lock:
+            if self._jobs.unfinished_tasks == 0 or (self._thread is not None and self._thread.is_alive()):
+                return
+            thread = threading.Thread(target=self._work, name="lightning_recorder", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+                return
+            except RuntimeError:  # too many threads, or the interpreter is ending
+                pass
+        while not self._jobs.empty():
+            self._do(self._jobs.get())
 
     def _work(self) -> None:
         while True:
@@ -74,9 +105,14 @@ class BackgroundQueue:
                         self._thread = None
                         return
                 continue
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001 - it is raised again, where it can be handled
-                self._error = self._error or error
-            finally:
-                self._jobs.task_done()
+            self._do(job)
+
+    def _do(self, job: Job) -> None:
+        self._doing = threading.get_ident()
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001 - it is raised again, where it can be handled
+            self._error = self._error or error
+        finally:
+            self._doing = None
+            self._jobs.task_done()

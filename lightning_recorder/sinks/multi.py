@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
@@ -62,7 +64,8 @@ class MultiSink(Sink):
             if id(sink) in self._failed and not closing:
                 continue
             try:
-                shown |= bool(call(sink))
+                with _turn(sink):
+                    shown |= bool(call(sink))
             except Exception as error:  # noqa: BLE001 - a back end may raise anything
                 errors.append(error)
                 if not self.strict and id(sink) not in self._failed:
@@ -107,3 +110,17 @@ class MultiSink(Sink):
 
     def _all(self) -> list[Sink]:
         return self.sinks if self.fallback is None else [*self.sinks, self.fallback]
+
+
+# Two callbacks that were given one sink write to it in threads of their own.
+_TURNS: WeakKeyDictionary[Sink, threading.RLock] = WeakKeyDictionary()
+_LOCK = threading.RLock()
+
+
+def _turn(sink: Sink) -> threading.RLock:
+    """What a thread holds while it writes to the sink."""
+    with _LOCK:
+        try:
+            return _TURNS.setdefault(sink, threading.RLock())
+        except TypeError:  # a sink that cannot be a key shares its turns with others of the kind
+            return _LOCK

@@ -605,3 +605,40 @@ def test_wrong_reductions_raise_at_construction(arguments: dict[str, Any], told:
     """Reductions that can never work are refused before the fit."""
     with pytest.raises(ArgumentError, match=told):
         ActivationRecorder(**arguments)
+
+
+class Failing(MemorySink):
+    """A sink whose disk is full."""
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        raise OSError("disk full")
+
+
+def test_a_strict_error_survives_a_checkpoint(tmp_path: Path) -> None:
+    """With strict what a sink raises in the background ends the fit, also where a checkpoint waits for it first."""
+    recorder = ActivationRecorder(every_n_train_steps=1, sinks=[Failing()], strict=True)
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    with pytest.raises(OSError, match="disk full"):
+        fit(Classifier(), tmp_path, [recorder, checkpoint], logger=False, enable_checkpointing=True)
+
+
+def test_a_strict_error_takes_no_other_exceptions_place(tmp_path: Path) -> None:
+    """Where the training itself raises, that is what comes out of the fit, and an error of ours is a warning."""
+
+    class Broken(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            if batch_idx == 1:
+                raise ValueError("of the user")
+            return super().training_step(batch, batch_idx)
+
+    class Slow(Failing):
+        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+            time.sleep(0.3)
+            return super().write_scalars(step, scalars)
+
+    recorder = ActivationRecorder(every_n_train_steps=2, sinks=[Slow()], strict=True)
+    with (
+        pytest.warns(RecorderWarning, match="could not write all that it had recorded: OSError: disk full"),
+        pytest.raises(ValueError, match="of the user"),
+    ):
+        fit(Broken(), tmp_path, [recorder], logger=False)

@@ -366,3 +366,13 @@ def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
     """A whole life runs on meta tensors, and reads no number elsewhere."""
     tensors = [torch.arange(12).reshape(3, 4).to(dtype), torch.ones(1, 4).to(dtype)]
     assert_nothing_waits(combined(*ALL), *tensors)
+
+
+def test_a_state_loaded_in_inference_mode_can_be_updated_outside() -> None:
+    """A combination that takes the shape of its tensors and was loaded inside inference mode goes on outside it."""
+    saved = reduced(combined(BatchMean, Extrema), SAMPLES[0]).state_dict()
+    state = combined(BatchMean, Extrema)()
+    with torch.inference_mode():
+        state.load_state_dict(saved)
+    state.update(SAMPLES[0])
+    assert state.compute()["max"] == SAMPLES[0].max()

@@ -153,6 +153,24 @@ def test_what_it_cannot_read_is_left_to_torch(tensor: Tensor) -> None:
     assert torch.equal(state, Statistics().initial())
 
 
+def test_zeros_without_memory_are_counted() -> None:
+    """A gradient that autograd gives as zeros without memory, as that of ``sgn``, counts as so many zeros."""
+    seen: list[Tensor] = []
+    statistics = Statistics()
+
+    def see(grad: Tensor) -> None:
+        seen.append(grad.clone())
+        statistics.update(grad)
+
+    x = torch.randn(2, 3, requires_grad=True)
+    y = x * 1
+    y.register_hook(see)
+    y.sgn().sum().backward()
+    assert seen[0].tolist() == [[0.0] * 3] * 2
+    summary = statistics.compute()
+    assert (float(summary["count"]), float(summary["zero_fraction"])) == (6.0, 1.0)
+
+
 @needs_compiler
 def test_nothing_of_torch_runs() -> None:
     """The pass calls no operator of torch, so that neither autograd nor a graph capture nor a mode sees it."""

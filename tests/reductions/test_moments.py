@@ -121,3 +121,12 @@ def test_many_small_batches_lose_nothing() -> None:
     for single in singles.double():
         moments.merge_states(state, single)
     Moments.of(values_of(batches)).assert_near(moments.summarize(state))
+
+
+def test_many_equal_values_beside_a_huge_one_stay_within_the_bound() -> None:
+    """Squares whose rounding goes one way, as those of many equal values beside an outlier, are added well enough."""
+    values = torch.ones(2**18, dtype=torch.float64)
+    values[0] = 3e24
+    moments = RunningMoments()
+    moments.update(values)
+    Moments.of(values.tolist()).assert_near(moments.compute())

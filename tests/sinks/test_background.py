@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -117,6 +118,72 @@ def test_a_copy_begins_with_nothing_to_do(copied: Callable[[BackgroundQueue], Ba
     other.drain()
     with pytest.raises(OSError, match="disk full"):
         jobs.drain()
+
+
+def test_a_job_may_wait_for_the_queue() -> None:
+    """A job that waits for the queue it is in goes on at once, and does not wait for itself."""
+    done: list[int] = []
+    jobs = BackgroundQueue()
+
+    def job(number: int) -> None:
+        jobs.drain()
+        done.append(number)
+
+    for number in range(20):
+        jobs.submit(partial(job, number))
+    jobs.drain()
+    assert done == list(range(20))
+
+
+@pytest.mark.parametrize("cause", [RuntimeError, KeyboardInterrupt])
+def test_a_thread_that_cannot_be_started_loses_no_job(
+    cause: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no thread can be started the job is done by the caller; after an interruption the next one sees to it."""
+    done: list[int] = []
+    jobs = BackgroundQueue()
+
+    def start(self: threading.Thread) -> None:
+        raise cause
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        if cause is RuntimeError:
+            jobs.submit(partial(done.append, 1))
+            assert done == [1]
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                jobs.submit(partial(done.append, 1))
+    jobs.drain()
+    jobs.submit(partial(done.append, 2))
+    jobs.drain()
+    assert done == [1, 2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_process_begins_with_nothing_to_do() -> None:
+    """In a process that was forked while a job was being done the queue is empty, and jobs are done there."""
+    code = """
+import os, signal, threading
+from lightning_recorder.sinks import BackgroundQueue
+go = threading.Event()
+jobs = BackgroundQueue()
+jobs.submit(go.wait)
+jobs.submit(lambda: print("of the parent", flush=True))
+if os.fork() == 0:
+    signal.alarm(30)
+    jobs.drain()
+    jobs.submit(lambda: print("of the child", flush=True))
+    jobs.drain()
+    os._exit(0)
+os.wait()
+go.set()
+jobs.drain()
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["of the child", "of the parent"]
 
 
 def test_the_thread_keeps_no_process_from_ending() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -208,3 +210,30 @@ def test_a_full_disk_costs_the_files_alone(tmp_path: Path) -> None:
         multi.write_scalars(1, {"a": 1.0})
     multi.write_scalars(2, {"a": 2.0})
     assert memory.scalars == {"a": {1: 1.0, 2: 2.0}}
+
+
+def test_a_sink_is_written_to_by_one_thread_at_a_time() -> None:
+    """Two that were given the same sink, in threads of their own, take turns."""
+    inside: list[int] = []
+    most: list[int] = []
+
+    class Counting(MemorySink):
+        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+            inside.append(step)
+            time.sleep(0.001)
+            most.append(len(inside))
+            inside.pop()
+            return True
+
+    sink = Counting()
+
+    def write() -> None:
+        for step in range(20):
+            MultiSink([sink]).write_scalars(step, {"a": 1.0})
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 60
