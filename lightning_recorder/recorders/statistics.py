@@ -23,6 +23,7 @@ from lightning_recorder.reductions import (
     to_histogram,
 )
 from lightning_recorder.taps import OutputTap, Site, Tap
+from lightning_recorder.unrecorded import unrecorded
 
 _UNSHOWN = ("sum", "variance")  # they follow from the others
 
@@ -141,9 +142,11 @@ class StatisticsRecorder:
         """What each tensor is multiplied by before it is reduced: the inverse of a loss scale, for gradients."""
         statistics = Statistics(sample=sample, quantiles=quantiles)
         further = (extra,) if isinstance(extra, Reduction) else tuple(extra)
-        for reduction in Combined([statistics, *further]).parts:  # which refuses wrong ones and equal names
-            if reduction.is_sized:
-                reduction.validate()
+        Combined([statistics, *further])  # refuses what is no reduction, and equal names
+        with unrecorded():
+            for reduction in further:
+                if reduction.is_sized:
+                    reduction.validate()
         self.strict = strict
         self._bank: StateBank[Site] = StateBank(statistics)
         # Of their own, so that one which a tensor does not suit costs none of the others.
