@@ -24,6 +24,7 @@ enum { COUNT, MEAN, M2, MIN, MAX, NUMEL, ZEROS, NANS, INFINITIES, HISTOGRAM };
 typedef struct {
   double count, mean, m2, min, max;
   int64_t zeros, nans, infinities;
+  const int64_t *place, *last; /* of the sampled values those that are still to come */
   int64_t in_tables, bins[BINS];
   uint16_t tables[4][BINS + PAD]; /* several, so that equal neighbours do not wait for each other, and small to stay near */
 } Part;
@@ -146,6 +147,22 @@ static void count_bins(const float *x, int n, Part *part) {
   part->in_tables += BLOCK; /* as if the block had been full, so that no table gets more than a fourth */
 }
 
+/* Of a block whose first value is the at-th of the array, the sampled ones, while it lies in the cache. */
+static void count_places(const float *x, int64_t at, int n, Part *part) {
+  for (; part->place < part->last && *part->place < at + n; part->place++) {
+    uint32_t bits;
+    memcpy(&bits, x + (*part->place - at), sizeof bits);
+    part->bins[bits >> 21]++;
+  }
+}
+
+static void count_block(const float *x, int64_t at, int n, int exact, Part *part) {
+  if (exact)
+    count_bins(x, n, part);
+  else
+    count_places(x, at, n, part);
+}
+
 static void part_of_floats(const void *data, int64_t from, int64_t to, double factor, int exact, Part *part) {
   const float *values = data;
   float scale = (float)factor, scaled[BLOCK];
@@ -157,7 +174,7 @@ static void part_of_floats(const void *data, int64_t from, int64_t to, double fa
       x = scaled;
     }
     block_of_floats(x, n, part);
-    if (exact) count_bins(x, n, part);
+    count_block(x, at, n, exact, part);
   }
 }
 
@@ -173,7 +190,7 @@ static void part_of_doubles(const void *data, int64_t from, int64_t to, double f
       narrow[i] = fabs(x) == INFINITY || x != x ? (float)x : x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
     }
     block_of_doubles(scaled, n, part);
-    if (exact) count_bins(narrow, n, part);
+    count_block(narrow, at, n, exact, part);
   }
 }
 
@@ -188,24 +205,8 @@ static void part_of_bfloats(const void *data, int64_t from, int64_t to, double f
     if (scale != 1)
       for (int i = 0; i < n; i++) wide[i] *= scale;
     block_of_floats(wide, n, part);
-    if (exact) count_bins(wide, n, part);
+    count_block(wide, at, n, exact, part);
   }
-}
-
-/* The at-th value of an array of the given kind, times a factor, as the float of which the bin is counted. */
-static float value_at(const void *data, int kind, int64_t at, double factor) {
-  if (kind == 1) {
-    double x = ((const double *)data)[at] * factor;
-    return fabs(x) == INFINITY || x != x ? (float)x : x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
-  }
-  float x;
-  if (kind == 0)
-    x = ((const float *)data)[at];
-  else {
-    uint32_t bits = (uint32_t)((const uint16_t *)data)[at] << 16;
-    memcpy(&x, &bits, sizeof x);
-  }
-  return (float)factor != 1 ? x * (float)factor : x;
 }
 
 typedef void (*PartOf)(const void *, int64_t, int64_t, double, int, Part *);
@@ -213,8 +214,8 @@ typedef void (*PartOf)(const void *, int64_t, int64_t, double, int, Part *);
 static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats};
 
 /* Adds numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. With a number of
-   sampled values that is not negative only those at the places go to the bins, without places all, and one word more
-   tells how many values there were. */
+   sampled values that is not negative only those at the places, which ascend, go to the bins, or all if there are no
+   places, and one word more tells how many values there were. */
 void add_statistics(const void *data, int64_t numel, int kind, double factor, const int64_t *places, int64_t sampled,
                     int threads, double *row) {
   int exact = sampled < 0 || !places;
@@ -229,6 +230,9 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, co
     memset(parts + t, 0, sizeof *parts);
     parts[t].min = INFINITY;
     parts[t].max = -INFINITY;
+    parts[t].place = places;
+    parts[t].last = exact ? places : places + sampled;
+    while (parts[t].place < parts[t].last && *parts[t].place < from) parts[t].place++;
     if (from < to) PARTS[kind](data, from, to, factor, exact, parts + t);
     empty_tables(parts + t);
   }
@@ -243,13 +247,6 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, co
     row[INFINITIES] += (double)part->infinities;
     for (int bin = 0; bin < BINS; bin++) row[HISTOGRAM + bin] += (double)part->bins[bin];
   }
-  if (!exact)
-    for (int64_t i = 0; i < sampled; i++) {
-      float x = value_at(data, kind, places[i], factor);
-      uint32_t bits;
-      memcpy(&bits, &x, sizeof bits);
-      row[HISTOGRAM + (bits >> 21)]++;
-    }
   if (sampled >= 0) row[HISTOGRAM + BINS] += (double)numel;
   if (parts != &own) free(parts);
 }
