@@ -69,9 +69,13 @@ class StatisticsCallback(RecorderCallback):
             hint = hint or "; further ones are given by extra=[…]"
             known, got = ", ".join(SCALAR_STATISTICS), ", ".join(map(repr, unknown))
             raise ArgumentError(f"statistics knows {known}; got {got}{hint}")
-        # A copy of each for each site is made when its tensor is seen.
-        self._reduced = partial(StatisticsRecorder, extra=extra, quantiles=quantiles, sample=histogram_sample)
-        self._reduced({}, self.tap)  # raises what is wrong with them now and not when the fit starts
+        self._make_recorder = partial(
+            StatisticsRecorder,
+            extra=extra if isinstance(extra, Reduction) else _listed("extra", extra),
+            quantiles=_listed("quantiles", quantiles),
+            sample=histogram_sample,
+        )
+        self._make_recorder({}, self.tap)  # raises what is wrong now and not when the fit starts
         self.histograms = histograms
         self.dump = dump
         self._latest: dict[Site, SiteStatistics] = {}
@@ -93,7 +97,7 @@ class StatisticsCallback(RecorderCallback):
             return
         self._due = self.schedule or EveryNSteps(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__
         self._queue = BackgroundQueue()
-        self._recorder = self._reduced(modules, self.tap, strict=self.strict)
+        self._recorder = self._make_recorder(modules, self.tap, strict=self.strict)
         self._window = None
         self.open_sinks(trainer, recorder_directory(trainer))
         if self.dump:
@@ -250,3 +254,10 @@ class StatisticsCallback(RecorderCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_recorder": None, "_window": None}
+
+
+def _listed(name: str, given: object) -> tuple[Any, ...]:
+    """What was given as a tuple, so that each fit finds all of it, also where it can be gone through only once."""
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"{name} takes a list, got {given!r}")
+    return tuple(given)

@@ -67,8 +67,7 @@ class Provenance:
 def _storage(tensor: Tensor) -> StorageWeakRef | None:
     try:
         return None if is_lazy(tensor) else StorageWeakRef(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):
-        # Sparse tensors and the wrappers of torch.func have none.
+    except (NotImplementedError, RuntimeError):  # of torch: sparse tensors and the wrappers of torch.func have none
         return None
 
 

@@ -59,12 +59,14 @@ class Snapshot:
         names: The modules, in order.
         groups: The states of their sites.
         further: The same of each further reduction, with the sites at which it is left out.
+        told: The places of those in ``further`` of which it was said that they cannot be summarised; grows.
         strict: Raise what goes wrong in a further reduction instead of warning and leaving it out.
     """
 
     names: tuple[str, ...]
     groups: list[Collected[Site]]
     further: list[tuple[Reduction, list[Collected[Site]], frozenset[Site]]] = field(default_factory=list)
+    told: set[int] = field(default_factory=set)
     strict: bool = False
 
     @torch.no_grad()
@@ -76,13 +78,15 @@ class Snapshot:
                 # A row that was handed out for an earlier step and has seen nothing since is no result.
                 if scalars["count"] or scalars["nan_count"] or scalars["inf_count"]:
                     found[site] = SiteStatistics(scalars, tensors["histogram"].long(), {})
-        for reduction, groups, left_out in self.further:
+        for place, (reduction, groups, left_out) in enumerate(self.further):
             try:
                 summaries = [each for group in groups for each in _by_site(group)]
             except Exception as error:
                 if self.strict:
                     raise
-                tell(f"{reduction} is left out, its summarize failed: {describe_error(error)}")
+                if place not in self.told:
+                    self.told.add(place)
+                    tell(f"{reduction} is left out, its summarize failed: {describe_error(error)}")
                 continue
             for site, scalars, tensors in summaries:
                 if site in found and site not in left_out:
@@ -143,14 +147,12 @@ class StatisticsRecorder:
         statistics = Statistics(sample=sample, quantiles=quantiles)
         further = (extra,) if isinstance(extra, Reduction) else tuple(extra)
         Combined([statistics, *further])  # refuses what is no reduction, and equal names
-        with unrecorded():
-            for reduction in further:
-                if reduction.is_sized:
-                    reduction.validate()
         self.strict = strict
-        self._bank: StateBank[Site] = StateBank(statistics)
-        # Of their own, so that one which a tensor does not suit costs none of the others.
-        self._further: list[StateBank[Site]] = [StateBank(reduction) for reduction in further]
+        with unrecorded():
+            self._bank: StateBank[Site] = StateBank(statistics)
+            # Of their own, so that one which a tensor does not suit costs none of the others.
+            self._further: list[StateBank[Site]] = [StateBank(reduction) for reduction in further]
+        self._told: set[int] = set()
         self._left_out: list[set[Site]] = [set() for _ in further]
         self._tap = tap(modules, self._receive, condition=condition, strict=strict)
 
@@ -230,7 +232,7 @@ class StatisticsRecorder:
             (bank.reduction, bank.collect(), frozenset(left_out))
             for bank, left_out in zip(self._further, self._left_out, strict=True)
         ]
-        return Snapshot(tuple(self._tap.modules), self._bank.collect(), further, self.strict)
+        return Snapshot(tuple(self._tap.modules), self._bank.collect(), further, self._told, self.strict)
 
     def collect(self) -> dict[Site, SiteStatistics]:
         """The statistics of every site that was seen since the last reset, in the order of the modules."""

@@ -68,12 +68,17 @@ class StateBank(Generic[Key]):
     Args:
         reduction: The kind of state; of one whose width depends on the shape of the tensor, each key gets its own.
 
+    Raises:
+        ArgumentError: If the reduction does not keep the contract; of one that depends on the shape, from :meth:`add`.
+
     Note:
         Rows are handed out under a lock, because on a GPU forward and backward hooks run in different threads; updating
         a row takes none, as each key is updated by one thread.
     """
 
     def __init__(self, reduction: Reduction) -> None:
+        if reduction.is_sized:
+            reduction.validate()
         self.reduction = reduction
         self._rows: dict[tuple[Key, torch.device], _Row] = {}
         self._blocks: dict[tuple[torch.device, str], list[_Block[Key]]] = {}
@@ -107,7 +112,7 @@ class StateBank(Generic[Key]):
         with self._lock, torch.inference_mode(False), torch.no_grad():
             reduction = self.reduction.sized_for(values)
             blocks = self._blocks.setdefault((device, repr(reduction)), [])
-            if not blocks:
+            if not blocks and not self.reduction.is_sized:
                 reduction.validate()
             if not blocks and reduction.nbytes > _MUCH:
                 _log.info("%s are kept for each site: %s", f"{reduction.nbytes:,} bytes", reduction)
@@ -165,11 +170,15 @@ def _settle(rows: Sequence[_Row]) -> None:
     if reduction is None:
         return
     most = max(len(row.heads) for row in rows)
-    none = reduction.initial().to(rows[0].state.device)
-    padded = [head for row in rows for head in (*row.heads, *[none] * (most - len(row.heads)))]
-    heads = merged_along(reduction, torch.stack(padded).unflatten(0, (len(rows), most)))
+    padded = [list(row.heads) for row in rows]
+    if any(len(heads) < most for heads in padded):  # a copy to the device, for which one row alone need not wait
+        none = reduction.initial().to(rows[0].state.device)
+        padded = [heads + [none] * (most - len(heads)) for heads in padded]
+    merged = merged_along(
+        reduction, torch.stack([head for heads in padded for head in heads]).unflatten(0, (len(rows), most))
+    )
     own = torch.stack([row.state[: reduction.width] for row in rows])
-    reduction.merge_states(own, heads)
-    for row, merged in zip(rows, own, strict=True):
-        row.state[: reduction.width] = merged
+    reduction.merge_states(own, merged)
+    for row, words in zip(rows, own, strict=True):
+        row.state[: reduction.width] = words
         row.heads.clear()

@@ -27,13 +27,12 @@ class ExponentHistogram(Reduction):
 
     State: ``[2048]`` counts. Bins 0 to 1019 hold ``+0`` and the positive values in ascending order, 1024 to 2043 ``-0``
     and the negative ones by magnitude, the octaves from 1020 and from 2044 infinities and NaN; bin 0 of a sign reaches
-    to 2**-128. With ``sample`` one
-    word more: the number of all values.
+    to 2**-128, so zeros are told apart by :class:`Tallies`. With ``sample`` one word more: the number of all values.
 
     Statistics: ``histogram``, the counts; with ``sample`` also ``histogram_fraction``, the share of the values that
     were counted, 1 where none was left out; for each q of ``quantiles`` ``quantile_<q>``, the value below which the
     share q of the finite values lies. A quantile is interpolated in its bin, so it is off by less than the width of the
-    bin, a quarter of its magnitude (2**-126 around zero); NaN without a finite value.
+    bin, a quarter of its magnitude, below 2**-126 by 2**-128; NaN without a finite value.
 
     Args:
         sample: Count no more than this many values of a tensor, one of each of so many equal parts; by default all.

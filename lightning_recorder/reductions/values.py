@@ -23,7 +23,6 @@ __all__ = [
 ]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_EXPONENT_MASK = 0xFF
 _BIN_SHIFT = 21  # drops all but sign, exponent and the first two bits of the mantissa of a float32
 BINS = 1 << (32 - _BIN_SHIFT)
 # Values of which the temporaries of the passes fit into a cache of a CPU, and on a GPU into 128 MiB.
@@ -99,7 +98,8 @@ class Values:
         """No more than ``most`` of the values of :attr:`flat`: all, or those at :func:`sample_places`."""
         if self.numel <= most:
             return self.flat
-        return self.at(torch.from_numpy(sample_places(self.numel, most)).to(self.real.device))
+        # Without waiting for what the device is doing, as a plain copy to it would.
+        return self.at(torch.from_numpy(sample_places(self.numel, most)).to(self.real.device, non_blocking=True))
 
     def at(self, places: Tensor) -> Tensor:
         """The values at those places of :attr:`flat`, ``[k]``."""
@@ -143,7 +143,6 @@ class Values:
         return torch.empty_like(self.flat)
 
 
-@lru_cache(maxsize=64)
 def sample_places(numel: int, most: int) -> NDArray[np.int64]:
     """Places of a sample of values, ascending, ``[most]``: one in each of as many parts, by chance, always the same.
 
@@ -153,8 +152,17 @@ def sample_places(numel: int, most: int) -> NDArray[np.int64]:
         numel: Number of the values, more than ``most``.
         most: Positive.
     """
+    return (_kept_places if most <= _FEW_PLACES else _places)(numel, most)
+
+
+def _places(numel: int, most: int) -> NDArray[np.int64]:
     bounds = np.arange(most + 1, dtype=np.int64) * numel // most
     return bounds[:-1] + (np.random.default_rng(0).random(most) * np.diff(bounds)).astype(np.int64)
+
+
+# The same sizes come again at each step; for 64 of them no more than 8 MiB are kept.
+_kept_places = lru_cache(maxsize=64)(_places)
+_FEW_PLACES = 1 << 14
 
 
 def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> None:

@@ -595,6 +595,8 @@ def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         ({"extra": [Extrema()]}, "two of the reductions give 'min', 'max': leave one of them out"),
+        ({"extra": None}, "extra takes a list, got None"),
+        ({"quantiles": 0.5}, "quantiles takes a list, got 0.5"),
         ({"extra": [Extrema]}, r"got the class Extrema: write Extrema\(\)"),
         ({"quantiles": [2.0]}, "quantiles takes shares between 0 and 1, got 2.0"),
         ({"histogram_sample": 0}, "sample must be an integer of at least 1, got 0"),
@@ -642,3 +644,11 @@ def test_a_strict_error_takes_no_other_exceptions_place(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="of the user"),
     ):
         fit(Broken(), tmp_path, [recorder], logger=False)
+
+
+def test_what_can_be_gone_through_once_serves_every_fit(tmp_path: Path) -> None:
+    """Reductions and quantiles that are given by a generator are there in the first fit and in the second."""
+    recorder = ActivationRecorder("head", extra=(each for each in [Norms()]), quantiles=iter([0.5]))  # type: ignore[arg-type]  # a sequence is asked for
+    for run in ("first", "second"):
+        fit(Classifier(), tmp_path / run, [recorder], logger=False)
+        assert {"l2_norm", "quantile_0.5"} <= set(recorder.latest[Site("head", "out")].scalars)

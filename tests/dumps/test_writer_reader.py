@@ -211,7 +211,7 @@ def test_a_tensor_that_cannot_be_written(tmp_path: Path) -> None:
     """When a tensor has no values to write the dump from before stays."""
     path = tmp_path / "a.safetensors"
     write_dump(path, {"fc/mean": torch.tensor(1.0)}, {})
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError):  # torch's own, of a copy from the meta device
         write_dump(path, {"fc/mean": torch.zeros(2, device="meta")}, {})
     assert read_dump(path).tensors["fc/mean"].item() == 1.0
     assert names(tmp_path) == ["a.safetensors", "recorder-manifest.jsonl"]

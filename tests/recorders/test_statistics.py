@@ -462,3 +462,4 @@ def test_a_reduction_that_cannot_be_summarised_costs_itself_alone() -> None:
             with pytest.warns(RecorderWarning, match=r"Own\(.*\) is left out, its summarize failed: ZeroDivisionError"):
                 found = recorder.collect()[Site("m", "out")].scalars
             assert ("own" in found, found["l1_norm"]) == (False, 2.0)
+            recorder.collect()  # says nothing more: a second warning would be an error

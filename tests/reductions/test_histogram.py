@@ -242,47 +242,8 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> No
         ExponentHistogram(**arguments)
 
 
-# Coarsening
-
-
-def histogram(edges: list[float], counts: list[int]) -> Histogram:
-    """A histogram with some values beside the counts that can be told apart."""
-    return Histogram(np.array(edges, dtype=float), np.array(counts), 0.5, 3.5, 7.0, 11.0)
-
-
-@pytest.mark.parametrize(
-    ("limit", "edges", "counts"),
-    [
-        (9, [0, 1, 2, 3, 4, 8], [5, 1, 2, 0, 9]),
-        (5, [0, 1, 2, 3, 4, 8], [5, 1, 2, 0, 9]),
-        (4, [0, 1, 2, 4, 8], [5, 1, 2, 9]),
-        (3, [0, 1, 4, 8], [5, 3, 9]),
-        (2, [0, 4, 8], [8, 9]),
-        (1, [0, 8], [17]),
-        (0, [0, 8], [17]),
-    ],
-)
-def test_the_least_edges_go_first(limit: int, edges: list[float], counts: list[int]) -> None:
-    """To have fewer bins, the edges go around which there are the fewest values on the least width."""
-    coarse = histogram([0, 1, 2, 3, 4, 8], [5, 1, 2, 0, 9]).coarsened(limit)
-    assert (coarse.edges.tolist(), coarse.counts.tolist()) == (edges, counts)
-    assert (coarse.min, coarse.max, coarse.sum, coarse.sum_squares) == (0.5, 3.5, 7.0, 11.0)
-
-
-@settings(max_examples=100)
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(1, 50))
-def test_coarsening_keeps_every_value_between_its_edges(counts: list[int], limit: int) -> None:
-    """A coarse bin counts exactly the fine bins between its edges, which are edges of fine ones."""
-    fine = histogram(list(range(len(counts) + 1)), counts)
-    coarse = fine.coarsened(limit)
-    assert len(coarse.counts) == min(limit, len(counts))
-    edges = [int(edge) for edge in coarse.edges]
-    assert (edges[0], edges[-1]) == (0, len(counts))
-    assert coarse.counts.tolist() == [sum(counts[left:right]) for left, right in pairwise(edges)]
-    assert fine.counts.tolist() == counts
-
-
 def test_the_count_is_that_of_all_bins() -> None:
     """A histogram's count is the sum over its bins, as an int."""
-    assert histogram([0, 1, 2], [3, 4]).count == 7
-    assert type(histogram([0, 1, 2], [3, 4]).count) is int
+    histogram = Histogram(np.array([0.0, 1.0, 2.0]), np.array([3, 4]), 0.5, 3.5, 7.0, 11.0)
+    assert histogram.count == 7
+    assert type(histogram.count) is int

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.reductions import Statistics, Values
+from lightning_recorder.reductions.values import sample_places
 from tests.reductions.reference import assert_statistics
 
 SIX = torch.tensor([[0.0, -0.0, 3.0], [float("nan"), float("inf"), -float("inf")]])
@@ -137,3 +138,9 @@ def test_a_factor_comes_after_widening() -> None:
 def test_the_tensor_is_flattened_in_its_order() -> None:
     """The values come in the order of the indices, also from a transposed tensor."""
     assert Values(torch.arange(6).reshape(2, 3).T).flat.tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_few_places_are_kept() -> None:
+    """The places of a small sample are computed once for a size, those of a large one are not kept."""
+    assert sample_places(10**6, 4096) is sample_places(10**6, 4096)
+    assert sample_places(10**6, 2**14 + 1) is not sample_places(10**6, 2**14 + 1)
