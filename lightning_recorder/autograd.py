@@ -7,6 +7,7 @@ offer that name, so that a release of torch that renames one costs a detail of t
 from __future__ import annotations
 
 import inspect
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "CALL_OF_FUNCTION",
+    "CALL_OF_MODULE",
     "current_function_mode",
+    "function_behind",
     "graph_task",
     "hooks_of_leaf",
     "in_backward",
@@ -27,6 +31,7 @@ __all__ = [
     "sequence_number",
     "sequence_number_of",
     "set_grad_enabled",
+    "unwrapped",
     "version_of",
 ]
 
@@ -72,6 +77,14 @@ except ImportError:
 
 
 try:
+    from torch._C._functorch import get_unwrapped
+except ImportError:
+
+    def get_unwrapped(tensor: Tensor) -> Tensor:
+        return tensor
+
+
+try:
     from torch._C._functorch import peek_interpreter_stack
 except ImportError:
 
@@ -87,6 +100,11 @@ except ImportError:
         return None
 
 
+# The code of the frames in which torch calls a module's forward, and a forward of an ``autograd.Function``. Fallback:
+# ``None``, and such a function is not recorded as one.
+CALL_OF_MODULE: CodeType | None = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
+CALL_OF_FUNCTION: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+
 # What torch gives to the nodes of leaves, so that the engine runs them first.
 _LEAF = 2**64 - 1
 
@@ -97,6 +115,15 @@ def current_function_mode() -> object:
     Fallback: ``None``, and a mode is not taken off for fused modules, whose last bits may then differ in eval mode.
     """
     return _get_current_function_mode()
+
+
+def function_behind(tensor: Tensor) -> type | None:
+    """The ``autograd.Function`` that made a tensor, if one did.
+
+    Fallback: ``None``, and what it gave counts as made by the last function that was seen inside it.
+    """
+    made_by = tensor.grad_fn if tensor.requires_grad else None
+    return getattr(made_by, "_forward_cls", None)
 
 
 def graph_task() -> int:
@@ -182,12 +209,21 @@ def running_calls(module: nn.Module) -> int:
 
     Fallback: 1, which is right for modules that do not call themselves.
     """
-    code = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
     frame, number = inspect.currentframe(), 0
     while frame is not None:
-        number += frame.f_code is code and frame.f_locals.get("self") is module
+        number += frame.f_code is CALL_OF_MODULE and frame.f_locals.get("self") is module
         frame = frame.f_back
     return max(1, number)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor inside the wrappers that transforms of ``torch.func`` have put around it.
+
+    Fallback: the tensor itself, and what happens inside a transform is not joined to what is outside of it.
+    """
+    while is_functorch_wrapped_tensor(tensor) and (inner := get_unwrapped(tensor)) is not tensor:
+        tensor = inner
+    return tensor
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -7,6 +7,7 @@
     ├── SelectionError   (ValueError)    a selection that matches no module; raised at fit start
     ├── FlowError        (RuntimeError)  a run's calls differ from the labelled ones
     ├── RecordingError   (RuntimeError)  recording a site failed; raised only with ``strict=True``
+    ├── ForwardError     (RuntimeError)  the model raised while its graph was recorded; has the graph up to there
     ├── RenderError      (RuntimeError)  no renderer was found, or it failed
     └── DumpError        (ValueError)    a dump that cannot be read
     RecorderWarning      (UserWarning)   the same faults, told once while training goes on
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 import logging
 import warnings
+from typing import Any
 
 __all__ = [
     "ArgumentError",
     "DumpError",
     "FlowError",
+    "ForwardError",
     "RecorderError",
     "RecorderWarning",
     "RecordingError",
@@ -54,6 +57,22 @@ class FlowError(RecorderError, RuntimeError):
 
 class RecordingError(RecorderError, RuntimeError):
     """Recording a site failed under ``strict=True``; the message names the site."""
+
+
+class ForwardError(RecorderError, RuntimeError):
+    """The model raised while its graph was recorded.
+
+    Args:
+        message: What it raised, and in which module.
+        graph: A :class:`lightning_recorder.graph.Graph` of what was done until then, the failed nodes marked.
+    """
+
+    def __init__(self, message: str, graph: Any) -> None:
+        super().__init__(message)
+        self.graph = graph
+
+    def __reduce__(self) -> tuple[type[ForwardError], tuple[str, Any]]:
+        return type(self), (str(self), self.graph)
 
 
 class RenderError(RecorderError, RuntimeError):

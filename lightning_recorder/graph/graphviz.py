@@ -29,10 +29,12 @@ _LOOKS: dict[Kind, dict[str, str]] = {
     "module": {"fillcolor": "#dbe9f6", "color": "#0072b2", "shape": "box", "style": "filled,rounded"},
     "op": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "box", "style": "filled"},
     "input": {"fillcolor": "#d9f0e6", "color": "#009e73", "shape": "ellipse", "style": "filled"},
+    "output": {"fillcolor": "#ffffff", "color": "#009e73", "shape": "ellipse", "style": "filled", "penwidth": "2"},
     "parameter": {"fillcolor": "#faedcc", "color": "#c98a00", "shape": "ellipse", "style": "filled"},
     "buffer": {"fillcolor": "#f3e6ef", "color": "#b06a94", "shape": "ellipse", "style": "filled"},
     "tensor": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "ellipse", "style": "filled,dashed"},
     "backward": {"fillcolor": "#fbe0d3", "color": "#d55e00", "shape": "box", "style": "filled", "peripheries": "2"},
+    "optimizer": {"fillcolor": "#ffffff", "color": "#d55e00", "shape": "box", "style": "filled", "penwidth": "2"},
 }
 _FRAMES = ("#f6f6f6", "#ededed")
 
@@ -99,8 +101,8 @@ class GraphvizRenderer(BaseRenderer[graphviz.Digraph]):
         >>> import torch
         >>> from lightning_recorder.graph import capture_graph, fit
         >>> dot = GraphvizRenderer(fit(capture_graph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2)))).render()
-        >>> [line.split("[")[0].strip() for line in dot.body[-3:]]
-        ['n1', 'n2', 'n1 -> n2']
+        >>> [line.split("[")[0].strip() for line in dot.body[-5:]]
+        ['n1', 'n2', 'n4', 'n1 -> n2', 'n2 -> n4']
     """
 
     def __init__(self, graph: Graph, styler: GraphvizStyler | None = None, *, direction: Direction = "TB") -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -11,32 +13,35 @@ from lightning_recorder.errors import ArgumentError
 
 __all__ = ["Edge", "Graph", "Kind", "Node", "TensorMeta"]
 
-Kind = Literal["module", "op", "input", "parameter", "buffer", "tensor", "backward"]
+Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor", "backward", "optimizer"]
 """What a node is:
 
 ``module``
     one call of a module;
 ``op``
-    one call of a torch function;
-``input``
-    a tensor of the batch;
+    one call of a torch function, or of an ``autograd.Function`` of the user's;
+``input``, ``output``
+    a tensor that goes into the model, or comes out of it, by its path;
 ``parameter``, ``buffer``
     a tensor of the model, in the call of the module that owns it;
 ``tensor``
     a tensor that existed before and belongs to neither the batch nor the model;
 ``backward``
-    the start of a backward pass; what enters it is the loss.
+    a backward pass, named ``backward`` or, for ``torch.autograd.grad``, ``grad``; what enters it is the loss;
+``optimizer``
+    one step of an optimiser, named by its class; what enters it are the backward passes whose gradients it uses.
 """
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Shape and dtype of a tensor; ``dtype`` without ``torch.``."""
+    """Shape, dtype and device of a tensor; ``dtype`` without ``torch.``, ``device`` as ``cpu`` or ``cuda:0``."""
 
     shape: tuple[int, ...]
     dtype: str
+    device: str = "cpu"
 
     def __str__(self) -> str:
         if len(self.shape) == 1:
@@ -58,8 +63,16 @@ class Node:
         depth: Number of module calls around it; the root has 0.
         type_name: A module's class; empty otherwise.
         call: Which call of that module it is, from 1.
-        outputs: What it gave; for a parameter, buffer or input the tensor itself.
+        outputs: What it gave; for a parameter, buffer, input or output the tensor itself.
         parameters: Number of parameter elements that a module call owns itself, its submodules' not included.
+        autograd: The types of the nodes that an op made in torch's backward graph, as ``AddmmBackward0``, the last
+            first.
+        scope: In a training step the part of it: the name of the method; ``loss`` for what lies between the last layer
+            and the backward pass; from the second backward pass on with a number, as ``training_step 2``. Empty
+            elsewhere.
+        failed: Whether it was left by an exception.
+        source: Where the user's code called it, as ``models/net.py:42``; of no account when graphs are compared.
+        duration_ms: Wall time of a module's call, if that was asked for; of no account either.
         repeats: How many equal nodes of the recording it stands for, after folding.
         parallel: Whether these lie side by side, none feeding the next.
     """
@@ -73,6 +86,11 @@ class Node:
     call: int = 1
     outputs: tuple[TensorMeta, ...] = ()
     parameters: int = 0
+    autograd: tuple[str, ...] = ()
+    scope: str = ""
+    failed: bool = False
+    source: str = field(default="", compare=False)
+    duration_ms: float | None = field(default=None, compare=False)
     repeats: int = 1
     parallel: bool = False
 
@@ -113,11 +131,11 @@ class Graph:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
         >>> graph = capture_graph(net, torch.ones(1, 2))
         >>> [node.kind for node in graph.nodes]
-        ['module', 'input', 'module', 'parameter', 'parameter', 'op', 'module', 'op']
+        ['module', 'input', 'module', 'parameter', 'parameter', 'op', 'module', 'op', 'output']
         >>> [node.name for node in graph.nodes]
-        ['', 'input', '0', '0.weight', '0.bias', 'linear', '1', 'relu']
+        ['', 'input', '0', '0.weight', '0.bias', 'linear', '1', 'relu', 'output']
         >>> [(graph[edge.source].name, graph[edge.target].name) for edge in graph.edges]
-        [('input', 'linear'), ('0.weight', 'linear'), ('0.bias', 'linear'), ('linear', 'relu')]
+        [('input', 'linear'), ('0.weight', 'linear'), ('0.bias', 'linear'), ('linear', 'relu'), ('relu', 'output')]
     """
 
     nodes: tuple[Node, ...]
@@ -158,6 +176,29 @@ class Graph:
         """All calls of modules but the root, in the order of time."""
         return [node for node in self.nodes if node.kind == "module" and node.parent is not None]
 
+    def structural_hash(self) -> str:
+        """A number that two graphs share exactly when the same was computed, as 64 hexadecimal digits.
+
+        Nodes with their names, classes, shapes, dtypes and autograd types count, and the edges between them; devices,
+        lines of code and times do not. It is the same in every process and on every machine.
+
+        Example:
+            >>> one, other = (Graph((Node(0, "module", "", None, 0, type_name=name),), ()) for name in ("Net", "Other"))
+            >>> one.structural_hash() == other.structural_hash()
+            False
+        """
+        place = {node.id: number for number, node in enumerate(self.nodes)}
+        nodes = [
+            (
+                (node.kind, node.name, node.parent if node.parent is None else place[node.parent], node.type_name),
+                (node.call, node.parameters, node.autograd, node.scope, node.failed, node.repeats, node.parallel),
+                [(meta.shape, meta.dtype) for meta in node.outputs],
+            )
+            for node in self.nodes
+        ]
+        edges = sorted((place[edge.source], place[edge.target], edge.multiplicity) for edge in self.edges)
+        return hashlib.sha256(json.dumps([self.scope, nodes, edges]).encode()).hexdigest()
+
     def to_json(self) -> dict[str, Any]:
         """The graph as JSON values.
 
@@ -184,7 +225,7 @@ class Graph:
         if version != _VERSION:
             raise ArgumentError(f"a graph of version {_VERSION} is expected, got {version!r}")
         try:
-            nodes = tuple(Node(**{**each, "outputs": tuple(map(_meta, each["outputs"]))}) for each in data["nodes"])
+            nodes = tuple(map(_node, data["nodes"]))
             edges = tuple(
                 Edge(**{**each, "tensor": each["tensor"] and _meta(each["tensor"])}) for each in data["edges"]
             )
@@ -198,5 +239,10 @@ class Graph:
         return graph
 
 
+def _node(data: Mapping[str, Any]) -> Node:
+    outputs, autograd = tuple(map(_meta, data["outputs"])), tuple(data.get("autograd", ()))
+    return Node(**{**data, "outputs": outputs, "autograd": autograd})
+
+
 def _meta(data: Mapping[str, Any]) -> TensorMeta:
-    return TensorMeta(tuple(data["shape"]), data["dtype"])
+    return TensorMeta(**{**data, "shape": tuple(data["shape"])})

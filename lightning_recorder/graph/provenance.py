@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_recorder.autograd import unwrapped
+
 __all__ = ["Provenance", "is_lazy"]
 
 
@@ -66,8 +68,8 @@ class Provenance:
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:
     try:
-        return None if is_lazy(tensor) else StorageWeakRef(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # of torch: sparse tensors and the wrappers of torch.func have none
+        return None if is_lazy(tensor) else StorageWeakRef(unwrapped(tensor).untyped_storage())
+    except (NotImplementedError, RuntimeError):  # of torch: sparse tensors have none
         return None
 
 

@@ -12,15 +12,16 @@ __all__ = ["outline", "text"]
 _MODEL_TENSORS = ("parameter", "buffer")
 
 
-def outline(graph: Graph, *, model_tensors: bool = False) -> str:
+def outline(graph: Graph, *, model_tensors: bool = False, outputs: bool = False) -> str:
     """One line per node in the order of time, indented by the module calls around it.
 
     ``linear#2 <- relu, input ×2`` is the second node called ``linear``; into it go the one called ``relu`` and twice
-    the one called ``input``. ``fc: Linear (call 2)`` is a call of a module. Parameters and buffers are left out, unless
-    ``model_tensors`` is set.
+    the one called ``input``. ``fc: Linear (call 2)`` is a call of a module, ``!`` marks what was left by an exception.
+    Parameters and buffers are left out, unless ``model_tensors`` is set, and outputs, unless ``outputs`` is.
     """
     names = _names(graph)
-    left_out = {node.id for node in graph.nodes if node.kind in _MODEL_TENSORS and not model_tensors}
+    unasked = (*(() if model_tensors else _MODEL_TENSORS), *(() if outputs else ("output",)))
+    left_out = {node.id for node in graph.nodes if node.kind in unasked}
     lines = []
     for node in graph.nodes:
         if node.parent is None or node.id in left_out:
@@ -35,7 +36,8 @@ def outline(graph: Graph, *, model_tensors: bool = False) -> str:
         repeats = f" [{node.repeats} times]" if node.repeats > 1 else ""
         arrow = f" <- {', '.join(sources)}" if sources else ""
         around = len(list(graph.ancestors(node))) - 1
-        lines.append("  " * around + names[node.id] + type_name + call + repeats + arrow)
+        failed = "!" if node.failed else ""
+        lines.append("  " * around + names[node.id] + failed + type_name + call + repeats + arrow)
     return "\n".join(lines)
 
 

@@ -33,7 +33,7 @@ def test_sequential_with_its_parameters() -> None:
 
 
 def test_nodes_say_what_they_are() -> None:
-    """A node carries kind, class, parent, depth, own parameters, shape and dtype."""
+    """A node carries kind, class, parent, depth, own parameters, shape, dtype, and what autograd made for it."""
     graph = capture_graph(nn.Sequential(nn.Linear(4, 3)), X)
     out = (TensorMeta((2, 3), "float32"),)
     assert graph.scope == "forward"
@@ -43,7 +43,8 @@ def test_nodes_say_what_they_are() -> None:
         Node(2, "module", "0", 0, 1, type_name="Linear", outputs=out, parameters=15),
         Node(3, "parameter", "0.weight", 2, 2, outputs=(TensorMeta((3, 4), "float32"),)),
         Node(4, "parameter", "0.bias", 2, 2, outputs=(TensorMeta((3,), "float32"),)),
-        Node(5, "op", "linear", 2, 2, outputs=out),
+        Node(5, "op", "linear", 2, 2, outputs=out, autograd=("AddmmBackward0", "TBackward0")),
+        Node(6, "output", "output", 0, 1, outputs=out),
     )
 
 
@@ -486,7 +487,7 @@ def test_buffers_of_a_batch_norm() -> None:
 
 
 def test_modules_in_a_plain_list() -> None:
-    """What a module does that torch does not know of is recorded as functions without a call."""
+    """A module in a plain list, of which torch does not know, is called by the place where it lies."""
 
     class Hidden(nn.Module):
         def __init__(self) -> None:
@@ -501,12 +502,10 @@ def test_modules_in_a_plain_list() -> None:
     assert outline(capture_graph(Hidden(), X)) == text(
         """
         input
-        (tensor)
-        (tensor)#2
-        linear <- input, (tensor), (tensor)#2
-        (tensor)#3
-        (tensor)#4
-        linear#2 <- linear, (tensor)#3, (tensor)#4
+        layers[0]: Linear
+          linear <- input
+        layers[1]: Linear
+          linear#2 <- linear
         """
     )
 

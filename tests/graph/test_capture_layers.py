@@ -105,8 +105,8 @@ def test_fused_transformer_layer() -> None:
         input
         exp <- input
         frozen: TransformerEncoderLayer
-          unseen <- exp
-        cos <- unseen
+          fused <- exp
+        cos <- fused
         """
     )
 
@@ -206,4 +206,4 @@ def test_meta_tensors() -> None:
     with torch.device("meta"):
         graph = capture_graph(nn.Sequential(nn.Linear(4, 3)), torch.empty(2, 4))
     assert outline(graph) == "input\n0: Linear\n  linear <- input"
-    assert only(graph, "linear").outputs == (TensorMeta((2, 3), "float32"),)
+    assert only(graph, "linear").outputs == (TensorMeta((2, 3), "float32", "meta"),)

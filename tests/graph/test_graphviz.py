@@ -97,7 +97,7 @@ def test_document_of_a_small_model() -> None:
     graph = fit(capture_graph(nn.Sequential(nn.Linear(4, 3)), X))
     body = GraphvizRenderer(graph).render().body
     nodes = [line.strip() for line in body if re.match(r"\s*n\d", line)]
-    assert [line.split(" [")[0] for line in nodes] == ["n1", "n2", "n1 -> n2"]
+    assert [line.split(" [")[0] for line in nodes] == ["n1", "n2", "n6", "n1 -> n2", "n2 -> n6"]
     assert "<b>input</b>" in nodes[0]
     assert ">2×4</font>" in nodes[0]
     assert "shape=ellipse" in nodes[0]
@@ -217,7 +217,13 @@ def test_large_numbers_are_short(number: int, shown: str) -> None:
 def test_second_call_is_numbered(tmp_path: Path) -> None:
     """The second call of a module says that it is the second."""
     graph = fit(capture_graph(Net(lambda net, x: net.fc(net.act(net.fc(x))), fc=linear(), act=nn.ReLU()), X))
-    assert [item.lines[0] for item in draw(graph, tmp_path).nodes()] == ["input", "fc", "act", "fc (call 2)"]
+    assert [item.lines[0] for item in draw(graph, tmp_path).nodes()] == [
+        "input",
+        "fc",
+        "act",
+        "fc (call 2)",
+        "output",
+    ]
 
 
 def test_edges_with_several_tensors_say_so(tmp_path: Path) -> None:
@@ -241,6 +247,7 @@ def test_pointer_shows_the_rest(tmp_path: Path) -> None:
         "input · float32 2×4",
         "0.0 · Linear · float32 2×4",
         "0.1 · ReLU · float32 2×4",
+        "output · float32 2×4",
     ]
 
 
@@ -374,7 +381,7 @@ def test_a_styler_of_ones_own(tmp_path: Path) -> None:
     source = (tmp_path / "graph.svg").read_text(encoding="utf-8")
     assert (source.count("#ffff00"), source.count("#00ff00")) == (1, 1)
     # Plain labels are centred, and read_svg measures those that begin at a place.
-    assert re.findall(r">(2×4|\d+ nodes)</text>", source).count("2×4") == len(picture.nodes()) + 2
+    assert re.findall(r">(2×4|\d+ nodes)</text>", source).count("2×4") == len(picture.nodes()) + 3
     assert f"{len(graph.nodes)} nodes</text>" in source
 
 
@@ -394,4 +401,4 @@ def test_every_kind_has_its_own_look() -> None:
     nodes = [Node(index, kind, "x", 0, 1, outputs=(TensorMeta((), "float32"),)) for index, kind in enumerate(kinds, 1)]
     styles = [GraphvizStyler().style_node(node, Graph((root, *nodes), ())) for node in nodes]
     assert len({(style["fillcolor"], style["color"], style["shape"]) for style in styles}) == len(kinds)
-    assert [style["shape"] for style in styles] == ["box", "box", *["ellipse"] * 4, "box"]
+    assert [style["shape"] for style in styles] == ["box", "box", *["ellipse"] * 5, "box", "box"]

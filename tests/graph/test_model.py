@@ -35,13 +35,23 @@ def test_json_is_self_describing() -> None:
     graph = Graph(
         (
             Node(0, "module", "", None, 0, type_name="Net"),
-            Node(1, "op", "relu", 0, 1, outputs=(TensorMeta((2, 3), "bfloat16"),)),
+            Node(
+                1,
+                "op",
+                "relu",
+                0,
+                1,
+                outputs=(TensorMeta((2, 3), "bfloat16"),),
+                autograd=("ReluBackward0",),
+                scope="loss",
+                source="net.py:3",
+            ),
         ),
         (Edge(0, 1, 2),),
         "training_step",
     )
     data = graph.to_json()
-    assert (data["version"], data["scope"]) == (1, "training_step")
+    assert (data["version"], data["scope"]) == (2, "training_step")
     assert json.loads(json.dumps(data))["nodes"][1] == {
         "id": 1,
         "kind": "op",
@@ -50,8 +60,13 @@ def test_json_is_self_describing() -> None:
         "depth": 1,
         "type_name": "",
         "call": 1,
-        "outputs": [{"shape": [2, 3], "dtype": "bfloat16"}],
+        "outputs": [{"shape": [2, 3], "dtype": "bfloat16", "device": "cpu"}],
         "parameters": 0,
+        "autograd": ["ReluBackward0"],
+        "scope": "loss",
+        "failed": False,
+        "source": "net.py:3",
+        "duration_ms": None,
         "repeats": 1,
         "parallel": False,
     }
@@ -59,7 +74,7 @@ def test_json_is_self_describing() -> None:
 
 
 ROOT = {"id": 0, "kind": "module", "name": "", "parent": None, "depth": 0, "outputs": []}
-SOUND: dict[str, Any] = {"version": 1, "scope": "forward", "parameters": 0, "nodes": [ROOT], "edges": []}
+SOUND: dict[str, Any] = {"version": 2, "scope": "forward", "parameters": 0, "nodes": [ROOT], "edges": []}
 
 
 def test_the_smallest_json() -> None:
@@ -70,9 +85,9 @@ def test_the_smallest_json() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"version": 2}, id="later version"),
+        pytest.param({"version": 3}, id="later version"),
         pytest.param({"version": None}, id="no version"),
-        pytest.param({"version": "1"}, id="version as text"),
+        pytest.param({"version": "2"}, id="version as text"),
         pytest.param({"nodes": 5}, id="nodes are a number"),
         pytest.param({"nodes": "abc"}, id="nodes are text"),
         pytest.param({"nodes": []}, id="no root"),

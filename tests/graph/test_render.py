@@ -49,11 +49,13 @@ def test_another_format() -> None:
         end
         n9[exp]
         n10[add]
+        n11[output]
         n1 --> n3
         n3 --> n7
         n7 --> n9
         n1 --> n10
         n9 --> n10
+        n10 --> n11
         """
     )
 
@@ -70,8 +72,10 @@ def test_nested_frames() -> None:
         "n8[ReLU]",
         "end",
         "end",
+        "n10[output]",
         "n1 --> n4",
         "n4 --> n8",
+        "n8 --> n10",
     ]
 
 

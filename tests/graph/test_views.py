@@ -176,9 +176,10 @@ def test_deepest_depth_is_the_innermost_closing(graph: Graph) -> None:
 def test_without() -> None:
     """Nodes of the kinds go, with their edges; the rest is as it was."""
     graph = capture_graph(nn.Sequential(linear()), X)
-    assert outline(without(graph, ("parameter", "buffer")), model_tensors=True) == "input\n0: Linear\n  linear <- input"
+    bare = without(graph, ("parameter", "buffer", "output"))
+    assert outline(bare, model_tensors=True, outputs=True) == "input\n0: Linear\n  linear <- input"
     linear_ = only(graph, "linear").id
-    assert [edge.target for edge in without(graph, ("input", "buffer")).edges] == [linear_, linear_]
+    assert [edge.target for edge in without(graph, ("input", "buffer", "output")).edges] == [linear_, linear_]
 
 
 def test_hide_leads_past() -> None:
@@ -449,7 +450,7 @@ def test_many_side_by_side() -> None:
         view = fold_repeats(collapse(bare(net, X)))
         (head,) = (node for node in view.children(view.root) if node.kind == "module")
         assert (head.repeats, head.parallel) == (number, True)
-        assert {edge.multiplicity for edge in view.edges} == {number}
+        assert {edge.multiplicity for edge in view.edges if view[edge.target].kind != "output"} == {number}
     chain = fold_repeats(collapse(bare(stack(3), X)))
     assert [node.parallel for node in chain.children(chain.root) if node.kind == "module"] == [False]
 
@@ -479,7 +480,7 @@ def test_truncate_keeps_both_ends(max_nodes: int) -> None:
             x = x.exp()
         return x
 
-    graph = capture_graph(Net(forward), X)  # 51 drawn nodes, with the input
+    graph = without(capture_graph(Net(forward), X), ["output"])  # 51 drawn nodes, with the input
     view = truncate(graph, max_nodes)
     names = [node.name for node in drawn_nodes(view)]
     assert len(names) == max_nodes
@@ -533,7 +534,7 @@ def test_fit_takes_the_greatest_depth_that_fits() -> None:
     # Four blocks of different width, so that nothing is folded: 4 nodes each when open, 2 at depth 2, 1 at depth 1.
     inner = (nn.Sequential(linear(4, width), nn.ReLU(), linear(width, 4)) for width in (1, 2, 3, 5))
     net = nn.Sequential(*(Net(lambda net, x: x + net.inner(x), inner=each) for each in inner))
-    graph = capture_graph(net, X)
+    graph = without(capture_graph(net, X), ["output"])
     sizes = {limit: len(drawn_nodes(fit(graph, limit))) for limit in (17, 16, 9, 8, 5)}
     assert sizes == {17: 17, 16: 9, 9: 9, 8: 5, 5: 5}
 
@@ -658,4 +659,8 @@ def test_fit_holds_its_limit_for_every_model(graph: Graph, max_nodes: int, depth
 def test_edges_of_a_view_say_what_flows() -> None:
     """An edge of a view carries the shape of the tensor that it stands for."""
     view = fit(capture_graph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), X))
-    assert [(str(edge.tensor), edge) for edge in view.edges] == [("2×4", Edge(1, 2)), ("2×3", Edge(2, 6))]
+    assert [(str(edge.tensor), edge) for edge in view.edges] == [
+        ("2×4", Edge(1, 2)),
+        ("2×3", Edge(2, 6)),
+        ("2×3", Edge(6, 8)),
+    ]

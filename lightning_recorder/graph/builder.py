@@ -1,0 +1,189 @@
+"""A graph while it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import Tensor
+
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
+from lightning_recorder.graph.provenance import is_lazy
+
+__all__ = ["Draft", "GraphBuilder", "meta_of"]
+
+
+@dataclass
+class Draft:
+    """A node that may still change; see :class:`Node`."""
+
+    kind: Kind
+    name: str
+    parent: int | None
+    depth: int
+    type_name: str = ""
+    call: int = 1
+    outputs: tuple[TensorMeta, ...] = ()
+    parameters: int = 0
+    autograd: list[str] = field(default_factory=list)
+    failed: bool = False
+    source: str = ""
+    duration_ms: float | None = None
+
+
+class GraphBuilder:
+    """Nodes in the order of time, each known by its place among them, and the edges between them."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Draft] = []
+        self._edges: dict[tuple[int, int], tuple[int, TensorMeta | None]] = {}
+
+    def add(
+        self, kind: Kind, name: str, parent: int | None, outputs: tuple[TensorMeta, ...] = (), source: str = ""
+    ) -> int:
+        """Add a node inside a module call and give its id."""
+        depth = 0 if parent is None else self.nodes[parent].depth + 1
+        self.nodes.append(Draft(kind, name, parent, depth, outputs=outputs, source=source))
+        return len(self.nodes) - 1
+
+    def connect(self, source: int, target: int, tensor: TensorMeta | None) -> None:
+        """Add a tensor that goes from one node into another."""
+        times, first = self._edges.get((source, target), (0, tensor))
+        self._edges[source, target] = (times + 1, first)
+
+    def is_connected(self, source: int, target: int) -> bool:
+        """Whether a tensor goes from one node into another."""
+        return (source, target) in self._edges
+
+    def reached_by_gradient(self, start: int) -> set[int]:
+        """The nodes to which the gradient of a backward pass gets: from what it starts at back to the leaves."""
+        before: dict[int, list[int]] = {}
+        for source, target in self._edges:
+            before.setdefault(target, []).append(source)
+        found = {start}
+        todo = [start]
+        while todo:
+            number = todo.pop()
+            # What has no part in torch's backward graph, as ``detach``, is the end.
+            if number == start or self.nodes[number].autograd:
+                new = [source for source in before.get(number, ()) if source not in found]
+                found.update(new)
+                todo.extend(new)
+        return found
+
+    def finish(self, scope: str, parameters: int) -> Graph:
+        """The graph as it is now."""
+        scopes = _Scopes(self.nodes, self._edges, scope).named()
+        nodes = tuple(
+            Node(
+                number,
+                draft.kind,
+                draft.name,
+                draft.parent,
+                draft.depth,
+                draft.type_name,
+                draft.call,
+                draft.outputs,
+                draft.parameters,
+                tuple(draft.autograd),
+                scopes.get(number, ""),
+                draft.failed,
+                draft.source,
+                draft.duration_ms,
+            )
+            for number, draft in enumerate(self.nodes)
+        )
+        edges = (Edge(source, target, times, meta) for (source, target), (times, meta) in self._edges.items())
+        return Graph(nodes, tuple(edges), scope, parameters)
+
+
+class _Scopes:
+    """The parts of a training step: what leads to each backward pass, and what of that is the loss."""
+
+    def __init__(self, nodes: list[Draft], edges: Iterable[tuple[int, int]], scope: str) -> None:
+        self._nodes = nodes
+        self._edges = edges
+        self._scope = scope
+
+    def named(self) -> dict[int, str]:
+        """The scope of each node but the root; of none where there is no backward pass."""
+        passes = [number for number, node in enumerate(self._nodes) if _is_backward(node)]
+        if not passes:
+            return {}
+        leading = self._leading()
+        loss = self._loss(leading)
+        ends = self._ends(passes, leading)
+        named: dict[int, str] = {}
+        turn = 0
+        for number, node in enumerate(self._nodes):
+            if node.parent is None:
+                continue
+            turn += turn < len(ends) and number > ends[turn]
+            own = "loss" if number in loss else self._scope
+            # What lies in a call belongs to what the call belongs to, though a backward pass may lie in between.
+            named[number] = named.get(node.parent) or (f"{own} {turn + 1}" if turn else own)
+        return named
+
+    def _leading(self) -> set[int]:
+        """What leads to a backward pass, by what it gives or by something inside it."""
+        targets: dict[int, list[int]] = {}
+        for source, target in self._edges:
+            targets.setdefault(source, []).append(target)
+        found: set[int] = set()
+        # What uses a tensor comes after what gave it, so going backwards it is decided before.
+        for number in range(len(self._nodes) - 1, -1, -1):
+            node = self._nodes[number]
+            if number in found or _is_backward(node) or any(target in found for target in targets.get(number, ())):
+                found.add(number)
+                if node.parent is not None and not _is_backward(node):
+                    found.add(node.parent)
+        return found
+
+    def _ends(self, passes: list[int], leading: set[int]) -> list[int]:
+        """The last node of each part but the last: a backward pass or a step, behind which another loss is computed."""
+        ends = []
+        for one, other in pairwise(passes):
+            end = max(number for number in range(one, other) if _is_boundary(self._nodes[number]))
+            if any(number in leading for number in range(end + 1, other)):
+                ends.append(end)
+        return ends
+
+    def _loss(self, leading: set[int]) -> set[int]:
+        """What lies between the last layer with parameters and a backward pass, with all that it holds."""
+        place: dict[int, int] = {}  # of each node the one directly in the root in which it lies
+        layers: set[int] = set()
+        for number, node in enumerate(self._nodes):
+            if node.parent is not None:
+                place[number] = place.get(node.parent, number)
+                if node.kind in ("parameter", "buffer") or node.parameters:
+                    layers.add(place[number])
+        targets: dict[int, set[int]] = {}
+        for source, target in self._edges:
+            if target in leading and place[source] != place[target]:
+                targets.setdefault(place[source], set()).add(place[target])
+        found: set[int] = set()
+        for number in sorted(set(place.values()), reverse=True):
+            node, following = self._nodes[number], targets.get(number)
+            behind = node.kind in ("op", "module") and number not in layers and following and following <= found
+            if _is_backward(node) or behind:
+                found.add(number)
+        return {number for number, root in place.items() if root in found and not _is_backward(self._nodes[root])}
+
+
+def _is_backward(node: Draft) -> bool:
+    return node.kind == "backward" and node.name == "backward"
+
+
+def _is_boundary(node: Draft) -> bool:
+    return node.kind == "optimizer" or _is_backward(node)
+
+
+def meta_of(tensor: Tensor) -> TensorMeta:
+    """Shape, dtype and device of a tensor; no shape where it has none that is all numbers."""
+    try:
+        shape = () if is_lazy(tensor) else tuple(int(size) for size in tensor.shape)
+    except (RuntimeError, TypeError):
+        # Of a nested tensor some sizes are no numbers.
+        shape = ()
+    return TensorMeta(shape, str(tensor.dtype).removeprefix("torch."), str(tensor.device))
