@@ -6,6 +6,7 @@ offer that name, so that a release of torch that renames one costs a detail of t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from types import CodeType
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 __all__ = [
     "CALL_OF_FUNCTION",
     "CALL_OF_MODULE",
+    "LEAF_NUMBER",
     "current_function_mode",
     "function_behind",
     "graph_task",
@@ -33,6 +35,7 @@ __all__ = [
     "set_grad_enabled",
     "unwrapped",
     "version_of",
+    "without_functions",
 ]
 
 try:
@@ -41,6 +44,12 @@ except ImportError:
 
     def _current_graph_task_id() -> int:
         return -1
+
+
+try:
+    from torch._C import DisableTorchFunction
+except ImportError:
+    DisableTorchFunction = contextlib.nullcontext
 
 
 try:
@@ -107,6 +116,7 @@ CALL_OF_FUNCTION: CodeType | None = getattr(getattr(torch.autograd.Function.appl
 
 # What torch gives to the nodes of leaves, so that the engine runs them first.
 _LEAF = 2**64 - 1
+LEAF_NUMBER = -1
 
 
 def current_function_mode() -> object:
@@ -193,7 +203,7 @@ def sequence_number_of(node: Node) -> int:
     Fallback: 0, as for :func:`sequence_number`.
     """
     number = getattr(node, "_sequence_nr", int)()
-    return -1 if number == _LEAF else number
+    return LEAF_NUMBER if number == _LEAF else number
 
 
 def hooks_of_leaf(tensor: Tensor) -> list[object]:
@@ -224,6 +234,15 @@ def unwrapped(tensor: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(tensor) and (inner := get_unwrapped(tensor)) is not tensor:
         tensor = inner
     return tensor
+
+
+def without_functions() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no ``__torch_function__`` is asked, neither a mode's nor a tensor class's.
+
+    Under a mode even a look at a shape is a call of Python. Fallback: a context that does nothing, and a recording that
+    takes several times as long.
+    """
+    return DisableTorchFunction()
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
 from lightning_recorder.graph.provenance import is_lazy
 
-__all__ = ["Draft", "GraphBuilder", "meta_of"]
+__all__ = ["Draft", "GraphBuilder", "meta_of", "metas_of"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Draft:
-    """A node that may still change; see :class:`Node`."""
+    """A node that may still change; see :class:`Node`.
+
+    A recording makes few objects that Python's garbage collector has to go through: with ten for each function the
+    collections alone took as long as the recording.
+    """
 
     kind: Kind
     name: str
@@ -26,7 +32,7 @@ class Draft:
     call: int = 1
     outputs: tuple[TensorMeta, ...] = ()
     parameters: int = 0
-    autograd: list[str] = field(default_factory=list)
+    autograd: tuple[str, ...] = ()
     failed: bool = False
     source: str = ""
     duration_ms: float | None = None
@@ -37,7 +43,10 @@ class GraphBuilder:
 
     def __init__(self) -> None:
         self.nodes: list[Draft] = []
-        self._edges: dict[tuple[int, int], tuple[int, TensorMeta | None]] = {}
+        self._edges: dict[tuple[int, int], int] = {}
+        """How many tensors go from one node into another."""
+        self._first: dict[tuple[int, int], TensorMeta | None] = {}
+        """The first of them."""
 
     def add(
         self, kind: Kind, name: str, parent: int | None, outputs: tuple[TensorMeta, ...] = (), source: str = ""
@@ -49,8 +58,11 @@ class GraphBuilder:
 
     def connect(self, source: int, target: int, tensor: TensorMeta | None) -> None:
         """Add a tensor that goes from one node into another."""
-        times, first = self._edges.get((source, target), (0, tensor))
-        self._edges[source, target] = (times + 1, first)
+        ends = source, target
+        times = self._edges.get(ends)
+        if times is None:
+            self._first[ends] = tensor
+        self._edges[ends] = (times or 0) + 1
 
     def is_connected(self, source: int, target: int) -> bool:
         """Whether a tensor goes from one node into another."""
@@ -86,7 +98,7 @@ class GraphBuilder:
                 draft.call,
                 draft.outputs,
                 draft.parameters,
-                tuple(draft.autograd),
+                draft.autograd,
                 scopes.get(number, ""),
                 draft.failed,
                 draft.source,
@@ -94,7 +106,7 @@ class GraphBuilder:
             )
             for number, draft in enumerate(self.nodes)
         )
-        edges = (Edge(source, target, times, meta) for (source, target), (times, meta) in self._edges.items())
+        edges = (Edge(*ends, times, self._first[ends]) for ends, times in self._edges.items())
         return Graph(nodes, tuple(edges), scope, parameters)
 
 
@@ -181,9 +193,30 @@ def _is_boundary(node: Draft) -> bool:
 
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Shape, dtype and device of a tensor; no shape where it has none that is all numbers."""
+    return _meta(_shape(tensor), tensor.dtype, tensor.device)
+
+
+def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
+    """The same of several."""
+    found = tuple([meta_of(each) for each in tensors])
+    return _tuples.setdefault(found, found) if len(_tuples) < _MOST_TUPLES else found
+
+
+# Of equal ones a single object is kept.
+_tuples: dict[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = {}
+_MOST_TUPLES = 1024
+
+
+@lru_cache(1024)
+def _meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorMeta:
+    return TensorMeta(shape, str(dtype).removeprefix("torch."), str(device))
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    if type(tensor) is Tensor and not tensor.is_nested:
+        return tuple(tensor.shape)
     try:
-        shape = () if is_lazy(tensor) else tuple(int(size) for size in tensor.shape)
+        return () if is_lazy(tensor) else tuple(int(size) for size in tensor.shape)
     except (RuntimeError, TypeError):
         # Of a nested tensor some sizes are no numbers.
-        shape = ()
-    return TensorMeta(shape, str(tensor.dtype).removeprefix("torch."), str(tensor.device))
+        return ()

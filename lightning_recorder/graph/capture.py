@@ -25,9 +25,10 @@ from lightning_recorder.autograd import (
     remove_hook,
     sequence_number,
     version_of,
+    without_functions,
 )
 from lightning_recorder.errors import ForwardError, describe_error, tell
-from lightning_recorder.graph.builder import GraphBuilder, meta_of
+from lightning_recorder.graph.builder import GraphBuilder, meta_of, metas_of
 from lightning_recorder.graph.caller import CustomCall, find_caller
 from lightning_recorder.graph.functions import function_name, tensors_in, versions, writes
 from lightning_recorder.graph.model import Graph, Kind, TensorMeta
@@ -272,7 +273,8 @@ class GraphCapture:
 
     def _guarded(self, function: Callable[..., Result], *args: Any) -> Result | None:
         try:
-            with unrecorded():
+            # Of what is looked at here nothing is to be recorded, and it is looked at often.
+            with without_functions():
                 return function(*args)
         except Exception as error:  # noqa: BLE001 - whatever fails in the recording must not fail in the model
             self._custom = None
@@ -356,13 +358,14 @@ class GraphCapture:
         # around it.
         del self._calls[place + 1 :]
         given = tensors_in([output])
-        # A lazy module has become another class, with parameters, since it was entered.
-        self._describe(call.node, module)
         draft = self._builder.nodes[call.node]
-        draft.outputs = tuple(map(meta_of, given))
+        if draft.type_name != type(module).__name__:
+            # A lazy module has become another class, with parameters, since it was entered.
+            self._describe(call.node, module)
+        draft.outputs = metas_of(given)
         if self._times:
             draft.duration_ms = (time.perf_counter() - call.start_s) * 1e3
-        taken = tensors_in(inputs)
+        taken = tensors_in(part for each in inputs for part in (each.values() if isinstance(each, dict) else each))
         empty = call.node == len(self._builder.nodes) - 1
         passed = [tensor for tensor in given if _is_among(tensor, taken)]
         unseen = [tensor for tensor in given if not _is_among(tensor, taken) and self._known(tensor) is None]
@@ -396,7 +399,7 @@ class GraphCapture:
         inside = self._enter_custom(caller.custom, caller.source) if caller.custom is not None else None
         if inside is None:
             self._leave_custom()
-            node = self._builder.add("op", name, self._calls[-1].node, tuple(map(meta_of, outputs)), caller.source)
+            node = self._builder.add("op", name, self._calls[-1].node, metas_of(outputs), caller.source)
         else:
             node = inside.node
             inside.results += map(weakref.ref, outputs)
@@ -445,9 +448,7 @@ class GraphCapture:
         self._leave_custom()
         gradients = tensors_in([result])
         origins = [(self._origin(tensor), meta_of(tensor)) for tensor, _ in before]
-        node = self._builder.add(
-            "backward", "grad", self._calls[-1].node, tuple(map(meta_of, gradients)), find_caller().source
-        )
+        node = self._builder.add("backward", "grad", self._calls[-1].node, metas_of(gradients), find_caller().source)
         for origin, meta in origins:
             self._connect(origin, node, meta)
         self._claim(gradients, node)
@@ -508,7 +509,7 @@ class GraphCapture:
             return
         alive = [tensor for reference in left.results if (tensor := reference()) is not None]
         given = [tensor for tensor in alive if function_behind(tensor) is left.call.function] or alive[-1:]
-        self._builder.nodes[left.node].outputs = tuple(map(meta_of, given))
+        self._builder.nodes[left.node].outputs = metas_of(given)
         self._claim(given, left.node)
 
     # Where tensors come from.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,9 +12,10 @@ from lightning_recorder.autograd import unwrapped
 __all__ = ["Provenance", "is_lazy"]
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """Which node gave a tensor or wrote into a storage, and when."""
+class _Known(weakref.ref[Tensor]):
+    """A tensor, which may be gone, with the node that gave it, and when."""
+
+    __slots__ = ("node", "time")
 
     node: int
     time: int
@@ -30,18 +30,20 @@ class Provenance:
 
     def __init__(self) -> None:
         self._time = 0
-        self._tensors: dict[int, tuple[weakref.ref[Tensor], _Origin]] = {}
-        self._storages: dict[int, tuple[StorageWeakRef, _Origin]] = {}
+        self._tensors: dict[int, _Known] = {}
+        # By its address, which the weak reference keeps from being used again, and nothing of its memory.
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._writers: dict[int, tuple[int, int]] = {}
 
     def bind(self, tensor: Tensor, node: int, *, wrote: bool = False) -> None:
         """Remember which node gave a tensor; with ``wrote``, all that share its memory have their values from there."""
         self._time += 1
-        origin = _Origin(node, self._time)
-        self._tensors[id(tensor)] = (weakref.ref(tensor), origin)
+        known = self._tensors[id(tensor)] = _Known(tensor)
+        known.node, known.time = node, self._time
         storage = _storage(tensor)
-        # The weak reference keeps the address of the storage from being used again, and nothing of its memory.
         if storage is not None and (wrote or storage.cdata not in self._storages):
-            self._storages[storage.cdata] = (storage, origin)
+            self._storages[storage.cdata] = storage
+            self._writers[storage.cdata] = node, self._time
 
     def of(self, tensor: Tensor, *, own: bool = False) -> int | None:
         """The node that gave the tensor its present values; ``None`` when none was seen.
@@ -51,19 +53,22 @@ class Provenance:
             own: Ask for the tensor alone and not for its memory while it was not bound, as for a parameter, whose
                 memory may be known from its making.
         """
-        reference, origin = self._tensors.get(id(tensor), (None, None))
-        bound = origin if reference is not None and reference() is tensor else None
-        if bound is None and own:
+        known = self._tensors.get(id(tensor))
+        if known is not None and known() is not tensor:
+            known = None
+        if known is None and own:
             return None
         storage = _storage(tensor)
-        _, written = self._storages.get(storage.cdata, (None, None)) if storage is not None else (None, None)
-        seen = [each for each in (bound, written) if each is not None]
-        return max(seen, key=lambda each: each.time).node if seen else None
+        writer = None if storage is None else self._writers.get(storage.cdata)
+        if known is None:
+            return None if writer is None else writer[0]
+        return known.node if writer is None or writer[1] <= known.time else writer[0]
 
     def clear(self) -> None:
         """Forget all tensors."""
         self._tensors.clear()
         self._storages.clear()
+        self._writers.clear()
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:
@@ -75,4 +80,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef | None:
 
 def is_lazy(tensor: Tensor) -> bool:
     """Whether the tensor is a parameter or buffer of a lazy module that has no shape yet."""
-    return bool(nn.parameter.is_lazy(tensor))
+    return type(tensor) not in _WITH_VALUES and bool(nn.parameter.is_lazy(tensor))
+
+
+_WITH_VALUES = (Tensor, nn.Parameter)
