@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -123,6 +124,7 @@ def _part_of(module: str, function: str) -> _Part:
     return _Part.BETWEEN if module.partition(".")[0] in _BETWEEN or function == "__torch_function__" else _Part.MODEL
 
 
+@lru_cache
 def _short_path(path: str) -> str:
     """The path of a file without what differs from machine to machine."""
     for folder in ("site-packages", "dist-packages"):

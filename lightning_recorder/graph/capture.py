@@ -148,6 +148,7 @@ class GraphCapture:
         self._active = False
         self._paused_in: nn.Module | None = None
         self._custom: _CustomNode | None = None
+        self._customs: dict[int, int] = {}
         self._failure: _Failure | None = None
         self._stepped: dict[int, int] = {}
         self._names: dict[int, str] = {}
@@ -500,6 +501,7 @@ class GraphCapture:
         for origin, meta in origins:
             self._connect(origin, node, meta)
         self._custom = _CustomNode(node, CustomCall(call.function, call.frame, None), number)
+        self._customs[number] = node
         return self._custom
 
     def _leave_custom(self) -> None:
@@ -543,6 +545,12 @@ class GraphCapture:
     def _add_unseen(self, tensor: Tensor) -> int:
         """A node for what computed a tensor where nobody looks, as its part of the backward graph tells it."""
         function = function_behind(tensor)
+        if function is not None and (known := self._customs.get(self._owners.number(tensor) + 1)) is not None:
+            # Of this one something was seen inside, which is not what it gave.
+            self._claim([tensor], known)
+            self._builder.nodes[known].outputs += (meta_of(tensor),)
+            self._provenance.bind(tensor, known)
+            return known
         name = function.__name__ if function is not None else "unseen"
         node = self._builder.add("op", name, self._calls[-1].node, (meta_of(tensor),))
         leaves, owners = self._claim([tensor], node)

@@ -29,6 +29,11 @@ class AutogradOwners:
         node = _made_by(tensor)
         return node is not None and self._is_unowned(sequence_number_of(node))
 
+    def number(self, tensor: Tensor) -> int:
+        """The number of the node that made a tensor, that of a leaf where none did."""
+        node = _made_by(tensor)
+        return LEAF_NUMBER if node is None else sequence_number_of(node)
+
     def claim(self, tensors: Iterable[Tensor], owner: int) -> tuple[tuple[str, ...], list[Tensor], list[int]]:
         """Give all nodes behind the tensors that nobody has claimed to one recorded node.
 
