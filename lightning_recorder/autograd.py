@@ -17,11 +17,14 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from lightning_recorder.errors import RecordingError
+
 __all__ = [
     "CALL_OF_FUNCTION",
     "CALL_OF_MODULE",
     "LEAF_NUMBER",
     "current_function_mode",
+    "fake_mode",
     "function_behind",
     "graph_task",
     "hooks_of_leaf",
@@ -117,6 +120,20 @@ CALL_OF_FUNCTION: CodeType | None = getattr(getattr(torch.autograd.Function.appl
 # What torch gives to the nodes of leaves, so that the engine runs them first.
 _LEAF = 2**64 - 1
 LEAF_NUMBER = -1
+
+
+def fake_mode() -> Any:
+    """A context in which tensors have shapes and no values, made of real ones by its ``from_tensor``.
+
+    Raises:
+        RecordingError: Where torch does not offer it under this name.
+    """
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError as error:
+        raise RecordingError(f"this torch has no fake tensors: {error}; record without device='meta'") from error
+    # What a module keeps in plain attributes is real, and becomes fake where it is used.
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def current_function_mode() -> object:

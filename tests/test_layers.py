@@ -19,8 +19,9 @@ BOTTOM = ("autograd", "errors", "hooks", "names", "schedule", "stance", "structu
 # From the bottom to the top; what a file may import lies in a lower layer or in its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     BOTTOM,
-    ("graph.model", "reductions", "selection"),
-    ("dumps", "graph", "sinks", "taps"),
+    ("graph.model", "inputs", "reductions", "selection", "untouched"),
+    ("dumps", "graph", "taps"),
+    ("sinks",),  # each brings what it shows into the form of its back end
     ("recorders",),
     ("callbacks",),
 )

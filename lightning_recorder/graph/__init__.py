@@ -1,10 +1,16 @@
 """The execution graph: captured from a real step, viewed, rendered."""
 
 from lightning_recorder.graph.capture import GraphCapture, capture_graph
+from lightning_recorder.graph.diff import GraphDiff, NodeChange, diff
+from lightning_recorder.graph.drawing import Drawing, draw, make_dot, render_network
+from lightning_recorder.graph.focus import focus
 from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, GraphvizStyler
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
+from lightning_recorder.graph.record import record
 from lightning_recorder.graph.render import BaseRenderer
+from lightning_recorder.graph.roll import roll
+from lightning_recorder.graph.tensors import show_tensors
 from lightning_recorder.graph.views import (
     collapse,
     drop_dead_ends,
@@ -19,21 +25,32 @@ from lightning_recorder.graph.views import (
 __all__ = [
     "BaseRenderer",
     "Direction",
+    "Drawing",
     "Edge",
     "Graph",
     "GraphCapture",
+    "GraphDiff",
     "GraphvizRenderer",
     "GraphvizStyler",
     "Layout",
     "Node",
+    "NodeChange",
     "TensorMeta",
     "capture_graph",
     "collapse",
+    "diff",
+    "draw",
     "drop_dead_ends",
     "drop_isolated",
     "fit",
+    "focus",
     "fold_repeats",
     "hide",
+    "make_dot",
+    "record",
+    "render_network",
+    "roll",
+    "show_tensors",
     "truncate",
     "without",
 ]

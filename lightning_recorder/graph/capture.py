@@ -481,6 +481,7 @@ class GraphCapture:
             self._builder.connect(number, node, None)
 
     def _note_outputs(self, outputs: Any, name: str) -> None:
+        self._leave_custom()
         for path, tensor in iter_tensors(outputs, name):
             origin = self._origin(tensor)
             self._connect(origin, self._builder.add("output", path, 0, (meta_of(tensor),)), meta_of(tensor))
@@ -548,7 +549,10 @@ class GraphCapture:
         if function is not None and (known := self._customs.get(self._owners.number(tensor) + 1)) is not None:
             # Of this one something was seen inside, which is not what it gave.
             self._claim([tensor], known)
-            self._builder.nodes[known].outputs += (meta_of(tensor),)
+            if self._custom is not None and self._custom.node == known:
+                self._custom.results.append(weakref.ref(tensor))
+            else:
+                self._builder.nodes[known].outputs += (meta_of(tensor),)
             self._provenance.bind(tensor, known)
             return known
         name = function.__name__ if function is not None else "unseen"

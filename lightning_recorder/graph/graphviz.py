@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import graphviz
+from graphviz import Digraph
 from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.graph import labels
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.render import BaseRenderer
 
-__all__ = ["Direction", "GraphvizRenderer", "GraphvizStyler"]
+__all__ = ["Digraph", "Direction", "GraphvizRenderer", "GraphvizStyler", "Shapes"]
 
 Direction = Literal["TB", "LR", "BT", "RL"]
+Shapes = Literal["nodes", "edges", "none"]
 
 # DejaVu is what matplotlib carries, so it can be had on a machine without fonts; it is also wider than its
 # replacements, so that a label which was measured with it fits its box wherever the SVG is shown.
 _FONT = "DejaVu Sans,Verdana,sans-serif"
 _NAME_PT = 12
 _DETAIL_PT = 10
-_LONGEST_NAME = 60
 
 # Fill, border and shape by kind: the hues are those of Okabe and Ito, told apart by the colour-blind; the shapes differ
 # for print in grey.
@@ -37,62 +40,90 @@ _LOOKS: dict[Kind, dict[str, str]] = {
     "optimizer": {"fillcolor": "#ffffff", "color": "#d55e00", "shape": "box", "style": "filled", "penwidth": "2"},
 }
 _FRAMES = ("#f6f6f6", "#ededed")
+_FAILED = {"color": "#d4002a", "penwidth": "3"}
+# How much straighter and shorter the edges of the main path are to be than others.
+_MAIN_WEIGHT = "12"
+
+_MEANINGS: dict[Kind, str] = {
+    "module": "module",
+    "op": "function",
+    "input": "input",
+    "output": "output",
+    "parameter": "parameter",
+    "buffer": "buffer",
+    "tensor": "other tensor",
+    "backward": "backward pass",
+    "optimizer": "optimiser step",
+}
 
 
 class GraphvizStyler:
     """Decides how nodes and edges look; a subclass may decide otherwise.
 
     Args:
+        shapes: Where the shapes of the tensors stand: in the ``"nodes"`` that gave them, on the ``"edges"``, or
+            nowhere, ``"none"``; the pointer shows them in any case.
         attributes: Graphviz attributes for all nodes, over those of the kind.
+
+    Raises:
+        ArgumentError: If ``shapes`` is none of the three.
     """
 
-    def __init__(self, **attributes: str) -> None:
+    def __init__(self, *, shapes: Shapes = "nodes", **attributes: str) -> None:
+        if shapes not in get_args(Shapes):
+            raise ArgumentError(f"shapes must be one of {', '.join(get_args(Shapes))}, got {shapes!r}")
+        self.shapes = shapes
         self.attributes = attributes
 
     def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
         """The Graphviz attributes of a node, its label included."""
         return {
             **_LOOKS[node.kind],
-            "label": _label(node, graph),
+            **(_FAILED if node.failed else {}),
+            "label": _label(node, graph, shapes=self.shapes == "nodes"),
             "tooltip": _plain(_describe(node)),
             **self.attributes,
         }
 
     def style_title(self, graph: Graph) -> dict[str, str]:
         """The Graphviz attributes of the whole: the model's class and size."""
-        size = f" · {_count(graph.parameters)} parameters" if graph.parameters else ""
+        name = graph.root.type_name
         return {
-            "label": f"<{_bold(graph.root.type_name)}{_detail(f'.{graph.scope}{size}')}>",
-            "tooltip": _plain(graph.root.type_name),
+            "label": f"<{_bold(name)}{_detail(labels.title(graph).removeprefix(name))}>",
+            "tooltip": _plain(name),
         }
 
     def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
         """The Graphviz attributes of the cluster around what a module call holds."""
+        name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
         return {
             # The number before the class: an edge that comes in from above crosses what is written further right.
-            "label": f"<{_bold((_short_name(node, graph) + _times(node)).strip())}{_detail(' ' + node.type_name)}>",
+            "label": f"<{_bold(name)}{_detail(f' {node.type_name}')}>",
             "tooltip": _plain(_describe(node)),
             "bgcolor": _FRAMES[node.depth % 2],
             "color": "#0072b2" if node.repeats > 1 else "#bdbdbd",
             "penwidth": "2" if node.repeats > 1 else "1",
+            **(_FAILED if node.failed else {}),
         }
 
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
         """The Graphviz attributes of an edge: a number where several tensors go the same way."""
-        # Inside a frame that is drawn once for twelve, an edge that was recorded twelve times is one.
-        expected = max(_repeats(graph[edge.source], graph), _repeats(graph[edge.target], graph))
-        times = edge.multiplicity // expected
-        style = {"tooltip": _plain(str(edge.tensor or ""))}
-        return {**style, "label": f"<{_detail(f' ×{times} ')}>"} if times > 1 else style
+        times = labels.times(edge, graph)
+        words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
+        words += [f"×{times}"] if times > 1 else []
+        style = {"tooltip": _plain(f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else "")}
+        return {**style, "label": f"<{_detail(' '.join(['', *words, '']))}>"} if words else style
 
 
-class GraphvizRenderer(BaseRenderer[graphviz.Digraph]):
+class GraphvizRenderer(BaseRenderer[Digraph]):
     """Renders a graph as a ``graphviz.Digraph``.
 
     Args:
         graph: What to render, as it is.
         styler: How it is to look.
         direction: Where the data flows: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
+        frames: Draw a frame around what an open module call holds.
+        legend: Say below the graph what the colours and shapes mean.
 
     Raises:
         ArgumentError: If the direction is none of the four.
@@ -105,15 +136,26 @@ class GraphvizRenderer(BaseRenderer[graphviz.Digraph]):
         ['n1', 'n2', 'n4', 'n1 -> n2', 'n2 -> n4']
     """
 
-    def __init__(self, graph: Graph, styler: GraphvizStyler | None = None, *, direction: Direction = "TB") -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        styler: GraphvizStyler | None = None,
+        *,
+        direction: Direction = "TB",
+        frames: bool = True,
+        legend: bool = False,
+    ) -> None:
         super().__init__(graph)
         check_direction(direction)
         self.styler = styler or GraphvizStyler()
         self.direction = direction
+        self.frames = frames
+        self.legend = legend
+        self._main = main_path(graph)
 
     @override
-    def make_canvas(self) -> graphviz.Digraph:
-        canvas = graphviz.Digraph("graph")
+    def make_canvas(self) -> Digraph:
+        canvas = Digraph("graph")
         canvas.attr(
             "graph",
             rankdir=self.direction,
@@ -129,18 +171,57 @@ class GraphvizRenderer(BaseRenderer[graphviz.Digraph]):
         return canvas
 
     @override
-    def render_node(self, canvas: graphviz.Digraph, node: Node) -> None:
+    def render_node(self, canvas: Digraph, node: Node) -> None:
         canvas.node(f"n{node.id}", **self.styler.style_node(node, self.graph))
 
     @override
-    def render_recursive_node(self, canvas: graphviz.Digraph, node: Node) -> None:
+    def render_recursive_node(self, canvas: Digraph, node: Node) -> None:
+        if not self.frames:
+            self.render_contents(canvas, node)
+            return
         with canvas.subgraph(name=f"cluster_{node.id}") as frame:
             frame.attr(**self.styler.style_frame(node, self.graph))
             self.render_contents(frame, node)
 
     @override
-    def render_edge(self, canvas: graphviz.Digraph, edge: Edge) -> None:
-        canvas.edge(f"n{edge.source}", f"n{edge.target}", **self.styler.style_edge(edge, self.graph))
+    def render_edge(self, canvas: Digraph, edge: Edge) -> None:
+        weight = {"weight": _MAIN_WEIGHT} if (edge.source, edge.target) in self._main else {}
+        canvas.edge(f"n{edge.source}", f"n{edge.target}", **{**weight, **self.styler.style_edge(edge, self.graph)})
+
+    @override
+    def render(self) -> Digraph:
+        canvas = super().render()
+        if self.legend:
+            with canvas.subgraph(name="cluster_legend") as frame:
+                frame.attr(label=f"<{_detail('legend')}>", color="#bdbdbd", tooltip=" ")
+                for kind in _kinds(self.graph):
+                    label = f"<{_detail(_MEANINGS[kind])}>"
+                    frame.node(f"legend_{kind}", **_LOOKS[kind], label=label, tooltip=" ")
+        return canvas
+
+
+def main_path(graph: Graph) -> set[tuple[int, int]]:
+    """The edges of the longest way through a graph, which a reader follows first."""
+    place = {node.id: number for number, node in enumerate(graph.nodes)}
+    length: dict[int, int] = {}
+    before: dict[int, int] = {}
+    # In the order of time, in which what is used comes before what uses it.
+    for edge in sorted(graph.edges, key=lambda each: place[each.target]):
+        if place[edge.source] < place[edge.target] and length.get(edge.source, 0) + 1 > length.get(edge.target, 0):
+            length[edge.target] = length.get(edge.source, 0) + 1
+            before[edge.target] = edge.source
+    end = max(length, key=lambda each: length[each], default=-1)
+    path = set()
+    while end in before:
+        path.add((before[end], end))
+        end = before[end]
+    return path
+
+
+def _kinds(graph: Graph) -> Iterable[Kind]:
+    parents = {node.parent for node in graph.nodes}
+    there = {node.kind for node in graph.nodes if node.kind != "module" or node.id not in parents}
+    return [kind for kind in _MEANINGS if kind in there]
 
 
 def check_direction(direction: str) -> None:
@@ -153,68 +234,37 @@ def check_direction(direction: str) -> None:
         raise ArgumentError(f"direction must be one of {', '.join(get_args(Direction))}, got {direction!r}")
 
 
-def _label(node: Node, graph: Graph) -> str:
-    lines = [
-        _bold(_short_name(node, graph) + _times(node))
-        if node.kind in ("module", "input", "backward")
-        else _text(_short_name(node, graph))
-    ]
+def _label(node: Node, graph: Graph, *, shapes: bool) -> str:
+    name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
+    name = f"{name} {labels.shown_times(node)}".strip()
+    lines = [_bold(name) if node.kind in _PROMINENT else _text(name)]
     if node.kind == "module":
-        lines.append(_detail(_class_line(node)))
-    if node.outputs:
-        shown = ", ".join(map(str, node.outputs[:2])) + (", …" if len(node.outputs) > 2 else "")
-        lines.append(_detail(shown))
+        lines.append(_detail(labels.class_and_size(node)))
+    if node.failed:
+        lines.append(_detail("failed here"))
+    if shapes and node.outputs:
+        lines.append(_detail(labels.shown_shapes(node)))
     # A table and not line breaks, for some air between the lines.
     rows = "".join(f"<tr><td>{line}</td></tr>" for line in lines)
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
 
 
-def _short_name(node: Node, graph: Graph) -> str:
-    """A module's name without that of the frame around it, with the number of its call; anything else's own name."""
-    if node.kind == "backward":
-        return "loss → backward"
-    # A module call without a name is the frame around several siblings that repeat together.
-    name = node.name or ("" if node.kind == "module" else node.kind)
-    if node.kind == "module":
-        around = next((call.name for call in graph.ancestors(node) if call.name), "")
-        name = name.removeprefix(around + ".") if around else name
-    if len(name) > _LONGEST_NAME:
-        # Both ends, since names differ in their beginnings or their ends; the whole name is in the tooltip.
-        name = f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 2 :]}"
-    return name + (f" (call {node.call})" if node.call > 1 else "")
-
-
-def _class_line(node: Node) -> str:
-    return node.type_name + (f" · {_count(node.parameters)} parameters" if node.parameters else "")
-
-
-def _times(node: Node) -> str:
-    return f" ×{node.repeats}" + (" side by side" if node.parallel else "") if node.repeats > 1 else ""
-
-
-def _count(number: int) -> str:
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= 10 * size or (number >= size and unit != "k"):
-            return f"{number / size:.3g} {unit}"
-    return str(number)
+_PROMINENT = ("module", "input", "output", "backward", "optimizer")
 
 
 def _describe(node: Node) -> str:
     """What the pointer shows in an SVG: the full name and everything else that the label leaves out."""
     outputs = ", ".join(f"{meta.dtype} {meta}" for meta in node.outputs[:8])
-    return " · ".join(
-        part
-        for part in (node.name or node.kind, node.type_name, f"call {node.call}" if node.call > 1 else "", outputs)
-        if part
+    parts = (
+        node.name or node.kind,
+        node.type_name,
+        f"call {node.call}" if node.call > 1 else "",
+        outputs,
+        ", ".join(node.autograd[:8]),
+        node.source,
+        f"{node.duration_ms:.3g} ms" if node.duration_ms is not None else "",
     )
-
-
-def _repeats(node: Node, graph: Graph) -> int:
-    """How many recorded nodes a drawn one stands for, the folding around it included."""
-    total = node.repeats
-    for call in graph.ancestors(node):
-        total *= call.repeats
-    return total
+    return " · ".join(part for part in parts if part)
 
 
 # Everything that is written into a document goes through one of these.
@@ -223,17 +273,13 @@ def _repeats(node: Node, graph: Graph) -> int:
 def _text(text: str) -> str:
     """Text inside an HTML-like label; of a name that cannot be printed, what can."""
     # Two backslashes for one: in a label \\N would become the name of the node.
-    return html.escape(_printable(text)).replace("\\", "\\\\")
+    return html.escape(labels.printable(text)).replace("\\", "\\\\")
 
 
 def _plain(text: str) -> str:
     """Text as the value of an attribute."""
     # Entities are read in attributes as well as in labels, and backslashes twice over, of which the library knows once.
-    return graphviz.escape(html.escape(_printable(text), quote=False).replace("\\", "\\\\")) or " "
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "�" for char in text)
+    return graphviz.escape(html.escape(labels.printable(text), quote=False).replace("\\", "\\\\")) or " "
 
 
 def _bold(text: str) -> str:

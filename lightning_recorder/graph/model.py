@@ -154,6 +154,13 @@ class Graph:
             children.setdefault(node.parent, []).append(node)
         return children
 
+    @cached_property
+    def _into(self) -> dict[int, list[Edge]]:
+        into: dict[int, list[Edge]] = {}
+        for edge in self.edges:
+            into.setdefault(edge.target, []).append(edge)
+        return into
+
     def __getitem__(self, node_id: int) -> Node:
         return self._by_id[node_id]
 
@@ -165,6 +172,10 @@ class Graph:
     def children(self, node: Node) -> list[Node]:
         """What happened directly in a module call, in the order of time."""
         return self._children.get(node.id, [])
+
+    def into(self, node: Node) -> list[Edge]:
+        """The edges that lead into a node, in the order in which they were used."""
+        return self._into.get(node.id, [])
 
     def ancestors(self, node: Node) -> Iterator[Node]:
         """The module calls around a node, the innermost first."""

@@ -64,7 +64,6 @@ class AutogradOwners:
 
 
 def _made_by(tensor: Tensor) -> AutogradNode | None:
-    if not tensor.requires_grad:
-        return None
-    # A wrapper of torch.func has a graph of its own, which ends with the transform.
-    return unwrapped(tensor).grad_fn
+    # A wrapper of torch.func has a graph of its own, which ends with the transform, or says that it has none.
+    inner = unwrapped(tensor)
+    return inner.grad_fn if inner.requires_grad else None

@@ -61,7 +61,7 @@ PLUMBING = frozenset(
 """Functions that move or name values without computing any."""
 
 
-def collapse(graph: Graph, depth: int | None = None) -> Graph:
+def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> Graph:
     """Close the module calls at a depth, and those without a call inside at any depth.
 
     A closed call is a node in place of all that it holds; the edges of what it holds become its own, those within it
@@ -69,8 +69,8 @@ def collapse(graph: Graph, depth: int | None = None) -> Graph:
 
     Args:
         graph: Any graph.
-        depth: The greatest depth that is shown; the root has 0, so 1 shows its children closed. ``None`` closes the
-            innermost calls alone.
+        depth: The greatest depth that is shown; the root has 0, so 1 shows its children closed. ``None`` sets no limit.
+        leaves: Close the calls that hold no other call, too; otherwise the functions inside them are shown.
 
     Raises:
         ArgumentError: If the depth is below 1.
@@ -81,7 +81,7 @@ def collapse(graph: Graph, depth: int | None = None) -> Graph:
     closed = {
         node.id
         for node in graph.module_calls()
-        if node.id not in open_calls or (depth is not None and node.depth >= depth)
+        if (leaves and node.id not in open_calls) or (depth is not None and node.depth >= depth)
     }
     target: dict[int, int] = {}
     parameters: dict[int, int] = {}

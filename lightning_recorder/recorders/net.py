@@ -13,13 +13,14 @@ from typing_extensions import override
 
 from lightning_recorder.autograd import in_backward
 from lightning_recorder.errors import ArgumentError, FlowError, check_integer
+from lightning_recorder.inputs import arguments, make_inputs
 from lightning_recorder.names import named_submodules
 from lightning_recorder.recorders.activations import Kept, Postprocessor, Recording
 from lightning_recorder.recorders.calls import Label, differences, label_calls
-from lightning_recorder.recorders.inputs import arguments, make_inputs
-from lightning_recorder.recorders.labelling import Snapshot, run_without_trace
+from lightning_recorder.recorders.labelling import run_without_trace
 from lightning_recorder.recorders.levels import NET, leave_level_out, name_as_in_net, put_level_in
 from lightning_recorder.recorders.summary import Summary, SummaryWatch
+from lightning_recorder.untouched import ModuleState
 
 __all__ = ["RecordedNet"]
 
@@ -126,7 +127,7 @@ class RecordedNet(nn.Module):
 
     def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         modules = named_submodules(self._net)
-        snapshot = Snapshot(modules.values())
+        snapshot = ModuleState(modules.values())
         watch = SummaryWatch(modules, snapshot)
         run_without_trace(self._net, watch, snapshot, args, kwargs)
         self._summary = watch.summary(self._net)

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import Self
 
 from lightning_recorder.recorders.calls import Call, CallWatch, Label, label_calls
-from lightning_recorder.recorders.labelling import Snapshot, is_uninitialized
 from lightning_recorder.structure import iter_tensors
+from lightning_recorder.untouched import ModuleState, is_uninitialized
 
 __all__ = ["Summary", "SummaryRow", "SummaryWatch"]
 
@@ -211,7 +211,7 @@ class SummaryWatch(CallWatch):
         snapshot: Takes a lazy module when it has been initialised.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], snapshot: Snapshot) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], snapshot: ModuleState) -> None:
         super().__init__(modules)
         self._snapshot = snapshot
         self._counter = _OperationCounter()

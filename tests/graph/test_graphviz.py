@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 from xml.etree import ElementTree as ET
@@ -14,7 +16,7 @@ import transformers as hf
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder import ArgumentError
+from lightning_recorder import ArgumentError, ForwardError
 from lightning_recorder.graph import (
     Direction,
     Edge,
@@ -29,7 +31,9 @@ from lightning_recorder.graph import (
     collapse,
     fit,
     fold_repeats,
+    without,
 )
+from lightning_recorder.graph.graphviz import Shapes
 from lightning_recorder.graph.model import Kind
 from lightning_recorder.graph.views import drawn_nodes
 from tests.graph.nets import Net, X, linear
@@ -240,14 +244,21 @@ def test_edges_with_several_tensors_say_so(tmp_path: Path) -> None:
 
 
 def test_pointer_shows_the_rest(tmp_path: Path) -> None:
-    """The tooltip of a node has its full name, its class, which call it is, and dtypes with shapes."""
+    """The tooltip has the full name, class, dtypes with shapes, the autograd nodes and the line of code."""
     net = nn.Sequential(nn.Sequential(linear(), nn.ReLU()))
-    picture = draw(fit(capture_graph(net, X)), tmp_path)
-    assert [item.tooltip for item in picture.nodes()] == [
+    line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]  # CPython has frames
+    graph = capture_graph(net, X)
+    here = f"tests/graph/test_graphviz.py:{line}"
+    assert [item.tooltip for item in draw(fit(graph), tmp_path).nodes()] == [
         "input · float32 2×4",
-        "0.0 · Linear · float32 2×4",
-        "0.1 · ReLU · float32 2×4",
+        f"0.0 · Linear · float32 2×4 · {here}",
+        f"0.1 · ReLU · float32 2×4 · {here}",
         "output · float32 2×4",
+    ]
+    inside = draw(without(graph, ("parameter", "buffer")), tmp_path)
+    assert [item.tooltip for item in inside.nodes()][1:3] == [
+        f"linear · float32 2×4 · AddmmBackward0, TBackward0 · {here}",
+        f"relu · float32 2×4 · ReluBackward0 · {here}",
     ]
 
 
@@ -264,7 +275,80 @@ def test_svg_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert "@import" not in source
 
 
+# What a user may choose.
+
+
+def test_shapes_on_the_edges(tmp_path: Path) -> None:
+    """With shapes on the edges, or nowhere, they do not stand in the nodes."""
+    graph = fit(capture_graph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), X))
+    shown = {}
+    for shapes in get_args(Shapes):
+        picture = draw(graph, tmp_path, GraphvizStyler(shapes=shapes))
+        shown[shapes] = [[line.strip() for line in each.lines if "×" in line] for each in picture.items]
+    in_nodes, on_edges, nowhere = ([line for lines in each for line in lines] for each in shown.values())
+    assert (in_nodes, on_edges, nowhere) == (["2×4", "2×3", "2×3", "2×3"], ["2×4", "2×3", "2×3"], [])
+    with pytest.raises(ArgumentError, match="shapes must be one of nodes, edges, none, got 'all'"):
+        GraphvizStyler(shapes="all")  # type: ignore[arg-type]  # that is the point
+
+
+def test_legend_names_the_kinds_that_are_there(tmp_path: Path) -> None:
+    """A legend, on request, has one example of each kind of node that is drawn."""
+    with GraphCapture(nn.Sequential(linear()), X) as recording:
+        recording.module(X).sum().backward()
+    graph = fit(recording.graph())
+    source = GraphvizRenderer(graph, legend=True).render().source
+    (tmp_path / "graph.dot").write_text(source, encoding="utf-8")
+    Layout(tmp_path / "graph.dot", ["svg"]).finish()
+    picture = read_svg(tmp_path / "graph.svg")
+    names = {item.name: item.lines for item in picture.items if item.name.startswith("legend_")}
+    assert names == {
+        "legend_module": ["module"],
+        "legend_op": ["function"],
+        "legend_input": ["input"],
+        "legend_backward": ["backward pass"],
+    }
+    assert "legend" not in GraphvizRenderer(graph).render().source
+
+
+def test_without_frames(tmp_path: Path) -> None:
+    """Without frames the same nodes and edges are drawn, and none around others."""
+    graph = fit(capture_graph(nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.Tanh()), X))
+    framed, bare = (GraphvizRenderer(graph, frames=frames).render().source for frames in (True, False))
+    assert ("cluster_" in framed, "cluster_" in bare) == (True, False)
+    lines = [{line.strip() for line in source.splitlines() if re.match(r"\s*n\d", line)} for source in (framed, bare)]
+    assert lines[0] == lines[1]
+
+
+def test_the_main_path_is_kept_straight() -> None:
+    """Of a residual block the edges of the longer branch weigh more, so that the shorter one is drawn around it."""
+    net = Net(lambda net, x: x + net.fc(x).exp(), fc=linear())
+    graph = fit(capture_graph(net, X))
+    body = GraphvizRenderer(graph).render().body
+    heavy = {line.split(" [")[0].strip() for line in body if "weight=12" in line}
+    ids = {node.name: f"n{node.id}" for node in graph.nodes}
+    names = [("input", "fc"), ("fc", "exp"), ("exp", "add"), ("add", "output")]
+    assert heavy == {f"{ids[one]} -> {ids[other]}" for one, other in names}
+
+
+def test_what_failed_is_marked(tmp_path: Path) -> None:
+    """The function that raised, and the calls around it, have a red border, and the function says so."""
+    net = nn.Sequential(linear(), nn.Sequential(linear(3)))
+    with pytest.raises(ForwardError) as caught:
+        capture_graph(net, X)
+    graph = without(caught.value.graph, ("parameter", "buffer"))
+    picture = draw(graph, tmp_path)
+    source = (tmp_path / "graph.svg").read_text(encoding="utf-8")
+    assert [item.name for item in picture.items if "failed here" in item.lines] == [f"n{graph.nodes[-1].id}"]
+    assert source.count("#d4002a") == 3  # two frames and the function
+
+
 # Names are data.
+
+
+def without_sources(graph: Graph) -> Graph:
+    """The graph without the lines of code, which depend on the test and not on the name."""
+    return replace(graph, nodes=tuple(replace(node, source="") for node in graph.nodes))
+
 
 HOSTILE = [
     '<b>"x"</b>',
@@ -300,7 +384,7 @@ def test_hostile_names_are_shown_as_they_are(name: str, tmp_path: Path) -> None:
     net.add_module(name, part)
     with GraphCapture(net, {name: X}, name="batch") as recording:
         net(X)
-    picture = draw(fit(recording.graph()), tmp_path)
+    picture = draw(without_sources(fit(recording.graph())), tmp_path)
     assert [item.name for item in picture.items if item.kind != "edge"] == ["cluster_2", "n1", "n3", "n7", "n9"]
     assert picture.named("n9").lines == [name, "Tanh", "2×4"]
     assert "".join(picture.named("cluster_2").lines) == f"{name} Sequential"
@@ -337,7 +421,7 @@ def test_what_cannot_be_printed_is_replaced(name: str, tmp_path: Path) -> None:
     net = nn.Sequential()
     net.add_module(name, nn.Tanh())
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
-    node = draw(fit(capture_graph(net, X)), tmp_path).named("n2")
+    node = draw(without_sources(fit(capture_graph(net, X))), tmp_path).named("n2")
     assert (node.lines[0], node.tooltip) == (shown, f"{shown} · Tanh · float32 2×4")
 
 

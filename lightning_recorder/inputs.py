@@ -1,4 +1,4 @@
-"""What a net is run with, given or made up from shapes."""
+"""What a model is run with once, given or made up from shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["arguments", "make_inputs"]
 
 
 def arguments(data: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of the labelling run."""
+    """The positional and keyword arguments of a run."""
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ArgumentError(f"input_kwargs takes a dictionary of keyword arguments, got {type(kwargs).__name__}")
     more = dict(kwargs or {})
@@ -30,9 +30,13 @@ def arguments(data: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, .
     )
 
 
-def make_inputs(net: nn.Module, input_size: Any, dtypes: Any) -> tuple[Tensor, ...]:
-    """Tensors of the given shapes: zeros for integers and booleans, else random numbers."""
-    sizes = _sizes(input_size)
+def make_inputs(net: nn.Module, input_size: Any, dtypes: Any, *, name: str = "input_size") -> tuple[Tensor, ...]:
+    """Tensors of the given shapes: zeros for integers and booleans, else random numbers.
+
+    Raises:
+        ArgumentError: If a shape or dtype is none; calls the shapes by ``name``.
+    """
+    sizes = _sizes(input_size, name)
     tensors = [*net.parameters(), *net.buffers()]
     device = tensors[0].device if tensors else torch.get_default_device()
     default = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.get_default_dtype())
@@ -54,7 +58,7 @@ def make_inputs(net: nn.Module, input_size: Any, dtypes: Any) -> tuple[Tensor, .
     )
 
 
-def _sizes(input_size: Any) -> list[tuple[int, ...]]:
+def _sizes(input_size: Any, name: str) -> list[tuple[int, ...]]:
     """Each shape of one or several."""
     sequence = isinstance(input_size, (tuple, list))
     several = sequence and len(input_size) > 0 and all(isinstance(size, (tuple, list)) for size in input_size)
@@ -64,6 +68,6 @@ def _sizes(input_size: Any) -> list[tuple[int, ...]]:
         valid = isinstance(size, (tuple, list)) and size != []
         if not valid or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in size):
             raise ArgumentError(
-                f"input_size takes a shape, as in (1, 3), or a list of shapes, none negative; got {input_size!r}"
+                f"{name} takes a shape, as in (1, 3), or a list of shapes, none negative; got {input_size!r}"
             )
     return [tuple(size) for size in sizes]

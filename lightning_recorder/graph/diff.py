@@ -1,0 +1,166 @@
+"""What differs between the graphs of two runs, two steps or two versions of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from lightning_recorder.graph.model import Graph, Node
+
+__all__ = ["GraphDiff", "NodeChange", "diff"]
+
+
+@dataclass(frozen=True)
+class NodeChange:
+    """A node that both graphs have, though not the same.
+
+    Args:
+        name: How it is called; see :class:`GraphDiff`.
+        aspects: What differs, as ``outputs: 2×4 -> 2×8``.
+    """
+
+    name: str
+    aspects: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'; '.join(self.aspects)}"
+
+
+@dataclass(frozen=True)
+class GraphDiff:
+    """Nodes that one of two graphs has and the other has not, and those that differ; false if there are none.
+
+    A module's call is named by its dotted name, a later one as ``encoder (call 2)``; a function by its place in a call,
+    as ``encoder/relu``, the second of a name as ``encoder/relu#2``; a tensor by its path or name.
+
+    Args:
+        added: Those of the second graph alone, in its order of time.
+        removed: Those of the first graph alone, in its order.
+        changed: Those of both that differ in class, shapes, dtypes, number of parameters, autograd types or sources.
+    """
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[NodeChange, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+    def __str__(self) -> str:
+        lines = [f"+ {name}" for name in self.added] + [f"- {name}" for name in self.removed]
+        return "\n".join([*lines, *(f"~ {change}" for change in self.changed)]) or "no difference"
+
+
+def diff(one: Graph, other: Graph) -> GraphDiff:
+    """Compare two graphs call by call, and within each call function by function.
+
+    Calls of one name and number are the same call; functions are paired so that as many as possible keep their order.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.graph import capture_graph
+        >>> nets = [torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.ReLU()) for width in (3, 4)]
+        >>> nets[1].append(torch.nn.Tanh())
+        Sequential(
+          (0): Linear(in_features=2, out_features=4, bias=True)
+          (1): ReLU()
+          (2): Tanh()
+        )
+        >>> print(diff(*(capture_graph(net, torch.ones(1, 2)) for net in nets)))
+        + 2
+        + 2/tanh
+        ~ 0: outputs: 1×3 -> 1×4; parameters: 9 -> 12
+        ~ 0.weight: outputs: 3×2 -> 4×2
+        ~ 0.bias: outputs: [3] -> [4]
+        ~ 0/linear: outputs: 1×3 -> 1×4
+        ~ 1: outputs: 1×3 -> 1×4
+        ~ 1/relu: outputs: 1×3 -> 1×4
+        ~ output: outputs: 1×3 -> 1×4; takes: 1/relu -> 2/tanh
+    """
+    names, others = _named(one), _named(other)
+    pairs = dict(_paired(one, other, one.root, other.root))
+    met = set(pairs.values())
+    # A paired function has one name, that of the first graph, so that what takes it has not changed by its number.
+    called = {**{node.id: others[node.id] for node in other.nodes}, **{mine: names[own] for own, mine in pairs.items()}}
+    changed = []
+    for node in one.nodes:
+        if node.id in pairs:
+            counterpart = other[pairs[node.id]]
+            aspects = [*_aspects(node, counterpart), *_takes(one, node, names, other, counterpart, called)]
+            if aspects:
+                changed.append(NodeChange(names[node.id] or "the model", tuple(aspects)))
+    return GraphDiff(
+        tuple(others[node.id] for node in other.nodes if node.id not in met),
+        tuple(names[node.id] for node in one.nodes if node.id not in pairs),
+        tuple(changed),
+    )
+
+
+def _named(graph: Graph) -> dict[int, str]:
+    names: dict[int, str] = {}
+    seen: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.kind == "module":
+            name = node.name + (f" (call {node.call})" if node.call > 1 else "")
+        elif node.kind in ("op", "backward", "optimizer") and node.parent is not None and names[node.parent]:
+            name = f"{names[node.parent]}/{node.name}"
+        else:
+            name = node.name or node.kind
+        seen[name] = seen.get(name, 0) + 1
+        names[node.id] = name if seen[name] == 1 else f"{name}#{seen[name]}"
+    return names
+
+
+def _paired(one: Graph, other: Graph, first: Node, second: Node) -> Iterator[tuple[int, int]]:
+    """The ids of what is the same in two calls."""
+    todo = [(first, second)]
+    while todo:
+        left, right = todo.pop()
+        yield left.id, right.id
+        children, others = one.children(left), other.children(right)
+        keys, other_keys = ([(each.kind, each.name, each.call) for each in nodes] for nodes in (children, others))
+        for start, begin, size in SequenceMatcher(None, keys, other_keys, autojunk=False).get_matching_blocks():
+            for index in range(size):
+                pair = children[start + index], others[begin + index]
+                if pair[0].kind == "module":
+                    todo.append(pair)
+                else:
+                    yield pair[0].id, pair[1].id
+
+
+def _aspects(node: Node, other: Node) -> Iterator[str]:
+    """What differs between two nodes alone."""
+    shown = {
+        "class": (node.type_name, other.type_name),
+        "outputs": (_shapes(node), _shapes(other)),
+        "dtypes": (_dtypes(node), _dtypes(other)),
+        "parameters": (str(node.parameters), str(other.parameters)),
+        "autograd": (", ".join(node.autograd), ", ".join(other.autograd)),
+        "failed": (str(node.failed), str(other.failed)),
+    }
+    return (
+        f"{aspect}: {mine or 'none'} -> {theirs or 'none'}"
+        for aspect, (mine, theirs) in shown.items()
+        if mine != theirs
+    )
+
+
+def _takes(
+    one: Graph, node: Node, names: dict[int, str], other: Graph, counterpart: Node, others: dict[int, str]
+) -> Iterator[str]:
+    """What differs in where two nodes get their tensors from."""
+    mine, theirs = (
+        [called[edge.source] + (f" ×{edge.multiplicity}" if edge.multiplicity > 1 else "") for edge in graph.into(each)]
+        for graph, each, called in ((one, node, names), (other, counterpart, others))
+    )
+    if mine != theirs:
+        yield f"takes: {', '.join(mine) or 'nothing'} -> {', '.join(theirs) or 'nothing'}"
+
+
+def _shapes(node: Node) -> str:
+    return ", ".join(map(str, node.outputs))
+
+
+def _dtypes(node: Node) -> str:
+    return ", ".join(meta.dtype for meta in node.outputs)

@@ -1,0 +1,215 @@
+"""From a model to its picture in one call."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.graph.graphviz import Digraph, Direction, GraphvizRenderer, GraphvizStyler
+from lightning_recorder.graph.layout import Layout
+from lightning_recorder.graph.model import Graph
+from lightning_recorder.graph.record import record
+from lightning_recorder.graph.roll import roll as rolled
+from lightning_recorder.graph.tensors import show_tensors
+from lightning_recorder.graph.views import collapse, drop_isolated, fit, fold_repeats, without
+
+__all__ = ["Drawing", "draw", "make_dot", "render_network"]
+
+
+def make_dot(
+    graph: Graph, render_depth: int = 256, styler_cls: type[GraphvizStyler] | None = None, **styler_args: Any
+) -> Digraph:
+    """A recorded graph as a Graphviz document.
+
+    What lies at the depth or above is drawn, parameters included; what lies deeper is drawn as the module call at that
+    depth, whose edges are those of all that it holds. Module calls above the depth are frames.
+
+    Args:
+        graph: What :func:`record` or a capture gave.
+        render_depth: The depth, that of the whole model being 0 and that of its layers 1.
+        styler_cls: Decides how nodes and edges look; made with ``styler_args``.
+        styler_args: Graphviz attributes for all nodes, and what else the styler takes.
+
+    Raises:
+        ArgumentError: If the depth is below 1.
+
+    Example:
+        >>> from torch import nn
+        >>> graph = record(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "net", (1, 2))
+        >>> dot = make_dot(graph, render_depth=1, fillcolor="white")
+        >>> sum("fillcolor=white" in line for line in dot.body)
+        4
+    """
+    view = collapse(graph, render_depth, leaves=False)
+    return GraphvizRenderer(view, (styler_cls or GraphvizStyler)(**styler_args)).render()
+
+
+def render_network(
+    net: nn.Module,
+    name: str,
+    input_shapes: Any,
+    directory: str | os.PathLike[str],
+    filename: str | None = None,
+    fmt: str = "svg",
+    input_data: Any = None,
+    render_depth: int = 1,
+    **styler_args: Any,
+) -> Path:
+    """Run a model once and write a picture of what it did.
+
+    Args:
+        net: The model, of which nothing is changed; see :func:`record`.
+        name: What the graph is called in the picture.
+        input_shapes: As for :func:`record`; ``None`` if ``input_data`` is given.
+        directory: Where to write; made if it is not there.
+        filename: What the file is called, without its suffix; by default ``name``.
+        fmt: A format of Graphviz: ``svg``, ``png``, ``pdf``.
+        input_data: As for :func:`record`.
+        render_depth: As for :func:`make_dot`.
+        styler_args: As for :func:`make_dot`.
+
+    Returns:
+        The path of the picture.
+
+    Raises:
+        ArgumentError: If an argument is not understood.
+        ForwardError: If the model raises.
+        RenderError: If there is no renderer, or it failed.
+    """
+    dot = make_dot(record(net, name, input_shapes, input_data), render_depth, **styler_args)
+    return _write(dot, Path(directory) / f"{filename or name}.{fmt}")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture of a model, and what it was made from. In a notebook it shows itself.
+
+    Args:
+        graph: All that was recorded.
+        view: What of it is drawn.
+        visual_graph: The view as a Graphviz document.
+    """
+
+    graph: Graph
+    view: Graph
+    visual_graph: Digraph
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the picture; the suffix says in which format: ``.svg``, ``.png``, ``.pdf``.
+
+        Raises:
+            RenderError: If there is no renderer, or it failed.
+        """
+        return _write(self.visual_graph, Path(path))
+
+    def _repr_svg_(self) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            return self.save(Path(folder) / "graph.svg").read_text(encoding="utf-8")
+
+
+def draw(
+    model: nn.Module,
+    input_data: Any = None,
+    input_size: Any = None,
+    graph_name: str = "",
+    depth: int | None = 3,
+    device: Literal["meta"] | None = None,
+    dtypes: Any = None,
+    mode: Literal["train", "eval"] | None = None,
+    *,
+    input_kwargs: Mapping[str, Any] | None = None,
+    expand_nested: bool = True,
+    graph_dir: Direction = "TB",
+    hide_module_functions: bool = True,
+    hide_inner_tensors: bool = True,
+    parameters: bool = False,
+    roll: bool = False,
+    fold: bool = False,
+    max_nodes: int | None = None,
+    show_shapes: bool = True,
+    legend: bool = False,
+    styler: GraphvizStyler | None = None,
+) -> Drawing:
+    """Run a model once and give a picture of what it did.
+
+    Args:
+        model: The model, of which nothing is changed; see :func:`record`.
+        input_data: What it is called with, as for :func:`record`.
+        input_size: Shapes for made-up inputs instead, as ``input_shapes`` of :func:`record`.
+        graph_name: What the graph is called in the picture; by default the class of the model.
+        depth: Down to which depth module calls are opened; ``None`` opens all.
+        device: ``"meta"`` to compute shapes alone, as for :func:`record`.
+        dtypes: As for :func:`record`.
+        mode: As for :func:`record`.
+        input_kwargs: Further keyword arguments of the model.
+        expand_nested: Draw a frame around what an open module call holds.
+        graph_dir: Where the data flows: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
+        hide_module_functions: Draw a module that calls no other as one node; otherwise show the functions inside.
+        hide_inner_tensors: Leave out the tensors between functions.
+        parameters: Show parameters and buffers.
+        roll: Draw a module that is called many times once, with its number.
+        fold: Draw equal siblings once, with their number.
+        max_nodes: Make the view smaller until it has no more nodes than this, by the rules of :func:`fit`, which folds.
+        show_shapes: Write shapes into the nodes.
+        legend: Say what colours and shapes of the nodes mean.
+        styler: Decides how nodes and edges look.
+
+    Raises:
+        ArgumentError: If an argument is not understood.
+        ForwardError: If the model raises; names the module, and has the graph up to there.
+
+    Example:
+        >>> from torch import nn
+        >>> drawing = draw(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), input_size=(1, 2))
+        >>> [node.name or node.type_name for node in drawing.view.nodes]
+        ['Sequential', 'input', '0', '1', 'output']
+        >>> len(drawing.view.edges)
+        3
+    """
+    if depth is not None:
+        check_integer("depth", depth, 1)
+    if input_data is not None and input_size is not None:
+        raise ArgumentError("give either input_size or input_data, got both")
+    if input_data is None and input_size is None and input_kwargs is None:
+        raise ArgumentError("give either input_size or input_data, got neither")
+    graph = record(
+        model,
+        graph_name,
+        input_size,
+        input_data,
+        input_kwargs=input_kwargs,
+        dtypes=dtypes,
+        device=device,
+        mode=mode,
+    )
+    if max_nodes is not None:
+        view = fit(graph, max_nodes, depth)
+    else:
+        shown = graph if parameters else without(graph, ("parameter", "buffer"))
+        view = drop_isolated(collapse(shown, depth, leaves=hide_module_functions))
+        view = fold_repeats(view, contents=shown) if fold else view
+    view = rolled(view) if roll else view
+    view = view if hide_inner_tensors else show_tensors(view)
+    styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none")
+    renderer = GraphvizRenderer(view, styler, direction=graph_dir, frames=expand_nested, legend=legend)
+    return Drawing(graph, view, renderer.render())
+
+
+def _write(dot: Digraph, path: Path) -> Path:
+    suffix = path.suffix[1:]
+    if not suffix:
+        raise ArgumentError(f"the name of a picture ends with its format, as in graph.svg; got {path.name!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        document = Path(folder) / "graph.dot"
+        document.write_text(dot.source, encoding="utf-8")
+        (picture,) = Layout(document, (suffix,)).finish()
+        path.write_bytes(picture.read_bytes())
+    return path

@@ -1,0 +1,122 @@
+"""Recording a model outside of its training, from shapes or data, without leaving a trace of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_recorder.autograd import fake_mode
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.graph.capture import capture_graph
+from lightning_recorder.graph.model import Graph
+from lightning_recorder.inputs import arguments, make_inputs
+from lightning_recorder.structure import iter_tensors
+from lightning_recorder.untouched import ModuleState, own_copies, same_random_numbers
+
+__all__ = ["record"]
+
+
+def record(
+    net: nn.Module,
+    name: str = "",
+    input_shapes: Any = None,
+    input_data: Any = None,
+    *,
+    input_kwargs: Mapping[str, Any] | None = None,
+    dtypes: Any = None,
+    device: Literal["meta"] | None = None,
+    mode: Literal["train", "eval"] | None = None,
+) -> Graph:
+    """Run a model once and give the graph of the run, all of it.
+
+    Nothing is changed, whether or not the model raises: train flags, buffers such as those of batch norm, attributes,
+    random numbers, devices, ``requires_grad`` and gradients of parameters and inputs stay as they were.
+
+    Args:
+        net: The model.
+        name: What the graph is called in a picture; by default the class of the model.
+        input_shapes: The shape of the input, or a list of several; they are filled with random numbers, those of
+            integers and booleans with zeros.
+        input_data: What the model is called with instead: a tensor, a tuple or list of positional arguments, or a
+            dictionary of keyword arguments, which hold tensors in any nesting.
+        input_kwargs: Further keyword arguments.
+        dtypes: A dtype for what is made from ``input_shapes``, or a list with one for each; by default that of the
+            model's parameters.
+        device: ``"meta"`` to compute shapes alone, without memory or time for values, as for a model that is too large
+            to run. The model stays where it is; it may be on any device. By default the model runs.
+        mode: Run in ``"train"`` or ``"eval"`` mode; by default in that which each module is in.
+
+    Raises:
+        ArgumentError: If both or neither of ``input_shapes`` and ``input_data`` are given, or one is not understood.
+        ForwardError: From the model's own error; names the module that raised it and has the graph up to there.
+
+    Note:
+        A lazy module that has no shape yet is given one by the run and keeps it.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        >>> graph = record(net, "small", (2, 4))
+        >>> [(node.name, str(node.outputs[0])) for node in graph.module_calls()]
+        [('0', '2×8'), ('1', '2×8')]
+    """
+    args, kwargs = _arguments(net, input_shapes, input_data, input_kwargs, dtypes)
+    if device not in (None, "meta"):
+        raise ArgumentError(f"device is 'meta', or None to run the model where it is; got {device!r}")
+    if mode not in (None, "train", "eval"):
+        raise ArgumentError(f"mode is 'train', 'eval' or None for that of each module, got {mode!r}")
+    tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))
+    state = ModuleState(net.modules())
+    with same_random_numbers({tensor.device for tensor in tensors}):
+        try:
+            for module in net.modules() if mode else ():
+                module.training = mode == "train"
+            graph = (_fake_graph if device else _real_graph)(net, args, kwargs)
+        finally:
+            state.restore()
+    if name:
+        graph = replace(graph, nodes=(replace(graph.root, type_name=name), *graph.nodes[1:]))
+    return graph
+
+
+def _arguments(
+    net: nn.Module, shapes: Any, data: Any, more: Mapping[str, Any] | None, dtypes: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if (shapes is None) == (data is None) and (shapes is not None or more is None):
+        given = "both" if shapes is not None else "neither"
+        raise ArgumentError(f"give either input_shapes or input_data, got {given}")
+    if shapes is None:
+        return arguments(() if data is None else data, more)
+    return arguments(make_inputs(net, shapes, dtypes, name="input_shapes"), more)
+
+
+def _real_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    copies = own_copies({**dict(enumerate(args)), **kwargs})
+    return capture_graph(net, *(copies[index] for index in range(len(args))), **{key: copies[key] for key in kwargs})
+
+
+def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """The graph of a call with tensors that have shapes alone, in the place of all parameters, buffers and inputs."""
+    fake = fake_mode()
+    stand = _Stand(net)
+    own = {name: fake.from_tensor(tensor) for name, tensor in (*stand.named_parameters(), *stand.named_buffers())}
+    copies = own_copies({**dict(enumerate(args)), **kwargs}, fake.from_tensor)
+    with fake:
+        graph: Graph = torch.func.functional_call(
+            stand, own, tuple(copies[index] for index in range(len(args))), {key: copies[key] for key in kwargs}
+        )
+    return graph
+
+
+class _Stand(nn.Module):
+    """Makes the recording where the model's tensors are replaced by others."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, *args: Any, **kwargs: Any) -> Graph:
+        return capture_graph(self.net, *args, **kwargs)

@@ -1,0 +1,72 @@
+"""Drawing a module that is called many times once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_recorder.graph.model import Edge, Graph, Node
+
+__all__ = ["roll"]
+
+_Key = tuple[object, ...]
+
+
+def roll(graph: Graph) -> Graph:
+    """Draw all calls of one module as one, with their number.
+
+    The calls lie inside the same call or inside such that are drawn as one themselves. What happens inside is taken
+    together: a function that is called first in each of them is one node. A tensor that goes from one call into a later
+    one, as the state of a recurrent cell, becomes an edge that goes back, or from the node to itself; only in a rolled
+    view are there such edges.
+
+    Args:
+        graph: A recorded graph, or a view of one.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.graph import capture_graph
+        >>> class Thrice(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.cell = torch.nn.Linear(2, 2)
+        ...     def forward(self, x):
+        ...         return self.cell(self.cell(self.cell(x)))
+        >>> view = roll(capture_graph(Thrice(), torch.ones(1, 2)))
+        >>> [(node.name, node.repeats) for node in view.module_calls()]
+        [('cell', 3)]
+        >>> [(view[edge.source].name, view[edge.target].name, edge.multiplicity) for edge in view.edges][-2:]
+        [('linear', 'linear', 2), ('linear', 'output', 1)]
+    """
+    first: dict[_Key, int] = {}
+    target: dict[int, int] = {}
+    counts: dict[_Key, int] = {}
+    calls: dict[int, int] = {}
+    for node in graph.nodes:
+        key = _key(node, target, counts)
+        target[node.id] = first.setdefault(key, node.id)
+        calls[target[node.id]] = calls.get(target[node.id], 0) + 1
+    kept = [_rolled(graph, node, target, calls) for node in graph.nodes if target[node.id] == node.id]
+    joined: dict[tuple[int, int], Edge] = {}
+    for edge in graph.edges:
+        ends = target[edge.source], target[edge.target]
+        old = joined.get(ends)
+        more = edge.multiplicity + (old.multiplicity if old else 0)
+        joined[ends] = replace(old or edge, source=ends[0], target=ends[1], multiplicity=more)
+    return replace(graph, nodes=tuple(kept), edges=tuple(joined.values()))
+
+
+def _key(node: Node, target: dict[int, int], counts: dict[_Key, int]) -> _Key:
+    """What a node has in common with those that are drawn as one with it."""
+    around = None if node.parent is None else target[node.parent]
+    if node.kind == "module" and node.name:
+        return around, "module", node.name
+    # The how-many-th of its name it is in this very call.
+    same = node.parent, node.kind, node.name
+    counts[same] = counts.get(same, 0) + 1
+    return around, node.kind, node.name, counts[same]
+
+
+def _rolled(graph: Graph, node: Node, target: dict[int, int], calls: dict[int, int]) -> Node:
+    around = 1 if node.parent is None else calls[target[node.parent]]
+    times, rest = divmod(calls[node.id], around)
+    return replace(node, repeats=node.repeats * times) if node.kind == "module" and not rest and times > 1 else node
