@@ -7,6 +7,7 @@ from lightning_recorder.graph.focus import focus
 from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, GraphvizStyler
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
+from lightning_recorder.graph.picture import GraphPicture
 from lightning_recorder.graph.record import record
 from lightning_recorder.graph.render import BaseRenderer
 from lightning_recorder.graph.roll import roll
@@ -30,6 +31,7 @@ __all__ = [
     "Graph",
     "GraphCapture",
     "GraphDiff",
+    "GraphPicture",
     "GraphvizRenderer",
     "GraphvizStyler",
     "Layout",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from xml.sax.saxutils import escape
 from lightning_recorder.errors import RenderError
 
 __all__ = ["Layout", "find_renderer"]
+
+# Below it the smallest text, of 10 points, has less than 9 pixels.
+_LEAST_SCALE = 0.68
 
 # Runs in the child: reads the document and writes each picture. It imports neither torch nor this package, so it starts
 # in 0.1 s.
@@ -99,7 +103,7 @@ class Layout:
             wait_s: Seconds to wait, then the process is ended; by default all of the time that it has left.
 
         Raises:
-            RenderError: If the renderer failed or took too long; the message has its last words.
+            RenderError: If the renderer failed or took too long, with its last words, or if a bitmap cannot be read.
         """
         try:
             left = max(0.0, self._deadline - time.monotonic())
@@ -111,6 +115,7 @@ class Layout:
                 words = self._messages.read_text(errors="replace").strip()[-500:]
                 late = f"it was ended, having {self._timeout_s:g} s at most" if self._late else "it failed"
                 raise RenderError(f"Graphviz gave no picture, {late}" + (f": {words}" if words else ""))
+            self._check_size()
             for temporary, path in zip(self._temporary, self.pictures, strict=True):
                 temporary.replace(path)
             return self.pictures
@@ -118,6 +123,16 @@ class Layout:
             for temporary in self._temporary:
                 temporary.unlink(missing_ok=True)
             self._scratch.cleanup()
+
+    def _check_size(self) -> None:
+        """Refuse pictures whose text nobody can read, because Graphviz has shrunk them to what a bitmap can hold."""
+        words = self._messages.read_text(errors="replace")
+        scale = min((float(each) for each in re.findall(r"[Ss]caling by (\d*\.?\d+)", words)), default=1.0)
+        if scale < _LEAST_SCALE:
+            raise RenderError(
+                f"a bitmap of so large a graph would be shrunk to {scale:.0%}, its text too small to read: draw a "
+                "smaller view, or choose the format svg"
+            )
 
     def _end(self) -> None:
         self._late = True

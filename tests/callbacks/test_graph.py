@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import stat
 import sys
 import xml.etree.ElementTree as ET
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image as Picture
 from torch import Tensor, nn
@@ -218,6 +220,123 @@ def test_depth_and_budget_choose_the_view(tmp_path: Path) -> None:
     assert "encoder.conv1" in (tmp_path / "recorder" / "graph.json").read_text()
 
 
+# Which step is recorded, and when.
+
+
+def test_the_first_validation_step(tmp_path: Path) -> None:
+    """With ``stage="validate"`` the first validation step behind the sanity check is recorded, without a backward."""
+
+    class Validated(Classifier):
+        seen = 0
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.seen += 1
+            self.log("seen", float(self(batch[0]).sum()) + self.seen)
+
+    recorder = GraphRecorder(stage="validate", formats=(), strict=True)
+    fit(Validated(), tmp_path, [recorder], validation=digits(2), logger=False)
+    graph = recorder.graph
+    assert graph is not None
+    assert graph.scope == "validation_step"
+    assert flow(graph)[0].startswith("batch[0] -> ")
+    assert not any(node.kind in ("backward", "optimizer") for node in graph.nodes)
+
+
+def test_the_example_input(tmp_path: Path) -> None:
+    """With ``stage="example"`` a call with ``example_input_array`` is recorded, and the fit is as without it."""
+
+    class WithExample(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = torch.ones(2, 1, 8, 8)
+
+    losses = []
+    for callbacks in ([], [recorder := GraphRecorder(stage="example", formats=(), strict=True)]):
+        torch.manual_seed(0)
+        model = WithExample()
+        fit(model, tmp_path, callbacks, logger=False)
+        losses.append(model.losses)
+    assert losses[0] == losses[1]
+    assert recorder.graph is not None
+    assert [(node.kind, str(node.outputs[0])) for node in recorder.graph.nodes if node.kind in ("input", "output")] == [
+        ("input", "2×1×8×8"),
+        ("output", "2×10"),
+    ]
+
+
+def test_without_an_example_input_the_error_names_the_fix(tmp_path: Path) -> None:
+    """``stage="example"`` without an ``example_input_array`` raises at fit start."""
+    with pytest.raises(ArgumentError, match=r"stage='example' needs Classifier.example_input_array.*set it, or leave"):
+        fit(Classifier(), tmp_path, [GraphRecorder(stage="example")], logger=False)
+
+
+def test_a_resumed_run_is_not_recorded_again(tmp_path: Path) -> None:
+    """A run that goes on from a checkpoint keeps the graph of its beginning; a new run is recorded."""
+    recorder = GraphRecorder(formats=())
+    trainer = fit(Classifier(), tmp_path, [recorder], logger=False)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = GraphRecorder(formats=())
+    longer = Trainer(
+        max_epochs=2, default_root_dir=tmp_path, callbacks=[again], logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    longer.fit(Classifier(), digits(3), ckpt_path=tmp_path / "last.ckpt")
+    assert longer.current_epoch == 2
+    assert again.graph is None
+    assert again.state_dict() == {"recorded": True}
+    assert recorder.graph is not None
+
+
+def test_two_recorders_under_two_names(tmp_path: Path) -> None:
+    """Two of these callbacks with different names write different files and tags."""
+    sink = MemorySink()
+    callbacks = [
+        GraphRecorder(formats=(), sinks=[sink]),
+        GraphRecorder(name="small", depth=1, formats=(), sinks=[sink]),
+    ]
+    fit(Classifier(), tmp_path, callbacks, logger=False)
+    written = sorted(path.name for path in (tmp_path / "recorder").iterdir())
+    assert written == ["graph.dot", "graph.json", "small.dot", "small.json"]
+    assert sorted(sink.graphs) == ["graph", "small"]
+
+
+def test_a_failing_step_shows_where(tmp_path: Path) -> None:
+    """When the recorded step raises, the graph up to there is written with what failed marked; the error passes."""
+
+    class Broken(Classifier):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return F.cross_entropy(self(batch[0]) @ torch.ones(3, 3), batch[1])
+
+    recorder = GraphRecorder(formats=())
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        fit(Broken(), tmp_path, [recorder], logger=False)
+    graph = Graph.from_json(json.loads((tmp_path / "recorder" / "graph.json").read_text()))
+    assert graph == recorder.graph
+    assert [node.name for node in graph.nodes if node.failed] == ["", "matmul"]
+    assert recorder.state_dict() == {"recorded": False}
+
+
+def test_a_picture_that_cannot_be_laid_out_is_drawn_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where dot fails a smaller view is drawn, and one warning says so."""
+    real = shutil.which("dot")
+    drawn = f'exec "{real}" "$@"' if real else f'exec "{sys.executable}" "{tmp_path / "bin" / "draw.py"}" "$@"'
+    fake = tmp_path / "bin" / "dot"
+    fake.parent.mkdir()
+    (fake.parent / "draw.py").write_text(
+        "import sys, pygraphviz\n"
+        "outputs = [each[2:] for each in sys.argv[1:] if each.startswith('-o')]\n"
+        "graph = pygraphviz.AGraph(filename=sys.argv[-1])\n"
+        "[open(path, 'wb').write(graph.draw(format='svg', prog='dot')) for path in outputs]\n"
+    )
+    # Fails the first time.
+    fake.write_text(f'#!/bin/sh\nif mkdir "{tmp_path}/first" 2>/dev/null; then exit 3; fi\n{drawn}\n')
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    with pytest.warns(RecorderWarning, match=r"smaller than asked for: it shows no more than 52 nodes.*it failed"):
+        fit(Classifier(), tmp_path, [GraphRecorder(formats="svg")], logger=False)
+    assert "conv1" in "".join(ET.parse(tmp_path / "recorder" / "graph.svg").getroot().itertext())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -227,6 +346,8 @@ def test_depth_and_budget_choose_the_view(tmp_path: Path) -> None:
         ({"formats": ["jpg"]}, "formats knows svg, png, pdf; got 'jpg'"),
         ({"styler": 3}, "styler must be a GraphvizStyler, got 3"),
         ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
+        ({"stage": "test"}, "stage must be one of train, validate, example, got 'test'"),
+        ({"name": "../graph"}, "name must be that of a file, without a folder, got '../graph'"),
     ],
 )
 def test_wrong_arguments_raise_at_construction(arguments: dict[str, Any], message: str) -> None:

@@ -1,0 +1,112 @@
+"""A picture of a graph that is made smaller until it can be laid out and read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_recorder.errors import RenderError
+from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, GraphvizStyler
+from lightning_recorder.graph.layout import Layout, find_renderer
+from lightning_recorder.graph.model import Graph
+from lightning_recorder.graph.views import fit
+
+__all__ = ["GraphPicture"]
+
+# A graph that dot cannot lay out in time it lays out with a third of the nodes in a tenth of it.
+_SHARES = (1.0, 0.35, 0.1)
+# Of the time that is left each attempt but the last may take this part.
+_PATIENCE = 0.6
+
+
+class GraphPicture:
+    """Pictures of a view of a graph, laid out by a child process, and of a smaller view where that fails.
+
+    The document of the view is written beside them in any case.
+
+    Args:
+        graph: All of the graph.
+        document: Where the ``.dot`` file is written; the pictures lie beside it.
+        formats: Formats of Graphviz; with none only the document is written.
+        depth: As for :func:`fit`.
+        max_nodes: As for :func:`fit`.
+        styler: How nodes and edges look.
+        direction: Where the data flows.
+        legend: Whether colours and shapes are explained.
+        timeout_s: Seconds that all attempts together may take.
+
+    Raises:
+        RenderError: If there is no renderer; the document is there.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        document: str | Path,
+        formats: Sequence[str] = ("svg",),
+        *,
+        depth: int | None = None,
+        max_nodes: int = 150,
+        styler: GraphvizStyler | None = None,
+        direction: Direction = "TB",
+        legend: bool = False,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._graph = graph
+        self._document = Path(document)
+        self._formats = tuple(formats)
+        self._depth = depth
+        self._styler = styler
+        self._direction = direction
+        self._legend = legend
+        self._budgets = sorted({max(1, int(max_nodes * share)) for share in _SHARES}, reverse=True)
+        self._deadline = time.monotonic() + timeout_s
+        self._result: list[Path] | RenderError = RenderError("nothing was tried")
+        self.note = ""
+        """What the picture shows less than was asked for, and why."""
+        self._layout: Layout | None = None
+        self._try_next()
+
+    def _try_next(self) -> None:
+        budget = self._budgets.pop(0)
+        view = fit(self._graph, budget, self._depth)
+        renderer = GraphvizRenderer(view, self._styler, direction=self._direction, legend=self._legend)
+        self._document.write_text(renderer.render().source, encoding="utf-8")
+        if not self._formats:
+            self._result = []
+            return
+        left = max(0.0, self._deadline - time.monotonic())
+        self._layout = Layout(self._document, self._formats, left * _PATIENCE if self._budgets else left)
+
+    def done(self) -> bool:
+        """Whether there is an end, good or bad; never waits, and begins the next attempt where one has failed."""
+        if self._layout is not None and self._layout.done():
+            self._conclude(self._layout, 0.0)
+        return self._layout is None
+
+    def finish(self, wait_s: float | None = None) -> list[Path]:
+        """Wait for the end and give the pictures.
+
+        Args:
+            wait_s: Seconds to wait; by default all of the time that is left.
+
+        Raises:
+            RenderError: If no attempt gave a picture; the message has the last words of the renderer.
+        """
+        deadline = self._deadline if wait_s is None else min(self._deadline, time.monotonic() + wait_s)
+        while self._layout is not None:
+            self._conclude(self._layout, max(0.0, deadline - time.monotonic()), last=time.monotonic() >= deadline)
+        if isinstance(self._result, RenderError):
+            raise self._result
+        return self._result
+
+    def _conclude(self, layout: Layout, wait_s: float, *, last: bool = False) -> None:
+        self._layout = None
+        try:
+            self._result = layout.finish(wait_s)
+        except RenderError as error:
+            self._result = error
+            if self._budgets and not last and time.monotonic() < self._deadline and find_renderer() is not None:
+                self.note = f"it shows no more than {self._budgets[0]} nodes, since with more: {error}"
+                self._try_next()

@@ -1,0 +1,103 @@
+"""A picture that is made smaller until it can be laid out and read."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder import RenderError
+from lightning_recorder.graph import Graph, GraphPicture, Layout, capture_graph
+from tests.graph.nets import X
+from tests.graph.svg import read_svg
+
+
+class _Block(nn.Module):
+    """One of a kind, so that it is not folded with others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.fixture(scope="module")
+def large() -> Graph:
+    """More than 5,000 operations, with nothing to fold."""
+    graph = capture_graph(nn.Sequential(*(_Block(1 + index) for index in range(1300))), X)
+    assert sum(node.kind == "op" for node in graph.nodes) == 5200
+    return graph
+
+
+def test_a_large_graph_has_a_picture_that_can_be_read(large: Graph, tmp_path: Path) -> None:
+    """The default picture of 5,200 operations has 150 nodes, all of its text on it and of at least 9 pixels."""
+    picture = GraphPicture(large, tmp_path / "graph.dot", ("svg", "png"))
+    svg, png = picture.finish()
+    assert picture.note == ""
+    assert (svg.name, png.name) == ("graph.svg", "graph.png")
+    drawn = read_svg(svg)
+    assert len(drawn.nodes()) == 150
+    texts = [text for item in drawn.items for text in item.texts]
+    assert min(text.size for text in texts) * 96 / 72 >= 9  # points to pixels of a browser
+    assert all(text.left >= 0 and text.right <= drawn.width for text in texts)
+
+
+def test_a_bitmap_that_would_be_shrunk_is_refused(large: Graph, tmp_path: Path) -> None:
+    """A PNG whose text would be too small to read is an error for who lays out, and a smaller view for a picture."""
+    picture = GraphPicture(large, tmp_path / "graph.dot", ("png",), max_nodes=2000)
+    (path,) = picture.finish()
+    assert path.is_file()
+    assert "no more than 700 nodes" in picture.note or "no more than 200 nodes" in picture.note
+    assert "would be shrunk to" in picture.note
+    GraphPicture(large, tmp_path / "large.dot", (), max_nodes=2000)
+    with pytest.raises(RenderError, match=r"would be shrunk to \d+%, its text too small to read: draw a smaller view"):
+        Layout(tmp_path / "large.dot", ("png",)).finish()
+    assert not (tmp_path / "large.png").exists()
+
+
+def _fake_dot(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    fake = folder / "bin" / "dot"
+    fake.parent.mkdir()
+    fake.write_text(f"#!{sys.executable}\n{script}\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(fake.parent))
+
+
+def test_every_attempt_is_smaller(large: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renderer that always fails is given three views, each smaller, and the last document stays."""
+    log = tmp_path / "log"
+    script = (
+        f"import sys; open({str(log)!r}, 'a').write(f'{{open(sys.argv[-1]).read().count(chr(10))}}\\n'); sys.exit(3)"
+    )
+    _fake_dot(tmp_path, monkeypatch, script)
+    picture = GraphPicture(large, tmp_path / "graph.dot", ("svg",))
+    with pytest.raises(RenderError, match="Graphviz gave no picture, it failed"):
+        picture.finish()
+    sizes = [int(line) for line in log.read_text().split()]
+    assert len(sizes) == 3
+    assert sizes[0] > 2 * sizes[1] > 4 * sizes[2]
+    assert (tmp_path / "graph.dot").is_file()
+
+
+def test_done_goes_on_by_itself(large: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking whether there is an end begins the next attempt, so that nobody has to wait for the failed one."""
+    _fake_dot(tmp_path, monkeypatch, "import sys; sys.exit(3)")
+    picture = GraphPicture(large, tmp_path / "graph.dot", ("svg",), timeout_s=600)
+    while not picture.done():
+        pass
+    with pytest.raises(RenderError, match="it failed"):
+        picture.finish(0)
+
+
+def test_without_formats_there_is_only_the_document(large: Graph, tmp_path: Path) -> None:
+    """With no formats no renderer is started."""
+    picture = GraphPicture(large, tmp_path / "graph.dot", ())
+    assert picture.done()
+    assert picture.finish() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["graph.dot"]
