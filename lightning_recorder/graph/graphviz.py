@@ -44,6 +44,8 @@ _FAILED = {"color": "#d4002a", "penwidth": "3"}
 # How much straighter and shorter the edges of the main path are to be than others.
 _MAIN_WEIGHT = "12"
 
+_LOSS = "loss"  # how the scopes of losses begin
+
 _MEANINGS: dict[Kind, str] = {
     "module": "module",
     "op": "function",
@@ -105,6 +107,10 @@ class GraphvizStyler:
             "penwidth": "2" if node.repeats > 1 else "1",
             **(_FAILED if node.failed else {}),
         }
+
+    def style_scope(self, scope: str) -> dict[str, str]:
+        """The Graphviz attributes of the cluster around a loss."""
+        return {"label": f"<{_detail(scope)}>", "tooltip": _plain(scope), "color": "#d55e00", "style": "rounded,dashed"}
 
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
         """The Graphviz attributes of an edge: a number where several tensors go the same way."""
@@ -182,6 +188,22 @@ class GraphvizRenderer(BaseRenderer[Digraph]):
         with canvas.subgraph(name=f"cluster_{node.id}") as frame:
             frame.attr(**self.styler.style_frame(node, self.graph))
             self.render_contents(frame, node)
+
+    @override
+    def render_contents(self, canvas: Digraph, node: Node) -> None:
+        inside = self.graph.children(node)
+        scopes = dict.fromkeys(child.scope for child in inside if child.scope.startswith(_LOSS))
+        if node is not self.graph.root or not self.frames or not scopes:
+            super().render_contents(canvas, node)
+            return
+        for scope in ("", *scopes):
+            part = [child for child in inside if (child.scope if child.scope in scopes else "") == scope]
+            if not scope:
+                self.render_nodes(canvas, part)
+                continue
+            with canvas.subgraph(name=f"cluster_{scope.replace(' ', '_')}") as frame:
+                frame.attr(**self.styler.style_scope(scope))
+                self.render_nodes(frame, part)
 
     @override
     def render_edge(self, canvas: Digraph, edge: Edge) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from lightning_recorder.graph.model import Edge, Graph, Node
@@ -43,7 +44,11 @@ class BaseRenderer(ABC, Generic[Canvas]):
 
     def render_contents(self, canvas: Canvas, node: Node) -> None:
         """Put what a module call holds on the canvas, in the order of time."""
-        for child in self.graph.children(node):
+        self.render_nodes(canvas, self.graph.children(node))
+
+    def render_nodes(self, canvas: Canvas, nodes: Iterable[Node]) -> None:
+        """Put nodes on the canvas, each with what it holds."""
+        for child in nodes:
             if self.graph.children(child):
                 self.render_recursive_node(canvas, child)
             else:

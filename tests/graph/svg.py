@@ -56,6 +56,11 @@ class Item:
         """The texts, as they stand."""
         return [text.content for text in self.texts]
 
+    def contains(self, other: Item) -> bool:
+        """Whether the box of another lies inside this one's."""
+        across = self.left <= other.left and other.right <= self.right
+        return across and self.top <= other.top and other.bottom <= self.bottom
+
 
 @dataclass(frozen=True)
 class Picture:

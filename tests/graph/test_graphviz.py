@@ -137,16 +137,17 @@ def test_other_directions(direction: Any) -> None:
 
 @pytest.mark.parametrize("make", PICTURES.values(), ids=PICTURES)
 def test_everything_is_drawn_once(make: Any, tmp_path: Path) -> None:
-    """Each drawn node is one node of the picture, each call around others one frame, each edge one line."""
+    """Each drawn node is one node of the picture, each call around others and the loss a frame, each edge one line."""
     graph = make()
     picture = draw(graph, tmp_path)
     seen = Counter((item.kind, item.name) for item in picture.items)
     drawn = drawn_nodes(graph)
-    frames = [node for node in graph.module_calls() if node not in drawn]
+    frames = [node.id for node in graph.module_calls() if node not in drawn]
+    losses = ["loss"] * any(node.scope == "loss" for node in drawn)
     assert seen == Counter(
         [
             *(("node", f"n{node.id}") for node in drawn),
-            *(("cluster", f"cluster_{node.id}") for node in frames),
+            *(("cluster", f"cluster_{frame}") for frame in [*frames, *losses]),
             *(("edge", f"n{edge.source}->n{edge.target}") for edge in graph.edges),
         ]
     )
@@ -317,6 +318,20 @@ def test_without_frames(tmp_path: Path) -> None:
     assert ("cluster_" in framed, "cluster_" in bare) == (True, False)
     lines = [{line.strip() for line in source.splitlines() if re.match(r"\s*n\d", line)} for source in (framed, bare)]
     assert lines[0] == lines[1]
+
+
+def test_the_loss_has_a_frame(tmp_path: Path) -> None:
+    """What is computed between the last layer and a backward pass stands in a frame of its own, one for each pass."""
+    net = nn.Sequential(linear(4, 1))
+    with GraphCapture(net, X, scope="training_step") as recording:
+        for _round in range(2):
+            (net(X).square().sum() / 2).backward()
+    picture = draw(fit(recording.graph()), tmp_path)
+    frames = [item for item in picture.items if item.kind == "cluster"]
+    assert [(item.name, item.lines) for item in frames] == [("cluster_loss", ["loss"]), ("cluster_loss_2", ["loss 2"])]
+    for frame in frames:
+        names = [node.lines[0] for node in picture.nodes() if frame.contains(node)]
+        assert names == ["square", "sum", "div"]
 
 
 def test_the_main_path_is_kept_straight() -> None:
