@@ -12,6 +12,9 @@ from lightning_recorder.autograd import unwrapped
 __all__ = ["Provenance", "is_lazy"]
 
 
+_SWEEP_AFTER = 16  # storages
+
+
 class _Known(weakref.ref[Tensor]):
     """A tensor, which may be gone, with the node that gave it, and when."""
 
@@ -34,6 +37,11 @@ class Provenance:
         # By its address, which the weak reference keeps from being used again, and nothing of its memory.
         self._storages: dict[int, StorageWeakRef] = {}
         self._writers: dict[int, tuple[int, int]] = {}
+        self._sweep_at = _SWEEP_AFTER
+
+    def __len__(self) -> int:
+        """How many pieces of memory are known."""
+        return len(self._storages)
 
     def bind(self, tensor: Tensor, node: int, *, wrote: bool = False) -> None:
         """Remember which node gave a tensor; with ``wrote``, all that share its memory have their values from there."""
@@ -44,6 +52,18 @@ class Provenance:
         if storage is not None and (wrote or storage.cdata not in self._storages):
             self._storages[storage.cdata] = storage
             self._writers[storage.cdata] = node, self._time
+            if len(self._storages) >= self._sweep_at:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Let go of storages whose memory is gone.
+
+        What is left of them lies between the memory of others, which the allocator then cannot join: the peak of a step
+        was a tenth higher.
+        """
+        for address in [address for address, storage in self._storages.items() if storage.expired()]:
+            del self._storages[address], self._writers[address]
+        self._sweep_at = len(self._storages) + _SWEEP_AFTER
 
     def of(self, tensor: Tensor, *, own: bool = False) -> int | None:
         """The node that gave the tensor its present values; ``None`` when none was seen.

@@ -84,3 +84,17 @@ def test_clear() -> None:
     provenance.bind(tensor, 1, wrote=True)
     provenance.clear()
     assert provenance.of(tensor) is None
+
+
+def test_what_is_gone_is_let_go() -> None:
+    """Of a thousand tensors of which three live no more than a few are still known."""
+    provenance = Provenance()
+    kept = []
+    for number in range(1000):
+        tensor = torch.ones(4)
+        provenance.bind(tensor, number)
+        if number % 400 == 0:
+            kept.append(tensor)
+    del tensor
+    assert [provenance.of(each) for each in kept] == [0, 400, 800]
+    assert 3 <= len(provenance) <= 20
