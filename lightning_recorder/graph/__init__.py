@@ -4,14 +4,17 @@ from lightning_recorder.graph.capture import GraphCapture, capture_graph
 from lightning_recorder.graph.diff import GraphDiff, NodeChange, diff
 from lightning_recorder.graph.drawing import Drawing, draw, make_dot, render_network
 from lightning_recorder.graph.focus import focus
+from lightning_recorder.graph.graphdef import to_graph_def
 from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, GraphvizStyler
 from lightning_recorder.graph.layout import Layout
+from lightning_recorder.graph.mermaid import MermaidRenderer, to_mermaid
 from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
 from lightning_recorder.graph.picture import GraphPicture
 from lightning_recorder.graph.record import record
 from lightning_recorder.graph.render import BaseRenderer
 from lightning_recorder.graph.roll import roll
 from lightning_recorder.graph.tensors import show_tensors
+from lightning_recorder.graph.text import TextRenderer, to_text
 from lightning_recorder.graph.views import (
     collapse,
     drop_dead_ends,
@@ -35,9 +38,11 @@ __all__ = [
     "GraphvizRenderer",
     "GraphvizStyler",
     "Layout",
+    "MermaidRenderer",
     "Node",
     "NodeChange",
     "TensorMeta",
+    "TextRenderer",
     "capture_graph",
     "collapse",
     "diff",
@@ -53,6 +58,9 @@ __all__ = [
     "render_network",
     "roll",
     "show_tensors",
+    "to_graph_def",
+    "to_mermaid",
+    "to_text",
     "truncate",
     "without",
 ]

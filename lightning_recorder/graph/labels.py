@@ -90,9 +90,11 @@ def _occurrences(node: Node, graph: Graph) -> int:
 
 def short_count(number: int) -> str:
     """A number with at most four digits, as ``1.23 M``."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= 10 * size or (number >= size and unit != "k"):
-            return f"{number / size:.3g} {unit}"
+    for unit, size, least in (("G", 10**9, 0), ("M", 10**6, 0), ("k", 10**3, 10**4)):
+        shown = f"{number / size:.3g}"
+        # As it is shown: what is less by a trifle is rounded up to the unit.
+        if float(shown) >= 1 and number >= least:
+            return f"{shown} {unit}"
     return str(number)
 
 

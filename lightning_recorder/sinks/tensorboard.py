@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_recorder.graph.graphdef import to_graph_def
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.records import quicken_records
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
+    from lightning_recorder.graph.model import Graph
+
 __all__ = ["TensorBoardSink"]
 
 # TensorBoard draws a histogram in 30 bins; beyond twice as many the event file grows and the picture does not change.
@@ -23,11 +26,12 @@ _MAX_BINS = 64
 
 
 class TensorBoardSink(Sink):
-    """Writes scalars, histograms, images and texts as events.
+    """Writes scalars, histograms, images, texts and graphs as events.
 
     A histogram is written from its bins, joined to at most 64 (about 1.1 KB); its ``min``, ``max``, ``sum`` and
     ``sum_squares`` are exact, and so is ``num`` unless the histogram is of a sample. One without a finite value is left
-    out, since TensorBoard cannot draw it. A file or graph cannot be shown.
+    out, since TensorBoard cannot draw it. Of graphs TensorBoard shows one in a run, under Graphs: the last that was
+    written, whatever its tag. A file cannot be shown.
 
     Args:
         writer: A ``SummaryWriter``, such as ``TensorBoardLogger.experiment``, which stays the caller's and is not
@@ -78,7 +82,11 @@ class TensorBoardSink(Sink):
     def _add(self, step: int, summary: Summary) -> None:
         # All in one event: the writer waits for the disk after every ten of them, and a model has hundreds of numbers.
         if summary.value:
-            self._writer._get_file_writer().add_summary(summary, step)
+            self._events().add_summary(summary, step)
+
+    def _events(self) -> Any:
+        """What writes events of any contents: private to torch's writer, whose verbs write one value each, or trace."""
+        return self._writer._get_file_writer()
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
@@ -90,6 +98,15 @@ class TensorBoardSink(Sink):
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
         for tag, text in texts.items():
             self._writer.add_text(tag, text, step)
+        return True
+
+    @override
+    def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        for graph in graphs.values():
+            # Not by add_graph, which writes an empty profile beside it.
+            self._events().add_event(Event(graph_def=to_graph_def(graph).SerializeToString()), step)
         return True
 
     @override

@@ -40,3 +40,17 @@ def test_the_page_is_grouped_by_kind(page: Page, address: str) -> None:
     page.goto(f"{address}/#timeseries")
     for group in ("activations", "gradients", "graph"):
         expect(page.locator("metrics-card-group-toolbar", has_text=group).first).to_be_visible(timeout=60_000)
+
+
+def test_the_graphs_tab_opens_module_calls(page: Page, address: str) -> None:
+    """Under Graphs the calls of the model's children are drawn, and a double click on one shows what it holds."""
+    page.goto(f"{address}/#graphs")
+    encoder = page.locator('g.node[data-name="encoder"]')
+    expect(encoder).to_be_visible(timeout=60_000)
+    for name in ("batch_0", "dropout", "head", "cross_entropy", "backward"):
+        expect(page.locator(f'g.node[data-name="{name}"]')).to_be_visible()
+    expect(page.locator('g.node[data-name="encoder/conv1"]')).to_have_count(0)
+    # The picture is small on the page, so the event goes to what would be under the pointer.
+    encoder.locator(".nodecolortarget").first.dispatch_event("dblclick")
+    expect(page.locator('g.node[data-name="encoder/conv1"]')).to_be_visible()
+    expect(page.locator('g.node[data-name="encoder/norm"]')).to_be_visible()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from lightning_recorder.graph import Graph, to_graph_def
 from tests.browser.server import get, get_json
 from tests.callbacks.models import LEAVES
+from tests.sinks.events import parse_graph_def
 
 STEPS = [0, 1, 3, 5, 7, 9, 11, 13, 15, 17]
 
@@ -24,6 +27,15 @@ def test_images_holds_the_picture_of_the_graph(address: str, recorded_run: Path)
     with Image.open(recorded_run / "version_0" / "recorder" / "graph.png") as written:
         assert served.size == written.size
         assert served.convert("RGB").tobytes() == written.convert("RGB").tobytes()
+
+
+def test_graphs_holds_the_graph(address: str, recorded_run: Path) -> None:
+    """The graph that the server gives for the run has the nodes of the recorder folder's, and there is no profile."""
+    assert get_json(address, "graphs/info") == {"version_0": {"run": "version_0", "tags": {}, "run_graph": True}}
+    served = parse_graph_def(get(address, "graphs/graph", run="version_0").decode())
+    recorded = json.loads((recorded_run / "version_0" / "recorder" / "graph.json").read_text(encoding="utf-8"))
+    assert served == to_graph_def(Graph.from_json(recorded))
+    assert {"batch_0", "encoder/conv1/conv2d", "cross_entropy", "backward"} <= {node.name for node in served.node}
 
 
 @pytest.mark.parametrize("group", ["activations", "gradients"])

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf import text_format  # type: ignore[import-untyped]  # its stubs are a package of their own
 from numpy.typing import NDArray
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.compat.proto.graph_pb2 import GraphDef
 
-__all__ = ["pixels_of", "read_events", "summaries"]
+__all__ = ["parse_graph_def", "pixels_of", "read_events", "summaries"]
 
 
 def read_events(folder: Path) -> EventAccumulator:
@@ -27,6 +29,11 @@ def pixels_of(event: Any) -> NDArray[np.uint8]:
     """The picture of an image event."""
     with Image.open(io.BytesIO(event.encoded_image_string)) as picture:
         return np.asarray(picture.convert("RGB"))
+
+
+def parse_graph_def(text: str) -> Any:
+    """The graph in the text that the server gives to the page."""
+    return text_format.Parse(text, GraphDef())
 
 
 def summaries(folder: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning_recorder.sinks import MetricsSink
 from tests.sinks.samples import VERBS, write
 
 SCALARS = {"write_scalars"}
-EVENTS = {"write_scalars", "write_histograms", "write_images", "write_text"}
+EVENTS = {"write_scalars", "write_histograms", "write_images", "write_text", "write_graph"}
 
 
 def _csv(folder: Path) -> Any:

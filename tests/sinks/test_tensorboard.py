@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn, ones
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder import Histogram, Statistics, TensorBoardSink
+from lightning_recorder.graph import capture_graph, to_graph_def
 from lightning_recorder.reductions import SCALAR_STATISTICS, to_histogram
 from tests.sinks.events import pixels_of, read_events, summaries
 from tests.sinks.samples import graph, histogram, histogram_of, picture
@@ -110,13 +112,35 @@ def test_texts(tmp_path: Path) -> None:
     assert (event.step, event.tensor_proto.string_val[0].decode()) == (3, "# ünïcode")
 
 
-def test_what_cannot_be_shown_writes_no_event(tmp_path: Path) -> None:
-    """Files and graphs are left to another sink."""
+def test_a_graph(tmp_path: Path) -> None:
+    """A graph is the graph of the run, as TensorBoard takes it, with no profile beside it."""
+    with TensorBoardSink(tmp_path) as sink:
+        assert sink.write_graph(3, {"graph": graph()})
+    read = read_events(tmp_path)
+    assert read.Graph() == to_graph_def(graph())
+    assert read.Tags()["run_metadata"] == []
+    assert summaries(tmp_path) == {}
+
+
+def test_a_second_graph_replaces_the_first(tmp_path: Path) -> None:
+    """Of several graphs TensorBoard shows the last that was written, whatever its tag or step."""
+    with TensorBoardSink(tmp_path) as sink:
+        sink.write_graph(3, {"graph": capture_graph(nn.Tanh(), ones(1)), "other": graph()})
+        assert read_after_flush(sink, tmp_path) == to_graph_def(graph())
+        sink.write_graph(0, {"graph": capture_graph(nn.ReLU(), ones(1))})
+        assert [node.name for node in read_after_flush(sink, tmp_path).node] == ["input", "relu", "output"]
+
+
+def read_after_flush(sink: TensorBoardSink, folder: Path) -> Any:
+    sink.flush()
+    return read_events(folder).Graph()
+
+
+def test_a_file_writes_no_event(tmp_path: Path) -> None:
+    """Files are left to another sink."""
     with TensorBoardSink(tmp_path) as sink:
         assert not sink.write_files(3, {"a": Path(__file__)})
-        assert not sink.write_graph(3, {"graph": graph()})
     assert summaries(tmp_path) == {}
-    assert not read_events(tmp_path).Tags()["graph"]
 
 
 def test_flush_makes_it_readable(tmp_path: Path) -> None:
