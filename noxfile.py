@@ -60,6 +60,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_capture(session: nox.Session) -> None:
+    """Measures what recording a graph costs, beside other packages: python -m tests.benchmarks.capture."""
+    install(session, *group("test"), *group("bench"), constraints=group("pins"))
+    session.run("python", "-m", "tests.benchmarks.capture", *session.posargs)
+
+
+@nox.session
 def pictures(session: nox.Session) -> None:
     """Makes the pictures of the README from a run of the demo; needs a Chromium."""
     install(session, *group("test"), constraints=group("pins"))

@@ -99,8 +99,10 @@ class GraphvizStyler:
         """The Graphviz attributes of the cluster around what a module call holds."""
         name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
         return {
-            # The number before the class: an edge that comes in from above crosses what is written further right.
-            "label": f"<{_bold(name)}{_detail(f' {node.type_name}')}>",
+            # Two short lines, since an edge that comes in from above crosses what is written further right.
+            "label": _stacked(
+                line for line in (name and _bold(name), node.type_name and _detail(node.type_name)) if line
+            ),
             "tooltip": _plain(_describe(node)),
             "bgcolor": _FRAMES[node.depth % 2],
             "color": "#0072b2" if node.repeats > 1 else "#bdbdbd",
@@ -269,6 +271,12 @@ def _label(node: Node, graph: Graph, *, shapes: bool) -> str:
     # A table and not line breaks, for some air between the lines.
     rows = "".join(f"<tr><td>{line}</td></tr>" for line in lines)
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
+
+
+def _stacked(lines: Iterable[str]) -> str:
+    """Lines that begin at the same place."""
+    rows = "".join(f'<tr><td align="left">{line}</td></tr>' for line in lines)
+    return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="0">{rows}</table>>' if rows else ""
 
 
 _PROMINENT = ("module", "input", "output", "backward", "optimizer")

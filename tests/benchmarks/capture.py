@@ -118,7 +118,7 @@ def tensorboard(case: Case) -> None:
 def torchlens(case: Case) -> None:
     import torchlens
 
-    torchlens.log_forward_pass(case.module, case.tensor, vis_opt="none")
+    torchlens.trace(case.module, case.tensor)
 
 
 WAYS: dict[str, Callable[[Case], None]] = {
