@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["arguments", "make_inputs"]
+__all__ = ["arguments", "make_inputs", "shapes_in"]
 
 
 def arguments(data: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -36,7 +36,7 @@ def make_inputs(net: nn.Module, input_size: Any, dtypes: Any, *, name: str = "in
     Raises:
         ArgumentError: If a shape or dtype is none; calls the shapes by ``name``.
     """
-    sizes = _sizes(input_size, name)
+    sizes = shapes_in(input_size, name)
     tensors = [*net.parameters(), *net.buffers()]
     device = tensors[0].device if tensors else torch.get_default_device()
     default = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.get_default_dtype())
@@ -46,6 +46,10 @@ def make_inputs(net: nn.Module, input_size: Any, dtypes: Any, *, name: str = "in
         each_dtype = [default if dtypes is None else dtypes] * len(sizes)
     if len(each_dtype) != len(sizes) or not all(isinstance(each, torch.dtype) for each in each_dtype):
         raise ArgumentError(f"dtypes takes a torch.dtype, or one for each of the {len(sizes)} inputs, got {dtypes!r}")
+    if device.type == "meta":
+        return tuple(
+            torch.empty(size, device=device, dtype=dtype) for size, dtype in zip(sizes, each_dtype, strict=True)
+        )
     # One of its own, so that nobody else's numbers change.
     generator = torch.Generator().manual_seed(0)
     return tuple(
@@ -58,8 +62,12 @@ def make_inputs(net: nn.Module, input_size: Any, dtypes: Any, *, name: str = "in
     )
 
 
-def _sizes(input_size: Any, name: str) -> list[tuple[int, ...]]:
-    """Each shape of one or several."""
+def shapes_in(input_size: Any, name: str) -> list[tuple[int, ...]]:
+    """Each shape of one or several.
+
+    Raises:
+        ArgumentError: If it is none; calls it by ``name``.
+    """
     sequence = isinstance(input_size, (tuple, list))
     several = sequence and len(input_size) > 0 and all(isinstance(size, (tuple, list)) for size in input_size)
     sizes = list(input_size) if several else [input_size]

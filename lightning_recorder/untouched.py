@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,25 +17,34 @@ from torch.nn.parameter import is_lazy
 
 from lightning_recorder.structure import iter_tensors
 
-__all__ = ["ModuleState", "is_uninitialized", "own_copies", "same_random_numbers"]
+__all__ = ["ModuleState", "is_uninitialized", "own_copies", "same_gradients", "same_random_numbers"]
 
 
 class ModuleState:
     """What a forward pass may change in a net's modules, kept in order to be put back.
 
-    Put back are the attributes of each module, buffers and parameters included, as the objects that they were, and the
-    values of buffers and of other tensors among the attributes. The values of parameters are not copied.
+    Put back are the attributes of each module, buffers and parameters included, as the objects that they were; what the
+    lists, dictionaries and sets among them hold, hooks included; the values of buffers and of other tensors among them;
+    and the states of generators of random numbers. The values of parameters are not copied.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.parameters: dict[int, Tensor] = {}
+        """All that were found, those of modules that are not registered included, by their ids."""
         self._taken: set[nn.Module] = set()
+        self._flags: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: dict[int, tuple[Any, Any]] = {}
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        self._generators: dict[int, tuple[Callable[[Any], object], Any]] = {}
         for module in modules:
-            # What TorchScript compiled has tables of its own, and shows no attributes.
-            if not isinstance(module, torch.jit.ScriptModule) and not any(
-                is_uninitialized(each) for each in (*module._parameters.values(), *module._buffers.values())
-            ):
+            self.parameters |= {id(each): each for each in module.parameters(recurse=False)}
+            if hasattr(module, "training"):  # which a frozen module of TorchScript has not
+                self._flags.append((module, module.training))
+            if isinstance(module, torch.jit.ScriptModule):
+                # It has tables of its own, and shows no attributes.
+                self._keep(module.buffers(recurse=False))
+            elif not _is_lazy(module):
                 self.take(module)
 
     def take(self, module: nn.Module) -> None:
@@ -44,11 +55,37 @@ class ModuleState:
         if module in self._taken:
             return
         self._taken.add(module)
-        for table in (vars(module), module._parameters, module._buffers, module._modules):
-            self._tables.append((table, dict(table)))
-        for tensor in (*module._buffers.values(), *vars(module).values()):
-            if isinstance(tensor, Tensor) and not is_uninitialized(tensor):
-                self._values.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+        self._tables.append((vars(module), dict(vars(module))))
+        for table in (module._parameters, module._buffers, module._modules):
+            self._contents[id(table)] = table, copy.copy(table)
+        self.parameters |= {id(each): each for each in module._parameters.values() if each is not None}
+        self._keep((*module._buffers.values(), *vars(module).values()))
+
+    def _keep(self, values: Iterable[Any]) -> None:
+        """Keep what these values hold, however deep in containers."""
+        todo = list(values)
+        while todo:
+            value = todo.pop()
+            if isinstance(value, Tensor):
+                if isinstance(value, nn.Parameter):
+                    self.parameters[id(value)] = value
+                elif not is_uninitialized(value):
+                    self._values.setdefault(id(value), (value, value.detach().clone()))
+            elif isinstance(value, nn.Module):
+                # One in a plain list is no submodule, but is called like one.
+                for each in value.modules():
+                    if not isinstance(each, torch.jit.ScriptModule) and not _is_lazy(each):
+                        self.take(each)
+            elif type(value) in _CONTAINERS and id(value) not in self._contents:
+                self._contents[id(value)] = value, copy.copy(value)
+                todo += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, torch.Generator):
+                self._generators.setdefault(id(value), (value.set_state, value.get_state()))
+            elif isinstance(value, random.Random):
+                self._generators.setdefault(id(value), (value.setstate, value.getstate()))
+            elif isinstance(value, np.random.Generator):
+                bits = value.bit_generator
+                self._generators.setdefault(id(bits), (partial(setattr, bits, "state"), bits.state))
 
     def restore(self) -> None:
         """Put everything back."""
@@ -56,11 +93,38 @@ class ModuleState:
             for key in [key for key in table if key not in before]:
                 del table[key]
             table.update(before)
+        for container, before in self._contents.values():
+            _refill(container, before)
+        for module, training in self._flags:
+            if module.training != training:
+                module.training = training
         for tensor, values in self._values.values():
             # All of them: BatchNorm writes its running statistics without counting the tensor's version. And past that
             # count, which would make autograd refuse graphs that have saved the tensor.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.data.copy_(values)
+        for put_back, state in self._generators.values():
+            put_back(state)
+
+
+# Not what is derived from them, which may do anything when it is filled.
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Put back what a container held, in the order in which it did."""
+    if _identities(container) != _identities(before):
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+
+def _identities(container: Any) -> list[int]:
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return any(map(is_uninitialized, (*module._parameters.values(), *module._buffers.values())))
 
 
 def is_uninitialized(value: object) -> bool:
@@ -68,22 +132,28 @@ def is_uninitialized(value: object) -> bool:
     return isinstance(value, Tensor) and is_lazy(value)
 
 
-def _copied_tensor(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = _copied_tensor) -> dict[Any, Any]:
+def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:
     """Copies with tensors that the net may write to.
 
     Args:
         values: Of any kind, with tensors in any nesting.
-        copied: Makes the tensor that stands in the place of one.
+        copied: Makes the tensor that stands in the place of one without gradient.
     """
     # copy.deepcopy refuses tensors that autograd has computed, so it is told beforehand what to put in their place.
     # What is given twice stays one: attention asks whether its query is its key.
     tensors = [tensor for _, tensor in iter_tensors(values)]
-    memo = {id(each): copied(each) for each in tensors}
+    memo = {id(each): _like(each, copied(each.detach())) for each in tensors}
     return {key: _copied(value, memo) for key, value in values.items()}
+
+
+def _like(tensor: Tensor, copied: Tensor) -> Tensor:
+    """A copy that autograd treats like the tensor."""
+    if not tensor.requires_grad:
+        return copied
+    leaf = copied.requires_grad_()
+    # To a tensor that was computed a net may write in place, to a leaf that requires a gradient it may not.
+    with torch.enable_grad():
+        return leaf if tensor.is_leaf else leaf.clone()
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -110,3 +180,21 @@ def same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002 - see above
+
+
+@contextmanager
+def same_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Leave the gradients of leaves, and whether they have one, as they were; inside there are none yet."""
+    # They are taken off and not copied: a backward pass makes new ones instead of adding to these.
+    leaves = [(each, each.requires_grad, each.grad) for each in tensors if each.is_leaf]
+    for leaf, _, gradient in leaves:
+        if gradient is not None:
+            leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, requires_grad, gradient in leaves:
+            if leaf.requires_grad != requires_grad:
+                leaf.requires_grad_(requires_grad)
+            if leaf.grad is not gradient:
+                leaf.grad = gradient

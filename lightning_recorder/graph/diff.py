@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = ["GraphDiff", "NodeChange", "diff"]
 
@@ -37,7 +37,8 @@ class GraphDiff:
     Args:
         added: Those of the second graph alone, in its order of time.
         removed: Those of the first graph alone, in its order.
-        changed: Those of both that differ in class, shapes, dtypes, number of parameters, autograd types or sources.
+        changed: Those of both that differ in class, shapes, dtypes, number of parameters, autograd types, repetitions,
+            whether they failed, the call in which they lie, or sources.
     """
 
     added: tuple[str, ...]
@@ -55,7 +56,8 @@ class GraphDiff:
 def diff(one: Graph, other: Graph) -> GraphDiff:
     """Compare two graphs call by call, and within each call function by function.
 
-    Calls of one name and number are the same call; functions are paired so that as many as possible keep their order.
+    Calls of one name and number are the same call, wherever and whenever it is made; functions are paired so that as
+    many as possible keep their order.
 
     Example:
         >>> import torch
@@ -79,15 +81,23 @@ def diff(one: Graph, other: Graph) -> GraphDiff:
         ~ output: outputs: 1×3 -> 1×4; takes: 1/relu -> 2/tanh
     """
     names, others = _named(one), _named(other)
-    pairs = dict(_paired(one, other, one.root, other.root))
+    pairs = _pairs(one, other)
     met = set(pairs.values())
-    # A paired function has one name, that of the first graph, so that what takes it has not changed by its number.
-    called = {**{node.id: others[node.id] for node in other.nodes}, **{mine: names[own] for own, mine in pairs.items()}}
+    # A paired function is shown by one name, that of the first graph, so that its number alone makes no difference.
+    called = {**others, **{mine: names[own] for own, mine in pairs.items()}}
     changed = []
     for node in one.nodes:
         if node.id in pairs:
             counterpart = other[pairs[node.id]]
-            aspects = [*_aspects(node, counterpart), *_takes(one, node, names, other, counterpart, called)]
+            aspects = [*_aspects(node, counterpart)]
+            if node.parent is not None and pairs.get(node.parent) != counterpart.parent:
+                places = names[node.parent], called[counterpart.parent or 0]
+                aspects.append(f"inside: {places[0] or 'the model'} -> {places[1] or 'the model'}")
+            mine, theirs = one.into(node), other.into(counterpart)
+            if [(pairs.get(edge.source), edge.multiplicity) for edge in mine] != [
+                (edge.source, edge.multiplicity) for edge in theirs
+            ]:
+                aspects.append(f"takes: {_shown(mine, names)} -> {_shown(theirs, called)}")
             if aspects:
                 changed.append(NodeChange(names[node.id] or "the model", tuple(aspects)))
     return GraphDiff(
@@ -112,21 +122,48 @@ def _named(graph: Graph) -> dict[int, str]:
     return names
 
 
+def _pairs(one: Graph, other: Graph) -> dict[int, int]:
+    """The id of each node that both graphs have, with its id in the other one."""
+    pairs = dict(_paired(one, other, one.root, other.root))
+    met = set(pairs.values())
+    # What has a name of its own is the same wherever it lies and whenever it is called.
+    left = {_key(node): node for node in other.nodes if node.id not in met and _is_named(node)}
+    for node in one.nodes:
+        counterpart = left.get(_key(node))
+        if node.id not in pairs and counterpart is not None and counterpart.id not in met:
+            more = dict(_paired(one, other, node, counterpart))
+            pairs |= more
+            met.update(more.values())
+    return pairs
+
+
 def _paired(one: Graph, other: Graph, first: Node, second: Node) -> Iterator[tuple[int, int]]:
-    """The ids of what is the same in two calls."""
+    """The ids of two nodes that are the same, and of what is the same in them."""
     todo = [(first, second)]
     while todo:
         left, right = todo.pop()
         yield left.id, right.id
-        children, others = one.children(left), other.children(right)
-        keys, other_keys = ([(each.kind, each.name, each.call) for each in nodes] for nodes in (children, others))
-        for start, begin, size in SequenceMatcher(None, keys, other_keys, autojunk=False).get_matching_blocks():
-            for index in range(size):
-                pair = children[start + index], others[begin + index]
-                if pair[0].kind == "module":
-                    todo.append(pair)
-                else:
-                    yield pair[0].id, pair[1].id
+        todo += _in_order(one.children(left), other.children(right))
+
+
+def _in_order(nodes: list[Node], others: list[Node]) -> Iterator[tuple[Node, Node]]:
+    """Equal entries of two lists, as many as possible without changing their order."""
+    keys, other_keys = list(map(_key, nodes)), list(map(_key, others))
+    # Of several answers the matcher takes one that depends on which list is the first.
+    if keys > other_keys:
+        yield from ((one, other) for other, one in _in_order(others, nodes))
+        return
+    for start, begin, size in SequenceMatcher(None, keys, other_keys, autojunk=False).get_matching_blocks():
+        yield from zip(nodes[start : start + size], others[begin : begin + size], strict=True)
+
+
+def _key(node: Node) -> tuple[str, str, int]:
+    return node.kind, node.name, node.call
+
+
+def _is_named(node: Node) -> bool:
+    """Whether no other node of a recording is of the same kind, name and call."""
+    return bool(node.name) and node.kind not in ("op", "backward", "optimizer")
 
 
 def _aspects(node: Node, other: Node) -> Iterator[str]:
@@ -138,6 +175,8 @@ def _aspects(node: Node, other: Node) -> Iterator[str]:
         "parameters": (str(node.parameters), str(other.parameters)),
         "autograd": (", ".join(node.autograd), ", ".join(other.autograd)),
         "failed": (str(node.failed), str(other.failed)),
+        "repeats": (str(node.repeats), str(other.repeats)),
+        "parallel": (str(node.parallel), str(other.parallel)),
     }
     return (
         f"{aspect}: {mine or 'none'} -> {theirs or 'none'}"
@@ -146,16 +185,10 @@ def _aspects(node: Node, other: Node) -> Iterator[str]:
     )
 
 
-def _takes(
-    one: Graph, node: Node, names: dict[int, str], other: Graph, counterpart: Node, others: dict[int, str]
-) -> Iterator[str]:
-    """What differs in where two nodes get their tensors from."""
-    mine, theirs = (
-        [called[edge.source] + (f" ×{edge.multiplicity}" if edge.multiplicity > 1 else "") for edge in graph.into(each)]
-        for graph, each, called in ((one, node, names), (other, counterpart, others))
-    )
-    if mine != theirs:
-        yield f"takes: {', '.join(mine) or 'nothing'} -> {', '.join(theirs) or 'nothing'}"
+def _shown(edges: list[Edge], names: dict[int, str]) -> str:
+    """Where tensors come from."""
+    sources = (names[each.source] + (f" ×{each.multiplicity}" if each.multiplicity > 1 else "") for each in edges)
+    return ", ".join(sources) or "nothing"
 
 
 def _shapes(node: Node) -> str:

@@ -6,19 +6,20 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 from torch import nn
 
 from lightning_recorder.errors import ArgumentError, check_integer
-from lightning_recorder.graph.graphviz import Digraph, Direction, GraphvizRenderer, GraphvizStyler
+from lightning_recorder.graph.graphviz import Digraph, Direction, GraphvizRenderer, GraphvizStyler, check_direction
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import record
 from lightning_recorder.graph.roll import roll as rolled
 from lightning_recorder.graph.tensors import show_tensors
 from lightning_recorder.graph.views import collapse, drop_isolated, fit, fold_repeats, without
+from lightning_recorder.inputs import shapes_in
 
 __all__ = ["Drawing", "draw", "make_dot", "render_network"]
 
@@ -47,6 +48,7 @@ def make_dot(
         >>> sum("fillcolor=white" in line for line in dot.body)
         4
     """
+    check_integer("render_depth", render_depth, 1)
     view = collapse(graph, render_depth, leaves=False)
     return GraphvizRenderer(view, (styler_cls or GraphvizStyler)(**styler_args)).render()
 
@@ -69,7 +71,7 @@ def render_network(
         name: What the graph is called in the picture.
         input_shapes: As for :func:`record`; ``None`` if ``input_data`` is given.
         directory: Where to write; made if it is not there.
-        filename: What the file is called, without its suffix; by default ``name``.
+        filename: What the file is called, without its suffix; by default ``name``, or the class of the model.
         fmt: A format of Graphviz: ``svg``, ``png``, ``pdf``.
         input_data: As for :func:`record`.
         render_depth: As for :func:`make_dot`.
@@ -83,8 +85,15 @@ def render_network(
         ForwardError: If the model raises.
         RenderError: If there is no renderer, or it failed.
     """
+    check_integer("render_depth", render_depth, 1)
+    if not fmt.isalnum():
+        raise ArgumentError(f"fmt is a format of Graphviz, as svg, png or pdf; got {fmt!r}")
+    file = f"{filename or name or type(net).__name__}.{fmt}"
+    # By the rules of Windows, which takes both slashes and drives for more than a name.
+    if file != PureWindowsPath(file).name or "\0" in file:
+        raise ArgumentError(f"filename, by default the name, is that of a file in the directory; got {file!r}")
     dot = make_dot(record(net, name, input_shapes, input_data), render_depth, **styler_args)
-    return _write(dot, Path(directory) / f"{filename or name}.{fmt}")
+    return _write(dot, Path(directory) / file)
 
 
 @dataclass(frozen=True)
@@ -175,6 +184,9 @@ def draw(
     """
     if depth is not None:
         check_integer("depth", depth, 1)
+    if max_nodes is not None:
+        check_integer("max_nodes", max_nodes, 1)
+    check_direction(graph_dir)
     if input_data is not None and input_size is not None:
         raise ArgumentError("give either input_size or input_data, got both")
     if input_data is None and input_size is None and input_kwargs is None:
@@ -182,7 +194,7 @@ def draw(
     graph = record(
         model,
         graph_name,
-        input_size,
+        None if input_size is None else shapes_in(input_size, "input_size"),
         input_data,
         input_kwargs=input_kwargs,
         dtypes=dtypes,
@@ -210,6 +222,6 @@ def _write(dot: Digraph, path: Path) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         document = Path(folder) / "graph.dot"
         document.write_text(dot.source, encoding="utf-8")
-        (picture,) = Layout(document, (suffix,)).finish()
+        (picture,) = Layout(document, (suffix.lower(),)).finish()
         path.write_bytes(picture.read_bytes())
     return path

@@ -22,6 +22,7 @@ def focus(graph: Graph, name: str, call: int = 1) -> Graph:
     Returns:
         A graph whose root is that call. The inputs and outputs are named by the module call in which the node outside
         lies, or the function if it lies in the root alone; parameters and the tensors of the batch keep their names.
+        Its number of parameters is that of the modules which are called in it.
 
     Raises:
         ArgumentError: If there is no such call; names the closest modules.
@@ -35,10 +36,9 @@ def focus(graph: Graph, name: str, call: int = 1) -> Graph:
     """
     root = next((each for each in graph.module_calls() if (each.name, each.call) == (name, call)), None)
     if root is None:
-        calls = [each.call for each in graph.module_calls() if each.name == name]
-        hint = (
-            f"it is called {len(calls)} times" if calls else closest_names(name, {n.name for n in graph.module_calls()})
-        )
+        names = [each.name for each in graph.module_calls()]
+        last = names.count(name)
+        hint = f"the last one is call {last}" if last else closest_names(name, dict.fromkeys(names))
         raise ArgumentError(f"the graph has no call {call} of a module {name!r}; {hint}")
     inside = {root.id}
     for node in graph.nodes:
@@ -61,7 +61,10 @@ def focus(graph: Graph, name: str, call: int = 1) -> Graph:
             edges.append(edge)
     nodes = [replace(node, depth=node.depth - root.depth) for node in graph.nodes if node.id in inside]
     nodes[0] = replace(nodes[0], parent=None)
-    return replace(graph, nodes=(nodes[0], *inputs.values(), *nodes[1:], *outputs.values()), edges=tuple(edges))
+    # A module that is called twice has its parameters once.
+    parameters = sum({node.name: node.parameters for node in nodes if node.kind == "module"}.values())
+    nodes = [nodes[0], *inputs.values(), *nodes[1:], *outputs.values()]
+    return replace(graph, nodes=tuple(nodes), edges=tuple(edges), parameters=parameters)
 
 
 def _border(graph: Graph, edge: Edge, outside: int, free: int, kind: Kind, root: Node) -> Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,12 +11,12 @@ import torch
 from torch import nn
 
 from lightning_recorder.autograd import fake_mode
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import ArgumentError, ForwardError
 from lightning_recorder.graph.capture import capture_graph
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.inputs import arguments, make_inputs
 from lightning_recorder.structure import iter_tensors
-from lightning_recorder.untouched import ModuleState, own_copies, same_random_numbers
+from lightning_recorder.untouched import ModuleState, is_uninitialized, own_copies, same_gradients, same_random_numbers
 
 __all__ = ["record"]
 
@@ -34,7 +35,8 @@ def record(
     """Run a model once and give the graph of the run, all of it.
 
     Nothing is changed, whether or not the model raises: train flags, buffers such as those of batch norm, attributes,
-    random numbers, devices, ``requires_grad`` and gradients of parameters and inputs stay as they were.
+    random numbers, devices, ``requires_grad`` and gradients of parameters and inputs stay as they were. While the model
+    runs, its parameters have no gradients.
 
     Args:
         net: The model.
@@ -63,18 +65,21 @@ def record(
         >>> [(node.name, str(node.outputs[0])) for node in graph.module_calls()]
         [('0', '2×8'), ('1', '2×8')]
     """
-    args, kwargs = _arguments(net, input_shapes, input_data, input_kwargs, dtypes)
     if device not in (None, "meta"):
         raise ArgumentError(f"device is 'meta', or None to run the model where it is; got {device!r}")
     if mode not in (None, "train", "eval"):
         raise ArgumentError(f"mode is 'train', 'eval' or None for that of each module, got {mode!r}")
+    fake = fake_mode() if device else None
+    # Inside it what is made from shapes takes no memory.
+    with fake or nullcontext():
+        args, kwargs = _arguments(net, input_shapes, input_data, input_kwargs, dtypes)
     tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))
     state = ModuleState(net.modules())
-    with same_random_numbers({tensor.device for tensor in tensors}):
+    with same_random_numbers({tensor.device for tensor in tensors}), same_gradients(state.parameters.values()):
         try:
             for module in net.modules() if mode else ():
                 module.training = mode == "train"
-            graph = (_fake_graph if device else _real_graph)(net, args, kwargs)
+            graph = _fake_graph(net, args, kwargs, fake) if fake else _real_graph(net, args, kwargs)
         finally:
             state.restore()
     if name:
@@ -88,6 +93,8 @@ def _arguments(
     if (shapes is None) == (data is None) and (shapes is not None or more is None):
         given = "both" if shapes is not None else "neither"
         raise ArgumentError(f"give either input_shapes or input_data, got {given}")
+    if dtypes is not None and shapes is None:
+        raise ArgumentError("dtypes says of what kind the inputs of input_shapes are, and goes with nothing else")
     if shapes is None:
         return arguments(() if data is None else data, more)
     return arguments(make_inputs(net, shapes, dtypes, name="input_shapes"), more)
@@ -98,17 +105,29 @@ def _real_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return capture_graph(net, *(copies[index] for index in range(len(args))), **{key: copies[key] for key in kwargs})
 
 
-def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any) -> Graph:
     """The graph of a call with tensors that have shapes alone, in the place of all parameters, buffers and inputs."""
-    fake = fake_mode()
+    lazy = [name for name, each in (*net.named_parameters(), *net.named_buffers()) if is_uninitialized(each)]
+    if lazy:
+        raise ArgumentError(f"device='meta' needs the shape of {lazy[0]!r}, which it gets when the model is first run")
     stand = _Stand(net)
     own = {name: fake.from_tensor(tensor) for name, tensor in (*stand.named_parameters(), *stand.named_buffers())}
     copies = own_copies({**dict(enumerate(args)), **kwargs}, fake.from_tensor)
-    with fake:
-        graph: Graph = torch.func.functional_call(
-            stand, own, tuple(copies[index] for index in range(len(args))), {key: copies[key] for key in kwargs}
-        )
+    try:
+        with fake:
+            graph: Graph = torch.func.functional_call(
+                stand, own, tuple(copies[index] for index in range(len(args))), {key: copies[key] for key in kwargs}
+            )
+    except ForwardError as error:
+        if type(error.__cause__).__name__ in _NO_VALUES:
+            hint = "the model asks for the values of a tensor, of which device='meta' has none: record without it"
+            raise ForwardError(f"{error}; {hint}", error.graph) from error.__cause__
+        raise
     return graph
+
+
+# What torch raises where a number of elements, a branch or an index depends on values.
+_NO_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 class _Stand(nn.Module):

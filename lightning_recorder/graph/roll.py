@@ -41,11 +41,18 @@ def roll(graph: Graph) -> Graph:
     target: dict[int, int] = {}
     counts: dict[_Key, int] = {}
     calls: dict[int, int] = {}
+    failed: set[int] = set()
     for node in graph.nodes:
         key = _key(node, target, counts)
         target[node.id] = first.setdefault(key, node.id)
         calls[target[node.id]] = calls.get(target[node.id], 0) + 1
-    kept = [_rolled(graph, node, target, calls) for node in graph.nodes if target[node.id] == node.id]
+        if node.failed:
+            failed.add(target[node.id])
+    kept = [
+        replace(_rolled(node, target, calls), failed=node.id in failed)
+        for node in graph.nodes
+        if target[node.id] == node.id
+    ]
     joined: dict[tuple[int, int], Edge] = {}
     for edge in graph.edges:
         ends = target[edge.source], target[edge.target]
@@ -66,7 +73,11 @@ def _key(node: Node, target: dict[int, int], counts: dict[_Key, int]) -> _Key:
     return around, node.kind, node.name, counts[same]
 
 
-def _rolled(graph: Graph, node: Node, target: dict[int, int], calls: dict[int, int]) -> Node:
-    around = 1 if node.parent is None else calls[target[node.parent]]
-    times, rest = divmod(calls[node.id], around)
-    return replace(node, repeats=node.repeats * times) if node.kind == "module" and not rest and times > 1 else node
+def _rolled(node: Node, target: dict[int, int], calls: dict[int, int]) -> Node:
+    if node.parent is None:
+        return node
+    # What only a later call did lies in the one that stands for all.
+    around = target[node.parent]
+    times, rest = divmod(calls[node.id], calls[around])
+    repeats = node.repeats * times if node.kind == "module" and not rest else node.repeats
+    return replace(node, parent=around, repeats=max(1, repeats))

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Net", "X", "linear"]
+from lightning_recorder.graph import Graph, GraphCapture
+
+__all__ = ["Net", "X", "linear", "record_step", "scaled"]
 
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 """A batch of two rows."""
@@ -35,3 +37,17 @@ class Net(nn.Module):
 def linear(inputs: int = 4, outputs: int = 4) -> nn.Linear:
     """A layer that fits the batch."""
     return nn.Linear(inputs, outputs)
+
+
+def scaled(function: Callable[..., Any], **parts: nn.Module) -> Any:
+    """A model with a parameter ``scale``, a one, so that what it computes can have a gradient without a layer."""
+    net: Any = Net(function, **parts)
+    net.scale = nn.Parameter(torch.ones(()))
+    return net
+
+
+def record_step(net: nn.Module, step: Callable[[Any, Tensor], object]) -> Graph:
+    """The graph of a training step that is a function of the net and its batch."""
+    with GraphCapture(net, X, scope="training_step") as recording:
+        step(net, X)
+    return recording.graph()

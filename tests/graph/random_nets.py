@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,29 +12,36 @@ from torch import Tensor, nn
 from lightning_recorder.graph import Graph, GraphCapture
 from tests.graph.nets import X
 
-__all__ = ["graphs"]
+__all__ = ["Block", "Program", "graphs", "programs"]
 
 _FUNCTIONS = (torch.exp, torch.tanh, lambda x: x.view(2, 4), lambda x: x.t().t(), lambda x: x.detach())
 
 _Step = tuple[str, int, int]
-_Program = tuple[tuple[_Step, ...], tuple[Any, ...]]
+Program = tuple[tuple[_Step, ...], tuple[Any, ...]]
+"""The steps of a block, and the programs of the blocks inside it."""
 
 
-class _Block(nn.Module):
-    """Computes tensors from earlier ones, step by step, and gives back the last."""
+class Block(nn.Module):
+    """Computes tensors from earlier ones, step by step, and gives back the last.
 
-    def __init__(self, program: _Program) -> None:
+    Args:
+        program: What it does.
+        functions: From a tensor of 2×4 to another, of which the steps choose.
+    """
+
+    def __init__(self, program: Program, functions: Sequence[Callable[[Tensor], Tensor]] = _FUNCTIONS) -> None:
         super().__init__()
         self.steps, inner = program
+        self.functions = functions
         self.weight = nn.Parameter(torch.ones(4))
-        self.parts = nn.ModuleList(map(_Block, inner))
+        self.parts = nn.ModuleList(Block(each, functions) for each in inner)
 
     def forward(self, x: Tensor, lent: Tensor | None = None) -> Tensor:
         values = [x if lent is None else x * lent]
         for kind, one, other in _unrolled(self.steps):
             left, right = values[-1 - one % len(values)], values[-1 - other % len(values)]
             if kind == "function":
-                values.append(_FUNCTIONS[other % len(_FUNCTIONS)](left))
+                values.append(self.functions[other % len(self.functions)](left))
             elif kind == "sum":
                 values.append(left + right)
             elif kind == "weight":
@@ -64,8 +72,8 @@ _STEPS = st.lists(
 ).map(tuple)
 
 
-def _recorded(program: _Program) -> Graph:
-    net = _Block(program)
+def _recorded(program: Program) -> Graph:
+    net = Block(program)
     with GraphCapture(net, X) as recording:
         out = net(X)
         if out.requires_grad:
@@ -73,9 +81,12 @@ def _recorded(program: _Program) -> Graph:
     return recording.graph()
 
 
-graphs: st.SearchStrategy[Graph] = st.recursive(
+programs: st.SearchStrategy[Program] = st.recursive(
     st.tuples(_STEPS, st.just(())),
     lambda inner: st.tuples(_STEPS, st.lists(inner, min_size=1, max_size=2).map(tuple)),
     max_leaves=4,
-).map(_recorded)
-"""Graphs of models with shared modules, residual connections, loops, views, and parameters lent to submodules."""
+)
+"""Programs of models with shared modules, residual connections, loops, and parameters lent to submodules."""
+
+graphs: st.SearchStrategy[Graph] = programs.map(_recorded)
+"""The graphs of such models, in which tensors are viewed and detached."""

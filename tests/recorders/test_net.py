@@ -9,6 +9,7 @@ import random
 import threading
 import warnings
 import weakref
+from collections import UserList
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -1136,7 +1137,8 @@ class Noting(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        # No list, which would be emptied again after the labelling.
+        self.given: UserList[tuple[tuple[Any, ...], dict[str, Any]]] = UserList()
         self.weight = nn.Parameter(torch.zeros(1, dtype=dtype))
 
     def forward(self, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,352 @@
+"""The options of ``draw``, and the picture that it gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder import ArgumentError, ForwardError, RenderError
+from lightning_recorder.graph import Direction, Drawing, GraphvizStyler, draw, fit, record
+from lightning_recorder.graph.views import drawn_nodes
+from tests.graph.nets import Net, X, linear
+from tests.graph.outline import outline, text
+from tests.graph.svg import Picture, read_svg
+from tests.graph.test_drawing import residual, small
+
+
+def lines_of(drawing: Drawing, folder: Path) -> dict[str, list[str]]:
+    """The texts of each node of the picture, by its name in the document."""
+    return {item.name: item.lines for item in read_svg(drawing.save(folder / "graph.svg")).nodes()}
+
+
+def twice(parts: int = 1) -> nn.Module:
+    """Calls each of some equal layers twice in a row."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for part in net.children():
+            x = part(part(x))
+        return x
+
+    return Net(forward, **{f"fc{index}": linear() for index in range(parts)})
+
+
+# What of the graph is shown.
+
+
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    [
+        (
+            1,
+            """
+            input
+            stem: Linear <- input
+            body: Net <- stem
+            exp <- body
+            output <- exp
+            """,
+        ),
+        (
+            2,
+            """
+            input
+            stem: Linear <- input
+            body: Net
+              body.inner: Sequential <- stem
+              mul <- stem
+              add <- body.inner, mul
+            exp <- add
+            output <- exp
+            """,
+        ),
+        (
+            None,
+            """
+            input
+            stem: Linear <- input
+            body: Net
+              body.inner: Sequential
+                body.inner.0: Linear <- stem
+                body.inner.1: ReLU <- body.inner.0
+              mul <- stem
+              add <- body.inner.1, mul
+            exp <- add
+            output <- exp
+            """,
+        ),
+    ],
+    ids=str,
+)
+def test_depth(depth: int | None, expected: str) -> None:
+    """Calls are opened down to a depth, or all of them, and those that call no other are one node at any depth."""
+    assert outline(draw(residual(), X, depth=depth).view, outputs=True) == text(expected)
+
+
+def test_what_is_recorded_and_what_is_drawn() -> None:
+    """A drawing has all that was recorded beside what is drawn of it; by default down to depth 3."""
+    deep = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(linear()))))
+    drawing = draw(deep, X)
+    assert drawing.graph == record(deep, input_data=X)
+    assert drawing.view == draw(deep, X, depth=3).view
+    assert [node.name for node in drawing.view.module_calls()] == ["0", "0.0", "0.0.0"]
+
+
+def test_functions_of_modules() -> None:
+    """With ``hide_module_functions=False`` the functions inside of layers are shown, down to the depth."""
+    net = nn.Sequential(linear(), Net(lambda net, x: net.act(x), act=nn.ReLU()))
+    assert outline(draw(net, X, hide_module_functions=False).view) == text(
+        """
+        input
+        0: Linear
+          linear <- input
+        1: Net
+          1.act: ReLU
+            relu <- linear
+        """
+    )
+    assert outline(draw(net, X, hide_module_functions=False, depth=1).view) == text(
+        """
+        input
+        0: Linear <- input
+        1: Net <- 0
+        """
+    )
+
+
+def test_inner_tensors() -> None:
+    """With ``hide_inner_tensors=False`` there is a tensor between what computes and what uses."""
+    view = draw(small(), X, hide_inner_tensors=False).view
+    assert [(node.kind, node.name) for node in view.nodes[1:]] == [
+        ("input", "input"),
+        ("module", "0"),
+        ("tensor", "0"),
+        ("module", "1"),
+        ("output", "output"),
+    ]
+
+
+def test_parameters() -> None:
+    """With ``parameters`` those that something open uses are drawn, buffers too, otherwise none."""
+    net = residual()
+    assert outline(draw(net, X, parameters=True, depth=2).view, model_tensors=True) == text(
+        """
+        input
+        stem: Linear <- input
+        body: Net
+          body.inner: Sequential <- stem
+          body.scale
+          mul <- stem, body.scale
+          add <- body.inner, mul
+        exp <- add
+        """
+    )
+    norm = draw(nn.BatchNorm1d(4), X, parameters=True).view
+    assert {node.name for node in norm.nodes if node.kind in ("parameter", "buffer")} == {
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    }
+
+
+def test_what_is_isolated_is_left_out() -> None:
+    """An input that is not used, and a tensor that nothing takes, are not drawn."""
+
+    def forward(_: Net, x: Tensor, unused: Tensor) -> Tensor:
+        torch.zeros(3)
+        return x.exp()
+
+    assert outline(draw(Net(forward), (X, X.clone())).view) == "input[0]\nexp <- input[0]"
+
+
+def test_roll() -> None:
+    """With ``roll`` a module that is called many times is drawn once, with its number."""
+    assert [node.name for node in draw(twice(), X).view.module_calls()] == ["fc0", "fc0"]
+    assert outline(draw(twice(), X, roll=True).view) == "input\nfc0: Linear [2 times] <- input, fc0"
+
+
+def test_fold() -> None:
+    """With ``fold`` equal siblings in a row are drawn once, with their number."""
+    net = nn.Sequential(*(nn.Sequential(linear(), nn.ReLU()) for _ in range(5)))
+    assert outline(draw(net, X, fold=True).view) == text(
+        """
+        input
+        0: Sequential [5 times]
+          0.0: Linear <- input
+          0.1: ReLU <- 0.0 ×5
+        """
+    )
+    assert len(draw(net, X).view.module_calls()) == 15
+
+
+def test_a_limit_of_nodes() -> None:
+    """With ``max_nodes`` the view is that of ``fit``, from the depth on."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(w, w + 1), nn.ReLU()) for w in range(4, 12)))
+    drawing = draw(net, X, max_nodes=10)
+    assert drawing.view == fit(drawing.graph, 10, 3)
+    assert len(drawn_nodes(drawing.view)) == 10
+    assert draw(net, X, max_nodes=100, depth=1).view == fit(drawing.graph, 100, 1)
+
+
+# How it is run.
+
+
+def test_the_mode() -> None:
+    """The model is run in the mode that is asked for, and by default in its own."""
+    net = nn.Sequential(nn.Dropout())
+    shown = {}
+    for mode in (None, "train", "eval"):
+        view = draw(net, X, mode=mode, hide_module_functions=False).view
+        shown[mode] = [node.name for node in view.nodes if node.kind == "op"]
+    assert shown == {None: ["dropout"], "train": ["dropout"], "eval": ["identity"]}
+    assert net.training
+
+
+def test_shapes_alone() -> None:
+    """On the meta device the drawing is the same, of a model that would not fit anywhere, too."""
+    assert draw(residual(), X, device="meta").view == draw(residual(), X).view
+    huge = nn.Sequential(nn.Linear(10**6, 10**6, device="meta"), nn.ReLU())
+    drawing = draw(huge, input_size=(10**4, 10**6), device="meta")
+    assert outline(drawing.view) == "input\n0: Linear <- input\n1: ReLU <- 0"
+    assert drawing.graph.parameters == 10**12 + 10**6
+
+
+def test_inputs() -> None:
+    """Inputs are data or sizes with dtypes, and keyword arguments with either or alone."""
+    net = Net(lambda net, x, scale: net.table(x) * scale, table=nn.Embedding(5, 4))
+    kwargs = {"scale": torch.ones(4)}
+    sizes = draw(net, input_size=(2, 3), dtypes=torch.int64, input_kwargs=kwargs).view
+    data = draw(net, torch.zeros(2, 3, dtype=torch.int64), input_kwargs=kwargs).view
+    keywords = draw(net, input_kwargs={"x": torch.zeros(2, 3, dtype=torch.int64), **kwargs}).view
+    assert (
+        outline(sizes)
+        == outline(data)
+        == "input[0]\ninput.scale\ntable: Embedding <- input[0]\nmul <- table, input.scale"
+    )
+    assert outline(keywords) == "input.x\ninput.scale\ntable: Embedding <- input.x\nmul <- table, input.scale"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "give either input_size or input_data, got neither"),
+        ({"input_size": (2, 4), "input_data": X}, "give either input_size or input_data, got both"),
+        ({"input_size": (2, -4)}, r"^input_size takes a shape, .*, none negative; got \(2, -4\)"),
+        ({"input_size": 4}, "^input_size takes a shape"),
+        ({"input_size": (2, 4), "dtypes": "float"}, "dtypes takes a torch.dtype"),
+        ({"input_data": 4}, "input_data takes a tensor"),
+        ({"input_data": X, "max_nodes": 0}, "max_nodes must be an integer of at least 1, got 0"),
+        ({"input_data": X, "graph_dir": "up"}, "direction must be one of TB, LR, BT, RL, got 'up'"),
+        ({"input_data": X, "device": "cpu"}, "device is 'meta', or None"),
+        ({"input_data": X, "mode": "fast"}, "mode is 'train', 'eval' or None"),
+    ],
+)
+def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> None:
+    """They are refused before the model runs, by the names that they have here."""
+    calls: list[Any] = []
+    with pytest.raises(ArgumentError, match=message):
+        draw(Net(lambda _, x: calls.append(x)), **given)
+    assert calls == []
+
+
+def test_a_model_that_raises() -> None:
+    """The error names the module, and its graph can be drawn up to there."""
+    with pytest.raises(ForwardError, match=r"^module '1' \(Linear\) raised RuntimeError: ") as caught:
+        draw(nn.Sequential(nn.ReLU(), linear(3)), X)
+    assert outline(caught.value.graph) == "input\n0: ReLU\n  relu <- input\n1!: Linear\n  linear! <- relu"
+
+
+# The picture.
+
+
+def _picture(drawing: Drawing, folder: Path) -> Picture:
+    return read_svg(drawing.save(folder / "graph.svg"))
+
+
+def test_the_picture_is_the_view(tmp_path: Path) -> None:
+    """Each drawn node is a node of the picture, under the name of the graph, each open call a frame."""
+    drawing = draw(residual(), X, graph_name="mine")
+    picture = _picture(drawing, tmp_path)
+    assert {item.name for item in picture.nodes()} == {f"n{node.id}" for node in drawn_nodes(drawing.view)}
+    frames = [item.lines[0].strip() for item in picture.items if item.kind == "cluster"]
+    assert sorted(frames) == ["body", "inner"]
+    assert picture.texts[0].content == "mine"
+    assert _picture(draw(residual(), X), tmp_path).texts[0].content == "Net"
+
+
+def test_without_frames(tmp_path: Path) -> None:
+    """Without ``expand_nested`` the same nodes are drawn with no frame around them."""
+    framed, bare = (draw(residual(), X, expand_nested=expand) for expand in (True, False))
+    assert framed.view == bare.view
+    assert [item for item in _picture(bare, tmp_path).items if item.kind == "cluster"] == []
+    assert len(_picture(bare, tmp_path).nodes()) == len(_picture(framed, tmp_path).nodes())
+
+
+@pytest.mark.parametrize("direction", get_args(Direction))
+def test_direction(direction: Direction, tmp_path: Path) -> None:
+    """The data flows the way that was asked for."""
+    drawing = draw(small(), X, graph_dir=direction)
+    picture = _picture(drawing, tmp_path)
+    first, last = (picture.named(f"n{drawing.view.nodes[place].id}") for place in (1, -1))
+    gone = {
+        "TB": last.top - first.bottom,
+        "BT": first.top - last.bottom,
+        "LR": last.left - first.right,
+        "RL": first.left - last.right,
+    }
+    assert {name for name, distance in gone.items() if distance > 0} == {direction}
+
+
+def test_shapes_and_stylers(tmp_path: Path) -> None:
+    """Shapes stand in the nodes unless they are turned off, and a styler decides by itself."""
+    given: dict[str, dict[str, Any]] = {
+        "on": {},
+        "off": {"show_shapes": False},
+        "on the edges": {"styler": GraphvizStyler(shapes="edges", fillcolor="#abcdef")},
+    }
+    shown = {name: draw(small(), X, **each) for name, each in given.items()}
+    counts = {name: str(lines_of(each, tmp_path)).count("2×4") for name, each in shown.items()}
+    assert counts == {"on": 4, "off": 0, "on the edges": 0}
+    assert shown["on the edges"].visual_graph.source.count("#abcdef") == 4
+
+
+def test_legend(tmp_path: Path) -> None:
+    """A legend stands in the picture on request."""
+    names = [item for each in (False, True) for item in lines_of(draw(small(), X, legend=each), tmp_path)]
+    assert [name for name in names if name.startswith("legend")] == ["legend_module", "legend_input", "legend_output"]
+
+
+@pytest.mark.parametrize(
+    ("name", "magic"),
+    [("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a.pdf", b"%PDF-"), ("A.SVG", b"<?xml"), ("a.b.png", b"\x89PNG")],
+)
+def test_saving(name: str, magic: bytes, tmp_path: Path) -> None:
+    """The suffix says the format, in upper case too; folders are made, and the path is given back."""
+    path = tmp_path / "new" / name
+    assert draw(small(), X).save(str(path)) == path
+    assert path.read_bytes().startswith(magic)
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["graph", ".svg", "graph."])
+def test_saving_without_a_format(name: str, tmp_path: Path) -> None:
+    """A name without a suffix is refused, and one that is no picture's is an error of Graphviz; nothing is written."""
+    with pytest.raises(ArgumentError, match=r"the name of a picture ends with its format, as in graph\.svg; got"):
+        draw(small(), X).save(tmp_path / name)
+    with pytest.raises(RenderError, match="txt"):
+        draw(small(), X).save(tmp_path / "graph.txt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drawing_shows_itself(tmp_path: Path) -> None:
+    """In a notebook a drawing is its SVG."""
+    drawing = draw(small(), X)
+    shown = drawing._repr_svg_()
+    assert shown == drawing.save(tmp_path / "graph.svg").read_text(encoding="utf-8")
+    assert re.search(r"<svg [^>]*viewBox=", shown)

@@ -1,0 +1,237 @@
+"""From a model to its picture in one call."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_recorder import ArgumentError, ForwardError, RenderError
+from lightning_recorder.graph import (
+    Edge,
+    Graph,
+    GraphvizStyler,
+    Node,
+    draw,
+    make_dot,
+    record,
+    render_network,
+)
+from tests.graph.nets import Net, X, linear
+from tests.graph.outline import text
+from tests.graph.svg import read_svg
+
+
+def residual() -> nn.Module:
+    """Stem -> body(inner(fc, act), + scaled input) -> exp."""
+    body = Net(
+        lambda net, x: net.inner(x) + x * net.scale,
+        inner=nn.Sequential(linear(), nn.ReLU()),
+    )
+    body.scale = nn.Parameter(torch.ones(4))
+    return Net(lambda net, x: net.body(net.stem(x)).exp(), stem=linear(), body=body)
+
+
+def small() -> nn.Module:
+    return nn.Sequential(linear(), nn.ReLU())
+
+
+def sketch(source: str, graph: Graph) -> str:
+    """What a DOT document holds: nodes indented by the frames around them, then edges, all by the names in a graph."""
+    lines, edges, depth = [], [], 0
+    for line in source.splitlines():
+        node, edge, frame = (
+            re.match(pattern, line.strip())
+            for pattern in (r"n(\d+) \[", r"n(\d+) -> n(\d+)", r"subgraph cluster_(\d+)")
+        )
+        if edge:
+            edges.append(" -> ".join(graph[int(end)].name for end in edge.groups()))
+        elif node or frame:
+            assert (node or frame) is not None
+            number = int((node or frame)[1])  # type: ignore[index]  # one of the two
+            lines.append("  " * depth + graph[number].name + (" {" if frame else ""))
+        depth += frame is not None
+        depth -= line.strip() == "}"
+    return "\n".join([*lines, *edges])
+
+
+# make_dot
+
+
+def test_depth_of_a_document() -> None:
+    """What lies at the depth or above is drawn, parameters included; what lies deeper is in a box at the depth."""
+    graph = record(residual(), input_data=X)
+    assert sketch(make_dot(graph, 1).source, graph) == text(
+        """
+        input
+        stem
+        body
+        exp
+        output
+        input -> stem
+        stem -> body
+        body -> exp
+        exp -> output
+        """
+    )
+    assert sketch(make_dot(graph, 2).source, graph) == text(
+        """
+        input
+        stem {
+          stem.weight
+          stem.bias
+          linear
+        body {
+          body.inner
+          body.scale
+          mul
+          add
+        exp
+        output
+        input -> linear
+        stem.weight -> linear
+        stem.bias -> linear
+        linear -> body.inner
+        linear -> mul
+        body.scale -> mul
+        body.inner -> add
+        mul -> add
+        add -> exp
+        exp -> output
+        """
+    )
+
+
+def test_all_depths_of_a_document() -> None:
+    """Without a depth everything is drawn that was recorded, each call around its contents."""
+    graph = record(residual(), input_data=X)
+    drawn = sketch(make_dot(graph).source, graph).splitlines()
+    shown = [line.strip().removesuffix(" {") for line in drawn if "->" not in line]
+    assert shown == [node.name for node in graph.nodes[1:]]
+    assert [line for line in drawn if "->" in line] == [
+        f"{graph[edge.source].name} -> {graph[edge.target].name}" for edge in graph.edges
+    ]
+    frames = {line.strip().removesuffix(" {") for line in drawn if line.endswith("{")}
+    assert frames == {"stem", "body", "body.inner", "body.inner.0", "body.inner.1"}
+    assert make_dot(graph, 4).source == make_dot(graph).source
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2"])
+def test_depth_of_a_document_is_an_integer_of_at_least_one(depth: Any, tmp_path: Path) -> None:
+    """The model alone is no picture; the error is there before the model runs."""
+    calls: list[Any] = []
+    net = Net(lambda _, x: calls.append(x))
+    for make in (lambda: make_dot(record(small(), input_data=X), depth), lambda: draw(net, X, depth=depth)):
+        with pytest.raises(ArgumentError, match="depth must be an integer of at least 1"):
+            make()
+    with pytest.raises(ArgumentError, match="render_depth must be an integer of at least 1"):
+        render_network(net, "net", (2, 4), tmp_path, render_depth=depth)
+    assert calls == []
+
+
+class Louder(GraphvizStyler):
+    """A styler of the user's, with an argument of its own."""
+
+    def __init__(self, *, mark: str, **attributes: str) -> None:
+        super().__init__(shapes="none", **attributes)
+        self.mark = mark
+
+    @override
+    def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
+        return {**super().style_node(node, graph), "label": f"{node.kind}{self.mark}"}
+
+    @override
+    def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
+        return {"label": self.mark}
+
+
+def test_stylers(tmp_path: Path) -> None:
+    """Attributes hold for all nodes; a styler of the user's is given its own, through ``render_network`` too."""
+    graph = record(small(), input_data=X)
+    nodes = [line for line in make_dot(graph, 1, fillcolor="white").body if re.match(r"\s*n\d+ \[", line)]
+    assert [line.count("fillcolor=white") for line in nodes] == [1, 1, 1, 1]
+    body = make_dot(graph, 1, Louder, mark="!", color="red").body
+    labels = [found[1] for line in body if (found := re.match(r"\s*n\d+ \[label=\"?([^\" ]+)", line))]
+    assert labels == ["input!", "module!", "module!", "output!"]
+    assert sum("color=red" in line for line in body) == 4
+    assert sum(bool(re.match(r'\s*n\d+ -> n\d+ \[label="!"', line)) for line in body) == 3
+    path = render_network(small(), "net", (2, 4), tmp_path, styler_cls=Louder, mark="!")
+    assert path.read_text(encoding="utf-8").count("module!") == 2
+
+
+# render_network
+
+
+MAGIC = {"svg": b"<?xml", "png": b"\x89PNG\r\n", "pdf": b"%PDF-"}
+
+
+@pytest.mark.parametrize("fmt", MAGIC)
+def test_pictures_are_written_where_they_are_asked_for(fmt: str, tmp_path: Path) -> None:
+    """The directory is made, the file has the given name and format, and its path is given back."""
+    folder = tmp_path / "some" / "where"
+    path = render_network(small(), "net", (2, 4), folder, "picture", fmt)
+    assert path == folder / f"picture.{fmt}"
+    assert path.read_bytes().startswith(MAGIC[fmt])
+    assert list(folder.iterdir()) == [path]
+
+
+def test_default_names_of_files(tmp_path: Path) -> None:
+    """By default the file is called like the graph, and that like the class of the model; a second one replaces it."""
+    assert render_network(small(), "my net.v2", (2, 4), tmp_path).name == "my net.v2.svg"
+    assert render_network(small(), "", (2, 4), tmp_path).name == "Sequential.svg"
+    first = (tmp_path / "Sequential.svg").read_bytes()
+    path = render_network(small(), "", None, tmp_path, input_data=torch.ones(7, 4))
+    assert path.read_bytes() != first
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_picture_of_a_network(tmp_path: Path) -> None:
+    """The picture has the name as its title, and by default one node for each layer, input and output."""
+    picture = read_svg(render_network(residual(), "my net", (2, 4), str(tmp_path)))
+    assert picture.texts[0].content == "my net"
+    assert [item.lines[0] for item in picture.nodes()] == ["input", "stem", "body", "exp", "output"]
+
+
+@pytest.mark.parametrize("filename", ["../x", "/x", "a/b", "..\\x", "a\\b", "C:x", "a\0b", "x/", "../"])
+@pytest.mark.parametrize("by_name", [True, False], ids=["name", "filename"])
+def test_no_name_leads_out_of_the_directory(filename: str, by_name: bool, tmp_path: Path) -> None:
+    """A name that is a path, on any system, is refused before the model runs, and nothing is written."""
+    calls: list[Any] = []
+    net, folder = Net(lambda _, x: calls.append(x)), tmp_path / "here"
+    with pytest.raises(ArgumentError, match="filename, by default the name, is that of a file in the directory; got"):
+        render_network(net, filename if by_name else "net", (2, 4), folder, None if by_name else filename)
+    assert (calls, list(tmp_path.iterdir())) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["..", ".", "-o", "<b>&\"'", "a\nb", " ", "…", "%s", "n1 -> n2"])
+def test_odd_names_are_names(name: str, tmp_path: Path) -> None:
+    """Whatever else a name holds, the file has it, and the picture shows what of it can be printed."""
+    path = render_network(small(), name, (2, 4), tmp_path)
+    assert path == tmp_path / f"{name}.svg"
+    shown = "".join(each.content for each in read_svg(path).texts)
+    assert name.strip().replace("\n", "�") in shown
+
+
+@pytest.mark.parametrize("fmt", ["", ".svg", "svg/../../x", "svg:cairo", "s v g"])
+def test_formats_are_one_word(fmt: str, tmp_path: Path) -> None:
+    """What is no suffix is refused, what Graphviz does not know is its error, and nothing is written."""
+    with pytest.raises(ArgumentError, match="fmt is a format of Graphviz, as svg, png or pdf; got"):
+        render_network(small(), "net", (2, 4), tmp_path, fmt=fmt)
+    with pytest.raises(RenderError, match="exe"):
+        render_network(small(), "net", (2, 4), tmp_path, fmt="exe")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_of_a_network(tmp_path: Path) -> None:
+    """Neither and both of shapes and data are refused, a model that raises is a ForwardError; no file is left."""
+    for shapes, data, given in (((2, 4), X, "both"), (None, None, "neither")):
+        with pytest.raises(ArgumentError, match=f"give either input_shapes or input_data, got {given}"):
+            render_network(small(), "net", shapes, tmp_path, input_data=data)
+    with pytest.raises(ForwardError, match=r"^module '0' \(Linear\) raised RuntimeError"):
+        render_network(small(), "net", (2, 3), tmp_path)
+    assert list(tmp_path.iterdir()) == []

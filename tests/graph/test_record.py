@@ -1,0 +1,351 @@
+"""Recording a model outside of its training: what it takes, what it says when it fails, and that nothing is changed."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_recorder import ArgumentError, ForwardError
+from lightning_recorder.graph import capture_graph, record
+from tests.graph.nets import Net, X, linear
+from tests.graph.outline import outline, text
+from tests.taps.inspection import hooks_on
+
+Mode = Literal["train", "eval"]
+
+# That nothing is changed.
+
+
+class Restless(nn.Module):
+    """Changes all that a forward pass can change, and then may raise."""
+
+    written: Tensor
+    replaced: Tensor
+    new: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear()
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout())
+        self.register_buffer("written", torch.zeros(4))
+        self.register_buffer("replaced", torch.zeros(4))
+        self.hidden = [nn.BatchNorm1d(4)]
+        self.plain = torch.zeros(4)
+        self.history: list[Tensor] = []
+        self.calls = 0
+        self.failing = False
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        self.calls += 1
+        self.written.add_(1)
+        self.replaced = self.replaced + 1
+        self.plain.add_(1)
+        self.new = random.random() + float(np.random.rand())  # noqa: NPY002 - the global generator is meant
+        self.register_forward_hook(lambda *_: None)
+        x.mul_(scale).add_(torch.rand(4))
+        hidden: Tensor = self.hidden[0](self.frozen(self.norm(self.fc(x))))
+        self.history.append(hidden)
+        if torch.is_grad_enabled():
+            hidden.sum().backward(retain_graph=True)
+        self.fc.weight.requires_grad_(False)
+        self.fc = linear().train(False)
+        if self.failing:
+            raise ArithmeticError("on purpose")
+        return hidden + self.replaced
+
+
+def _restless() -> tuple[Restless, dict[str, Tensor]]:
+    """A model in mixed modes with gradients of its own, and its inputs, one of them computed."""
+    net = Restless()
+    net.frozen.eval()
+    net.norm.weight.requires_grad_(False)
+    net.fc.bias.grad = torch.full((4,), 5.0)
+    scale = torch.ones(4, requires_grad=True)
+    return net, {"x": X.clone().requires_grad_() * 1, "scale": scale}
+
+
+def _everything(net: Restless, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """All that a recording could have changed, in a form that can be compared."""
+    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers()), **inputs, "plain": net.plain}
+    tensors |= {f"hidden.{name}": each for name, each in net.hidden[0].state_dict(keep_vars=True).items()}
+    leaves = [each for each in tensors.values() if each.is_leaf]
+    return {
+        "objects": {name: id(each) for name, each in tensors.items()},
+        "values": {name: each.numpy(force=True).tobytes() for name, each in tensors.items()},
+        "devices": {name: str(each.device) for name, each in tensors.items()},
+        "versions of inputs": [each._version for each in inputs.values()],
+        "requires_grad": {name: each.requires_grad for name, each in tensors.items()},
+        "gradients": [(id(each.grad), None if each.grad is None else each.grad.tolist()) for each in leaves],
+        "flags": [each.training for each in (*net.modules(), *net.hidden)],
+        "modules": [(name, id(each)) for name, each in net.named_modules()],
+        "attributes": [sorted(vars(each)) for each in net.modules()],
+        "calls": (net.calls, net.history),
+        "hooks": hooks_on(net),
+        "random": (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())),  # noqa: NPY002 - see above
+        "modes": (torch.overrides._get_current_function_mode_stack(), _get_current_dispatch_mode_stack()),
+        "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+    }
+
+
+GRAD_MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "grad": nullcontext,
+    "no grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["success", "error"])
+@pytest.mark.parametrize("grad_mode", GRAD_MODES.values(), ids=GRAD_MODES)
+@pytest.mark.parametrize(
+    ("device", "mode"),
+    list(product((None, "meta"), (None, "train", "eval"))),
+    ids=str,
+)
+def test_nothing_is_changed(
+    device: Literal["meta"] | None,
+    mode: Mode | None,
+    grad_mode: Callable[[], AbstractContextManager[Any]],
+    failing: bool,
+) -> None:
+    """Values, objects, flags, gradients, attributes, hooks and random numbers are as before, after an error too."""
+    net, inputs = _restless()
+    net.failing = failing
+    before = _everything(net, inputs)
+    with grad_mode(), pytest.raises(ForwardError) if failing else nullcontext():
+        record(net, input_data=inputs, device=device, mode=mode)
+    assert _everything(net, inputs) == before
+
+
+class _Aside(TorchFunctionMode):
+    """A mode of the user's that counts functions."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_mode_of_the_user_stays(device: Literal["meta"] | None) -> None:
+    """A function mode that is on stays on, after an error too."""
+    net = Net(lambda net, x: net.fc(x).view(3, 5), fc=linear())
+    with _Aside() as mine:
+        with pytest.raises(ForwardError):
+            record(net, input_data=X, device=device)
+        assert torch.overrides._get_current_function_mode_stack() == [mine]
+    assert mine.calls > 0
+
+
+def test_each_module_runs_in_its_own_mode() -> None:
+    """By default each module runs in the mode that it is in; train and eval are for all modules."""
+    modes: list[bool] = []
+
+    def note(net: Net, x: Tensor) -> Tensor:
+        modes.append(net.training)
+        return x
+
+    net = nn.Sequential(Net(note), Net(note))
+    net[1].eval()
+    for mode in (None, *get_args(Mode)):
+        record(net, input_data=X, mode=mode)
+    assert modes == [True, False, True, True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are in use all the same
+def test_flags_of_scripted_and_lazy_modules() -> None:
+    """They run in the mode that is asked for, and get their own back."""
+    net = nn.Sequential(nn.LazyLinear(4), torch.jit.script(nn.BatchNorm1d(4)))
+    record(net, input_data=X, mode="eval")
+    assert [each.training for each in net.modules()] == [True, True, True]
+    assert {name: each.item() for name, each in net.named_buffers() if each.dim() == 0} == {"1.num_batches_tracked": 0}
+
+
+# What it is called with.
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    others: list[Tensor]
+    size: int = 2
+
+
+def _sum(value: Any) -> Any:
+    """All tensors in a nested value together."""
+    if isinstance(value, Tensor):
+        return value.sum()
+    parts = (
+        vars(value).values() if isinstance(value, Batch) else value.values() if isinstance(value, Mapping) else value
+    )
+    return sum((_sum(each) for each in parts if not isinstance(each, int)), torch.zeros(()))
+
+
+class Call(NamedTuple):
+    given: dict[str, Any]
+    inputs: list[str]
+    """Name, dtype and shape of what the model is given."""
+
+
+KEYWORDS = {"mask": X, "scale": torch.tensor(2)}
+CALLS = {
+    "shape": Call({"input_shapes": (2, 3)}, ["input float32 2×3"]),
+    "shape as a list": Call({"input_shapes": [2, 3]}, ["input float32 2×3"]),
+    "torch.Size": Call({"input_shapes": torch.Size((2, 3))}, ["input float32 2×3"]),
+    "scalar": Call({"input_shapes": ()}, ["input float32 scalar"]),
+    "empty batch": Call({"input_shapes": (0, 3)}, ["input float32 0×3"]),
+    "list of shapes": Call({"input_shapes": [(2, 3), (4,)]}, ["input[0] float32 2×3", "input[1] float32 [4]"]),
+    "tuple of shapes": Call({"input_shapes": ((2, 3), [4])}, ["input[0] float32 2×3", "input[1] float32 [4]"]),
+    "dtype": Call({"input_shapes": [(2,), (3,)], "dtypes": torch.int64}, ["input[0] int64 [2]", "input[1] int64 [3]"]),
+    "dtypes": Call(
+        {"input_shapes": [(2,), (3,), (4,)], "dtypes": [torch.bool, torch.complex64, torch.bfloat16]},
+        ["input[0] bool [2]", "input[1] complex64 [3]", "input[2] bfloat16 [4]"],
+    ),
+    "shape and keywords": Call(
+        {"input_shapes": (2, 3), "input_kwargs": KEYWORDS},
+        ["input[0] float32 2×3", "input.mask float32 2×4", "input.scale int64 scalar"],
+    ),
+    "tensor": Call({"input_data": X}, ["input float32 2×4"]),
+    "integers": Call({"input_data": torch.ones(2, 3, dtype=torch.int32)}, ["input int32 2×3"]),
+    "tuple": Call({"input_data": (X, X[0].clone())}, ["input[0] float32 2×4", "input[1] float32 [4]"]),
+    "list of one": Call({"input_data": [X]}, ["input float32 2×4"]),
+    "given twice": Call({"input_data": (X, X)}, ["input[0] float32 2×4"]),
+    "dict": Call({"input_data": KEYWORDS}, ["input.mask float32 2×4", "input.scale int64 scalar"]),
+    "a dict as the one argument": Call({"input_data": ({"a": X},)}, ["input.a float32 2×4"]),
+    "nested": Call(
+        {"input_data": ([X, {"a b": X[0].clone()}],), "input_kwargs": {"k": (X[1].clone(),)}},
+        ["input[0][0] float32 2×4", "input[0][1]['a b'] float32 [4]", "input.k[0] float32 [4]"],
+    ),
+    "dataclass": Call(
+        {"input_data": (Batch(X, [X[0].clone()]),)}, ["input.x float32 2×4", "input.others[0] float32 [4]"]
+    ),
+    "keywords alone": Call({"input_kwargs": KEYWORDS}, ["input.mask float32 2×4", "input.scale int64 scalar"]),
+    "data and keywords": Call(
+        {"input_data": {"mask": X}, "input_kwargs": {"mask": X[0].clone()}}, ["input.mask float32 [4]"]
+    ),
+    "nothing": Call({"input_data": ()}, []),
+}
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_the_model_is_given(call: Call, device: Literal["meta"] | None) -> None:
+    """Shapes, tensors, tuples, dictionaries and dataclasses in any nesting, positional, by keyword or both."""
+    graph = record(Net(lambda _, *args, **kwargs: _sum((args, kwargs))), device=device, **call.given)
+    shown = [f"{node.name} {node.outputs[0].dtype} {node.outputs[0]}" for node in graph.nodes if node.kind == "input"]
+    assert shown == call.inputs
+
+
+def test_keyword_only_arguments() -> None:
+    """A model without positional arguments is recorded, with what it takes from each."""
+    net = Net(lambda net, *, x, bias=None: net.fc(x) + bias, fc=linear())
+    assert outline(record(net, input_data={"x": X}, input_kwargs={"bias": X.clone()}), outputs=True) == text(
+        """
+        input.x
+        input.bias
+        fc: Linear
+          linear <- input.x
+        add <- linear, input.bias
+        output <- add
+        """
+    )
+
+
+def test_made_up_inputs() -> None:
+    """They are zeros for integers, else random numbers in [0, 1), always the same, of the dtype of the parameters."""
+    given: list[Tensor] = []
+    net = Net(lambda _, *args: given.extend(args), fc=linear().to(torch.float64))
+    for _ in range(2):
+        record(net, input_shapes=[(3, 2), (2,)], dtypes=[torch.float64, torch.uint8])
+    assert record(net, "", (2, 3)).nodes[1].outputs[0].dtype == "float64"
+    numbers, zeros, again = given[:3]
+    assert zeros.tolist() == [0, 0]
+    assert 0 <= numbers.min().item() < numbers.max().item() < 1
+    assert torch.equal(numbers, again)
+
+
+def test_a_graph_is_that_of_a_plain_call() -> None:
+    """What is recorded is what a capture of a call records; a name stands in place of the model's class."""
+    net = nn.Sequential(linear(), nn.BatchNorm1d(4), nn.ReLU())
+    assert record(net, input_data=X) == capture_graph(net, X)
+    named = record(net, "mine", (2, 4))
+    assert (named.root.type_name, named.root.name) == ("mine", "")
+    assert named.nodes[1:] == capture_graph(net, X).nodes[1:]
+
+
+# What can go wrong.
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "give either input_shapes or input_data, got neither"),
+        ({"input_shapes": (2, 4), "input_data": X}, "give either input_shapes or input_data, got both"),
+        ({"input_shapes": (-1, 4)}, r"input_shapes takes a shape, .*, none negative; got \(-1, 4\)"),
+        ({"input_shapes": []}, r"input_shapes takes a shape, .*; got \[\]"),
+        ({"input_shapes": 4}, "input_shapes takes a shape, .*; got 4"),
+        ({"input_shapes": "2x4"}, "input_shapes takes a shape, .*; got '2x4'"),
+        ({"input_shapes": [(2, 4), (2.0, 4)]}, "input_shapes takes a shape, or a list|input_shapes takes a shape"),
+        ({"input_shapes": (2, True)}, "input_shapes takes a shape"),
+        ({"input_shapes": (2, 4), "dtypes": "float32"}, "dtypes takes a torch.dtype, .* 1 inputs, got 'float32'"),
+        ({"input_shapes": [(2,)] * 3, "dtypes": [torch.float32]}, "one for each of the 3 inputs"),
+        ({"input_data": X, "dtypes": torch.float32}, "dtypes .* goes with nothing else"),
+        ({"input_data": 3}, "input_data takes a tensor, .*, got int"),
+        ({"input_data": X, "input_kwargs": [1]}, "input_kwargs takes a dictionary of keyword arguments, got list"),
+        ({"input_data": X, "device": "cuda"}, "device is 'meta', or None .*; got 'cuda'"),
+        ({"input_data": X, "mode": "test"}, "mode is 'train', 'eval' or None .*, got 'test'"),
+    ],
+)
+def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> None:
+    """They are refused before the model runs, and the message says what is allowed."""
+    calls: list[Any] = []
+    with pytest.raises(ArgumentError, match=message):
+        record(Net(lambda _, x: calls.append(x)), **given)
+    assert calls == []
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_model_that_raises(device: Literal["meta"] | None) -> None:
+    """The error names the module and what it raised, has it as its cause, and has the graph up to there."""
+    net = nn.Sequential(linear(), nn.Sequential(nn.ReLU(), linear(3)), nn.Tanh())
+    with pytest.raises(ForwardError, match=r"^module '1\.1' \(Linear\) raised RuntimeError: ") as caught:
+        record(net, input_data=X, device=device)
+    assert type(caught.value.__cause__) is RuntimeError
+    assert outline(caught.value.graph) == text(
+        """
+        input
+        0: Linear
+          linear <- input
+        1!: Sequential
+          1.0: ReLU
+            relu <- linear
+          1.1!: Linear
+            linear#2! <- relu
+        """
+    )
+
+
+def test_an_interrupt_is_no_error_of_the_model() -> None:
+    """What is no error, as a KeyboardInterrupt, comes through as it is, and everything is put back."""
+
+    def interrupt(net: Any, x: Tensor) -> None:
+        net.norm(x)
+        raise KeyboardInterrupt
+
+    net = Net(interrupt, norm=nn.BatchNorm1d(4))
+    with pytest.raises(KeyboardInterrupt), warnings.catch_warnings():
+        record(net, input_data=X)
+    assert net.norm.num_batches_tracked.item() == 0  # type: ignore[union-attr, operator]  # a buffer

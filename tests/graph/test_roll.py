@@ -1,0 +1,136 @@
+"""A module that is called many times, drawn once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from lightning_recorder import ForwardError
+from lightning_recorder.graph import (
+    Graph,
+    capture_graph,
+    collapse,
+    roll,
+    without,
+)
+from tests.graph.nets import Net, X, linear
+from tests.graph.outline import outline, text
+from tests.graph.random_nets import graphs
+
+
+def bare(net: nn.Module, *inputs: Any) -> Graph:
+    """A recording without the tensors of the model."""
+    return without(capture_graph(net, *inputs), ("parameter", "buffer"))
+
+
+def loop(rounds: int, **parts: nn.Module) -> nn.Module:
+    """Calls its parts in turn, several times."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for _ in range(rounds):
+            for part in net.children():
+                x = part(x)
+        return x
+
+    return Net(forward, **parts)
+
+
+def test_roll_of_a_loop() -> None:
+    """A loop over two modules becomes each of them once with its number, and an edge that goes back."""
+    view = roll(collapse(bare(loop(3, a=linear(), b=nn.ReLU()), X)))
+    assert outline(view, outputs=True) == text(
+        """
+        input
+        a: Linear [3 times] <- input, b ×2
+        b: ReLU [3 times] <- a ×3
+        output <- b
+        """
+    )
+
+
+def test_roll_of_a_cell_that_feeds_itself() -> None:
+    """A cell whose state goes into its next call has an edge to itself, as many times as it does."""
+    net = Net(lambda net, x: net.cell(net.cell(net.cell(x))), cell=nn.Sequential(linear(), nn.Tanh()))
+    assert outline(roll(collapse(bare(net, X), 1))) == "input\ncell: Sequential [3 times] <- input, cell ×2"
+    assert outline(roll(bare(net, X))) == text(
+        """
+        input
+        cell: Sequential [3 times]
+          cell.0: Linear
+            linear <- input, tanh ×2
+          cell.1: Tanh
+            tanh <- linear ×3
+        """
+    )
+
+
+def test_roll_inside_and_outside() -> None:
+    """Of a module that is called twice in each of three calls, each level has its own number."""
+    inner = Net(lambda net, x: net.act(net.act(x)), act=nn.Tanh())
+    view = roll(collapse(bare(loop(3, inner=inner), X)))
+    assert [(node.name, node.repeats) for node in view.module_calls()] == [("inner", 3), ("inner.act", 2)]
+
+
+def test_roll_keeps_apart_what_lies_in_different_calls() -> None:
+    """A module that two others share is drawn in each of them."""
+    shared = nn.Tanh()
+    net = nn.Sequential(nn.Sequential(shared), nn.Sequential(nn.ReLU(), shared))
+    assert outline(roll(collapse(bare(net, X)))) == outline(collapse(bare(net, X)))
+
+
+def test_roll_of_calls_that_do_different_things() -> None:
+    """What only one of the calls did lies in the one that stands for all, and has no number of its own."""
+    part = Net(lambda net, x, twice: net.act(net.act(x)).exp() if twice else net.act(x), act=nn.Tanh())
+    net = Net(lambda net, x: net.part(net.part(x, twice=False), twice=True), part=part)
+    assert outline(roll(bare(net, X))) == text(
+        """
+        input
+        part: Net [2 times]
+          part.act: Tanh
+            tanh <- input, tanh ×2
+          exp <- tanh
+        """
+    )
+
+
+def test_roll_keeps_a_failure() -> None:
+    """A call that raised marks the one that stands for it."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return torch.cat([net.fc(x), net.fc(x[:, :3])])
+
+    with pytest.raises(ForwardError) as caught:
+        capture_graph(Net(forward, fc=linear()), X)
+    view = roll(collapse(caught.value.graph))
+    assert [(node.name, node.repeats, node.failed) for node in view.module_calls()] == [("fc", 2, True)]
+
+
+@settings(max_examples=60)
+@given(graph=graphs)
+def test_roll_loses_nothing(graph: Graph) -> None:
+    """A rolled view stands for all tensors, calls and parameters that there are; rolled again, it is the same."""
+    view = roll(graph)
+    assert sum(edge.multiplicity for edge in view.edges) == sum(edge.multiplicity for edge in graph.edges)
+    counted: Counter[str] = Counter()
+    for node in view.module_calls():
+        times = node.repeats
+        for around in view.ancestors(node):
+            times *= around.repeats
+        counted[node.name] += times
+    assert counted == Counter(node.name for node in graph.module_calls())
+    sizes = [{(node.name, node.parameters) for node in each.nodes if node.kind == "module"} for each in (view, graph)]
+    assert sizes[0] == sizes[1]
+    assert view.parameters == graph.parameters
+    assert roll(view) == view
+
+
+@settings(max_examples=60)
+@given(graph=graphs)
+def test_roll_without_repeated_calls(graph: Graph) -> None:
+    """Where no module is called twice nothing is rolled."""
+    assert (roll(graph) == graph) == all(node.call == 1 for node in graph.nodes)
