@@ -15,6 +15,8 @@ from lightning_recorder.graph.provenance import is_lazy
 
 __all__ = ["Draft", "GraphBuilder", "meta_of", "metas_of"]
 
+_REENTRANT = "CheckpointFunctionBackward"
+
 
 @dataclass(slots=True)
 class Draft:
@@ -73,16 +75,19 @@ class GraphBuilder:
         before: dict[int, list[int]] = {}
         for source, target in self._edges:
             before.setdefault(target, []).append(source)
-        found = {start}
-        todo = [start]
+        found = {(start, False)}
+        todo = list(found)
         while todo:
-            number = todo.pop()
-            # What has no part in torch's backward graph, as ``detach``, is the end.
-            if number == start or self.nodes[number].autograd:
-                new = [source for source in before.get(number, ()) if source not in found]
+            number, inside = todo.pop()
+            names = self.nodes[number].autograd
+            # What a reentrant checkpoint computes has no part in torch's backward graph but for the last of it.
+            inside = _REENTRANT in names or (inside and not names)
+            # What has none otherwise, as ``detach``, is the end; an identity is the tensor that goes in.
+            if number == start or names or inside or self.nodes[number].name == "identity":
+                new = [(source, inside) for source in before.get(number, ()) if (source, inside) not in found]
                 found.update(new)
                 todo.extend(new)
-        return found
+        return {number for number, _ in found}
 
     def finish(self, scope: str, parameters: int) -> Graph:
         """The graph as it is now."""
@@ -168,8 +173,10 @@ class _Scopes:
         for number, node in enumerate(self._nodes):
             if node.parent is not None:
                 place[number] = place.get(node.parent, number)
-                if node.kind in ("parameter", "buffer") or node.parameters:
+                # A buffer makes no layer: weights of classes are one.
+                if node.kind == "parameter" or node.parameters:
                     layers.add(place[number])
+        layers |= self._layers_of_the_root()
         targets: dict[int, set[int]] = {}
         for source, target in self._edges:
             if target in leading and place[source] != place[target]:
@@ -181,6 +188,18 @@ class _Scopes:
             if _is_backward(node) or behind:
                 found.add(number)
         return {number for number, root in place.items() if root in found and not _is_backward(self._nodes[root])}
+
+    def _layers_of_the_root(self) -> set[int]:
+        """The functions directly in the root that join a parameter with another tensor, but for scaled losses."""
+        kinds: dict[int, set[bool]] = {}
+        for source, target in self._edges:
+            kinds.setdefault(target, set()).add(self._nodes[source].kind == "parameter")
+        # What takes parameters alone is their norm, say, which is added to the loss.
+        return {number for number, both in kinds.items() if len(both) == 2 and _is_large(self._nodes[number])}
+
+
+def _is_large(node: Draft) -> bool:
+    return node.parent == 0 and node.kind == "op" and any(meta.shape for meta in node.outputs)
 
 
 def _is_backward(node: Draft) -> bool:

@@ -25,6 +25,8 @@ _TRAINERS = (
     "torch.amp.grad_scaler",
 )
 _MODELS_AMONG_THEM = ".demos."  # the models that Lightning ships
+# A function of the wrapper's stands between the model and what it gave.
+_WRAPPER = "torch.nn.parallel.distributed"
 _BETWEEN = ("torch", "lightning_recorder", "contextlib", "functools")
 
 
@@ -44,11 +46,15 @@ class CustomCall:
         function: The class.
         frame: Tells one call from another that is going on at the same time.
         arguments: What it was called with.
+        depth: How many such calls are going on, it and those inside it.
+        new: Whether nobody has asked inside it before.
     """
 
     function: type
     frame: int
     arguments: Any
+    depth: int = 1
+    new: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def find_caller() -> Caller:
     """Who called the function that is being recorded.
 
     The first frame that is neither torch's nor ours decides. An ``autograd.Function`` is looked for up to the call of a
-    module: what a module does inside one is the module's.
+    module: what a module does inside one is the module's. Of nested ones it is the outermost.
     """
     frame: FrameType | None = sys._getframe(1)
     deciding: FrameType | None = None
@@ -81,9 +87,14 @@ def find_caller() -> Caller:
         code = frame.f_code
         if looking and code is CALL_OF_MODULE:
             looking = False
-        elif looking and code is CALL_OF_FUNCTION and (custom := _custom_call(frame)) is not None:
-            # Where it was applied is what the user asks for.
-            looking, deciding = False, None
+        elif looking and code is CALL_OF_FUNCTION:
+            function: type = frame.f_locals["cls"]
+            if function.__module__ == _WRAPPER:
+                return Caller(trainer=True)
+            # A checkpoint runs a part of the model, which is recorded as such.
+            if function.__module__ != "torch.utils.checkpoint":
+                # Where it was applied is what the user asks for.
+                custom, deciding = _custom_call(function, frame, custom), None
         elif (part := _part(frame)) is not _Part.BETWEEN:
             # Behind a trainer's frame there is no function of a model that is still going on.
             looking &= part is _Part.MODEL
@@ -94,13 +105,13 @@ def find_caller() -> Caller:
     return Caller(trainer, source, custom)
 
 
-def _custom_call(frame: FrameType) -> CustomCall | None:
+def _custom_call(function: type, frame: FrameType, inside: CustomCall | None) -> CustomCall:
     given = frame.f_locals
-    function: type = given["cls"]
-    # A checkpoint runs a part of the model, which is recorded as such.
-    if function.__module__ == "torch.utils.checkpoint":
-        return None
-    return CustomCall(function, id(frame), (given.get("args"), given.get("kwargs")))
+    depth = 1 if inside is None else inside.depth + 1
+    # The next call may lie at the same place in memory, and nothing may keep a frame, which would keep its tensors. So
+    # a mark is left on it: one that only debuggers ask for, of a frame that is torch's.
+    new, frame.f_trace_lines = frame.f_trace_lines, False
+    return CustomCall(function, id(frame), (given.get("args"), given.get("kwargs")), depth, new)
 
 
 def _part(frame: FrameType) -> _Part:

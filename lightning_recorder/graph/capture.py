@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -72,8 +72,6 @@ class _CustomNode:
 
     node: int
     call: CustomCall
-    number: int
-    """What the next node of the backward graph was to be inside it: within, none are made."""
     results: list[weakref.ref[Tensor]] = field(default_factory=list)
 
 
@@ -149,7 +147,7 @@ class GraphCapture:
         self._paused_in: nn.Module | None = None
         self._custom: _CustomNode | None = None
         self._customs: dict[int, int] = {}
-        self._failure: _Failure | None = None
+        self._failure: _Failure | int | None = None  # or the node of one that is there already
         self._stepped: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._strangers: list[nn.Module] = []  # kept, so that their ids stay theirs
@@ -372,6 +370,12 @@ class GraphCapture:
         unseen = [tensor for tensor in given if not _is_among(tensor, taken) and self._known(tensor) is None]
         if unseen:
             # Computed where nobody looks: in a fused function, in TorchScript, outside of torch.
+            whole = _is_fused(module) or isinstance(module, torch.jit.ScriptModule)
+            used = list(module.parameters()) if whole else self._owners.sources(unseen)[0]
+            if whole:
+                # No call of a submodule is seen that would own its part of them.
+                draft.parameters = _parameters(used)
+            taken += [tensor for tensor in used if not _is_among(tensor, taken)]
             self._note("fused" if _is_fused(module) else "unseen", taken, unseen, (), of_model=True)
         elif empty and passed:
             self._note("identity", passed, passed, (), of_model=True)
@@ -400,7 +404,9 @@ class GraphCapture:
         inside = self._enter_custom(caller.custom, caller.source) if caller.custom is not None else None
         if inside is None:
             self._leave_custom()
-            node = self._builder.add("op", name, self._calls[-1].node, metas_of(outputs), caller.source)
+            # What assigns to an index gives nothing but what it wrote into.
+            given = metas_of(outputs or written)
+            node = self._builder.add("op", name, self._calls[-1].node, given, caller.source)
         else:
             node = inside.node
             inside.results += map(weakref.ref, outputs)
@@ -414,12 +420,18 @@ class GraphCapture:
         for tensor in written:
             self._provenance.bind(tensor, node, wrote=True)
 
-    def _claim(self, tensors: Iterable[Tensor], node: int) -> tuple[list[Tensor], list[int]]:
+    def _claim(self, tensors: Iterable[Tensor], node: int) -> None:
         """Give a node what torch's backward graph has got behind some tensors."""
-        names, leaves, owners = self._owners.claim(tensors, node)
+        names = self._owners.claim(tensors, node)
         if node >= 0:
             self._builder.nodes[node].autograd += names
-        return leaves, owners
+
+    def _sources(self, tensors: Iterable[Tensor]) -> list[tuple[int, TensorMeta | None]]:
+        """What went into tensors whose computing nobody saw, as torch's backward graph tells it."""
+        leaves, owners = self._owners.sources(tensors)
+        found = [(self._origin(leaf), meta_of(leaf)) for leaf in leaves]
+        # Which of its results went there is not known.
+        return [*((owner, next(iter(self._builder.nodes[owner].outputs), None)) for owner in owners), *found]
 
     def _note_function(self, func: Any, before: list[tuple[Tensor, int | None]], result: Any, inplace: bool) -> None:
         if func == _GRADIENT:
@@ -438,11 +450,12 @@ class GraphCapture:
         if outputs or written:
             self._note(function_name(func), inputs, outputs, written)
 
-    def _note_backward(self, losses: Any) -> None:
+    def _note_backward(self, losses: Any) -> int:
         self._leave_custom()
         node = self._builder.add("backward", "backward", 0, source=find_caller().source)
         for loss in tensors_in([losses]):
             self._connect(self._origin(loss), node, meta_of(loss))
+        return node
 
     def _note_grad(self, before: list[tuple[Tensor, int | None]], result: Any) -> None:
         """A backward pass that the model asks for itself, whose gradients it goes on with."""
@@ -490,10 +503,8 @@ class GraphCapture:
 
     def _enter_custom(self, call: CustomCall, source: str) -> _CustomNode:
         """The node of the call in which a function was called, which may be a new one."""
-        last, number = self._custom, sequence_number()
-        # Another call may lie at the same place in memory; it has made a node of its own before anything else.
-        same = last is not None and (last.number == number or torch.is_grad_enabled())
-        if last is not None and same and last.call.frame == call.frame:
+        last = self._custom
+        if last is not None and last.call.frame == call.frame and not call.new:
             return last
         self._leave_custom()
         given = tensors_in([call.arguments])
@@ -501,8 +512,9 @@ class GraphCapture:
         node = self._builder.add("op", call.function.__name__, self._calls[-1].node, source=source)
         for origin, meta in origins:
             self._connect(origin, node, meta)
-        self._custom = _CustomNode(node, CustomCall(call.function, call.frame, None), number)
-        self._customs[number] = node
+        self._custom = _CustomNode(node, replace(call, arguments=None))
+        # Each of the nested calls has made a node of the backward graph before anything else.
+        self._customs[sequence_number() - call.depth + 1] = node
         return self._custom
 
     def _leave_custom(self) -> None:
@@ -510,16 +522,22 @@ class GraphCapture:
         left, self._custom = self._custom, None
         if left is None:
             return
-        alive = [tensor for reference in left.results if (tensor := reference()) is not None]
+        alive = _distinct(tensor for reference in left.results if (tensor := reference()) is not None)
         given = [tensor for tensor in alive if function_behind(tensor) is left.call.function] or alive[-1:]
-        self._builder.nodes[left.node].outputs = metas_of(given)
+        if given:
+            self._builder.nodes[left.node].outputs = metas_of(given)
         self._claim(given, left.node)
 
     # Where tensors come from.
 
-    def _connect(self, source: int, target: int, meta: TensorMeta) -> None:
-        if source != _IGNORED:
-            self._builder.connect(source, target, meta)
+    def _connect(self, source: int, target: int, meta: TensorMeta | None) -> None:
+        if source == _IGNORED:
+            return
+        draft = self._builder.nodes[source]
+        if meta is not None and not draft.outputs:
+            # A call of the user's own whose results were not seen inside it, or not as what comes out of a transform.
+            draft.outputs = (meta,)
+        self._builder.connect(source, target, meta)
 
     def _origin(self, tensor: Tensor, *, settled: bool = True) -> int:
         """The node that gave the tensor its values.
@@ -530,7 +548,11 @@ class GraphCapture:
         """
         known = self._known(tensor)
         if known is None:
-            known = self._add_unseen(tensor) if self._owners.is_new(tensor) else self._add_from_outside(tensor)
+            known = self._owners.of(tensor)
+            if known is not None:
+                self._add_result(tensor, known)
+            else:
+                known = self._add_unseen(tensor) if self._owners.is_new(tensor) else self._add_from_outside(tensor)
         elif settled and self._owners.is_new(tensor):
             # Made after the function was seen: around a call of the user's own, by a checkpoint, by a look at a view.
             self._claim([tensor], known)
@@ -549,21 +571,24 @@ class GraphCapture:
         if function is not None and (known := self._customs.get(self._owners.number(tensor) + 1)) is not None:
             # Of this one something was seen inside, which is not what it gave.
             self._claim([tensor], known)
-            if self._custom is not None and self._custom.node == known:
-                self._custom.results.append(weakref.ref(tensor))
-            else:
-                self._builder.nodes[known].outputs += (meta_of(tensor),)
-            self._provenance.bind(tensor, known)
+            self._add_result(tensor, known)
             return known
         name = function.__name__ if function is not None else "unseen"
+        sources = self._sources([tensor])
         node = self._builder.add("op", name, self._calls[-1].node, (meta_of(tensor),))
-        leaves, owners = self._claim([tensor], node)
-        for owner in owners:
-            self._connect(owner, node, self._builder.nodes[owner].outputs[0])
-        for leaf in leaves:
-            self._connect(self._origin(leaf), node, meta_of(leaf))
+        for source, meta in sources:
+            self._connect(source, node, meta)
+        self._claim([tensor], node)
         self._provenance.bind(tensor, node)
         return node
+
+    def _add_result(self, tensor: Tensor, node: int) -> None:
+        """Say that a node gave a tensor, too, which was not seen when it did."""
+        if self._custom is not None and self._custom.node == node:
+            self._custom.results.append(weakref.ref(tensor))
+        elif node != _IGNORED:
+            self._builder.nodes[node].outputs += (meta_of(tensor),)
+        self._provenance.bind(tensor, node)
 
     def _add_from_outside(self, tensor: Tensor) -> int:
         kind, name, owner = self._model_tensors.get(id(tensor), ("tensor", "", None))
@@ -577,7 +602,11 @@ class GraphCapture:
     def _suspect(self, func: Any, before: list[tuple[Tensor, int | None]]) -> None:
         """Remember a function that raised, until it is known whether the model lives with that."""
         caller = find_caller()
-        if not caller.trainer:
+        if caller.trainer:
+            return
+        if caller.custom is not None:
+            self._failure = self._enter_custom(caller.custom, caller.source).node
+        else:
             origins = [(self._origin(tensor), meta_of(tensor)) for tensor, _ in before]
             self._failure = _Failure(function_name(func), origins, self._calls[-1].node, caller.source)
 
@@ -585,11 +614,13 @@ class GraphCapture:
         """Mark the innermost calls as failed, with the function that raised in them."""
         self._leave_custom()
         failure, self._failure = self._failure, None
-        if failure is not None:
+        if isinstance(failure, _Failure):
             node = self._builder.add("op", failure.name, failure.parent, source=failure.source)
-            self._builder.nodes[node].failed = True
             for origin, meta in failure.origins:
                 self._connect(origin, node, meta)
+            failure = node
+        if failure is not None:
+            self._builder.nodes[failure].failed = True
         for call in self._calls[-calls:]:
             self._builder.nodes[call.node].failed = True
 
@@ -609,8 +640,12 @@ class _CaptureMode(TorchFunctionMode):
         # Inside this function no mode is on, so nothing that func does itself is seen: neither the parts of a composite
         # nor a backward pass.
         if func in _BACKWARD:
-            owner._guarded(owner._note_backward, args[:1] or kwargs.get("tensors"))
-            return func(*args, **kwargs)
+            node = owner._guarded(owner._note_backward, args[:1] or kwargs.get("tensors"))
+            try:
+                return func(*args, **kwargs)
+            except Exception:
+                owner._failure = node
+                raise
         before = owner._guarded(versions, args, kwargs)
         try:
             result = func(*args, **kwargs)
@@ -682,6 +717,10 @@ def _is_fused(module: nn.Module) -> bool:
     return isinstance(module, _FUSED) and not module.training
 
 
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
 def _is_among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
     return any(tensor is other for other in others)
 
@@ -706,12 +745,19 @@ def _in_plain_containers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 _OWN = frozenset(vars(nn.Module()))
 
 
-def _modules_in(value: object) -> Iterator[tuple[str, nn.Module]]:
+# What is longer holds the data of a model, not its layers.
+_MOST_NESTED = 1000
+
+
+def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn.Module]]:
     pairs: Iterable[tuple[object, object]] = ()
     if isinstance(value, (list, tuple)):
         pairs = enumerate(value)
     elif isinstance(value, dict):
         pairs = value.items()
+    nested = nested and isinstance(value, Sized) and len(value) <= _MOST_NESTED
     for key, each in pairs:
         if isinstance(each, nn.Module):
             yield f"[{key!r}]", each
+        elif nested and isinstance(each, (list, tuple, dict)) and len(each) <= _MOST_NESTED:
+            yield from ((f"[{key!r}]{suffix}", module) for suffix, module in _modules_in(each, nested=False))

@@ -29,35 +29,50 @@ class AutogradOwners:
         node = _made_by(tensor)
         return node is not None and self._is_unowned(sequence_number_of(node))
 
+    def of(self, tensor: Tensor) -> int | None:
+        """The recorded node to which the node that made a tensor belongs; ``None`` where none did, or nobody has it."""
+        return self._owners.get(self.number(tensor))
+
     def number(self, tensor: Tensor) -> int:
         """The number of the node that made a tensor, that of a leaf where none did."""
         node = _made_by(tensor)
         return LEAF_NUMBER if node is None else sequence_number_of(node)
 
-    def claim(self, tensors: Iterable[Tensor], owner: int) -> tuple[tuple[str, ...], list[Tensor], list[int]]:
+    def claim(self, tensors: Iterable[Tensor], owner: int) -> tuple[str, ...]:
         """Give all nodes behind the tensors that nobody has claimed to one recorded node.
 
         Returns:
-            The types of these nodes, the last first; the leaves that go into them; the owners of what else does.
+            The types of these nodes, the last first.
         """
         names: list[str] = []
-        leaves: list[Tensor] = []
-        others: list[int] = []
         todo = [node for tensor in tensors if (node := _made_by(tensor)) is not None]
         while todo:
             node = todo.pop(0)
             number = sequence_number_of(node)
-            if not self._is_unowned(number):
-                known = self._owners.get(number, owner)
-                if known != owner:
-                    others.append(known)
-                elif number == LEAF_NUMBER and (leaf := getattr(node, "variable", None)) is not None:
-                    leaves.append(leaf)
-                continue
-            self._owners[number] = owner
-            names.append(node.name())
-            todo.extend(before for before, _ in node.next_functions if before is not None)
-        return tuple(names), leaves, others
+            if self._is_unowned(number):
+                self._owners[number] = owner
+                names.append(node.name())
+                todo.extend(before for before, _ in node.next_functions if before is not None)
+        return tuple(names)
+
+    def sources(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """What goes into the nodes behind the tensors that nobody has claimed: leaves, and owners of other nodes."""
+        leaves: dict[int, Tensor] = {}
+        owners: list[int] = []
+        seen: set[int] = set()
+        todo = [node for tensor in tensors if (node := _made_by(tensor)) is not None]
+        while todo:
+            node = todo.pop(0)
+            number = sequence_number_of(node)
+            if number == LEAF_NUMBER:
+                if (leaf := getattr(node, "variable", None)) is not None:
+                    leaves[id(leaf)] = leaf
+            elif number in self._owners:
+                owners.append(self._owners[number])
+            elif self._is_unowned(number) and number not in seen:
+                seen.add(number)
+                todo.extend(before for before, _ in node.next_functions if before is not None)
+        return list(leaves.values()), owners
 
     def _is_unowned(self, number: int) -> bool:
         return number >= self._first and number not in self._owners

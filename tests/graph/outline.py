@@ -7,7 +7,7 @@ from inspect import cleandoc
 
 from lightning_recorder.graph import Graph, Node
 
-__all__ = ["outline", "text"]
+__all__ = ["outline", "scoped", "text"]
 
 _MODEL_TENSORS = ("parameter", "buffer")
 
@@ -38,6 +38,20 @@ def outline(graph: Graph, *, model_tensors: bool = False, outputs: bool = False)
         around = len(list(graph.ancestors(node))) - 1
         failed = "!" if node.failed else ""
         lines.append("  " * around + names[node.id] + failed + type_name + call + repeats + arrow)
+    return "\n".join(lines)
+
+
+def scoped(graph: Graph) -> str:
+    """The outline with one heading for each run of nodes of one scope, without parameters, buffers and layers."""
+    named = [node for node in graph.nodes if node.parent is not None]
+    kept = [node for node in named if node.kind not in ("parameter", "buffer", "output")]
+    lines: list[str] = []
+    before = None
+    for node, line in zip(kept, outline(graph).splitlines(), strict=True):
+        if node.scope != before:
+            lines.append(f"{node.scope}:")
+        lines.append(f"  {line}")
+        before = node.scope
     return "\n".join(lines)
 
 

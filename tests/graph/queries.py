@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_recorder.graph import Graph, Node
 
-__all__ = ["joined", "only", "reaches", "sources_of"]
+__all__ = ["into_steps", "joined", "only", "reaches", "sources_of"]
 
 
 def only(graph: Graph, name: str) -> Node:
@@ -33,3 +33,17 @@ def sources_of(graph: Graph, goal: int) -> set[int]:
 def reaches(graph: Graph, source: str, target: str) -> bool:
     """Whether a path leads from the one named node to the other."""
     return only(graph, source).id in sources_of(graph, only(graph, target).id)
+
+
+def into_steps(graph: Graph) -> list[str]:
+    """For each step of an optimiser the backward passes that it uses, by what they were given."""
+    given = {
+        node.id: " and ".join(graph[edge.source].name for edge in graph.edges if edge.target == node.id)
+        for node in graph.nodes
+        if node.kind == "backward"
+    }
+    return [
+        f"{node.name} <- {', '.join(given[edge.source] for edge in graph.edges if edge.target == node.id)}"
+        for node in graph.nodes
+        if node.kind == "optimizer"
+    ]

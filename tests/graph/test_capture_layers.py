@@ -109,6 +109,8 @@ def test_fused_transformer_layer() -> None:
         cos <- fused
         """
     )
+    # Projections into and out of the attention, two linear layers and two norms, none of which has a call of its own.
+    assert only(graph, "frozen").parameters == (12 * 4 + 12) + (4 * 4 + 4) + (8 * 4 + 8) + (4 * 8 + 4) + 2 * (4 + 4)
 
 
 def test_parametrized_weight() -> None:

@@ -1,0 +1,8 @@
+"""Small nets, by the construct that each of them has, with the graphs that are expected of them."""
+
+from __future__ import annotations
+
+from tests.graph.constructs import data, functions, gradients, memory, modules, opaque  # noqa: F401 - they fill the catalogue
+from tests.graph.constructs.catalogue import CONSTRUCTS, Construct, fresh
+
+__all__ = ["CONSTRUCTS", "Construct", "fresh"]

@@ -1,0 +1,103 @@
+"""Which backward passes a step of an optimiser uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.graph.nets import Net, linear, record_step
+from tests.graph.queries import into_steps
+
+
+def _two(first: Any, second: Any) -> Callable[[Any, Tensor], None]:
+    """A step with an optimiser for each of two layers."""
+
+    def step(net: Any, x: Tensor) -> None:
+        optimizers = torch.optim.SGD(net.one.parameters()), torch.optim.Adam(net.other.parameters())
+        first(net, x).backward()
+        second(net, x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        pytest.param(
+            lambda net, x: net.one(x).sum(),
+            lambda net, x: net.other(x).mean(),
+            ["SGD <- sum", "Adam <- mean"],
+            id="one each",
+        ),
+        pytest.param(
+            lambda net, x: net.other(net.one(x)).sum(),
+            lambda net, x: net.other(x).mean(),
+            ["SGD <- sum", "Adam <- sum, mean"],
+            id="one through both",
+        ),
+        pytest.param(
+            lambda net, x: net.other(net.one(x).detach()).sum(),
+            lambda net, x: net.one(x).mean(),
+            ["SGD <- mean", "Adam <- sum"],
+            id="one through neither, being detached",
+        ),
+        pytest.param(
+            lambda net, x: checkpoint(lambda y: net.other(net.one(y).exp()), x, use_reentrant=False).sum(),
+            lambda net, x: net.other(x).mean(),
+            ["SGD <- sum", "Adam <- sum, mean"],
+            id="through a checkpoint",
+        ),
+        pytest.param(
+            lambda net, x: checkpoint(lambda y: net.other(y).tanh().exp(), net.one(x), use_reentrant=True).sum(),
+            lambda net, x: net.other(x).mean(),
+            ["SGD <- sum", "Adam <- sum, mean"],
+            id="through a reentrant checkpoint",
+        ),
+        pytest.param(
+            lambda net, x: nn.Identity()(net.one(x)).sum(),
+            lambda net, x: nn.Identity()(net.other(x)).mean(),
+            ["SGD <- sum", "Adam <- mean"],
+            id="through a call in which nothing happens",
+        ),
+    ],
+)
+def test_two_optimizers(first: Any, second: Any, expected: list[str]) -> None:
+    """A step uses the backward passes whose gradients arrive at the parameters of its optimiser."""
+    graph = record_step(Net(lambda _: None, one=linear(), other=linear()), _two(first, second))
+    assert into_steps(graph) == expected
+
+
+def test_one_step_after_two_backward_passes() -> None:
+    """A step uses all gradients since the last step of the same optimiser, and none from before."""
+
+    def step(net: Any, x: Tensor) -> None:
+        optimizer = torch.optim.SGD(net.parameters())
+        for loss in (torch.sum, torch.mean):
+            loss(net.fc(x)).backward()
+        optimizer.step()
+        net.fc(x).exp().max().backward()
+        optimizer.step()
+
+    graph = record_step(Net(lambda _: None, fc=linear()), step)
+    assert into_steps(graph) == ["SGD <- sum, mean", "SGD <- max"]
+
+
+def test_a_step_that_no_gradient_was_seen_for() -> None:
+    """A step for whose parameters no backward pass was seen stands behind the last one there was, if any."""
+
+    def step(net: Any, x: Tensor) -> None:
+        optimizer = torch.optim.SGD(net.unused.parameters())
+        optimizer.step()
+        net.fc(x).sum().backward()
+        net.fc(x).mean().backward()
+        optimizer.step()
+
+    graph = record_step(Net(lambda _: None, fc=linear(), unused=linear()), step)
+    assert into_steps(graph) == ["SGD <- ", "SGD <- mean"]

@@ -1,0 +1,174 @@
+"""When two graphs have the same structural hash."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_recorder.graph import Edge, Graph, GraphCapture, Node, TensorMeta, capture_graph
+from tests.graph.constructs import CONSTRUCTS, fresh
+from tests.graph.nets import Net, X, linear
+from tests.graph.random_nets import graphs
+
+# Of recordings.
+
+
+def captured(forward: Callable[..., Any], *inputs: Tensor) -> str:
+    """The hash of what a function of one layer and its inputs does."""
+    return capture_graph(Net(lambda net, *given: forward(net.fc, *given), fc=linear()), *inputs).structural_hash()
+
+
+def test_two_nets_of_one_kind() -> None:
+    """Nets that differ in their numbers alone have the same hash, and so has a second recording of one of them."""
+    nets = [nn.Sequential(linear(), nn.Dropout(), nn.BatchNorm1d(4)) for _ in range(2)]
+    assert len({capture_graph(net, X).structural_hash() for net in (*nets, *nets)}) == 1
+
+
+def test_writing_in_place() -> None:
+    """Whether a result has memory of its own makes no difference."""
+    inside = captured(lambda fc, x: torch.relu_(fc(x).mul_(2)), X)
+    assert inside == captured(lambda fc, x: torch.relu(fc(x).mul(2)), X)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda: captured(lambda fc, x: fc(x).relu() + x, torch.zeros(3, 4)), id="another batch"),
+        pytest.param(lambda: captured(lambda fc, x: fc(x.float()).relu() + x, X.double()), id="another dtype"),
+        pytest.param(lambda: captured(lambda fc, x: fc(x).tanh() + x, X), id="another function"),
+        pytest.param(lambda: captured(lambda fc, x: (y := fc(x)).relu() + y, X), id="an edge from elsewhere"),
+        pytest.param(lambda: captured(lambda fc, x: (y := fc(x).relu()) + y, X), id="an edge twice"),
+        pytest.param(lambda: captured(lambda fc, x: fc(x).relu().detach() + x, X), id="one function more"),
+        pytest.param(lambda: captured(lambda fc, x: fc(fc(x)).relu() + x, X), id="one call more"),
+    ],
+)
+def test_another_computation(other: Callable[[], str]) -> None:
+    """A net that computes something else, or with other shapes, has another hash."""
+    assert other() != captured(lambda fc, x: fc(x).relu() + x, X)
+
+
+def test_without_gradients() -> None:
+    """A recording for which autograd made no graph is another one."""
+    with_gradients = captured(lambda fc, x: fc(x), X)
+    with torch.no_grad():
+        assert captured(lambda fc, x: fc(x), X) != with_gradients
+
+
+def test_times_and_lines_do_not_count() -> None:
+    """A recording with times, made from another line, has the same hash."""
+    net = nn.Sequential(linear())
+    with GraphCapture(net, X) as plain:
+        net(X)
+    with GraphCapture(net, X, times=True) as timed:
+        net(X)
+    assert timed.graph().module_calls()[0].duration_ms is not None
+    assert timed.graph().nodes[-1].source != plain.graph().nodes[-1].source
+    assert timed.graph().structural_hash() == plain.graph().structural_hash()
+
+
+PROGRAM = """
+import json, warnings
+warnings.simplefilter("ignore")
+from tests.graph.constructs import CONSTRUCTS, fresh
+print(json.dumps({name: fresh(make).record()[0].structural_hash() for name, make in CONSTRUCTS.items()}))
+"""
+
+
+# Scripted functions and nested tensors, of which torch warns.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:The PyTorch API of nested:UserWarning")
+def test_other_processes() -> None:
+    """In a process that hashes its strings differently each construct of the catalogue has the same hash as here."""
+    root = Path(__file__).parents[2]
+    ours = {name: fresh(make).record()[0].structural_hash() for name, make in CONSTRUCTS.items()}
+    other = os.environ.get("PYTHONHASHSEED") == "1"
+    environment = {**os.environ, "PYTHONHASHSEED": "2" if other else "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=root, env=environment, capture_output=True, text=True, check=True
+    )
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    assert theirs == ours
+    assert len(set(ours.values())) > len(CONSTRUCTS) // 2
+
+
+# Of graphs by hand.
+
+NODE = Node(4, "op", "relu", 0, 1, outputs=(TensorMeta((2, 4), "float32"),), autograd=("ReluBackward0",))
+GRAPH = Graph(
+    (Node(0, "module", "", None, 0, type_name="Net"), Node(2, "input", "input", 0, 1), NODE), (Edge(2, 4),), "forward"
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "module"},
+        {"name": "tanh"},
+        {"parent": 2},
+        {"type_name": "ReLU"},
+        {"call": 2},
+        {"outputs": (TensorMeta((3, 4), "float32"),)},
+        {"outputs": (TensorMeta((2, 4), "float16"),)},
+        {"outputs": ()},
+        {"parameters": 3},
+        {"autograd": ()},
+        {"scope": "loss"},
+        {"failed": True},
+        {"repeats": 2},
+        {"parallel": True},
+    ],
+    ids="-".join,
+)
+def test_what_counts(change: dict[str, Any]) -> None:
+    """Each of these fields of a node makes another hash, when it alone is another."""
+    other = replace(GRAPH, nodes=(*GRAPH.nodes[:2], replace(NODE, **change)))
+    assert other.structural_hash() != GRAPH.structural_hash()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source": "net.py:7"},
+        {"duration_ms": 3.0},
+        {"outputs": (TensorMeta((2, 4), "float32", "cuda:0"),)},
+    ],
+    ids=["source", "duration", "device"],
+)
+def test_what_does_not_count(change: dict[str, Any]) -> None:
+    """Lines of code, times and devices make no difference."""
+    other = replace(GRAPH, nodes=(*GRAPH.nodes[:2], replace(NODE, **change)))
+    assert other.structural_hash() == GRAPH.structural_hash()
+
+
+def test_edges_and_scope_count() -> None:
+    """An edge less, one with more tensors, and another scope each make another hash."""
+    others = [replace(GRAPH, edges=()), replace(GRAPH, edges=(Edge(2, 4, 2),)), replace(GRAPH, scope="training_step")]
+    assert len({graph.structural_hash() for graph in (GRAPH, *others)}) == 4
+
+
+def test_ids_do_not_count() -> None:
+    """What counts is the order of the nodes, and not the numbers by which edges name them."""
+    root, given_, node = GRAPH.nodes
+    other = replace(GRAPH, nodes=(root, replace(given_, id=10), replace(node, id=20)), edges=(Edge(10, 20),))
+    assert other.structural_hash() == GRAPH.structural_hash()
+
+
+@given(graphs, st.data())
+def test_any_edge_counts(graph: Graph, data: st.DataObject) -> None:
+    """Without any one of its edges a graph has another hash, and through JSON the same."""
+    assert Graph.from_json(json.loads(json.dumps(graph.to_json()))).structural_hash() == graph.structural_hash()
+    if graph.edges:
+        left_out = data.draw(st.integers(0, len(graph.edges) - 1))
+        fewer = replace(graph, edges=graph.edges[:left_out] + graph.edges[left_out + 1 :])
+        assert fewer.structural_hash() != graph.structural_hash()
