@@ -187,7 +187,23 @@ class _Scopes:
             behind = node.kind in ("op", "module") and number not in layers and following and following <= found
             if _is_backward(node) or behind:
                 found.add(number)
+        trained = {place[number] for number in self._trained()}
+        # What is made of the targets alone, before they meet what the model gave, is no loss yet.
+        found = found & trained or found
         return {number for number, root in place.items() if root in found and not _is_backward(self._nodes[root])}
+
+    def _trained(self) -> set[int]:
+        """What was computed with a parameter."""
+        targets: dict[int, list[int]] = {}
+        for source, target in self._edges:
+            targets.setdefault(source, []).append(target)
+        todo = [number for number, node in enumerate(self._nodes) if node.kind == "parameter"]
+        found = set(todo)
+        while todo:
+            new = [target for target in targets.get(todo.pop(), ()) if target not in found]
+            found.update(new)
+            todo.extend(new)
+        return found
 
     def _layers_of_the_root(self) -> set[int]:
         """The functions directly in the root that join a parameter with another tensor, but for scaled losses."""

@@ -64,7 +64,8 @@ class Node:
         type_name: A module's class; empty otherwise.
         call: Which call of that module it is, from 1.
         outputs: What it gave; for a parameter, buffer, input or output the tensor itself.
-        parameters: Number of parameter elements that a module call owns itself, its submodules' not included.
+        parameters: Number of parameter elements that a module call owns itself; its submodules' are not included,
+            unless nobody sees them being called, as in a fused layer.
         autograd: The types of the nodes that an op made in torch's backward graph, as ``AddmmBackward0``, the last
             first.
         scope: In a training step the part of it: the name of the method; ``loss`` for what lies between the last layer
@@ -207,7 +208,8 @@ class Graph:
             )
             for node in self.nodes
         ]
-        edges = sorted((place[edge.source], place[edge.target], edge.multiplicity) for edge in self.edges)
+        # In the order of their use, since a difference is another one with its terms exchanged.
+        edges = [(place[edge.source], place[edge.target], edge.multiplicity) for edge in self.edges]
         return hashlib.sha256(json.dumps([self.scope, nodes, edges]).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

@@ -97,12 +97,18 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
         for node in graph.nodes
         if target[node.id] == node.id
     ]
-    # What a closed call takes is the number of tensors that come in, and not how often it reads each of them inside.
+    # What a closed call takes is the number of tensors that come in, and not how often it reads each of them inside: of
+    # one source no more than that gave.
     entering: dict[tuple[int, int], Edge] = {}
     for edge in graph.edges:
         goal = target[edge.target]
-        taken = replace(edge, target=goal, multiplicity=1) if goal in closed and target[edge.source] != goal else edge
-        entering.setdefault((edge.source, taken.target), taken)
+        if goal in closed and target[edge.source] != goal:
+            most = max(1, len(graph[edge.source].outputs))
+            before = entering.get((edge.source, goal))
+            times = min(most, edge.multiplicity + (before.multiplicity if before else 0))
+            entering[edge.source, goal] = replace(before or edge, target=goal, multiplicity=times)
+        else:
+            entering.setdefault((edge.source, edge.target), edge)
     return _rebuilt(graph, kept, target, entering.values())
 
 

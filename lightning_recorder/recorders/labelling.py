@@ -11,7 +11,7 @@ from lightning_recorder.errors import RecordingError
 from lightning_recorder.recorders.calls import CallWatch
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.unrecorded import unrecorded
-from lightning_recorder.untouched import ModuleState, own_copies, same_random_numbers
+from lightning_recorder.untouched import ModuleState, own_copies, same_gradients, same_random_numbers
 
 __all__ = ["run_without_trace"]
 
@@ -36,7 +36,7 @@ def run_without_trace(
         args, kwargs = tuple(copies[index] for index in range(len(args))), {key: copies[key] for key in kwargs}
         tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))
         try:
-            with same_random_numbers({tensor.device for tensor in tensors}), watch:
+            with same_gradients(tensors), same_random_numbers({tensor.device for tensor in tensors}), watch:
                 net(*args, **kwargs)
         except Exception as error:
             module, where = _raised_in(error, watch.modules) or (net, "the net itself")

@@ -105,7 +105,7 @@ def torchview(case: Case) -> None:
 
 
 def traced(case: Case) -> None:
-    torch.jit.trace(case.module, case.tensor, check_trace=False)  # type: ignore[no-untyped-call]  # torch has none there
+    torch.jit.trace(case.module, case.tensor, check_trace=False)
 
 
 def tensorboard(case: Case) -> None:

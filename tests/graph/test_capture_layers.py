@@ -113,6 +113,16 @@ def test_fused_transformer_layer() -> None:
     assert only(graph, "frozen").parameters == (12 * 4 + 12) + (4 * 4 + 4) + (8 * 4 + 8) + (4 * 8 + 4) + 2 * (4 + 4)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad], ids=["no_grad", "enable_grad"])
+def test_a_model_that_is_one_fused_layer(mode: Any) -> None:
+    """A frozen layer that is the whole model joins its input with its output."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    with mode():
+        graph = capture_graph(layer, X[None])
+    assert outline(graph, outputs=True) == "input\nfused <- input\noutput <- fused"
+    assert graph.root.parameters == graph.parameters
+
+
 def test_parametrized_weight() -> None:
     """A weight that is computed from others is computed in a call of its own."""
     graph = capture_graph(nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3, bias=False))), X)

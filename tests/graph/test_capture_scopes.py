@@ -62,7 +62,7 @@ def test_loss_that_is_a_module() -> None:
 
 
 def test_loss_of_several_parts() -> None:
-    """All functions between the last layer and the backward pass are the loss, those of its smaller terms too."""
+    """All functions between the last layer and the backward pass are the loss, not its targets."""
 
     def step(net: Any, x: Tensor) -> None:
         out = net.fc(x)
@@ -74,8 +74,8 @@ def test_loss_of_several_parts() -> None:
           input
           fc: Linear
             linear <- input
-        loss:
           tensor
+        loss:
           cross_entropy <- linear, tensor
           abs <- linear
           mean <- abs

@@ -24,7 +24,8 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+        down: Tensor = self.down(torch.relu(self.up(x)))
+        return x + down
 
 
 @pytest.fixture(scope="module")

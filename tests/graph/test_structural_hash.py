@@ -172,3 +172,8 @@ def test_any_edge_counts(graph: Graph, data: st.DataObject) -> None:
         left_out = data.draw(st.integers(0, len(graph.edges) - 1))
         fewer = replace(graph, edges=graph.edges[:left_out] + graph.edges[left_out + 1 :])
         assert fewer.structural_hash() != graph.structural_hash()
+
+
+def test_the_order_of_the_inputs_counts() -> None:
+    """A difference is another one with its terms exchanged."""
+    assert captured(lambda _, x, y: x - y, X, X.clone()) != captured(lambda _, x, y: y - x, X, X.clone())

@@ -337,7 +337,6 @@ def test_different_picture(difference: Difference) -> None:
     assert (theirs(case, **settings).size, ours(case, **settings).size) == (difference.theirs, difference.ours)
 
 
-@pytest.mark.xfail(reason="a closed call is said to take one tensor of each function, though it may take several")
 @pytest.mark.parametrize("option", ["default", "rolled"])
 def test_state_of_two_tensors(option: str) -> None:
     """Both tensors of an LSTM cell's state that go into its next call are counted, as torchview does."""
