@@ -153,6 +153,21 @@ def test_accumulated_batches_show_the_first_of_them(tmp_path: Path) -> None:
     assert flow(recorder.graph).count("cross_entropy -> backward") == 1
 
 
+def test_mixed_precision_shows_its_types(tmp_path: Path) -> None:
+    """Under ``bf16-mixed`` the graph has the same calls as without, and the types that autocast chose."""
+    graphs = []
+    for precision in ("32-true", "bf16-mixed"):
+        recorder = GraphRecorder(formats=(), strict=True)
+        fit(Classifier(), tmp_path, [recorder], logger=False, precision=precision)
+        assert recorder.graph is not None
+        graphs.append(recorder.graph)
+    whole, mixed = graphs
+    assert [each.name for each in whole.module_calls()] == [each.name for each in mixed.module_calls()]
+    dtypes = {each.name: each.outputs[0].dtype for each in mixed.module_calls()}
+    assert (dtypes["encoder.conv1"], dtypes["head"]) == ("bfloat16", "bfloat16")
+    assert flow(mixed)[-2:] == flow(whole)[-2:] == ["cross_entropy -> backward", "backward -> Adam"]
+
+
 def test_loggers_without_images_leave_the_picture_in_the_folder(tmp_path: Path) -> None:
     """With a CSV logger the picture lies in its folder and nothing warns."""
     trainer = fit(Classifier(), tmp_path, [GraphRecorder()], logger=CSVLogger(tmp_path))
