@@ -95,7 +95,7 @@ class GraphRecorder(RecorderCallback):
             raise ArgumentError(f"styler must be a GraphvizStyler, got {styler!r}")
         if not timeout_s > 0:
             raise ArgumentError(f"timeout_s must be positive, got {timeout_s!r}")
-        if Path(str(name)).name != name or "\\" in name:
+        if not name or Path(str(name)).name != name or "\\" in name:
             raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")
         self.depth = depth
         self.max_nodes = max_nodes

@@ -1,6 +1,7 @@
 """The execution graph: captured from a real step, viewed, rendered."""
 
 from lightning_recorder.graph.capture import GraphCapture, capture_graph
+from lightning_recorder.graph.containers import gather
 from lightning_recorder.graph.diff import GraphDiff, NodeChange, diff
 from lightning_recorder.graph.drawing import Drawing, draw, make_dot, render_network
 from lightning_recorder.graph.focus import focus
@@ -52,6 +53,7 @@ __all__ = [
     "fit",
     "focus",
     "fold_repeats",
+    "gather",
     "hide",
     "make_dot",
     "record",

@@ -19,15 +19,17 @@ from lightning_recorder.autograd import current_function_mode, in_backward, remo
 from lightning_recorder.errors import ForwardError, describe_error, tell
 from lightning_recorder.graph.functions import versions
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.graph.recording import Recording, is_fused
+from lightning_recorder.graph.recording import Recording, is_fused, is_opaque
 from lightning_recorder.hooks import ModuleHook
 from lightning_recorder.names import named_submodules
+from lightning_recorder.stance import EagerStance
 from lightning_recorder.unrecorded import is_unrecorded, unrecorded
 
 __all__ = ["GraphCapture", "capture_graph"]
 
-# What wraps a model in order to train it in parallel; its own call computes nothing of the model's.
-_WRAPPERS = ("DataParallel", "DistributedDataParallel")
+# What wraps a model in order to train it in parallel, or compiled, and where it keeps it; its own call computes nothing
+# of the model's.
+_WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
 Result = TypeVar("Result")
@@ -53,9 +55,9 @@ class GraphCapture:
         times: Measure the wall time of each module's call, ``duration_ms``. On a GPU it is that of starting its work.
 
     Note:
-        Leaving the context takes every hook off. An error in the recording ends it with one warning, and the graph has
-        what was seen before. When the model raises, the graph has what was done until then; the function that raised,
-        and the calls around it, are marked as ``failed``.
+        Compiled modules run eagerly meanwhile. Leaving the context takes every hook off. An error in the recording ends
+        it with one warning, and the graph has what was seen before. When the model raises, the graph has what was done
+        until then; the function that raised, and the calls around it, are marked as ``failed``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3))
@@ -78,8 +80,8 @@ class GraphCapture:
         scope: str = "forward",
         times: bool = False,
     ) -> None:
-        while type(module).__name__ in _WRAPPERS:
-            module = cast(nn.Module, module.module)
+        while (name_of_inner := _WRAPPERS.get(type(module).__name__)) is not None:
+            module = cast(nn.Module, getattr(module, name_of_inner))
         self.module = module
         self._scope = scope
         self._recording = Recording(module, times=times)
@@ -88,11 +90,13 @@ class GraphCapture:
         self._thread = 0
         self._active = False
         self._paused_in: nn.Module | None = None
+        self._stance = EagerStance()
         with unrecorded():
             self._recording.note_inputs(inputs, name)
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
+        self._stance.hold()
         self._recording.name_modules(self.module)
         self._handles = [*self._put_on_hooks(), register_optimizer_step_post_hook(self._after_step)]
         self._mode = _CaptureMode(self)
@@ -126,6 +130,7 @@ class GraphCapture:
         if error is not None and self._active:
             self._guarded(self._recording.note_failed)
         self.stop()
+        self._stance.release()
         self._resume()
         while self._handles:
             remove_hook(self._handles.pop())
@@ -198,8 +203,8 @@ class GraphCapture:
         *inputs, output = inputs_and_output
         if is_fused(module) and self._watching() and module is self._paused_in:
             self._resume()
-            if module is self.module and not failed:
-                self._guarded(self._recording.leave_fused_root, inputs, output)
+        if module is self.module and not failed and is_opaque(module) and self._watching():
+            self._guarded(self._recording.leave_opaque_root, inputs, output)
         if self._is_part(module):
             self._guarded(self._recording.leave_call, module, inputs, output, failed)
 

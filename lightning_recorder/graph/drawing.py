@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 from torch import nn
 
 from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.graph.containers import gather
 from lightning_recorder.graph.graphviz import Digraph, Direction, GraphvizRenderer, GraphvizStyler, check_direction
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
@@ -96,7 +97,7 @@ def render_network(
     return _write(dot, Path(directory) / file)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Drawing:
     """A picture of a model, and what it was made from. In a notebook it shows itself.
 
@@ -110,13 +111,17 @@ class Drawing:
     view: Graph
     visual_graph: Digraph
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | os.PathLike[str], *, timeout_s: float = 60.0) -> Path:
         """Write the picture; the suffix says in which format: ``.svg``, ``.png``, ``.pdf``.
 
         Raises:
-            RenderError: If there is no renderer, or it failed.
+            RenderError: If there is no renderer, or it failed, or needs longer than ``timeout_s``: then a smaller view
+                helps, by ``max_nodes``, ``depth``, ``fold`` or ``roll``.
         """
-        return _write(self.visual_graph, Path(path))
+        return _write(self.visual_graph, Path(path), timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<drawing of {self.graph.title}: {len(self.view.nodes)} nodes, {len(self.view.edges)} edges>"
 
     def _repr_svg_(self) -> str:
         with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +129,7 @@ class Drawing:
 
 
 def draw(
-    model: nn.Module,
+    model: nn.Module | Graph,
     input_data: Any = None,
     input_size: Any = None,
     graph_name: str = "",
@@ -149,7 +154,8 @@ def draw(
     """Run a model once and give a picture of what it did.
 
     Args:
-        model: The model, of which nothing is changed; see :func:`record`.
+        model: The model, of which nothing is changed; see :func:`record`. Or a graph that was recorded before, or a
+            view of one, which then is all that is drawn; arguments about the run of a model are of no account.
         input_data: What it is called with, as for :func:`record`.
         input_size: Shapes for made-up inputs instead, as ``input_shapes`` of :func:`record`.
         graph_name: What the graph is called in the picture; by default the class of the model.
@@ -187,26 +193,23 @@ def draw(
     if max_nodes is not None:
         check_integer("max_nodes", max_nodes, 1)
     check_direction(graph_dir)
-    if input_data is not None and input_size is not None:
-        raise ArgumentError("give either input_size or input_data, got both")
-    if input_data is None and input_size is None and input_kwargs is None:
-        raise ArgumentError("give either input_size or input_data, got neither")
-    graph = record(
-        model,
-        graph_name,
-        None if input_size is None else shapes_in(input_size, "input_size"),
-        input_data,
-        input_kwargs=input_kwargs,
-        dtypes=dtypes,
-        device=device,
-        mode=mode,
-    )
+    if isinstance(model, Graph):
+        graph = replace(model, name=graph_name or model.name)
+    else:
+        if input_data is not None and input_size is not None:
+            raise ArgumentError("give either input_size or input_data, got both")
+        if input_data is None and input_size is None and input_kwargs is None:
+            raise ArgumentError("give either input_size or input_data, got neither")
+        sizes = None if input_size is None else shapes_in(input_size, "input_size")
+        graph = record(
+            model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode
+        )
     if max_nodes is not None:
         view = fit(graph, max_nodes, depth)
     else:
         shown = graph if parameters else without(graph, ("parameter", "buffer"))
         view = drop_isolated(collapse(shown, depth, leaves=hide_module_functions))
-        view = fold_repeats(view, contents=shown) if fold else view
+        view = fold_repeats(gather(view), contents=shown) if fold else view
     view = rolled(view) if roll else view
     view = view if hide_inner_tensors else show_tensors(view)
     styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none")
@@ -214,7 +217,7 @@ def draw(
     return Drawing(graph, view, renderer.render())
 
 
-def _write(dot: Digraph, path: Path) -> Path:
+def _write(dot: Digraph, path: Path, timeout_s: float = 60.0) -> Path:
     suffix = path.suffix[1:]
     if not suffix:
         raise ArgumentError(f"the name of a picture ends with its format, as in graph.svg; got {path.name!r}")
@@ -222,6 +225,6 @@ def _write(dot: Digraph, path: Path) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         document = Path(folder) / "graph.dot"
         document.write_text(dot.source, encoding="utf-8")
-        (picture,) = Layout(document, (suffix.lower(),)).finish()
+        (picture,) = Layout(document, (suffix.lower(),), timeout_s).finish()
         path.write_bytes(picture.read_bytes())
     return path

@@ -89,7 +89,7 @@ class GraphvizStyler:
 
     def style_title(self, graph: Graph) -> dict[str, str]:
         """The Graphviz attributes of the whole: the model's class and size."""
-        name = graph.root.type_name
+        name = graph.title
         return {
             "label": f"<{_bold(name)}{_detail(labels.title(graph).removeprefix(name))}>",
             "tooltip": _plain(name),
@@ -131,10 +131,10 @@ class GraphvizRenderer(BaseRenderer[Digraph]):
         styler: How it is to look.
         direction: Where the data flows: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
         frames: Draw a frame around what an open module call holds.
-        legend: Say below the graph what the colours and shapes mean.
+        legend: Say beside the graph what the colours and shapes mean.
 
     Raises:
-        ArgumentError: If the direction is none of the four.
+        ArgumentError: If the direction is none of the four, or the styler is none.
 
     Example:
         >>> import torch
@@ -155,6 +155,8 @@ class GraphvizRenderer(BaseRenderer[Digraph]):
     ) -> None:
         super().__init__(graph)
         check_direction(direction)
+        if styler is not None and not isinstance(styler, GraphvizStyler):
+            raise ArgumentError(f"styler must be an instance of GraphvizStyler, got {styler!r}")
         self.styler = styler or GraphvizStyler()
         self.direction = direction
         self.frames = frames

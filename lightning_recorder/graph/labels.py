@@ -24,7 +24,8 @@ _MOST_SHAPES = 2
 def title(graph: Graph) -> str:
     """The model's class, the method that was recorded, and the size of the model."""
     size = f" · {short_count(graph.parameters)} parameters" if graph.parameters else ""
-    return f"{graph.root.type_name}.{graph.scope}{size}".removeprefix(".")
+    failed = " · it raised" if graph.root.failed else ""
+    return f"{graph.title}.{graph.scope}{size}{failed}".removeprefix(".")
 
 
 def short_name(node: Node, graph: Graph) -> str:

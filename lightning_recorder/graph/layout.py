@@ -113,7 +113,8 @@ class Layout:
         try:
             if self._process.returncode != 0 or not all(path.exists() for path in self._temporary):
                 words = self._messages.read_text(errors="replace").strip()[-500:]
-                late = f"it was ended, having {self._timeout_s:g} s at most" if self._late else "it failed"
+                limit = f"it was ended, having {self._timeout_s:g} s at most; a smaller view takes less"
+                late = limit if self._late else "it failed"
                 raise RenderError(f"Graphviz gave no picture, {late}" + (f": {words}" if words else ""))
             self._check_size()
             for temporary, path in zip(self._temporary, self.pictures, strict=True):

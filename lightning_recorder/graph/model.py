@@ -113,7 +113,7 @@ class Edge:
     tensor: TensorMeta | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph:
     """Nodes in the order of time, the root first, and the edges between them, in the order in which they were used.
 
@@ -125,6 +125,7 @@ class Graph:
         edges: In the order of their first use.
         scope: Which method of the model was recorded: ``forward``, ``training_step``.
         parameters: Number of elements of the model's parameters, a shared one counted once.
+        name: What a picture calls it; by default the class of the model.
 
     Example:
         >>> from lightning_recorder.graph import capture_graph
@@ -143,6 +144,15 @@ class Graph:
     edges: tuple[Edge, ...]
     scope: str = "forward"
     parameters: int = 0
+    name: str = ""
+
+    def __repr__(self) -> str:
+        return f"<graph of {self.title}: {len(self.nodes)} nodes, {len(self.edges)} edges>"
+
+    @property
+    def title(self) -> str:
+        """What a picture calls it."""
+        return self.name or (self.nodes[0].type_name if self.nodes else "")
 
     @cached_property
     def _by_id(self) -> dict[int, Node]:
@@ -189,10 +199,11 @@ class Graph:
         return [node for node in self.nodes if node.kind == "module" and node.parent is not None]
 
     def structural_hash(self) -> str:
-        """A number that two graphs share exactly when the same was computed, as 64 hexadecimal digits.
+        """A number that two graphs share when they have the same structure, as 64 hexadecimal digits.
 
         Nodes with their names, classes, shapes, dtypes and autograd types count, and the edges between them; devices,
-        lines of code and times do not. It is the same in every process and on every machine.
+        lines of code, times and the graph's name do not, nor do arguments that are no tensors, which no graph has. It
+        is the same in every process and on every machine.
 
         Example:
             >>> one, other = (Graph((Node(0, "module", "", None, 0, type_name=name),), ()) for name in ("Net", "Other"))
@@ -215,8 +226,8 @@ class Graph:
     def to_json(self) -> dict[str, Any]:
         """The graph as JSON values.
 
-        The keys are ``version``, ``scope``, ``parameters``, ``nodes`` and ``edges``, the last two with the fields of
-        :class:`Node` and :class:`Edge`.
+        The keys are ``version``, ``scope``, ``parameters``, ``name``, ``nodes`` and ``edges``, the last two with the
+        fields of :class:`Node` and :class:`Edge`.
 
         Example:
             >>> graph = Graph((Node(0, "module", "", None, 0),), ())
@@ -224,7 +235,7 @@ class Graph:
             True
         """
         nodes, edges = ([asdict(each) for each in part] for part in (self.nodes, self.edges))
-        about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters}
+        about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
         return {**about, "nodes": nodes, "edges": edges}
 
     @classmethod
@@ -242,7 +253,7 @@ class Graph:
             edges = tuple(
                 Edge(**{**each, "tensor": each["tensor"] and _meta(each["tensor"])}) for each in data["edges"]
             )
-            graph = cls(nodes, edges, data["scope"], data["parameters"])
+            graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""))
         except (KeyError, TypeError) as error:
             raise ArgumentError(f"this is no graph of ours: {error}") from error
         there = {node.id for node in nodes}

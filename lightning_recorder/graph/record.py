@@ -67,6 +67,10 @@ def record(
     """
     if device not in (None, "meta"):
         raise ArgumentError(f"device is 'meta', or None to run the model where it is; got {device!r}")
+    given: object = net
+    if not isinstance(given, nn.Module):
+        called = f"the class {given.__name__}: make a model of it first" if isinstance(given, type) else repr(given)
+        raise ArgumentError(f"a model is an nn.Module, got {called}")
     if mode not in (None, "train", "eval"):
         raise ArgumentError(f"mode is 'train', 'eval' or None for that of each module, got {mode!r}")
     fake = fake_mode() if device else None
@@ -83,7 +87,7 @@ def record(
         finally:
             state.restore()
     if name:
-        graph = replace(graph, nodes=(replace(graph.root, type_name=name), *graph.nodes[1:]))
+        graph = replace(graph, name=name)
     return graph
 
 

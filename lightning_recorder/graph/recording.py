@@ -21,7 +21,7 @@ from lightning_recorder.graph.ownership import AutogradOwners
 from lightning_recorder.graph.provenance import Provenance, is_lazy
 from lightning_recorder.structure import iter_tensors
 
-__all__ = ["Recording", "Versions", "is_fused"]
+__all__ = ["Recording", "Versions", "is_fused", "is_opaque"]
 
 # In eval mode these compute everything in one fused function, unless a function mode is on: then they take another way,
 # whose last bits, and rows of padding, differ. So the mode is taken off while one of them runs.
@@ -175,8 +175,8 @@ class Recording:
         self._note_unseen(call.node, module, _arguments(inputs), given, empty=empty)
         self._calls.pop()
 
-    def leave_fused_root(self, inputs: Any, output: Any) -> None:
-        """The model itself was called, and has computed all in one fused function."""
+    def leave_opaque_root(self, inputs: Any, output: Any) -> None:
+        """The model itself was called, and has computed all where nobody looks."""
         root = self._calls[0]
         if root.module is not None:
             self._note_unseen(root.node, root.module, _arguments(inputs), tensors_in([output]))
@@ -188,7 +188,7 @@ class Recording:
         passed = [tensor for tensor in given if _is_among(tensor, taken)]
         unseen = [tensor for tensor in given if not _is_among(tensor, taken) and self._known(tensor) is None]
         if unseen:
-            whole = is_fused(module) or isinstance(module, torch.jit.ScriptModule)
+            whole = is_opaque(module)
             used = list(module.parameters()) if whole else self._owners.sources(unseen)[0]
             if whole:
                 # No call of a submodule is seen that would own its part of them.
@@ -456,6 +456,11 @@ def _parameters(parameters: Iterable[Tensor]) -> int:
 def is_fused(module: nn.Module) -> bool:
     """Whether a module may compute everything in one fused function."""
     return isinstance(module, _FUSED) and not module.training
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether what a module computes inside is not seen at all."""
+    return is_fused(module) or isinstance(module, torch.jit.ScriptModule)
 
 
 def _arguments(inputs: Any) -> list[Tensor]:

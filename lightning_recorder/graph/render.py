@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
+from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = ["BaseRenderer"]
@@ -21,9 +22,31 @@ class BaseRenderer(ABC, Generic[Canvas]):
 
     Args:
         graph: What to render, as it is: depth and contents are chosen before, by a view.
+
+    Raises:
+        ArgumentError: If it is no graph.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.graph import capture_graph
+        >>> class Names(BaseRenderer[list[str]]):
+        ...     def make_canvas(self):
+        ...         return []
+        ...     def render_node(self, canvas, node):
+        ...         canvas.append(node.name)
+        ...     def render_recursive_node(self, canvas, node):
+        ...         canvas.append(f"{node.name}:")
+        ...         self.render_contents(canvas, node)
+        ...     def render_edge(self, canvas, edge):
+        ...         canvas.append(f"{self.graph[edge.source].name} -> {self.graph[edge.target].name}")
+        >>> Names(capture_graph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2))).render()
+        ['input', '0:', 'relu', 'output', 'input -> relu', 'relu -> output']
     """
 
     def __init__(self, graph: Graph) -> None:
+        given: object = graph
+        if not isinstance(given, Graph):
+            raise ArgumentError(f"what is rendered is a Graph, as of record() or a view, got {type(given).__name__}")
         self.graph = graph
 
     @abstractmethod

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import get_args
 
-from lightning_recorder.errors import check_integer
+from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.graph.containers import gather
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 
 __all__ = [
@@ -85,11 +87,15 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
     }
     target: dict[int, int] = {}
     parameters: dict[int, int] = {}
+    counted: set[tuple[int, str]] = set()
     for node in graph.nodes:
         inside = target.get(node.parent) if node.parent is not None else None
         if inside in closed:
             target[node.id] = inside
-            parameters[target[node.id]] = parameters.get(target[node.id], 0) + node.parameters
+            # A module that is called many times has its parameters once.
+            if node.parameters and (inside, node.name) not in counted:
+                counted.add((inside, node.name))
+                parameters[inside] = parameters.get(inside, 0) + node.parameters
         else:
             target[node.id] = node.id
     kept = [
@@ -112,8 +118,15 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
     return _rebuilt(graph, kept, target, entering.values())
 
 
-def without(graph: Graph, kinds: Collection[Kind]) -> Graph:
-    """Leave out the nodes of some kinds, with their edges."""
+def without(graph: Graph, kinds: Kind | Collection[Kind]) -> Graph:
+    """Leave out the nodes of some kinds, with their edges.
+
+    Raises:
+        ArgumentError: If there is no such kind.
+    """
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    if unknown := [kind for kind in kinds if kind not in get_args(Kind)]:
+        raise ArgumentError(f"there are nodes of the kinds {', '.join(get_args(Kind))}; got {unknown[0]!r}")
     kept = [node for node in graph.nodes if node.kind not in kinds]
     return _rebuilt(graph, kept, {node.id: node.id for node in kept})
 
@@ -123,6 +136,7 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
 
     An op that takes several tensors stays, as ``getitem`` with a computed index does: each of them tells something.
     """
+    names = (names,) if isinstance(names, str) else names
     sources: dict[int, list[int]] = {}
     for edge in graph.edges:
         sources.setdefault(edge.target, []).append(edge.source)
@@ -219,7 +233,8 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
         if target[node.id] == node.id:
             kept.extend([frames[node.id]] if node.id in frames else [])
             kept.append(folded.get(node.id, node))
-    forward = [edge for edge in graph.edges if target[edge.source] < target[edge.target]]
+    place = {node.id: number for number, node in enumerate(graph.nodes)}
+    forward = [edge for edge in graph.edges if place[target[edge.source]] < place[target[edge.target]]]
     return _rebuilt(graph, kept, target, forward)
 
 
@@ -287,7 +302,7 @@ def fit(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
     check_integer("max_nodes", max_nodes, 1)
     if depth is not None:
         check_integer("depth", depth, 1)
-    bare = without(graph, ("parameter", "buffer"))
+    bare = gather(without(graph, ("parameter", "buffer")))
     deepest = max((node.depth for node in graph.module_calls()), default=1)
     view = bare
     for level in range(depth or deepest, 0, -1):

@@ -1,0 +1,56 @@
+"""Drawing the many tensors of one container as one node."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from lightning_recorder.graph.model import Edge, Graph, Node
+
+__all__ = ["gather"]
+
+_FEW = 4
+# The first part of a path and what follows it: ``output.past_key_values``, ``input[0]``.
+_CONTAINER = re.compile(r"[^.\[]*(?:\.[^.\[]+|\[[^\]]*\])?")
+
+
+def gather(graph: Graph, few: int = _FEW) -> Graph:
+    """Draw the inputs or the outputs that lie in one container as one node, where they are many.
+
+    So the keys and values of a cache, two for each layer, do not fill a picture. The node has the path of the container
+    and lists all of the tensors.
+
+    Args:
+        graph: A recorded graph, or a view of one.
+        few: Up to so many stay as they are.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.graph import capture_graph
+        >>> class Cached(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return {"logits": x.exp(), "cache": [x + number for number in range(6)]}
+        >>> [node.name for node in gather(capture_graph(Cached(), torch.ones(2))).nodes if node.kind == "output"]
+        ['output.logits', 'output.cache']
+    """
+    members: dict[tuple[str, str], list[Node]] = {}
+    for node in graph.nodes:
+        if node.kind in ("input", "output") and (match := _CONTAINER.match(node.name)) is not None:
+            members.setdefault((node.kind, match[0]), []).append(node)
+    target: dict[int, int] = {}
+    gathered: dict[int, Node] = {}
+    for (_, path), nodes in members.items():
+        if len(nodes) > few:
+            metas = tuple(meta for node in nodes for meta in node.outputs)
+            gathered[nodes[0].id] = replace(nodes[0], name=path, outputs=metas)
+            target.update((node.id, nodes[0].id) for node in nodes)
+    if not gathered:
+        return graph
+    edges: dict[tuple[int, int], Edge] = {}
+    for edge in graph.edges:
+        ends = target.get(edge.source, edge.source), target.get(edge.target, edge.target)
+        before = edges.get(ends)
+        more = edge.multiplicity + (before.multiplicity if before else 0)
+        edges[ends] = replace(before or edge, source=ends[0], target=ends[1], multiplicity=more)
+    kept = [gathered.get(node.id, node) for node in graph.nodes if target.get(node.id, node.id) == node.id]
+    return replace(graph, nodes=tuple(kept), edges=tuple(edges.values()))
