@@ -31,6 +31,7 @@ __all__ = [
     "in_backward",
     "in_transform",
     "is_transformed",
+    "is_view",
     "remove_hook",
     "running_calls",
     "sequence_number",
@@ -193,6 +194,14 @@ def set_grad_enabled(enabled: bool) -> None:
     Fallback: that.
     """
     _set_grad_enabled(enabled)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether the tensor is a view, whose place in the graph torch may determine only when it is asked for.
+
+    Fallback: ``True``, and a node that nobody else has asked for may have no owner.
+    """
+    return bool(getattr(tensor, "_is_view", lambda: True)())
 
 
 def remove_hook(handle: RemovableHandle) -> None:

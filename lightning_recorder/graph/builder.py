@@ -251,7 +251,8 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     if type(tensor) is Tensor and not tensor.is_nested:
         return tuple(tensor.shape)
     try:
-        return () if is_lazy(tensor) else tuple(int(size) for size in tensor.shape)
+        sizes = () if is_lazy(tensor) else tuple(tensor.shape)
     except (RuntimeError, TypeError):
-        # Of a nested tensor some sizes are no numbers.
         return ()
+    # Of a nested tensor some sizes are no numbers, nor are symbols, which would be fixed by being asked for one.
+    return sizes if all(type(size) is int for size in sizes) else ()

@@ -27,7 +27,8 @@ _TRAINERS = (
 _MODELS_AMONG_THEM = ".demos."  # the models that Lightning ships
 # A function of the wrapper's stands between the model and what it gave.
 _WRAPPER = "torch.nn.parallel.distributed"
-_BETWEEN = ("torch", "lightning_recorder", "contextlib", "functools")
+# A metric counts for whoever asks it: the model, or the trainer that logs.
+_BETWEEN = ("torch", "torchmetrics", "lightning_recorder", "contextlib", "functools")
 
 
 class _Part(Enum):

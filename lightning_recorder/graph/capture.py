@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.autograd import current_function_mode, in_backward, remove_hook, without_functions
-from lightning_recorder.errors import ForwardError, describe_error, tell
+from lightning_recorder.errors import ForwardError, RecordingError, describe_error, tell
 from lightning_recorder.graph.functions import versions
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.recording import Recording, is_fused, is_opaque
@@ -80,6 +80,7 @@ class GraphCapture:
         scope: str = "forward",
         times: bool = False,
     ) -> None:
+        self._is_compiled = any(type(each).__name__ == "OptimizedModule" for each in module.modules())
         while (name_of_inner := _WRAPPERS.get(type(module).__name__)) is not None:
             module = cast(nn.Module, getattr(module, name_of_inner))
         self.module = module
@@ -91,18 +92,26 @@ class GraphCapture:
         self._active = False
         self._paused_in: nn.Module | None = None
         self._stance = EagerStance()
+        self._broken = False
         with unrecorded():
-            self._recording.note_inputs(inputs, name)
+            self._guarded(self._recording.note_inputs, inputs, name)
 
     def __enter__(self) -> Self:
+        if self._mode is not None:
+            raise RecordingError("this capture is entered already: make one for each block that is recorded")
         self._thread = threading.get_ident()
         self._stance.hold()
+        if not self._broken:
+            self._guarded(self._begin)
+        if not self._broken:
+            self._mode = _CaptureMode(self)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+            self._active = True
+        return self
+
+    def _begin(self) -> None:
         self._recording.name_modules(self.module)
         self._handles = [*self._put_on_hooks(), register_optimizer_step_post_hook(self._after_step)]
-        self._mode = _CaptureMode(self)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self._active = True
-        return self
 
     def _put_on_hooks(self) -> list[RemovableHandle]:
         """Hooks on all modules of the process, of which this thread's calls are taken.
@@ -111,7 +120,7 @@ class GraphCapture:
         and fused modules, which look for hooks on themselves, stay on their path. torch warns of such hooks where a
         compiled module is called, so a model that has one gets a hook on each of its modules instead.
         """
-        if not any(type(each).__name__ == "OptimizedModule" for each in self.module.modules()):
+        if not self._is_compiled:
             return [
                 register_module_forward_pre_hook(self._before_call),
                 register_module_forward_hook(self._after_call, with_kwargs=True, always_call=True),
@@ -181,8 +190,9 @@ class GraphCapture:
                 return function(*args)
         except Exception as error:  # noqa: BLE001 - whatever fails in the recording must not fail in the model
             self._active = False
+            self._broken = True
             self.stop()
-            tell(f"the graph could not be recorded to its end: {type(error).__name__}: {error}")
+            tell(f"the graph could not be recorded to its end: {describe_error(error)}")
             return None
 
     def _is_part(self, module: nn.Module) -> bool:
@@ -217,6 +227,10 @@ class GraphCapture:
         if self._mode is not None and current_function_mode() is self._mode:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
             self._paused_in = module
+            # A capture around this one, which could not do so when it was asked before.
+            below = current_function_mode()
+            if isinstance(below, _CaptureMode):
+                below._owner._pause(module)
 
     def _resume(self) -> None:
         """Put the function mode on again after :meth:`_pause`."""
@@ -239,7 +253,7 @@ class _CaptureMode(TorchFunctionMode):
             return func(*args, **kwargs)
         # Inside this function no mode is on, so nothing that func does itself is seen: neither the parts of a composite
         # nor a backward pass.
-        if func in _BACKWARD:
+        if any(func is each for each in _BACKWARD):
             node = owner._guarded(owner._recording.note_backward, args[:1] or kwargs.get("tensors"))
             try:
                 return func(*args, **kwargs)
@@ -258,7 +272,7 @@ class _CaptureMode(TorchFunctionMode):
         if func is torch.autograd.grad:
             owner._guarded(owner._recording.note_grad, before, result)
         else:
-            owner._guarded(owner._recording.note_function, func, before, result, bool(kwargs.get("inplace")))
+            owner._guarded(owner._recording.note_function, func, before, result, kwargs.get("inplace") is True)
         return result
 
 

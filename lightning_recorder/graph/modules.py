@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+import weakref
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,58 +25,57 @@ class ModelNames:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._names: dict[int, str] = {}
-        self._strangers: list[nn.Module] = []  # kept, so that their ids stay theirs
-        self._tensors: dict[int, tuple[Kind, str, nn.Module]] = {}
+        # By their ids, which are used again when a module is gone: hence the references.
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._tensors: dict[int, tuple[Kind, str, int]] = {}
         for name, each in named_submodules(root).items():
             self._introduce(name, each)
         for name, each in list(_in_plain_containers(root)):
-            if id(each) not in self._names:
+            if self.of(each) is None:
                 self._welcome(name, each)
 
     def of(self, module: nn.Module) -> str | None:
         """The name of a module, if it has one."""
-        return self._names.get(id(module))
+        reference, name = self._names.get(id(module), (None, None))
+        return name if reference is not None and reference() is module else None
 
     def of_stranger(self, module: nn.Module) -> str | None:
         """A name for a module that has none and is called all the same; ``None`` for one that is not to have any."""
         # A wrapper has no name beside that of what it wraps; of TorchScript submodules each look gives other objects.
-        inside = {id(each) for each in module.modules()} - {id(module)}
-        if isinstance(module, torch.jit.ScriptModule) or inside & self._names.keys():
+        wraps = any(each is not module and self.of(each) is not None for each in module.modules())
+        if isinstance(module, torch.jit.ScriptModule) or wraps:
             return None
         self._welcome(type(module).__name__, module)
-        return self._names[id(module)]
+        return self.of(module)
 
-    def tensor(self, tensor: Tensor) -> tuple[Kind, str, nn.Module] | None:
-        """Whether a tensor is a parameter or a buffer, its name, and the module that owns it."""
+    def tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
+        """Whether a tensor is a parameter or a buffer, its name, and the id of the module that owns it."""
         return self._tensors.get(id(tensor))
 
     def clear(self) -> None:
         """Forget all of them."""
         self._names.clear()
-        self._strangers.clear()
         self._tensors.clear()
 
     def _introduce(self, name: str, module: nn.Module) -> None:
         """Know a module and its own tensors by their names."""
-        self._names[id(module)] = name
+        self._names[id(module)] = weakref.ref(module), name
         for kind, tensors in (
             ("parameter", module.named_parameters(name, False)),
             ("buffer", module.named_buffers(name, False)),
         ):
             for path, tensor in tensors:
-                self._tensors.setdefault(id(tensor), (kind, path, module))  # type: ignore[arg-type]  # a Kind
+                self._tensors.setdefault(id(tensor), (kind, path, id(module)))  # type: ignore[arg-type]  # a Kind
 
     def _welcome(self, name: str, module: nn.Module) -> None:
         """Know a module that is not registered, and its submodules, under a name that no other has."""
-        taken = set(self._names.values())
+        taken = {each for _, each in self._names.values()}
         unique, number = name, 1
         while unique in taken:
             number += 1
             unique = f"{name}#{number}"
-        self._strangers.append(module)
         for path, each in named_submodules(module).items():
-            if id(each) not in self._names:
+            if self.of(each) is None:
                 self._introduce(f"{unique}.{path}" if path else unique, each)
 
 
@@ -100,12 +100,14 @@ _MOST_NESTED = 1000
 
 
 def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    pairs: Iterable[tuple[object, object]] = ()
+    pairs: Iterable[tuple[object, object]]
     if isinstance(value, (list, tuple)):
         pairs = enumerate(value)
     elif isinstance(value, dict):
         pairs = value.items()
-    nested = nested and isinstance(value, Sized) and len(value) <= _MOST_NESTED
+    else:
+        return
+    nested = nested and len(value) <= _MOST_NESTED
     for key, each in pairs:
         if isinstance(each, nn.Module):
             yield f"[{key!r}]", each

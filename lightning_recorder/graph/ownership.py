@@ -11,13 +11,17 @@ from lightning_recorder.autograd import LEAF_NUMBER, sequence_number, sequence_n
 
 __all__ = ["AutogradOwners"]
 
+# At 50,000 in a row the process dies; the taps may look at 20,000 of the same.
+_MOST_NODES = 15_000
+
 
 class AutogradOwners:
     """Remembers for each node of the backward graph the recorded node that made it, and keeps none of them alive.
 
     A node is known by its number, since no object of Python stays the same for a node whose other references are gone.
     Numbers are given in the order in which a thread makes its nodes; those of another thread, as of a gradient that was
-    computed on a GPU with ``create_graph``, may be taken for some of this one.
+    computed on a GPU with ``create_graph``, may be taken for some of this one. Of a graph of more than 15,000 nodes the
+    rest is not looked at.
     """
 
     def __init__(self) -> None:
@@ -26,7 +30,7 @@ class AutogradOwners:
 
     def is_new(self, tensor: Tensor) -> bool:
         """Whether the tensor was computed since the recording began by what nobody has claimed."""
-        node = _made_by(tensor)
+        node = self._made_by(tensor)
         return node is not None and self._is_unowned(sequence_number_of(node))
 
     def of(self, tensor: Tensor) -> int | None:
@@ -35,7 +39,7 @@ class AutogradOwners:
 
     def number(self, tensor: Tensor) -> int:
         """The number of the node that made a tensor, that of a leaf where none did."""
-        node = _made_by(tensor)
+        node = self._made_by(tensor)
         return LEAF_NUMBER if node is None else sequence_number_of(node)
 
     def claim(self, tensors: Iterable[Tensor], owner: int) -> tuple[str, ...]:
@@ -45,7 +49,7 @@ class AutogradOwners:
             The types of these nodes, the last first.
         """
         names: list[str] = []
-        todo = [node for tensor in tensors if (node := _made_by(tensor)) is not None]
+        todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
         while todo:
             node = todo.pop(0)
             number = sequence_number_of(node)
@@ -60,7 +64,7 @@ class AutogradOwners:
         leaves: dict[int, Tensor] = {}
         owners: list[int] = []
         seen: set[int] = set()
-        todo = [node for tensor in tensors if (node := _made_by(tensor)) is not None]
+        todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
         while todo:
             node = todo.pop(0)
             number = sequence_number_of(node)
@@ -77,8 +81,10 @@ class AutogradOwners:
     def _is_unowned(self, number: int) -> bool:
         return number >= self._first and number not in self._owners
 
-
-def _made_by(tensor: Tensor) -> AutogradNode | None:
-    # A wrapper of torch.func has a graph of its own, which ends with the transform, or says that it has none.
-    inner = unwrapped(tensor)
-    return inner.grad_fn if inner.requires_grad else None
+    def _made_by(self, tensor: Tensor) -> AutogradNode | None:
+        # torch frees a chain of nodes that Python has seen by recursion, which a long one does not survive.
+        if len(self._owners) >= _MOST_NODES:
+            return None
+        # A wrapper of torch.func has a graph of its own, which ends with the transform.
+        tensor = unwrapped(tensor)
+        return tensor.grad_fn if tensor.requires_grad else None

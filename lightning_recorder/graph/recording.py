@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.autograd import function_behind, sequence_number, version_of
+from lightning_recorder.autograd import function_behind, is_view, sequence_number, unwrapped, version_of
 from lightning_recorder.graph.builder import GraphBuilder, meta_of, metas_of
 from lightning_recorder.graph.caller import CustomCall, find_caller
 from lightning_recorder.graph.functions import function_name, tensors_in, writes
@@ -107,11 +107,11 @@ class Recording:
 
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Tensors that are fed to the model, each named by its path."""
-        given: list[Tensor] = []
+        given: dict[int, Tensor] = {}
         for path, tensor in iter_tensors(inputs, name):
             # A tensor that is given twice, as tokens that are their own labels, is one input.
-            if not _is_among(tensor, given):
-                given.append(tensor)
+            if id(tensor) not in given:
+                given[id(tensor)] = tensor
                 self._provenance.bind(tensor, self._builder.add("input", path, 0, (meta_of(tensor),)))
 
     def note_outputs(self, outputs: Any, name: str) -> None:
@@ -142,7 +142,7 @@ class Recording:
     def _describe(self, node: int, module: nn.Module) -> None:
         draft = self._builder.nodes[node]
         draft.type_name = type(module).__name__
-        draft.parameters = _parameters(module.parameters(recurse=False))
+        draft.parameters = _parameters(_own(module))
 
     def leave_call(self, module: nn.Module, inputs: Any, output: Any, failed: bool) -> None:
         """The call of a module ends.
@@ -209,8 +209,17 @@ class Recording:
     ) -> None:
         """A node for one operation with the edges into it, and its outputs bound to it."""
         caller = find_caller()
-        # What is written to has got a new part of the backward graph by now, which is not its origin's.
-        origins = [(self._origin(tensor, settled=not _is_among(tensor, written)), meta_of(tensor)) for tensor in inputs]
+        # What is written to has got a new part of the backward graph by now, which is not its origin's. And a view that
+        # takes no part in it is not looked at: it would be told anew how it came to be, out of its turn.
+        differentiable = any(unwrapped(tensor).requires_grad for tensor in (*outputs, *written))
+        new = set(map(id, written))
+        origins = [
+            (
+                self._origin(tensor, settled=id(tensor) not in new and (differentiable or not is_view(tensor))),
+                meta_of(tensor),
+            )
+            for tensor in inputs
+        ]
         if (caller.trainer and not of_model) or (origins and all(origin == _IGNORED for origin, _ in origins)):
             passed = origins[0][0] if origins else _IGNORED
             self._owners.claim(outputs, _IGNORED)
@@ -271,7 +280,8 @@ class Recording:
             written = (inputs[0],)
         # What gives no new tensor and writes into none is no part of the computation: asking for a shape, or
         # ``contiguous`` and ``to`` of what is so already, which give back the tensor that they took.
-        outputs = [tensor for tensor in outputs if _is_among(tensor, written) or not _is_among(tensor, inputs)]
+        old = set(map(id, inputs)) - set(map(id, written))
+        outputs = [tensor for tensor in outputs if id(tensor) not in old]
         if outputs or written:
             self._note(function_name(func), inputs, outputs, written)
 
@@ -408,12 +418,13 @@ class Recording:
 
     def _add_from_outside(self, tensor: Tensor) -> int:
         kind, name, owner = self._model_tensor(tensor) or ("tensor", "", None)
-        parent = next((call.node for call in reversed(self._calls) if call.module is owner), self._calls[-1].node)
+        around = (call.node for call in reversed(self._calls) if id(call.module) == owner)
+        parent = next(around, self._calls[-1].node)
         node = self._builder.add(kind, name, parent, (meta_of(tensor),))
         self._provenance.bind(tensor, node)
         return node
 
-    def _model_tensor(self, tensor: Tensor) -> tuple[Kind, str, nn.Module] | None:
+    def _model_tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
         return None if self._names is None else self._names.tensor(tensor)
 
     # When the model raises.
@@ -451,6 +462,13 @@ class Recording:
 def _parameters(parameters: Iterable[Tensor]) -> int:
     """The number of elements, without parameters that have no shape yet."""
     return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
+
+
+def _own(module: nn.Module) -> Iterable[Tensor]:
+    """The module's own parameters, whatever its class has made of ``parameters``."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.parameters(recurse=False)
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 def is_fused(module: nn.Module) -> bool:

@@ -282,7 +282,7 @@ def test_a_graph_is_that_of_a_plain_call() -> None:
     net = nn.Sequential(linear(), nn.BatchNorm1d(4), nn.ReLU())
     assert record(net, input_data=X) == capture_graph(net, X)
     named = record(net, "mine", (2, 4))
-    assert (named.root.type_name, named.root.name) == ("mine", "")
+    assert (named.name, named.title, named.root.type_name) == ("mine", "mine", "Sequential")
     assert named.nodes[1:] == capture_graph(net, X).nodes[1:]
 
 

@@ -1,0 +1,158 @@
+"""Models, inputs and errors that are made to get in the way of a capture."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections import UserDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder import RecorderWarning, RecordingError
+from lightning_recorder.graph import GraphCapture, capture_graph, record
+from tests.graph.nets import Net, X, linear
+from tests.graph.outline import outline, text
+
+
+def test_tensors_of_any_shape_among_the_attributes() -> None:
+    """A tensor in a plain attribute, of whatever shape, is no list of modules."""
+    net = nn.Sequential(linear())
+    net.temperature, net.table = torch.tensor(1.0), torch.ones(3)
+    assert outline(capture_graph(net, X)) == "input\n0: Linear\n  linear <- input"
+
+
+def test_a_chain_that_is_longer_than_torch_can_free() -> None:
+    """A step of 60,000 functions ends the capture's look at the backward graph, and not the process."""
+    program = """
+import torch
+from lightning_recorder.graph import GraphCapture
+net = torch.nn.Linear(1, 1)
+with GraphCapture(net, torch.ones(1)) as recording:
+    y = net(torch.ones(1))
+    for _ in range(60_000):
+        y = y + 1
+    y.backward()
+    del y
+print(sum(node.kind == "op" for node in recording.graph().nodes))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "60002"), done.stderr  # with ones and linear
+
+
+def test_views_that_are_written_to_keep_their_turn() -> None:
+    """A look at a view that takes no part in the gradient changes no bit of it."""
+
+    def gradient(*, captured: bool) -> Tensor:
+        torch.manual_seed(0)
+        leaf = torch.randn(4096, requires_grad=True)
+        with GraphCapture(nn.Identity(), leaf) if captured else torch.enable_grad():
+            base = leaf * 1.1
+            view = base[:]
+            base.mul_(1.5)
+            view.detach().mean()
+            (base.sin() + base.cos() + view.tanh()).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert torch.equal(gradient(captured=True), gradient(captured=False))
+
+
+# torch says so itself of the nested tensors inside its fast path.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_two_captures_of_a_fused_layer() -> None:
+    """Captures inside each other leave a frozen layer on its fast path, padded rows included."""
+    layer = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, mask = torch.randn(3, 5, 16), torch.arange(5) >= torch.tensor([[3], [5], [5]])
+    with torch.no_grad():
+        expected = layer(x, src_key_padding_mask=mask)
+        with GraphCapture(layer, x) as outer, GraphCapture(layer, x) as inner:
+            seen = layer(x, src_key_padding_mask=mask)
+    assert torch.equal(seen, expected)
+    assert [outline(each.graph()).splitlines()[-1] for each in (outer, inner)] == ["fused <- input, (tensor)"] * 2
+
+
+class _Unreadable(UserDict[str, Tensor]):
+    def items(self) -> Any:
+        raise LookupError("it is closed")
+
+
+class _SilentError(Exception):
+    def __str__(self) -> str:
+        raise ArithmeticError
+
+
+class _Odd(UserDict[str, Tensor]):
+    def items(self) -> Any:
+        raise _SilentError
+
+
+@pytest.mark.parametrize(("batch", "told"), [(_Unreadable(), "LookupError: it is closed"), (_Odd(), "_SilentError")])
+def test_inputs_that_cannot_be_read(batch: Any, told: str) -> None:
+    """Inputs that raise when they are looked at cost the graph and one warning, whatever the error says of itself."""
+    net = nn.Sequential(linear())
+    with pytest.warns(RecorderWarning, match=f"could not be recorded to its end: {told}"):
+        recording = GraphCapture(net, batch)
+    with recording:
+        out = net(X)
+    assert torch.equal(out, net(X))
+    assert [node.kind for node in recording.graph().nodes] == ["module"]
+
+
+def test_a_capture_is_entered_once() -> None:
+    """Entering a capture a second time raises, and leaving it takes everything off."""
+    net = nn.Sequential(linear())
+    with GraphCapture(net, X) as recording, pytest.raises(RecordingError, match="entered already: make one for each"):
+        recording.__enter__()
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_modules_that_come_and_go() -> None:
+    """A module that takes the place, and maybe the address, of another has a name of its own, and none is kept."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for _round in range(20):
+            x = nn.Tanh()(x)
+        del net.old
+        net.new = nn.ReLU()
+        return torch.exp(net.new(x))
+
+    net = Net(forward, old=nn.Sigmoid())
+    names = [node.name for node in capture_graph(net, X).module_calls()]
+    assert len(names) == 21
+    assert "old" not in names
+    assert names[-1] == "ReLU"
+
+
+def test_a_compiled_model_is_recorded_eagerly() -> None:
+    """A compiled model, or a compiled part of one, is recorded as what it was compiled from, and stays compiled."""
+    net = nn.Sequential(linear(), nn.ReLU())
+    compiled: Any = torch.compile(net, backend="eager")
+    expected = outline(capture_graph(net, X))
+    assert outline(capture_graph(compiled, X)) == outline(record(compiled, input_data=X)) == expected
+    part: Any = torch.compile(linear(), backend="eager")
+    assert outline(capture_graph(nn.Sequential(part, nn.Tanh()), X)) == text(
+        """
+        input
+        0: Linear
+          linear <- input
+        1: Tanh
+          tanh <- linear
+        """
+    )
+
+
+def test_a_table_that_nobody_can_write_to(tmp_path: Any) -> None:
+    """A tensor over a file that was opened for reading is left alone where the rest of the model is put back."""
+    np.save(tmp_path / "table.npy", np.ones(4, dtype=np.float32))
+    norm = nn.BatchNorm1d(4)
+    net = Net(lambda net, x: net.norm(x + net.table), norm=norm)
+    with pytest.warns(UserWarning, match="not writable"):
+        net.table = torch.from_numpy(np.load(tmp_path / "table.npy", mmap_mode="r"))
+    before = copy.deepcopy(norm.state_dict())
+    record(net, input_data=X)
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
