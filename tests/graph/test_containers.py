@@ -1,0 +1,134 @@
+"""Many tensors of one container as one node, and what a reader of such pictures expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder import ArgumentError
+from lightning_recorder.graph import (
+    BaseRenderer,
+    Graph,
+    GraphvizRenderer,
+    GraphvizStyler,
+    capture_graph,
+    collapse,
+    draw,
+    fit,
+    focus,
+    gather,
+    hide,
+    record,
+    without,
+)
+from tests.graph.nets import Net, X, linear
+from tests.graph.outline import outline, text
+
+
+def _cached(_: Any, x: Tensor) -> dict[str, Any]:
+    return {"logits": x.exp(), "cache": [(x + layer, x * layer) for layer in range(3)], "few": [x.cos(), x.sin()]}
+
+
+def test_a_cache_is_one_output() -> None:
+    """More than four outputs of one container are one, with all of their tensors; fewer stay apart."""
+    graph = capture_graph(Net(_cached), X)
+    view = gather(graph)
+    outputs = {node.name: len(node.outputs) for node in view.nodes if node.kind == "output"}
+    assert outputs == {"output.logits": 1, "output.cache": 6, "output.few[0]": 1, "output.few[1]": 1}
+    (cache,) = (node for node in view.nodes if node.name == "output.cache")
+    assert sum(edge.multiplicity for edge in view.into(cache)) == 6
+    assert Graph.from_json(view.to_json()) == view
+    assert [node.name for node in fit(graph).nodes if node.kind == "output"] == list(outputs)
+
+
+def test_without_large_containers_nothing_changes() -> None:
+    """A graph with few inputs and outputs stays as it is."""
+    graph = capture_graph(nn.Sequential(linear()), X)
+    assert gather(graph) is graph
+
+
+def test_a_focus_can_be_fitted() -> None:
+    """What goes into a part and comes out of it stays in a view of the part."""
+    net = nn.Sequential(linear(), nn.Sequential(nn.ReLU(), linear()), nn.Tanh())
+    assert outline(fit(focus(capture_graph(net, X), "1")), outputs=True) == text(
+        """
+        0
+        1.0: ReLU <- 0
+        1.1: Linear <- 1.0
+        2 <- 1.1
+        """
+    )
+
+
+def test_a_graph_can_be_drawn() -> None:
+    """A recorded graph, or a view of one, is drawn like a model."""
+    net = nn.Sequential(linear(), nn.Sequential(nn.ReLU()))
+    graph = record(net, "mine", input_data=X)
+    assert draw(graph, depth=1).view == draw(net, X, graph_name="mine", depth=1).view
+    assert draw(focus(graph, "1"), graph_name="part").graph.title == "part"
+    assert repr(graph) == "<graph of mine: 10 nodes, 5 edges>"
+    assert repr(draw(graph)) == "<drawing of mine: 6 nodes, 3 edges>"
+
+
+def test_a_name_is_no_part_of_the_structure() -> None:
+    """Two graphs that are called differently have one hash."""
+    one, other = (record(linear(), name, (2, 4)) for name in ("one", "other"))
+    assert one.structural_hash() == other.structural_hash()
+    assert (one.title, record(linear(), input_shapes=(2, 4)).title) == ("one", "Linear")
+
+
+def test_parameters_of_a_module_that_is_called_many_times_count_once() -> None:
+    """A closed call has the parameters of the modules inside, however often they are called."""
+    net = Net(
+        lambda net, x: net.inner(x), inner=Net(lambda inner, x: inner.cell(inner.cell(inner.cell(x))), cell=linear())
+    )
+    view = collapse(capture_graph(net, X), 1)
+    assert [node.parameters for node in view.module_calls()] == [20] == [view.parameters]
+
+
+def test_one_name_or_kind_instead_of_several() -> None:
+    """A single name or kind is meant as a whole, and a kind that does not exist is refused."""
+    graph = capture_graph(Net(lambda _, x: x.t().transpose(0, 1).relu()), X)
+    assert [node.name for node in hide(graph, "transpose").nodes if node.kind == "op"] == ["t", "relu"]
+    assert without(graph, "output") == without(graph, ["output"])
+    with pytest.raises(ArgumentError, match=r"there are nodes of the kinds module, op, .*; got 'params'"):
+        without(graph, ["params"])  # type: ignore[list-item]  # that is the point
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are in use all the same
+def test_a_scripted_model_joins_its_input_with_its_output() -> None:
+    """A model that TorchScript runs as a whole is one node between its input and its output."""
+    net: Any = torch.jit.script(nn.Sequential(linear(), nn.ReLU()))
+    ops = [node.name for node in capture_graph(net, X).nodes if node.kind == "op"]
+    view = capture_graph(net, X)
+    (output,) = (node for node in view.nodes if node.kind == "output")
+    assert ops
+    assert {view[edge.source].kind for edge in view.into(output)} == {"op"}
+
+
+MISTAKEN: Any = {"class": nn.Linear, "function": abs, "model": nn.ReLU(), "styler class": GraphvizStyler}
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: draw(MISTAKEN["class"], X), "a model is an nn.Module, got the class Linear: make a model of it first"),
+        (lambda: record(MISTAKEN["function"], input_data=X), "a model is an nn.Module, got <built-in function abs>"),
+        (
+            lambda: GraphvizRenderer(MISTAKEN["model"]),
+            "what is rendered is a Graph, as of record.. or a view, got ReLU",
+        ),
+        (
+            lambda: GraphvizRenderer(capture_graph(nn.ReLU(), X), MISTAKEN["styler class"]),
+            "styler must be an instance of GraphvizStyler, got <class",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call: Any, told: str) -> None:
+    """What is no model, no graph or no styler is refused by that name."""
+    assert issubclass(GraphvizRenderer, BaseRenderer)
+    with pytest.raises(ArgumentError, match=told):
+        call()
