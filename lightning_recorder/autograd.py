@@ -12,17 +12,19 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import Node
-from torch.nn.parameter import is_lazy
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recorder.errors import RecordingError
+from lightning_recorder.storage import is_uninitialized
 
 __all__ = [
     "CALL_OF_FUNCTION",
     "CALL_OF_MODULE",
     "LEAF_NUMBER",
+    "address_of",
     "current_function_mode",
     "fake_mode",
     "function_behind",
@@ -135,6 +137,15 @@ def fake_mode() -> Any:
         raise RecordingError(f"this torch has no fake tensors: {error}; record without device='meta'") from error
     # What a module keeps in plain attributes is real, and becomes fake where it is used.
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def address_of(storage: UntypedStorage) -> int:
+    """The address by which torch knows a piece of memory, the one that a weak reference to it has.
+
+    Fallback: that of such a reference, which takes several times as long to make.
+    """
+    address = getattr(storage, "_cdata", None)
+    return StorageWeakRef(storage).cdata if address is None else int(address)
 
 
 def current_function_mode() -> object:
@@ -277,6 +288,6 @@ def version_of(tensor: Tensor) -> int | None:
     Fallback: ``None``, and what writes into a tensor is told by its name alone.
     """
     try:
-        return None if is_lazy(tensor) else tensor._version
+        return None if is_uninitialized(tensor) else tensor._version
     except (RuntimeError, AttributeError):
         return None

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from lightning_recorder.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
-__all__ = ["ModuleState", "is_uninitialized", "own_copies", "same_gradients", "same_random_numbers"]
+__all__ = ["ModuleState", "own_copies", "same_gradients", "same_random_numbers"]
 
 
 class ModuleState:
@@ -136,11 +136,6 @@ def _identities(container: Any) -> list[int]:
 
 def _is_lazy(module: nn.Module) -> bool:
     return any(map(is_uninitialized, (*module._parameters.values(), *module._buffers.values())))
-
-
-def is_uninitialized(value: object) -> bool:
-    """Whether this is a parameter or buffer of a lazy module that has no shape yet."""
-    return isinstance(value, Tensor) and is_lazy(value)
 
 
 def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:

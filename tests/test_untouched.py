@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.untouched import ModuleState, is_uninitialized, own_copies, same_gradients, same_random_numbers
+from lightning_recorder.storage import is_uninitialized
+from lightning_recorder.untouched import ModuleState, own_copies, same_gradients, same_random_numbers
 
 
 class Part(nn.Module):

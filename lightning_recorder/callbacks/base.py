@@ -127,5 +127,6 @@ class RecorderCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # A sink holds open files and the trainer's loggers; whoever copies or sends the callback gets one that has not
         # begun.
-        # Lightning hangs the model's log method on it, and with it the model.
-        return {**{key: value for key, value in self.__dict__.items() if key != "log"}, "_sink": None}
+        # Lightning hangs two methods of the model on it, and with them the model.
+        own = {key: value for key, value in self.__dict__.items() if key not in ("log", "log_dict")}
+        return {**own, "_sink": None}

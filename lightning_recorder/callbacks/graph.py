@@ -16,7 +16,6 @@ from lightning_recorder.errors import ArgumentError, RenderError, check_integer,
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphPicture, GraphvizStyler, record
 from lightning_recorder.graph.graphviz import check_direction
 from lightning_recorder.sinks import Image, Sink
-from lightning_recorder.stance import EagerStance
 
 __all__ = ["GraphRecorder"]
 
@@ -109,7 +108,6 @@ class GraphRecorder(RecorderCallback):
         self._directory: Path | None = None
         self._capture: GraphCapture | None = None
         self._picture: GraphPicture | None = None
-        self._stance = EagerStance()
         self._step = 0
         self._waiting = False
         self._recorded = False
@@ -194,17 +192,12 @@ class GraphRecorder(RecorderCallback):
                 "leave stage at 'train', which needs no example"
             )
         example = pl_module.transfer_batch_to_device(example, pl_module.device, 0)
-        self._stance.hold()
-        try:
-            with trainer.precision_plugin.forward_context():
-                self._keep(trainer, record(pl_module, input_data=example))
-        finally:
-            self._stance.release()
+        with trainer.precision_plugin.forward_context():
+            self._keep(trainer, record(pl_module, input_data=example))
 
     def _start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, scope: str) -> None:
         if self._waiting:
             self._step = logged_step(trainer)
-            self._stance.hold()
             self._capture = GraphCapture(pl_module, batch, name="batch", scope=scope)
             self._capture.__enter__()
 
@@ -259,11 +252,8 @@ class GraphRecorder(RecorderCallback):
 
     def _leave_capture(self, exception: Exception | None = None) -> None:
         capture, self._capture = self._capture, None
-        try:
-            if capture is not None:
-                capture.__exit__(type(exception) if exception else None, exception, None)
-        finally:
-            self._stance.release()
+        if capture is not None:
+            capture.__exit__(type(exception) if exception else None, exception, None)
 
     # What becomes of it.
 
@@ -317,7 +307,6 @@ class GraphRecorder(RecorderCallback):
             **super().__getstate__(),
             "_capture": None,
             "_picture": None,
-            "_stance": EagerStance(),
             "_waiting": False,
         }
 

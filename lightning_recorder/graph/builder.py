@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from lightning_recorder.graph.draft import Draft
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
-from lightning_recorder.graph.provenance import is_lazy
+from lightning_recorder.graph.scopes import Scopes
+from lightning_recorder.storage import is_uninitialized
 
-__all__ = ["Draft", "GraphBuilder", "meta_of", "metas_of"]
+__all__ = ["GraphBuilder", "meta_of", "metas_of"]
 
 _REENTRANT = "CheckpointFunctionBackward"
-
-
-@dataclass(slots=True)
-class Draft:
-    """A node that may still change; see :class:`Node`.
-
-    A recording makes few objects that Python's garbage collector has to go through: with ten for each function the
-    collections alone took as long as the recording.
-    """
-
-    kind: Kind
-    name: str
-    parent: int | None
-    depth: int
-    type_name: str = ""
-    call: int = 1
-    outputs: tuple[TensorMeta, ...] = ()
-    parameters: int = 0
-    autograd: tuple[str, ...] = ()
-    failed: bool = False
-    source: str = ""
-    duration_ms: float | None = None
+_FIELDS = tuple(each.name for each in fields(Draft))
 
 
 class GraphBuilder:
@@ -70,11 +50,20 @@ class GraphBuilder:
         """Whether a tensor goes from one node into another."""
         return (source, target) in self._edges
 
-    def reached_by_gradient(self, start: int) -> set[int]:
-        """The nodes to which the gradient of a backward pass gets: from what it starts at back to the leaves."""
+    def sources(self) -> dict[int, list[int]]:
+        """Of each node those from which tensors go into it."""
         before: dict[int, list[int]] = {}
         for source, target in self._edges:
             before.setdefault(target, []).append(source)
+        return before
+
+    def reached_by_gradient(self, start: int, before: Mapping[int, list[int]]) -> set[int]:
+        """The nodes to which the gradient of a backward pass gets: from what it starts at back to the leaves.
+
+        Args:
+            start: The node of the backward pass.
+            before: :meth:`sources`.
+        """
         found = {(start, False)}
         todo = list(found)
         while todo:
@@ -91,139 +80,13 @@ class GraphBuilder:
 
     def finish(self, scope: str, parameters: int) -> Graph:
         """The graph as it is now."""
-        scopes = _Scopes(self.nodes, self._edges, scope).named()
+        scopes = Scopes(self.nodes, self._edges, scope).named()
         nodes = tuple(
-            Node(
-                number,
-                draft.kind,
-                draft.name,
-                draft.parent,
-                draft.depth,
-                draft.type_name,
-                draft.call,
-                draft.outputs,
-                draft.parameters,
-                draft.autograd,
-                scopes.get(number, ""),
-                draft.failed,
-                draft.source,
-                draft.duration_ms,
-            )
+            Node(number, scope=scopes.get(number, ""), **{name: getattr(draft, name) for name in _FIELDS})
             for number, draft in enumerate(self.nodes)
         )
         edges = (Edge(*ends, times, self._first[ends]) for ends, times in self._edges.items())
         return Graph(nodes, tuple(edges), scope, parameters)
-
-
-class _Scopes:
-    """The parts of a training step: what leads to each backward pass, and what of that is the loss."""
-
-    def __init__(self, nodes: list[Draft], edges: Iterable[tuple[int, int]], scope: str) -> None:
-        self._nodes = nodes
-        self._edges = edges
-        self._scope = scope
-
-    def named(self) -> dict[int, str]:
-        """The scope of each node but the root; of none where there is no backward pass."""
-        passes = [number for number, node in enumerate(self._nodes) if _is_backward(node)]
-        if not passes:
-            return {}
-        leading = self._leading()
-        loss = self._loss(leading)
-        ends = self._ends(passes, leading)
-        named: dict[int, str] = {}
-        turn = 0
-        for number, node in enumerate(self._nodes):
-            if node.parent is None:
-                continue
-            turn += turn < len(ends) and number > ends[turn]
-            own = "loss" if number in loss else self._scope
-            # What lies in a call belongs to what the call belongs to, though a backward pass may lie in between.
-            named[number] = named.get(node.parent) or (f"{own} {turn + 1}" if turn else own)
-        return named
-
-    def _leading(self) -> set[int]:
-        """What leads to a backward pass, by what it gives or by something inside it."""
-        targets: dict[int, list[int]] = {}
-        for source, target in self._edges:
-            targets.setdefault(source, []).append(target)
-        found: set[int] = set()
-        # What uses a tensor comes after what gave it, so going backwards it is decided before.
-        for number in range(len(self._nodes) - 1, -1, -1):
-            node = self._nodes[number]
-            if number in found or _is_backward(node) or any(target in found for target in targets.get(number, ())):
-                found.add(number)
-                if node.parent is not None and not _is_backward(node):
-                    found.add(node.parent)
-        return found
-
-    def _ends(self, passes: list[int], leading: set[int]) -> list[int]:
-        """The last node of each part but the last: a backward pass or a step, behind which another loss is computed."""
-        ends = []
-        for one, other in pairwise(passes):
-            end = max(number for number in range(one, other) if _is_boundary(self._nodes[number]))
-            if any(number in leading for number in range(end + 1, other)):
-                ends.append(end)
-        return ends
-
-    def _loss(self, leading: set[int]) -> set[int]:
-        """What lies between the last layer with parameters and a backward pass, with all that it holds."""
-        place: dict[int, int] = {}  # of each node the one directly in the root in which it lies
-        layers: set[int] = set()
-        for number, node in enumerate(self._nodes):
-            if node.parent is not None:
-                place[number] = place.get(node.parent, number)
-                # A buffer makes no layer: weights of classes are one.
-                if node.kind == "parameter" or node.parameters:
-                    layers.add(place[number])
-        layers |= self._layers_of_the_root()
-        targets: dict[int, set[int]] = {}
-        for source, target in self._edges:
-            if target in leading and place[source] != place[target]:
-                targets.setdefault(place[source], set()).add(place[target])
-        found: set[int] = set()
-        for number in sorted(set(place.values()), reverse=True):
-            node, following = self._nodes[number], targets.get(number)
-            behind = node.kind in ("op", "module") and number not in layers and following and following <= found
-            if _is_backward(node) or behind:
-                found.add(number)
-        trained = {place[number] for number in self._trained()}
-        # What is made of the targets alone, before they meet what the model gave, is no loss yet.
-        found = found & trained or found
-        return {number for number, root in place.items() if root in found and not _is_backward(self._nodes[root])}
-
-    def _trained(self) -> set[int]:
-        """What was computed with a parameter."""
-        targets: dict[int, list[int]] = {}
-        for source, target in self._edges:
-            targets.setdefault(source, []).append(target)
-        todo = [number for number, node in enumerate(self._nodes) if node.kind == "parameter"]
-        found = set(todo)
-        while todo:
-            new = [target for target in targets.get(todo.pop(), ()) if target not in found]
-            found.update(new)
-            todo.extend(new)
-        return found
-
-    def _layers_of_the_root(self) -> set[int]:
-        """The functions directly in the root that join a parameter with another tensor, but for scaled losses."""
-        kinds: dict[int, set[bool]] = {}
-        for source, target in self._edges:
-            kinds.setdefault(target, set()).add(self._nodes[source].kind == "parameter")
-        # What takes parameters alone is their norm, say, which is added to the loss.
-        return {number for number, both in kinds.items() if len(both) == 2 and _is_large(self._nodes[number])}
-
-
-def _is_large(node: Draft) -> bool:
-    return node.parent == 0 and node.kind == "op" and any(meta.shape for meta in node.outputs)
-
-
-def _is_backward(node: Draft) -> bool:
-    return node.kind == "backward" and node.name == "backward"
-
-
-def _is_boundary(node: Draft) -> bool:
-    return node.kind == "optimizer" or _is_backward(node)
 
 
 def meta_of(tensor: Tensor) -> TensorMeta:
@@ -251,7 +114,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     if type(tensor) is Tensor and not tensor.is_nested:
         return tuple(tensor.shape)
     try:
-        sizes = () if is_lazy(tensor) else tuple(tensor.shape)
+        sizes = () if is_uninitialized(tensor) else tuple(tensor.shape)
     except (RuntimeError, TypeError):
         return ()
     # Of a nested tensor some sizes are no numbers, nor are symbols, which would be fixed by being asked for one.

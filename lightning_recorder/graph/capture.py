@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +81,8 @@ class GraphCapture:
         times: bool = False,
     ) -> None:
         self._is_compiled = any(type(each).__name__ == "OptimizedModule" for each in module.modules())
-        while (name_of_inner := _WRAPPERS.get(type(module).__name__)) is not None:
-            module = cast(nn.Module, getattr(module, name_of_inner))
+        while isinstance(inner := getattr(module, _WRAPPERS.get(type(module).__name__, ""), None), nn.Module):
+            module = inner
         self.module = module
         self._scope = scope
         self._recording = Recording(module, times=times)
@@ -111,27 +111,27 @@ class GraphCapture:
 
     def _begin(self) -> None:
         self._recording.name_modules(self.module)
-        self._handles = [*self._put_on_hooks(), register_optimizer_step_post_hook(self._after_step)]
+        for handle in self._put_on_hooks():
+            # One by one, so that those before one that fails come off again.
+            self._handles.append(handle)
 
-    def _put_on_hooks(self) -> list[RemovableHandle]:
+    def _put_on_hooks(self) -> Iterator[RemovableHandle]:
         """Hooks on all modules of the process, of which this thread's calls are taken.
 
         They are on no module itself: it may be copied, pickled or scripted meanwhile, TorchScript modules are seen too,
         and fused modules, which look for hooks on themselves, stay on their path. torch warns of such hooks where a
         compiled module is called, so a model that has one gets a hook on each of its modules instead.
         """
+        yield register_optimizer_step_post_hook(self._after_step)
         if not self._is_compiled:
-            return [
-                register_module_forward_pre_hook(self._before_call),
-                register_module_forward_hook(self._after_call, with_kwargs=True, always_call=True),
-            ]
-        handles = []
+            yield register_module_forward_pre_hook(self._before_call)
+            yield register_module_forward_hook(self._after_call, with_kwargs=True, always_call=True)
+            return
         for name, each in named_submodules(self.module).items():
             if name and not isinstance(each, torch.jit.ScriptModule):
-                handles.append(each.register_forward_pre_hook(_CaptureHook(self._before_call)))
+                yield each.register_forward_pre_hook(_CaptureHook(self._before_call))
                 after = _CaptureHook(self._after_call)
-                handles.append(each.register_forward_hook(after, with_kwargs=True, always_call=True))
-        return handles
+                yield each.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -150,7 +150,7 @@ class GraphCapture:
     def stop(self) -> None:
         """See nothing any more, though the hooks stay on until the context is left."""
         if self._active:
-            self._guarded(self._recording.leave_custom)
+            self._guarded(self._recording.stop)
         self._active = False
         self._recording.forget()
 
@@ -169,7 +169,7 @@ class GraphCapture:
 
     def graph(self) -> Graph:
         """What was recorded so far."""
-        return self._recording.finish(self._scope, self.module.parameters())
+        return self._recording.finish(self._scope)
 
     # What the mode and the hooks call.
 

@@ -196,11 +196,7 @@ def draw(
     if isinstance(model, Graph):
         graph = replace(model, name=graph_name or model.name)
     else:
-        if input_data is not None and input_size is not None:
-            raise ArgumentError("give either input_size or input_data, got both")
-        if input_data is None and input_size is None and input_kwargs is None:
-            raise ArgumentError("give either input_size or input_data, got neither")
-        sizes = None if input_size is None else shapes_in(input_size, "input_size")
+        sizes = _sizes(input_size, input_data, input_kwargs)
         graph = record(
             model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode
         )
@@ -215,6 +211,17 @@ def draw(
     styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none")
     renderer = GraphvizRenderer(view, styler, direction=graph_dir, frames=expand_nested, legend=legend)
     return Drawing(graph, view, renderer.render())
+
+
+def _sizes(input_size: Any, input_data: Any, input_kwargs: Mapping[str, Any] | None) -> Any:
+    """The shapes of the inputs, if they are to be made up."""
+    if input_size is None:
+        if input_data is None and input_kwargs is None:
+            raise ArgumentError("give either input_size or input_data, got neither")
+        return None
+    if input_data is not None:
+        raise ArgumentError("give either input_size or input_data, got both")
+    return shapes_in(input_size, "input_size")
 
 
 def _write(dot: Digraph, path: Path, timeout_s: float = 60.0) -> Path:

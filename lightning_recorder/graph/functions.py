@@ -10,7 +10,10 @@ from torch import Tensor
 from lightning_recorder.autograd import version_of
 from lightning_recorder.structure import iter_tensors
 
-__all__ = ["function_name", "tensors_in", "versions", "writes"]
+__all__ = ["Versions", "function_name", "tensors_in", "versions", "writes"]
+
+Versions = list[tuple[Tensor, int | None]]
+"""Tensors that a function takes, with the number of times that each was written to before."""
 
 # What is no container; asked for each argument of each function.
 _PLAIN = (type(None), bool, int, float, str, complex)
@@ -56,6 +59,6 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, int | None]]:
+def versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Versions:
     """The tensors that a function takes, with the number of times that each was written to."""
     return [(tensor, version_of(tensor)) for tensor in tensors_in((*args, *kwargs.values()))]

@@ -25,9 +25,10 @@ class ModelNames:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        # By their ids, which are used again when a module is gone: hence the references.
+        # By their ids, which are used again when a module or a tensor is gone: hence the references.
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._tensors: dict[int, tuple[Kind, str, int]] = {}
+        self._tensors: dict[int, tuple[weakref.ref[Tensor], tuple[Kind, str, int]]] = {}
+        self._counts: dict[str, int] = {}
         for name, each in named_submodules(root).items():
             self._introduce(name, each)
         for name, each in list(_in_plain_containers(root)):
@@ -50,7 +51,8 @@ class ModelNames:
 
     def tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
         """Whether a tensor is a parameter or a buffer, its name, and the id of the module that owns it."""
-        return self._tensors.get(id(tensor))
+        reference, known = self._tensors.get(id(tensor), (None, None))
+        return known if reference is not None and reference() is tensor else None
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -60,20 +62,22 @@ class ModelNames:
     def _introduce(self, name: str, module: nn.Module) -> None:
         """Know a module and its own tensors by their names."""
         self._names[id(module)] = weakref.ref(module), name
-        for kind, tensors in (
+        self._counts.setdefault(name, 1)
+        own: list[tuple[Kind, Iterable[tuple[str, Tensor]]]] = [
             ("parameter", module.named_parameters(name, False)),
             ("buffer", module.named_buffers(name, False)),
-        ):
+        ]
+        for kind, tensors in own:
             for path, tensor in tensors:
-                self._tensors.setdefault(id(tensor), (kind, path, id(module)))  # type: ignore[arg-type]  # a Kind
+                if self.tensor(tensor) is None:
+                    self._tensors[id(tensor)] = weakref.ref(tensor), (kind, path, id(module))
 
     def _welcome(self, name: str, module: nn.Module) -> None:
         """Know a module that is not registered, and its submodules, under a name that no other has."""
-        taken = {each for _, each in self._names.values()}
-        unique, number = name, 1
-        while unique in taken:
-            number += 1
-            unique = f"{name}#{number}"
+        unique = name
+        while unique in self._counts:
+            self._counts[name] += 1
+            unique = f"{name}#{self._counts[name]}"
         for path, each in named_submodules(module).items():
             if self.of(each) is None:
                 self._introduce(f"{unique}.{path}" if path else unique, each)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_recorder.errors import RenderError
 from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, GraphvizStyler
-from lightning_recorder.graph.layout import Layout, find_renderer
+from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.views import fit
 
@@ -107,6 +107,6 @@ class GraphPicture:
             self._result = layout.finish(wait_s)
         except RenderError as error:
             self._result = error
-            if self._budgets and not last and time.monotonic() < self._deadline and find_renderer() is not None:
+            if self._budgets and not last and time.monotonic() < self._deadline:
                 self.note = f"it shows no more than {self._budgets[0]} nodes, since with more: {error}"
                 self._try_next()

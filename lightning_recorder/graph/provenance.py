@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_recorder.autograd import unwrapped
+from lightning_recorder.autograd import address_of, unwrapped
+from lightning_recorder.storage import storage_of
 
-__all__ = ["Provenance", "is_lazy"]
+__all__ = ["Provenance"]
 
 
 _SWEEP_AFTER = 16  # storages
@@ -49,11 +50,12 @@ class Provenance:
         self._time += 1
         known = self._tensors[id(tensor)] = _Known(tensor)
         known.node, known.time = node, self._time
-        storage = _storage(tensor)
-        if storage is not None and (wrote or storage.cdata not in self._storages):
-            self._storages[storage.cdata] = storage
-            self._writers[storage.cdata] = node, self._time
-            self._young.append(storage.cdata)
+        storage = storage_of(unwrapped(tensor))
+        if storage is not None and (wrote or address_of(storage) not in self._storages):
+            address = address_of(storage)
+            self._storages[address] = StorageWeakRef(storage)
+            self._writers[address] = node, self._time
+            self._young.append(address)
             if len(self._young) >= 2 * _SWEEP_AFTER:
                 self._sweep()
 
@@ -89,8 +91,8 @@ class Provenance:
             known = None
         if known is None and own:
             return None
-        storage = _storage(tensor)
-        writer = None if storage is None else self._writers.get(storage.cdata)
+        storage = storage_of(unwrapped(tensor))
+        writer = None if storage is None else self._writers.get(address_of(storage))
         if known is None:
             return None if writer is None else writer[0]
         return known.node if writer is None or writer[1] <= known.time else writer[0]
@@ -100,18 +102,3 @@ class Provenance:
         self._tensors.clear()
         self._storages.clear()
         self._writers.clear()
-
-
-def _storage(tensor: Tensor) -> StorageWeakRef | None:
-    try:
-        return None if is_lazy(tensor) else StorageWeakRef(unwrapped(tensor).untyped_storage())
-    except (NotImplementedError, RuntimeError):  # of torch: sparse tensors have none
-        return None
-
-
-def is_lazy(tensor: Tensor) -> bool:
-    """Whether the tensor is a parameter or buffer of a lazy module that has no shape yet."""
-    return type(tensor) not in _WITH_VALUES and bool(nn.parameter.is_lazy(tensor))
-
-
-_WITH_VALUES = (Tensor, nn.Parameter)

@@ -15,8 +15,9 @@ from lightning_recorder.errors import ArgumentError, ForwardError
 from lightning_recorder.graph.capture import capture_graph
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.inputs import arguments, make_inputs
+from lightning_recorder.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
-from lightning_recorder.untouched import ModuleState, is_uninitialized, own_copies, same_gradients, same_random_numbers
+from lightning_recorder.untouched import ModuleState, own_copies, same_gradients, same_random_numbers
 
 __all__ = ["record"]
 
@@ -34,7 +35,7 @@ def record(
 ) -> Graph:
     """Run a model once and give the graph of the run, all of it.
 
-    Nothing is changed, whether or not the model raises: train flags, buffers such as those of batch norm, attributes,
+    It leaves no trace, whether or not the model raises: train flags, buffers such as those of batch norm, attributes,
     random numbers, devices, ``requires_grad`` and gradients of parameters and inputs stay as they were. While the model
     runs, its parameters have no gradients.
 
@@ -57,7 +58,9 @@ def record(
         ForwardError: From the model's own error; names the module that raised it and has the graph up to there.
 
     Note:
-        A lazy module that has no shape yet is given one by the run and keeps it.
+        A lazy module that has no shape yet is given one by the run and keeps it. Not put back is what the model writes
+        into the values of its own parameters, into NumPy arrays, and into objects of classes that are neither torch's
+        nor Python's containers.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
@@ -65,14 +68,7 @@ def record(
         >>> [(node.name, str(node.outputs[0])) for node in graph.module_calls()]
         [('0', '2×8'), ('1', '2×8')]
     """
-    if device not in (None, "meta"):
-        raise ArgumentError(f"device is 'meta', or None to run the model where it is; got {device!r}")
-    given: object = net
-    if not isinstance(given, nn.Module):
-        called = f"the class {given.__name__}: make a model of it first" if isinstance(given, type) else repr(given)
-        raise ArgumentError(f"a model is an nn.Module, got {called}")
-    if mode not in (None, "train", "eval"):
-        raise ArgumentError(f"mode is 'train', 'eval' or None for that of each module, got {mode!r}")
+    _check(net, device, mode)
     fake = fake_mode() if device else None
     # Inside it what is made from shapes takes no memory.
     with fake or nullcontext():
@@ -89,6 +85,17 @@ def record(
     if name:
         graph = replace(graph, name=name)
     return graph
+
+
+def _check(net: object, device: object, mode: object) -> None:
+    """Refuse what cannot be recorded at all, or in no such way."""
+    if not isinstance(net, nn.Module):
+        called = f"the class {net.__name__}: make a model of it first" if isinstance(net, type) else repr(net)
+        raise ArgumentError(f"a model is an nn.Module, got {called}")
+    if device not in (None, "meta"):
+        raise ArgumentError(f"device is 'meta', or None to run the model where it is; got {device!r}")
+    if mode not in (None, "train", "eval"):
+        raise ArgumentError(f"mode is 'train', 'eval' or None for that of each module, got {mode!r}")
 
 
 def _arguments(

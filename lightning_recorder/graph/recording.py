@@ -5,53 +5,29 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.autograd import function_behind, is_view, sequence_number, unwrapped, version_of
+from lightning_recorder.autograd import is_view, unwrapped, version_of
 from lightning_recorder.graph.builder import GraphBuilder, meta_of, metas_of
-from lightning_recorder.graph.caller import CustomCall, find_caller
-from lightning_recorder.graph.functions import function_name, tensors_in, writes
-from lightning_recorder.graph.model import Graph, Kind, TensorMeta
+from lightning_recorder.graph.caller import find_caller
+from lightning_recorder.graph.functions import Versions, function_name, tensors_in, writes
+from lightning_recorder.graph.model import Graph, TensorMeta
 from lightning_recorder.graph.modules import ModelNames
-from lightning_recorder.graph.ownership import AutogradOwners
-from lightning_recorder.graph.provenance import Provenance, is_lazy
+from lightning_recorder.graph.origins import IGNORED, Call, TensorOrigins
+from lightning_recorder.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
-__all__ = ["Recording", "Versions", "is_fused", "is_opaque"]
+__all__ = ["Recording", "is_fused", "is_opaque"]
 
 # In eval mode these compute everything in one fused function, unless a function mode is on: then they take another way,
 # whose last bits, and rows of padding, differ. So the mode is taken off while one of them runs.
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 _GRADIENT = cast(Any, Tensor.grad).__get__
-
-_IGNORED = -1
-"""In place of a node's id: a tensor that is followed no further, such as a gradient on its way to the optimiser."""
-
-Versions = list[tuple[Tensor, int | None]]
-"""Tensors that a function takes, with the number of times that each was written to before."""
-
-
-@dataclass
-class _Call:
-    """A module call that is going on."""
-
-    node: int
-    module: nn.Module | None
-    start_s: float = 0.0
-
-
-@dataclass
-class _CustomNode:
-    """A call of an ``autograd.Function`` that is going on, or was a moment ago: nobody tells when it ends."""
-
-    node: int
-    call: CustomCall
-    results: list[weakref.ref[Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -78,32 +54,31 @@ class Recording:
     def __init__(self, root: nn.Module, *, times: bool = False) -> None:
         self._times = times
         self._builder = GraphBuilder()
+        self._calls = [Call(self._builder.add("module", "", None), root)]
+        self._origins = TensorOrigins(self._builder, self._calls)
         self._counts: dict[str, int] = {}
-        self._names: ModelNames | None = None
-        self._provenance = Provenance()
-        self._owners = AutogradOwners()
-        self._custom: _CustomNode | None = None
-        self._customs: dict[int, int] = {}
         self._failure: _Failure | int | None = None  # or the node of one that is there already
         self._stepped: dict[int, int] = {}
-        node = self._builder.add("module", "", None)
-        self._describe(node, root)
-        self._calls = [_Call(node, root)]
+        self._describe(0, root)
 
     def name_modules(self, root: nn.Module) -> None:
         """Know the modules and tensors of the model by their names from now on."""
-        self._names = ModelNames(root)
+        self._origins.names = ModelNames(root)
+
+    def stop(self) -> None:
+        """Say of the last call what it gave, if it is one of the user's own."""
+        self._origins.leave_custom()
 
     def forget(self) -> None:
         """Know nothing any more of the tensors and modules that were met."""
-        self._custom = None
-        self._provenance.clear()
-        if self._names is not None:
-            self._names.clear()
+        self._origins.forget()
 
-    def finish(self, scope: str, parameters: Iterable[Tensor]) -> Graph:
+    def finish(self, scope: str) -> Graph:
         """The graph so far."""
-        return self._builder.finish(scope, _parameters(parameters))
+        root = self._calls[0].module
+        # A shared one counts once.
+        parameters = {id(each): each for module in root.modules() for each in _own(module)}
+        return self._builder.finish(scope, _parameters(parameters.values()))
 
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Tensors that are fed to the model, each named by its path."""
@@ -112,32 +87,33 @@ class Recording:
             # A tensor that is given twice, as tokens that are their own labels, is one input.
             if id(tensor) not in given:
                 given[id(tensor)] = tensor
-                self._provenance.bind(tensor, self._builder.add("input", path, 0, (meta_of(tensor),)))
+                self._origins.bind(tensor, self._builder.add("input", path, 0, (meta_of(tensor),)))
 
     def note_outputs(self, outputs: Any, name: str) -> None:
         """Tensors that the model has given back, each named by its path."""
-        self.leave_custom()
+        self._origins.leave_custom()
         for path, tensor in iter_tensors(outputs, name):
-            origin = self._origin(tensor)
-            self._connect(origin, self._builder.add("output", path, 0, (meta_of(tensor),)), meta_of(tensor))
+            origin = self._origins.of(tensor)
+            self._origins.connect(origin, self._builder.add("output", path, 0, (meta_of(tensor),)), meta_of(tensor))
 
     # Calls of modules.
 
     def enter_call(self, module: nn.Module) -> None:
         """A module is called."""
-        self.leave_custom()
+        self._origins.leave_custom()
         self._failure = None
         caller = find_caller()
-        name = None if self._names is None else self._names.of(module)
-        if name is None and self._names is not None and not caller.trainer:
-            name = self._names.of_stranger(module)
+        names = self._origins.names
+        name = None if names is None else names.of(module)
+        if name is None and names is not None and not caller.trainer:
+            name = names.of_stranger(module)
         if name is None:
             return
         self._counts[name] = self._counts.get(name, 0) + 1
         node = self._builder.add("module", name, self._calls[-1].node, source=caller.source)
         self._describe(node, module)
         self._builder.nodes[node].call = self._counts[name]
-        self._calls.append(_Call(node, module, time.perf_counter() if self._times else 0.0))
+        self._calls.append(Call(node, module, time.perf_counter() if self._times else 0.0))
 
     def _describe(self, node: int, module: nn.Module) -> None:
         draft = self._builder.nodes[node]
@@ -153,7 +129,7 @@ class Recording:
             output: What it gave.
             failed: Whether it raised.
         """
-        self.leave_custom()
+        self._origins.leave_custom()
         place = next((at for at in range(len(self._calls) - 1, 0, -1) if self._calls[at].module is module), None)
         if place is None:
             return
@@ -185,15 +161,16 @@ class Recording:
         self, call: int, module: nn.Module, taken: list[Tensor], given: list[Tensor], *, empty: bool = False
     ) -> None:
         """A node for what a call gave unseen: computed by a fused function, by TorchScript, outside of torch."""
-        passed = [tensor for tensor in given if _is_among(tensor, taken)]
-        unseen = [tensor for tensor in given if not _is_among(tensor, taken) and self._known(tensor) is None]
+        took = set(map(id, taken))
+        passed = [tensor for tensor in given if id(tensor) in took]
+        unseen = [tensor for tensor in given if id(tensor) not in took and self._origins.known(tensor) is None]
         if unseen:
             whole = is_opaque(module)
-            used = list(module.parameters()) if whole else self._owners.sources(unseen)[0]
+            used = list(module.parameters()) if whole else self._origins.behind(unseen)
             if whole:
                 # No call of a submodule is seen that would own its part of them.
                 self._builder.nodes[call].parameters = _parameters(used)
-            taken = [*taken, *(tensor for tensor in used if not _is_among(tensor, taken))]
+            taken = [*taken, *(tensor for tensor in used if id(tensor) not in took)]
             self._note("fused" if is_fused(module) else "unseen", taken, unseen, (), of_model=True)
         elif empty and passed:
             self._note("identity", passed, passed, (), of_model=True)
@@ -215,21 +192,21 @@ class Recording:
         new = set(map(id, written))
         origins = [
             (
-                self._origin(tensor, settled=id(tensor) not in new and (differentiable or not is_view(tensor))),
+                self._origins.of(tensor, settled=id(tensor) not in new and (differentiable or not is_view(tensor))),
                 meta_of(tensor),
             )
             for tensor in inputs
         ]
-        if (caller.trainer and not of_model) or (origins and all(origin == _IGNORED for origin, _ in origins)):
-            passed = origins[0][0] if origins else _IGNORED
-            self._owners.claim(outputs, _IGNORED)
+        if (caller.trainer and not of_model) or (origins and all(origin == IGNORED for origin, _ in origins)):
+            passed = origins[0][0] if origins else IGNORED
+            self._origins.claim(outputs, IGNORED)
             for tensor in outputs:
-                self._provenance.bind(tensor, passed)
+                self._origins.bind(tensor, passed)
             return
         self._failure = None
-        inside = self._enter_custom(caller.custom, caller.source) if caller.custom is not None else None
+        inside = self._origins.enter_custom(caller.custom, caller.source) if caller.custom is not None else None
         if inside is None:
-            self.leave_custom()
+            self._origins.leave_custom()
             # What assigns to an index gives nothing but what it wrote into.
             given = metas_of(outputs or written)
             node = self._builder.add("op", name, self._calls[-1].node, given, caller.source)
@@ -239,25 +216,12 @@ class Recording:
         for origin, meta in origins:
             # Inside a function of the user's its own results go nowhere, and what it was called with is known.
             if inside is None or (origin < node and not self._builder.is_connected(origin, node)):
-                self._connect(origin, node, meta)
-        self._claim([*outputs, *written], node)
+                self._origins.connect(origin, node, meta)
+        self._origins.claim([*outputs, *written], node)
         for tensor in outputs:
-            self._provenance.bind(tensor, node)
+            self._origins.bind(tensor, node)
         for tensor in written:
-            self._provenance.bind(tensor, node, wrote=True)
-
-    def _claim(self, tensors: Iterable[Tensor], node: int) -> None:
-        """Give a node what torch's backward graph has got behind some tensors."""
-        names = self._owners.claim(tensors, node)
-        if node >= 0:
-            self._builder.nodes[node].autograd += names
-
-    def _sources(self, tensors: Iterable[Tensor]) -> list[tuple[int, TensorMeta | None]]:
-        """What went into tensors whose computing nobody saw, as torch's backward graph tells it."""
-        leaves, owners = self._owners.sources(tensors)
-        found = [(self._origin(leaf), meta_of(leaf)) for leaf in leaves]
-        # Which of its results went there is not known.
-        return [*((owner, next(iter(self._builder.nodes[owner].outputs), None)) for owner in owners), *found]
+            self._origins.bind(tensor, node, wrote=True)
 
     def note_function(self, func: Any, before: Versions, result: Any, inplace: bool) -> None:
         """A function of torch was computed.
@@ -270,7 +234,7 @@ class Recording:
         """
         if func == _GRADIENT:
             if result is not None:
-                self._provenance.bind(result, _IGNORED)
+                self._origins.bind(result, IGNORED)
             return
         inputs = [tensor for tensor, _ in before]
         outputs = tensors_in([result])
@@ -287,23 +251,23 @@ class Recording:
 
     def note_backward(self, losses: Any) -> int:
         """A backward pass begins; the answer is its node."""
-        self.leave_custom()
+        self._origins.leave_custom()
         node = self._builder.add("backward", "backward", 0, source=find_caller().source)
         for loss in tensors_in([losses]):
-            self._connect(self._origin(loss), node, meta_of(loss))
+            self._origins.connect(self._origins.of(loss), node, meta_of(loss))
         return node
 
     def note_grad(self, before: Versions, result: Any) -> None:
         """A backward pass that the model asks for itself, whose gradients it goes on with."""
-        self.leave_custom()
+        self._origins.leave_custom()
         gradients = tensors_in([result])
-        origins = [(self._origin(tensor), meta_of(tensor)) for tensor, _ in before]
+        origins = [(self._origins.of(tensor), meta_of(tensor)) for tensor, _ in before]
         node = self._builder.add("backward", "grad", self._calls[-1].node, metas_of(gradients), find_caller().source)
         for origin, meta in origins:
-            self._connect(origin, node, meta)
-        self._claim(gradients, node)
+            self._origins.connect(origin, node, meta)
+        self._origins.claim(gradients, node)
         for tensor in gradients:
-            self._provenance.bind(tensor, node)
+            self._origins.bind(tensor, node)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A step, behind the backward passes since the last one of the same optimiser that reach its parameters."""
@@ -312,120 +276,19 @@ class Recording:
         self._stepped[id(optimizer)] = len(nodes)
         passes = [number for number in range(start, len(nodes)) if nodes[number].kind == "backward"]
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        own = {known[1] for each in parameters if (known := self._model_tensor(each)) is not None}
+        own = {known[1] for each in parameters if (known := self._origins.model_tensor(each)) is not None}
+        before = self._builder.sources()
         reaching = [
             number
             for number in passes
             if any(
                 nodes[each].kind == "parameter" and nodes[each].name in own
-                for each in self._builder.reached_by_gradient(number)
+                for each in self._builder.reached_by_gradient(number, before)
             )
         ]
         node = self._builder.add("optimizer", type(optimizer).__name__, 0, source=find_caller().source)
         for number in reaching or passes[-1:]:
             self._builder.connect(number, node, None)
-
-    # Calls of an ``autograd.Function``, of which only what happens inside is seen.
-
-    def _enter_custom(self, call: CustomCall, source: str) -> _CustomNode:
-        """The node of the call in which a function was called, which may be a new one."""
-        last = self._custom
-        if last is not None and last.call.frame == call.frame and not call.new:
-            return last
-        self.leave_custom()
-        given = tensors_in([call.arguments])
-        origins = [(self._origin(tensor), meta_of(tensor)) for tensor in given]
-        node = self._builder.add("op", call.function.__name__, self._calls[-1].node, source=source)
-        for origin, meta in origins:
-            self._connect(origin, node, meta)
-        self._custom = _CustomNode(node, replace(call, arguments=None))
-        # Each of the nested calls has made a node of the backward graph before anything else.
-        self._customs[sequence_number() - call.depth + 1] = node
-        return self._custom
-
-    def leave_custom(self) -> None:
-        """Say of the last such call what it gave, now that something outside of it happens."""
-        left, self._custom = self._custom, None
-        if left is None:
-            return
-        alive = _distinct(tensor for reference in left.results if (tensor := reference()) is not None)
-        given = [tensor for tensor in alive if function_behind(tensor) is left.call.function] or alive[-1:]
-        if given:
-            self._builder.nodes[left.node].outputs = metas_of(given)
-        self._claim(given, left.node)
-
-    # Where tensors come from.
-
-    def _connect(self, source: int, target: int, meta: TensorMeta | None) -> None:
-        if source == _IGNORED:
-            return
-        draft = self._builder.nodes[source]
-        if meta is not None and not draft.outputs:
-            # A call of the user's own whose results were not seen inside it, or not as what comes out of a transform.
-            draft.outputs = (meta,)
-        self._builder.connect(source, target, meta)
-
-    def _origin(self, tensor: Tensor, *, settled: bool = True) -> int:
-        """The node that gave the tensor its values.
-
-        Args:
-            tensor: What is taken.
-            settled: Whether all of torch's backward graph behind the tensor is there because of this node.
-        """
-        known = self._known(tensor)
-        if known is None:
-            known = self._owners.of(tensor)
-            if known is not None:
-                self._add_result(tensor, known)
-            else:
-                known = self._add_unseen(tensor) if self._owners.is_new(tensor) else self._add_from_outside(tensor)
-        elif settled and self._owners.is_new(tensor):
-            # Made after the function was seen: around a call of the user's own, by a checkpoint, by a look at a view.
-            self._claim([tensor], known)
-        return known
-
-    def _known(self, tensor: Tensor) -> int | None:
-        """The node that gave the tensor its present values, as far as was seen."""
-        if is_lazy(tensor):
-            # It has neither a shape nor values yet; what is done to it is its making.
-            return _IGNORED
-        return self._provenance.of(tensor, own=self._model_tensor(tensor) is not None)
-
-    def _add_unseen(self, tensor: Tensor) -> int:
-        """A node for what computed a tensor where nobody looks, as its part of the backward graph tells it."""
-        function = function_behind(tensor)
-        if function is not None and (known := self._customs.get(self._owners.number(tensor) + 1)) is not None:
-            # Of this one something was seen inside, which is not what it gave.
-            self._claim([tensor], known)
-            self._add_result(tensor, known)
-            return known
-        name = function.__name__ if function is not None else "unseen"
-        sources = self._sources([tensor])
-        node = self._builder.add("op", name, self._calls[-1].node, (meta_of(tensor),))
-        for source, meta in sources:
-            self._connect(source, node, meta)
-        self._claim([tensor], node)
-        self._provenance.bind(tensor, node)
-        return node
-
-    def _add_result(self, tensor: Tensor, node: int) -> None:
-        """Say that a node gave a tensor, too, which was not seen when it did."""
-        if self._custom is not None and self._custom.node == node:
-            self._custom.results.append(weakref.ref(tensor))
-        elif node != _IGNORED:
-            self._builder.nodes[node].outputs += (meta_of(tensor),)
-        self._provenance.bind(tensor, node)
-
-    def _add_from_outside(self, tensor: Tensor) -> int:
-        kind, name, owner = self._model_tensor(tensor) or ("tensor", "", None)
-        around = (call.node for call in reversed(self._calls) if id(call.module) == owner)
-        parent = next(around, self._calls[-1].node)
-        node = self._builder.add(kind, name, parent, (meta_of(tensor),))
-        self._provenance.bind(tensor, node)
-        return node
-
-    def _model_tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
-        return None if self._names is None else self._names.tensor(tensor)
 
     # When the model raises.
 
@@ -439,19 +302,19 @@ class Recording:
         if caller.trainer:
             return
         if caller.custom is not None:
-            self._failure = self._enter_custom(caller.custom, caller.source).node
+            self._failure = self._origins.enter_custom(caller.custom, caller.source).node
         else:
-            origins = [(self._origin(tensor), meta_of(tensor)) for tensor, _ in before]
+            origins = [(self._origins.of(tensor), meta_of(tensor)) for tensor, _ in before]
             self._failure = _Failure(function_name(func), origins, self._calls[-1].node, caller.source)
 
     def note_failed(self, calls: int | None = None) -> None:
         """Mark the innermost calls, or all of them, as failed, with the function that raised in them."""
-        self.leave_custom()
+        self._origins.leave_custom()
         failure, self._failure = self._failure, None
         if isinstance(failure, _Failure):
             node = self._builder.add("op", failure.name, failure.parent, source=failure.source)
             for origin, meta in failure.origins:
-                self._connect(origin, node, meta)
+                self._origins.connect(origin, node, meta)
             failure = node
         if failure is not None:
             self._builder.nodes[failure].failed = True
@@ -461,7 +324,7 @@ class Recording:
 
 def _parameters(parameters: Iterable[Tensor]) -> int:
     """The number of elements, without parameters that have no shape yet."""
-    return sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
+    return sum(parameter.numel() for parameter in parameters if not is_uninitialized(parameter))
 
 
 def _own(module: nn.Module) -> Iterable[Tensor]:
@@ -486,13 +349,5 @@ def _arguments(inputs: Any) -> list[Tensor]:
     return tensors_in(part for each in inputs for part in (each.values() if isinstance(each, dict) else each))
 
 
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _is_among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
-    return any(tensor is other for other in others)
-
-
 def _is_inference(tensor: Tensor) -> bool:
-    return not is_lazy(tensor) and tensor.is_inference()
+    return not is_uninitialized(tensor) and tensor.is_inference()

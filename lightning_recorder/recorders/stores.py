@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError, check_integer, tell
 from lightning_recorder.reductions import Reduction
+from lightning_recorder.storage import storage_of
 
 __all__ = ["Budget", "Fold", "Metric", "Store", "make_store"]
 
@@ -341,10 +342,8 @@ def _nbytes_of(tensor: Tensor) -> int:
 
 
 def _is_part(value: Tensor) -> bool:
-    try:
-        return value.untyped_storage().nbytes() > value.nbytes
-    except (NotImplementedError, RuntimeError):  # a tensor without memory of its own, as a sparse one is
-        return False
+    storage = storage_of(value)
+    return storage is not None and storage.nbytes() > value.nbytes
 
 
 def _as_tensor(value: Any) -> Tensor:

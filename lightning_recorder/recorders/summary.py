@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import Self
 
 from lightning_recorder.recorders.calls import Call, CallWatch, Label, label_calls
+from lightning_recorder.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
-from lightning_recorder.untouched import ModuleState, is_uninitialized
+from lightning_recorder.untouched import ModuleState
 
 __all__ = ["Summary", "SummaryRow", "SummaryWatch"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -302,6 +303,31 @@ def test_a_resumed_run_is_not_recorded_again(tmp_path: Path) -> None:
     assert recorder.graph is not None
 
 
+def test_a_second_fit_is_recorded_like_the_first(tmp_path: Path) -> None:
+    """What the trainer's own logging computes is no part of the graph of a second fit either."""
+    recorder = GraphRecorder(formats=())
+    model, graphs = Classifier(), []
+    trainer = fit(model, tmp_path, [recorder], logger=False)
+    graphs.append(recorder.graph)
+    trainer.fit_loop.epoch_progress.reset()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, digits(2))
+    graphs.append(recorder.graph)
+    first, second = ([node.name for node in graph.nodes if node.kind == "op"] for graph in graphs if graph is not None)
+    assert first == second
+
+
+def test_a_copy_of_the_callback_does_not_copy_the_model(tmp_path: Path) -> None:
+    """A callback that has seen a fit is copied without the model that it was used for."""
+    model = Classifier()
+    recorder = GraphRecorder(formats=())
+    fit(model, tmp_path, [recorder], logger=False)
+    memo: dict[int, Any] = {}
+    twin = copy.deepcopy(recorder, memo)
+    assert id(model) not in memo
+    assert twin.graph == recorder.graph
+
+
 def test_two_recorders_under_two_names(tmp_path: Path) -> None:
     """Two of these callbacks with different names write different files and tags."""
     sink = MemorySink()
@@ -328,6 +354,7 @@ def test_a_failing_step_shows_where(tmp_path: Path) -> None:
     graph = Graph.from_json(json.loads((tmp_path / "recorder" / "graph.json").read_text()))
     assert graph == recorder.graph
     assert [node.name for node in graph.nodes if node.failed] == ["", "matmul"]
+    assert "it raised" in (tmp_path / "recorder" / "graph.dot").read_text(encoding="utf-8")
     assert recorder.state_dict() == {"recorded": False}
 
 
@@ -362,6 +389,7 @@ def test_a_picture_that_cannot_be_laid_out_is_drawn_smaller(tmp_path: Path, monk
         ({"styler": 3}, "styler must be a GraphvizStyler, got 3"),
         ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
         ({"stage": "test"}, "stage must be one of train, validate, example, got 'test'"),
+        ({"name": ""}, "name must be that of a file, without a folder, got ''"),
         ({"name": "../graph"}, "name must be that of a file, without a folder, got '../graph'"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections import UserDict
+from collections import Counter, UserDict
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,57 @@ def test_modules_that_come_and_go() -> None:
     assert len(names) == 21
     assert "old" not in names
     assert names[-1] == "ReLU"
+
+
+def test_parameters_that_are_gone() -> None:
+    """A tensor that got the id of a parameter of a module that is gone is no parameter."""
+    array = np.ones((2, 4), dtype=np.float32)
+    modules = [linear() for _ in range(50)]
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        while modules:
+            x = modules.pop()(x).detach() + torch.from_numpy(array.copy())
+        return x
+
+    kinds = Counter(node.kind for node in capture_graph(Net(forward), X).nodes)
+    assert (kinds["parameter"], kinds["tensor"]) == (100, 50)
+
+
+class DataParallel(nn.Module):
+    """A model that has the name of a wrapper, and methods of its own where others have torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear()
+
+    def parameters(self) -> Any:  # type: ignore[override]  # that is the point
+        raise LookupError
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Tensor = self.fc(x)
+        return given
+
+
+def test_a_model_with_methods_of_its_own() -> None:
+    """A model is counted by what it holds, whatever its class has made of torch's methods."""
+    graph = capture_graph(DataParallel(), X)
+    assert (outline(graph), graph.parameters) == ("input\nfc: Linear\n  linear <- input", 20)
+
+
+def test_symbolic_shapes_stay_symbols() -> None:
+    """A look at a tensor whose sizes are symbols fixes none of them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    environment = ShapeEnv()
+    with FakeTensorMode(shape_env=environment) as mode:
+        dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        x = mode.from_tensor(X, symbolic_context=dynamic)
+        graph = capture_graph(Net(lambda _, x: x.exp()), x)
+    size: Any = x.size(0)
+    assert isinstance(size, torch.SymInt)
+    assert environment.guards == []
+    assert outline(graph) == "input\nexp <- input"
 
 
 def test_a_compiled_model_is_recorded_eagerly() -> None:

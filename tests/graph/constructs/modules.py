@@ -192,10 +192,7 @@ def dynamic_control_flow() -> Construct:
     )
 
 
-@construct
-def compiled_part() -> Construct:
-    """A compiled part that runs eagerly is recorded under its own name, without a node for its compilation."""
-    part: Any = torch.compile(nn.Sequential(linear(), nn.ReLU()), backend="eager")
+def _eager(part: Any) -> Construct:
     return Construct(
         Net(lambda net, x: net.part(x).tanh(), part=part),
         (X,),
@@ -210,6 +207,12 @@ def compiled_part() -> Construct:
         """,
         around=partial(torch.compiler.set_stance, "force_eager"),
     )
+
+
+@construct
+def compiled_part() -> Construct:
+    """A compiled part that runs eagerly is recorded under its own name, without a node for its compilation."""
+    return _eager(torch.compile(nn.Sequential(linear(), nn.ReLU()), backend="eager"))
 
 
 @construct
@@ -217,20 +220,7 @@ def part_that_was_compiled_in_place() -> Construct:
     """So is a part on which ``compile`` was called."""
     part = nn.Sequential(linear(), nn.ReLU())
     part.compile(backend="eager")
-    return Construct(
-        Net(lambda net, x: net.part(x).tanh(), part=part),
-        (X,),
-        """
-        input
-        part: Sequential
-          part.0: Linear
-            linear <- input
-          part.1: ReLU
-            relu <- linear
-        tanh <- relu
-        """,
-        around=partial(torch.compiler.set_stance, "force_eager"),
-    )
+    return _eager(part)
 
 
 @construct

@@ -1,0 +1,131 @@
+"""Which part of a training step each node of a graph belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from lightning_recorder.graph.draft import Draft
+
+__all__ = ["Scopes"]
+
+
+class Scopes:
+    """The parts of a training step: what leads to each backward pass, and what of that is the loss.
+
+    Args:
+        nodes: In the order of time.
+        edges: Each from one node into another.
+        scope: Which method of the model was recorded.
+    """
+
+    def __init__(self, nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], scope: str) -> None:
+        self._nodes = nodes
+        self._scope = scope
+        self._targets: dict[int, list[int]] = {}
+        self._sources: dict[int, list[int]] = {}
+        for source, target in edges:
+            self._targets.setdefault(source, []).append(target)
+            self._sources.setdefault(target, []).append(source)
+
+    def named(self) -> dict[int, str]:
+        """The scope of each node but the root; of none where there is no backward pass."""
+        passes = [number for number, node in enumerate(self._nodes) if _is_backward(node)]
+        if not passes:
+            return {}
+        leading = self._leading()
+        loss = self._loss(leading)
+        ends = self._ends(passes, leading)
+        named: dict[int, str] = {}
+        turn = 0
+        for number, node in enumerate(self._nodes):
+            if node.parent is None:
+                continue
+            turn += turn < len(ends) and number > ends[turn]
+            own = "loss" if number in loss else self._scope
+            # What lies in a call belongs to what the call belongs to, though a backward pass may lie in between.
+            named[number] = named.get(node.parent) or (f"{own} {turn + 1}" if turn else own)
+        return named
+
+    def _leading(self) -> set[int]:
+        """What leads to a backward pass, by what it gives or by something inside it."""
+        found: set[int] = set()
+        # What uses a tensor comes after what gave it, so going backwards it is decided before.
+        for number in range(len(self._nodes) - 1, -1, -1):
+            node = self._nodes[number]
+            if (
+                number in found
+                or _is_backward(node)
+                or any(target in found for target in self._targets.get(number, ()))
+            ):
+                found.add(number)
+                if node.parent is not None and not _is_backward(node):
+                    found.add(node.parent)
+        return found
+
+    def _ends(self, passes: list[int], leading: set[int]) -> list[int]:
+        """The last node of each part but the last: a backward pass or a step, behind which another loss is computed."""
+        ends = []
+        for one, other in pairwise(passes):
+            end = max(number for number in range(one, other) if _is_boundary(self._nodes[number]))
+            if any(number in leading for number in range(end + 1, other)):
+                ends.append(end)
+        return ends
+
+    def _loss(self, leading: set[int]) -> set[int]:
+        """What lies between the last layer with parameters and a backward pass, with all that it holds."""
+        place: dict[int, int] = {}  # of each node the one directly in the root in which it lies
+        layers: set[int] = set()
+        for number, node in enumerate(self._nodes):
+            if node.parent is not None:
+                place[number] = place.get(node.parent, number)
+                # A buffer makes no layer: weights of classes are one.
+                if node.kind == "parameter" or node.parameters:
+                    layers.add(place[number])
+        layers |= self._layers_of_the_root()
+        following: dict[int, set[int]] = {}
+        for source, targets in self._targets.items():
+            outside = {place[target] for target in targets if target in leading} - {place[source]}
+            following.setdefault(place[source], set()).update(outside)
+        found: set[int] = set()
+        for number in sorted(set(place.values()), reverse=True):
+            node, users = self._nodes[number], following.get(number)
+            behind = node.kind in ("op", "module") and number not in layers and users and users <= found
+            if _is_backward(node) or behind:
+                found.add(number)
+        trained = {place[number] for number in self._trained()}
+        # What is made of the targets alone, before they meet what the model gave, is no loss yet.
+        found = found & trained or found
+        return {number for number, root in place.items() if root in found and not _is_backward(self._nodes[root])}
+
+    def _trained(self) -> set[int]:
+        """What was computed with a parameter."""
+        todo = [number for number, node in enumerate(self._nodes) if node.kind == "parameter"]
+        found = set(todo)
+        while todo:
+            new = [target for target in self._targets.get(todo.pop(), ()) if target not in found]
+            found.update(new)
+            todo.extend(new)
+        return found
+
+    def _layers_of_the_root(self) -> set[int]:
+        """The functions directly in the root that join a parameter with another tensor, but for scaled losses."""
+        found = set()
+        for number, sources in self._sources.items():
+            # What takes parameters alone is their norm, say, which is added to the loss.
+            joins = len({self._nodes[source].kind == "parameter" for source in sources}) == 2
+            if joins and _is_large(self._nodes[number]):
+                found.add(number)
+        return found
+
+
+def _is_large(node: Draft) -> bool:
+    return node.parent == 0 and node.kind == "op" and any(meta.shape for meta in node.outputs)
+
+
+def _is_backward(node: Draft) -> bool:
+    return node.kind == "backward" and node.name == "backward"
+
+
+def _is_boundary(node: Draft) -> bool:
+    return node.kind == "optimizer" or _is_backward(node)
