@@ -1,6 +1,7 @@
-"""See the inside of a model while it trains: its execution graph, its activations and its gradients.
+"""See the inside of a model while it trains: its execution graph, its activations, gradients and parameters.
 
-The three callbacks are :class:`GraphRecorder`, :class:`ActivationRecorder` and :class:`GradientRecorder`. Everything
+The callbacks are :class:`GraphRecorder`, :class:`ActivationRecorder`, :class:`GradientRecorder` and
+:class:`ParameterRecorder`. Everything
 below them works in a bare PyTorch loop. Importing this package imports nothing: each name is loaded when it is first
 used.
 """
@@ -11,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_recorder.callbacks import ActivationRecorder, GradientRecorder, GraphRecorder
+    from lightning_recorder.callbacks import ActivationRecorder, GradientRecorder, GraphRecorder, ParameterRecorder
     from lightning_recorder.dumps import Dump, read_dump, read_manifest
     from lightning_recorder.errors import (
         ArgumentError,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         ForwardInput,
         ForwardOutput,
         ForwardPre,
+        OptimizerRecorder,
         RecordedNet,
         Recorder,
         SiteStatistics,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         SubRecorder,
         Summary,
         SummaryRow,
+        with_update_ratios,
     )
     from lightning_recorder.reductions import (
         BatchMax,
@@ -97,7 +100,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "callbacks": ("ActivationRecorder", "GradientRecorder", "GraphRecorder"),
+    "callbacks": ("ActivationRecorder", "GradientRecorder", "GraphRecorder", "ParameterRecorder"),
     "dumps": ("Dump", "read_dump", "read_manifest"),
     "errors": (
         "ArgumentError",
@@ -134,6 +137,7 @@ _HOMES = {
         "ForwardInput",
         "ForwardOutput",
         "ForwardPre",
+        "OptimizerRecorder",
         "RecordedNet",
         "Recorder",
         "SiteStatistics",
@@ -141,6 +145,7 @@ _HOMES = {
         "SubRecorder",
         "Summary",
         "SummaryRow",
+        "with_update_ratios",
     ),
     "reductions": (
         "BatchMax",
@@ -224,9 +229,11 @@ __all__ = [
     "MultiSink",
     "NearZero",
     "Norms",
+    "OptimizerRecorder",
     "OutputGradientTap",
     "OutputTap",
     "ParameterGradientTap",
+    "ParameterRecorder",
     "ParameterTap",
     "RecordedNet",
     "Recorder",
@@ -266,6 +273,7 @@ __all__ = [
     "register_container",
     "register_sink",
     "render_network",
+    "with_update_ratios",
 ]
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "hooks_of_leaf",
     "in_backward",
     "in_transform",
+    "is_compiled",
     "is_transformed",
     "is_view",
     "remove_hook",
@@ -291,3 +292,8 @@ def version_of(tensor: Tensor) -> int | None:
         return None if is_uninitialized(tensor) else tensor._version
     except (RuntimeError, AttributeError):
         return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this very module run compiled code, by ``torch.compile(module)`` or ``module.compile()``."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

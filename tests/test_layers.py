@@ -15,7 +15,20 @@ import lightning_recorder
 PACKAGE = "lightning_recorder"
 ROOT = Path(lightning_recorder.__file__).parent
 
-BOTTOM = ("autograd", "errors", "hooks", "names", "schedule", "stance", "storage", "structure", "tags", "unrecorded")
+BOTTOM = (
+    "autograd",
+    "compiled",
+    "errors",
+    "hooks",
+    "names",
+    "schedule",
+    "stance",
+    "stopwatch",
+    "storage",
+    "structure",
+    "tags",
+    "unrecorded",
+)
 # From the bottom to the top; what a file may import lies in a lower layer or in its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     BOTTOM,

@@ -3,5 +3,6 @@
 from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.gradient import GradientRecorder
 from lightning_recorder.callbacks.graph import GraphRecorder
+from lightning_recorder.callbacks.parameter import ParameterRecorder
 
-__all__ = ["ActivationRecorder", "GradientRecorder", "GraphRecorder"]
+__all__ = ["ActivationRecorder", "GradientRecorder", "GraphRecorder", "ParameterRecorder"]

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+from typing_extensions import override
+
 from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.recorders import SiteRecorder, StatisticsRecorder
 from lightning_recorder.taps import OutputTap
 
 __all__ = ["ActivationRecorder"]
+
+_STAGES = ("train", "validate", "test", "predict")
 
 
 class ActivationRecorder(StatisticsCallback):
@@ -18,31 +28,18 @@ class ActivationRecorder(StatisticsCallback):
 
     Args:
         names: Module names or globs, as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
-        types: Module classes or their names; with ``names``, both must hold.
-        exclude: Names or globs to leave out.
-        every_n_train_steps: Record the first optimiser step and then each n-th; by default
-            ``Trainer(log_every_n_steps=…)``. Steps count from 0, so 100 records 0, 99, 199, …; 0 records nothing.
-        statistics: Which scalars to show, of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
-            ``zero_fraction``, ``nan_count`` and ``inf_count``.
-        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed by torch. Those of their statistics
-            that are one number are shown, the others are in the dumps and in ``latest``.
-        quantiles: Shares, as 0.99, whose quantiles are read from the histogram and shown as ``quantile_0.99``.
-        histograms: Whether to write histograms.
-        histogram_sample: How many values of a tensor go into the histogram; by default all.
-        dump: Whether to write the latest statistics beside each checkpoint, as
-            ``<checkpoint>.activations.safetensors``, for a second recorder of the kind as
-            ``…activations-2.safetensors``.
-        sinks: Further sinks, beside the loggers of the trainer and the files under ``<log_dir>/recorder``.
-        strict: Raise errors of the recorder instead of warning of them.
+        stages: What is recorded: some of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Of an evaluation
+            all batches are one record, under ``activations_validate/…`` and so on; the sanity check is left out.
+        options: Further arguments as for :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`.
 
     Raises:
         ArgumentError: At construction, if an argument can never work.
-        SelectionError: When the fit starts, if a name matches no module; with the closest names.
+        SelectionError: When the run starts, if a name matches no module; with the closest names.
 
     Note:
         Training is not changed: no value, gradient or random number, and between recorded steps no hook is on the
-        model. A recorded step of a compiled model runs eagerly. Under DDP rank zero writes what it has seen itself.
-        Recording waits for the device once per recorded step, after it.
+        model. A recorded step of a compiled model runs eagerly. The records of all ranks are merged, exactly, and rank
+        zero writes them. Recording waits for the device once per record, after the step.
 
     Example::
 
@@ -50,4 +47,28 @@ class ActivationRecorder(StatisticsCallback):
     """
 
     group = "activations"
-    tap = OutputTap
+
+    def __init__(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        stages: str | Sequence[Literal["train", "validate", "test", "predict"]] = ("train",),
+        **options: Any,
+    ) -> None:
+        chosen: tuple[str, ...] = (stages,) if isinstance(stages, str) else tuple(stages)
+        if not chosen or not set(chosen) <= set(_STAGES):
+            known, got = ", ".join(map(repr, _STAGES)), ", ".join(map(repr, chosen)) or "none"
+            raise ArgumentError(f"stages takes some of {known}; got {got}")
+        self._stages = tuple(stage for stage in _STAGES if stage in chosen)
+        super().__init__(names, **options)
+
+    @property
+    @override
+    def stages(self) -> tuple[str, ...]:
+        return self._stages
+
+    @override
+    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
+        recorder = StatisticsRecorder(modules, OutputTap, **self.options)
+        recorder.tap.eager = self.compiled == "eager"
+        return recorder

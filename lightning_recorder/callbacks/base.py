@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import functools
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_recorder.callbacks.run import recorder_directory
+from lightning_recorder.compiled import compiled_modules, flex_attention_users
 from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, tell
 from lightning_recorder.sinks import FilesSink, MultiSink, Sink, sinks_for_loggers
 
-__all__ = ["RecorderCallback", "guarded"]
+__all__ = ["Compiled", "RecorderCallback", "guarded", "is_switched_off"]
 
 Self = TypeVar("Self", bound="RecorderCallback")
 Parameters = ParamSpec("Parameters")
+
+Compiled = Literal["eager", "skip"]
+"""What becomes of compiled modules on a recorded step."""
+
+_SWITCH = "LIGHTNING_RECORDER"
+
+
+def is_switched_off() -> bool:
+    """Whether ``LIGHTNING_RECORDER=off`` is in the environment; ``0``, ``false`` and ``no`` say the same."""
+    return os.environ.get(_SWITCH, "").strip().lower() in ("off", "0", "false", "no")
 
 
 def guarded(hook: Callable[Concatenate[Self, Parameters], None]) -> Callable[Concatenate[Self, Parameters], None]:
@@ -37,8 +50,7 @@ def guarded(hook: Callable[Concatenate[Self, Parameters], None]) -> Callable[Con
             self.release(None)
             if self.strict:
                 raise
-            name, kind = type(self).__name__, type(error).__name__
-            tell(f"{name} is off for the rest of the run, {hook.__name__} failed: {kind}: {error}")
+            tell(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
 
     return wrapper  # type: ignore[return-value]  # functools.wraps makes self a named argument
 
@@ -46,20 +58,31 @@ def guarded(hook: Callable[Concatenate[Self, Parameters], None]) -> Callable[Con
 class RecorderCallback(Callback):
     """Base of the callbacks.
 
-    A subclass puts on what it needs in :meth:`begin` and takes it off in :meth:`release`, which is called when the fit
+    A subclass puts on what it needs in :meth:`begin` and takes it off in :meth:`release`, which is called when the run
     ends, at teardown and on an exception, so more than once and in any state.
 
     Args:
+        name: Tells this callback from others of its kind.
+        compiled: What becomes of compiled modules: ``"eager"``, a recorded step runs without the compiled code;
+            ``"skip"``, they are not recorded.
         sinks: Sinks beside those of the trainer's loggers, such as a :class:`~lightning_recorder.MemorySink`.
         strict: Raise errors of the recorder instead of warning of them.
     """
 
-    def __init__(self, *, sinks: Iterable[Sink] = (), strict: bool = False) -> None:
+    def __init__(
+        self, *, name: str = "", compiled: Compiled = "eager", sinks: Iterable[Sink] = (), strict: bool = False
+    ) -> None:
         super().__init__()
         if isinstance(sinks, Sink):
             raise ArgumentError(
                 f"sinks takes a list of sinks, got a single one: write sinks=[{type(sinks).__name__}(…)]"
             )
+        if compiled not in ("eager", "skip"):
+            raise ArgumentError(f"compiled must be 'eager' or 'skip', got {compiled!r}")
+        if not isinstance(name, str):
+            raise ArgumentError(f"name must be a string, got {name!r}")
+        self.name = name
+        self.compiled = compiled
         self.strict = strict
         given: list[object] = list(sinks)
         for sink in given:
@@ -68,10 +91,20 @@ class RecorderCallback(Callback):
                 raise ArgumentError(f"sinks takes Sink instances, got {called}")
         self._own_sinks = [sink for sink in given if isinstance(sink, Sink)]
         self._sink: MultiSink | None = None
+        self._enabled = True
+
+    def __str__(self) -> str:
+        return type(self).__name__ + (f" {self.name!r}" if self.name else "")
 
     @abstractmethod
-    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make ready for a fit; the model is on its device and complete."""
+    def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+        """Make ready for a run; the model is on its device and complete.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The model.
+            directory: The folder of the run's recordings, if it has one.
+        """
 
     @abstractmethod
     def release(self, trainer: Trainer | None) -> None:
@@ -79,6 +112,26 @@ class RecorderCallback(Callback):
 
         After a fault of ours there is no trainer.
         """
+
+    def begins_with(self, function: str) -> bool:
+        """Whether something is recorded of ``trainer.fit``, ``validate``, ``test`` or ``predict``."""
+        return function == "fit"
+
+    def stay_away(self, trainer: Trainer) -> None:
+        """Say to the other processes of a run that this one, in which recording is switched off, takes no part."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether what is due is recorded."""
+        return self._enabled
+
+    def disable(self) -> None:
+        """Record nothing from the next batch on."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Record again, from the next batch on."""
+        self._enabled = True
 
     def open_sinks(self, trainer: Trainer, directory: Path | None = None) -> None:
         """Open the sinks on rank zero.
@@ -93,11 +146,51 @@ class RecorderCallback(Callback):
             loggers = MultiSink(sinks_for_loggers(trainer.loggers), fallback=files, strict=self.strict)
             self._sink = MultiSink([loggers, *self._own_sinks], strict=self.strict)
 
+    def warn_of_eager_memory(self, pl_module: LightningModule) -> None:
+        """Say so if running compiled modules eagerly takes much more memory."""
+        if self.compiled == "eager" and compiled_modules(pl_module):
+            names = flex_attention_users(pl_module)
+            if names:
+                tell(
+                    f"{self} runs recorded steps without compiled code, in which flex_attention of {names[0]!r} takes "
+                    "the memory of all scores: compiled='skip' leaves compiled modules out"
+                )
+
     @guarded
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_run(trainer, pl_module, "fit")
+
+    @guarded
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_run(trainer, pl_module, "validate")
+        self.before_evaluation(trainer)
+
+    @guarded
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_run(trainer, pl_module, "test")
+        self.before_evaluation(trainer)
+
+    @guarded
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_run(trainer, pl_module, "predict")
+
+    def before_evaluation(self, trainer: Trainer) -> None:
+        """Take off what is for training batches alone."""
+
+    def _start_run(self, trainer: Trainer, pl_module: LightningModule, function: str) -> None:
+        """Begin with a run; a validation that is a part of a fit is none."""
+        if str(getattr(trainer.state.fn, "value", "")) != function or not self.begins_with(function):
+            return
         self.release(trainer)
-        self.begin(trainer, pl_module)
+        directory = recorder_directory(trainer) if trainer.world_size > 1 or not is_switched_off() else None
+        if is_switched_off():
+            self.stay_away(trainer)
+        else:
+            self.begin(trainer, pl_module, directory)
 
     @guarded
     @override
@@ -111,7 +204,7 @@ class RecorderCallback(Callback):
             self._end(trainer)
         except Exception as error:  # noqa: BLE001 - also with strict: it must not take the place of the exception
             self.release(None)
-            tell(f"{type(self).__name__} could not write all that it had recorded: {describe_error(error)}")
+            tell(f"{self} could not write all that it had recorded: {describe_error(error)}")
 
     @guarded
     @override

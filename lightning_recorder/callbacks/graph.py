@@ -10,8 +10,9 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_recorder.callbacks.base import RecorderCallback, guarded
-from lightning_recorder.callbacks.run import logged_step, recorder_directory
+from lightning_recorder.callbacks.base import Compiled, RecorderCallback, guarded
+from lightning_recorder.callbacks.run import logged_step
+from lightning_recorder.compiled import compiled_modules
 from lightning_recorder.errors import ArgumentError, RenderError, check_integer, describe_error, tell
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphPicture, GraphvizStyler, record
 from lightning_recorder.graph.graphviz import check_direction
@@ -46,6 +47,8 @@ class GraphRecorder(RecorderCallback):
         timeout_s: Seconds that Graphviz may take.
         styler: How nodes and edges look.
         name: What the files and the tag are called; two of these callbacks in one trainer need two names.
+        compiled: What becomes of a model of which parts are compiled: ``"eager"``, the recorded step runs without the
+            compiled code; ``"skip"``, no graph is recorded.
         sinks: Further sinks, beside the loggers of the trainer.
         strict: Raise errors of the recorder instead of warning of them.
 
@@ -77,10 +80,11 @@ class GraphRecorder(RecorderCallback):
         timeout_s: float = 60.0,
         styler: GraphvizStyler | None = None,
         name: str = "graph",
+        compiled: Compiled = "eager",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
     ) -> None:
-        super().__init__(sinks=sinks, strict=strict)
+        super().__init__(name=name, compiled=compiled, sinks=sinks, strict=strict)
         for argument, value in (("depth", depth), ("max_nodes", max_nodes)):
             if value is not None:
                 check_integer(argument, value, 1)
@@ -103,7 +107,6 @@ class GraphRecorder(RecorderCallback):
         self.legend = legend
         self.timeout_s = timeout_s
         self.styler = styler
-        self.name = name
         self.graph: Graph | None = None
         self._directory: Path | None = None
         self._capture: GraphCapture | None = None
@@ -112,6 +115,9 @@ class GraphRecorder(RecorderCallback):
         self._waiting = False
         self._recorded = False
         self._resumed = False
+
+    def __str__(self) -> str:
+        return type(self).__name__ + (f" {self.name!r}" if self.name != "graph" else "")
 
     @property
     @override
@@ -127,11 +133,19 @@ class GraphRecorder(RecorderCallback):
         self._resumed = bool(state_dict.get("recorded"))
 
     @override
-    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def begins_with(self, function: str) -> bool:
+        return function in ("fit", self.stage)
+
+    @override
+    def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         self.graph = None
         self._recorded = self._waiting = False
-        self._directory = recorder_directory(trainer)
+        self._directory = directory
         self.open_sinks(trainer)
+        self.warn_of_eager_memory(pl_module)
+        if self.compiled == "skip" and compiled_modules(pl_module):
+            tell(f"{self} records no graph, since parts of the model are compiled and compiled='skip' is given")
+            return
         if self._resumed:
             self._recorded, self._resumed = True, False
         elif self.stage == "example":
@@ -196,7 +210,7 @@ class GraphRecorder(RecorderCallback):
             self._keep(trainer, record(pl_module, input_data=example))
 
     def _start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, scope: str) -> None:
-        if self._waiting:
+        if self._waiting and self.enabled:
             self._step = logged_step(trainer)
             self._capture = GraphCapture(pl_module, batch, name="batch", scope=scope)
             self._capture.__enter__()
@@ -218,9 +232,8 @@ class GraphRecorder(RecorderCallback):
             if trainer.is_global_zero:
                 self._write(graph)
 
-    @guarded
     @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def before_evaluation(self, trainer: Trainer) -> None:
         self._leave_capture()
 
     @guarded

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["gradient_factor", "logged_step", "recorder_directory"]
+__all__ = ["gradient_factor", "logged_step", "loss_scale", "recorder_directory", "stepped"]
 
 
 def logged_step(trainer: Trainer) -> int:
@@ -32,16 +32,30 @@ def recorder_directory(trainer: Trainer) -> Path | None:
     return None if bare or "://" in directory else Path(directory) / "recorder"
 
 
-def gradient_factor(trainer: Trainer, pl_module: LightningModule) -> float:
+def stepped(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether ``self.log`` counts a step behind the batch that ends; the same on all ranks.
+
+    So of accumulated batches the last one, and in manual optimisation, in which batches are not accumulated by the
+    trainer, every batch.
+    """
+    is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or is_last
+
+
+def loss_scale(trainer: Trainer) -> float:
+    """The scale of the ``GradScaler``, 1 without one.
+
+    Note:
+        On a GPU, reading it waits for the device.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def gradient_factor(trainer: Trainer, pl_module: LightningModule, scale: float) -> float:
     """What turns the gradient that a backward pass computes into that of the loss which ``training_step`` returned.
 
     Lightning divides that loss by the number of accumulated batches, and a ``GradScaler`` multiplies it by its scale;
     both are taken out again. In manual optimisation the user accumulates, so there only the scale is.
-
-    Note:
-        With a ``GradScaler`` on a GPU, reading the scale waits for the device, once in a recorded batch and before its
-        forward pass.
     """
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    scale = float(scaler.get_scale()) if scaler is not None else 1.0
     return (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1) / scale

@@ -1,47 +1,96 @@
-"""The callback behind the recorders of activations and gradients: when to record, and where the statistics go."""
+"""The callback behind the recorders of activations, gradients and parameters: what is recorded of a trainer's run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.base import RecorderCallback, guarded
+from lightning_recorder.callbacks.base import Compiled, RecorderCallback, guarded
 from lightning_recorder.callbacks.checkpoints import listen, stop_listening
-from lightning_recorder.callbacks.run import logged_step, recorder_directory
-from lightning_recorder.dumps import remove_dump, write_dump
-from lightning_recorder.errors import ArgumentError, tell
-from lightning_recorder.recorders import SiteStatistics, Snapshot, StatisticsRecorder
-from lightning_recorder.reductions import SCALAR_STATISTICS, Reduction
-from lightning_recorder.schedule import EveryNSteps
-from lightning_recorder.selection import Selection
+from lightning_recorder.callbacks.dumps import StatisticsDump
+from lightning_recorder.callbacks.run import logged_step, loss_scale, stepped
+from lightning_recorder.compiled import compiled_modules
+from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, tell
+from lightning_recorder.recorders import (
+    SHOWN_STATISTICS,
+    Budget,
+    EvaluationRecorder,
+    Exchange,
+    Receipt,
+    Record,
+    Report,
+    RunRecorder,
+    SiteRecorder,
+    SiteStatistics,
+    Watched,
+    check_overhead,
+    paths_by_module,
+    with_gradients,
+)
+from lightning_recorder.reductions import Reduction
+from lightning_recorder.schedule import Reduce, Sampling, check_reduce
+from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.sinks import BackgroundQueue, Sink
-from lightning_recorder.tags import make_tag
-from lightning_recorder.taps import Site, Tap
+from lightning_recorder.taps import Site
 
 __all__ = ["DEFAULT_STATISTICS", "StatisticsCallback"]
 
 DEFAULT_STATISTICS = ("mean", "std", "rms", "min", "max", "zero_fraction")
 """The scalars that are shown by default; NaN and infinities are counted as well and shown once there are any."""
 
+_STATE_VERSION = 1
+
 
 class StatisticsCallback(RecorderCallback):
-    """Records statistics of a tap's tensors on the sampled steps of a fit.
+    """Records statistics of tensors on the sampled steps of a fit.
 
-    The base of :class:`~lightning_recorder.ActivationRecorder` and :class:`~lightning_recorder.GradientRecorder`.
+    The base of :class:`~lightning_recorder.ActivationRecorder`, :class:`~lightning_recorder.GradientRecorder` and
+    :class:`~lightning_recorder.ParameterRecorder`.
+
+    Args:
+        names: Module names or globs, as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
+        types: Module classes or their names; with ``names``, both must hold.
+        exclude: Names or globs to leave out.
+        every_n_train_steps: Record the first optimiser step and then each n-th; by default
+            ``Trainer(log_every_n_steps=…)``, and every step where ``step_window`` or ``when`` is given. Steps count
+            from 0, so 100 records 0, 99, 199, …; 0 records nothing.
+        every_n_epochs: Record in the first epoch and then in each n-th.
+        first_n_steps: So many steps at the beginning of the run are recorded as well.
+        step_window: ``(start, stop)``: nothing before step ``start``, and nothing from ``stop`` on.
+        when: A function of the step that says whether it is recorded, or its import path; asked last, at times more
+            than once, and the same on all ranks.
+        reduce: What becomes one record: ``"step"``, each recorded step; a number n, all recorded steps of a window of n
+            optimiser steps; ``"epoch"``, all of an epoch.
+        statistics: Which scalars to show, of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
+            ``zero_fraction``, ``nan_count``, ``inf_count``, and of ``rank_mean_min`` and ``rank_mean_max``, the
+            extremes of the means that the ranks have each for itself.
+        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed by torch. Those of their statistics
+            that are one number are shown, the others are in the dumps and in ``latest``.
+        quantiles: Shares, as 0.99, whose quantiles are read from the histogram and shown as ``quantile_0.99``.
+        histograms: Whether to write histograms.
+        histogram_sample: How many values of a tensor go into the histogram; by default all.
+        dump: Whether to write the latest statistics beside each checkpoint.
+        compiled: What becomes of compiled modules: ``"eager"``, a recorded step runs without the compiled code;
+            ``"skip"``, they are not recorded.
+        max_overhead: The share of the training time that recording may take, as 0.02. Where it takes more, the cadence
+            is widened, which is logged.
+        name: Tells this callback from others of its kind in checkpoints and dumps.
+        sinks: Further sinks, beside the loggers of the trainer and the files under ``<log_dir>/recorder``.
+        strict: Raise errors of the recorder instead of warning of them.
     """
 
     group: ClassVar[str]
     """First part of the tags and name of the dumps."""
-    tap: ClassVar[type[Tap]]
-    """Which tensors are recorded."""
 
     def __init__(
         self,
@@ -50,78 +99,365 @@ class StatisticsCallback(RecorderCallback):
         types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
         exclude: str | Sequence[str] | None = None,
         every_n_train_steps: int | None = None,
-        statistics: Sequence[str] = DEFAULT_STATISTICS,
-        extra: Sequence[Reduction] = (),
+        every_n_epochs: int = 1,
+        first_n_steps: int = 0,
+        step_window: Sequence[int] | None = None,
+        when: Callable[[int], object] | None = None,
+        reduce: Reduce = "step",
+        statistics: str | Sequence[str] = DEFAULT_STATISTICS,
+        extra: Reduction | Sequence[Reduction] = (),
         quantiles: Sequence[float] = (),
         histograms: bool = True,
         histogram_sample: int | None = None,
         dump: bool = True,
+        compiled: Compiled = "eager",
+        max_overhead: float | None = None,
+        name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
     ) -> None:
-        super().__init__(sinks=sinks, strict=strict)
+        super().__init__(name=name, compiled=compiled, sinks=sinks, strict=strict)
         self.selection = Selection(names, types, exclude)
-        self.schedule = None if every_n_train_steps is None else EveryNSteps(every_n_train_steps)
+        self.sampling = Sampling(every_n_train_steps, every_n_epochs, first_n_steps, step_window, when)
+        check_reduce(reduce)
+        self.reduce = reduce
+        if max_overhead is not None:
+            check_overhead(max_overhead)
+        self.max_overhead = max_overhead
         self.statistics = (statistics,) if isinstance(statistics, str) else tuple(statistics)
-        unknown = [name for name in self.statistics if name not in SCALAR_STATISTICS]
-        if unknown:
-            hint = "; histograms are chosen by histograms=True or False" if "histogram" in unknown else ""
-            hint = hint or "; further ones are given by extra=[…]"
-            known, got = ", ".join(SCALAR_STATISTICS), ", ".join(map(repr, unknown))
-            raise ArgumentError(f"statistics knows {known}; got {got}{hint}")
-        self._make_recorder = partial(
-            StatisticsRecorder,
-            extra=extra if isinstance(extra, Reduction) else _listed("extra", extra),
-            quantiles=_listed("quantiles", quantiles),
-            sample=histogram_sample,
-        )
-        self._make_recorder({}, self.tap)  # raises what is wrong now and not when the fit starts
+        _check_statistics(self.statistics)
+        self.options: dict[str, Any] = {
+            "extra": (extra,) if isinstance(extra, Reduction) else _listed("extra", extra),
+            "quantiles": _listed("quantiles", quantiles),
+            "sample": histogram_sample,
+            "strict": strict,
+        }
+        """What the recorders of this callback are made with."""
+        self.make_recorder({}, "train")  # raises what is wrong now and not when the fit starts
         self.histograms = histograms
         self.dump = dump
-        self._latest: dict[Site, SiteStatistics] = {}
+        self._latest: dict[str, dict[Site, SiteStatistics]] = {}
         self._latest_step: int | None = None
         self._queue = BackgroundQueue()
-        self._recorder: StatisticsRecorder | None = None
-        self._due = self.schedule
-        self._window: int | None = None
-        self._window_global_step = 0
-        self._ever_nonfinite: set[Site] = set()
-        self._epoch = 0
-        self._dump_label = self.group
+        self._dumps = StatisticsDump(self.group)
+        self._report = Report(self.group, self.statistics, histograms=histograms)
+        self._run: RunRecorder | None = None
+        self._evaluations: dict[str, EvaluationRecorder] = {}
+        self._watched: Watched | None = None
+        self._has_receipt = False
+        self._was_announced = False
+        self._every_n: int | None = None
+        self._scale = 1.0
+        self._directory: Path | None = None
+        self._saved: dict[str, Any] = {}
+
+    @abstractmethod
+    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
+        """What brings the tensors of the modules in a stage."""
+
+    def choose(self, pl_module: LightningModule) -> SelectedModules:
+        """The modules to record.
+
+        Raises:
+            SelectionError: If nothing is selected.
+        """
+        return self.selection.resolve(pl_module)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """What is recorded of a run: ``"train"`` and the evaluations."""
+        return ("train",)
 
     @override
-    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        modules = self.selection.resolve(pl_module)
-        if not modules:
-            tell(f"{type(self).__name__} records nothing: {type(pl_module).__name__} has no submodules")
+    def begins_with(self, function: str) -> bool:
+        return function in self.stages or (function == "fit" and bool({"train", "validate"} & set(self.stages)))
+
+    # The beginning and the end.
+
+    @override
+    def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+        modules, error = None, None
+        try:
+            modules = self._chosen(pl_module)
+            self._directory = directory
+            self._queue = BackgroundQueue()
+            self.open_sinks(trainer, directory)
+            self.warn_of_eager_memory(pl_module)
+        except (ArgumentError, SelectionError):
+            raise
+        except Exception as caught:  # noqa: BLE001 - raised again, when the other ranks know
+            error = caught
+        exchange = self._agree(trainer, modules)
+        if error is not None:
+            raise error
+        if modules is None:
+            tell(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
             return
-        self._due = self.schedule or EveryNSteps(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__
-        self._queue = BackgroundQueue()
-        self._recorder = self._make_recorder(modules, self.tap, strict=self.strict)
-        self._window = None
-        self.open_sinks(trainer, recorder_directory(trainer))
+        options = {
+            "name": str(self),
+            "exchange": exchange,
+            "rank": trainer.global_rank,
+            "strict": self.strict,
+        }
+        self._begin_training(trainer, pl_module, modules, options)
+        for stage in self.stages:
+            if stage != "train":
+                recorder = self.make_recorder(modules, stage)
+                self._evaluations[stage] = EvaluationRecorder(recorder, stage, self._conclude, **options)
+
+    def _begin_training(
+        self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules, options: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != "fit":
+            return
+        if "train" in self.stages:
+            self._run = RunRecorder(
+                self.make_recorder(modules, "train"),
+                self.sampling.with_default(trainer.log_every_n_steps),  # type: ignore[attr-defined]  # set in Trainer.__init__
+                self._conclude,
+                reduce=self.reduce,
+                announce=self._announce,
+                budget=None if self.max_overhead is None else Budget(self.max_overhead),
+                device=pl_module.device,
+                **options,
+            )
+            self._restore(self._run)
+        self._every_n = None
+        self._has_receipt = self._was_announced = False
         if self.dump:
-            alike = [each for each in trainer.callbacks if type(each) is type(self)]  # type: ignore[attr-defined]  # set in Trainer.__init__
+            alike = [each for each in trainer.callbacks if type(each) is type(self) and each.name == self.name]  # type: ignore[attr-defined]  # set in Trainer.__init__
             place = next((index for index, each in enumerate(alike) if each is self), 0)
-            self._dump_label = self.group + (f"-{place + 1}" if place else "")
+            label = "-".join([self.group, *filter(None, [self.name]), *([str(place + 1)] if place else [])])
+            self._dumps = StatisticsDump(self.group, label)
             listen(trainer, self)
+
+    def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
+        """The modules to record, if there are any."""
+        modules = self.choose(pl_module)
+        compiled = compiled_modules(pl_module) if self.compiled == "skip" else set()
+        skipped = [name for name, module in modules.items() if module in compiled]
+        for name in skipped:
+            del modules[name]
+        self._watched = Watched(pl_module, modules, (), skipped=skipped, of=self.group)
+        return modules or None
+
+    def _agree(self, trainer: Trainer, modules: SelectedModules | None) -> Exchange | None:
+        """Find out whether the ranks of the run can be merged."""
+        if trainer.world_size == 1:
+            return None
+        if not Exchange.is_needed():
+            tell(
+                f"{self}: {type(trainer.strategy).__name__} has no processes of torch.distributed, rank 0 records alone"
+            )
+            return None
+        exchange = Exchange(trainer.strategy.root_device)
+        about = f"{self.state_key} {self._settings} {None if modules is None else list(modules)}"
+        reason = exchange.agree(modules is not None, about)
+        if reason and trainer.is_global_zero and modules is not None:
+            tell(f"{self}: statistics are those of rank 0 alone, since {reason}")
+        return exchange
+
+    @override
+    def stay_away(self, trainer: Trainer) -> None:
+        if trainer.world_size > 1 and Exchange.is_needed():
+            Exchange(trainer.strategy.root_device).agree(False, "")
 
     @override
     def release(self, trainer: Trainer | None) -> None:
-        self._stop_recording()
+        run, self._run = self._run, None
+        evaluations, self._evaluations = self._evaluations, {}
+        for evaluation in evaluations.values():
+            evaluation.interrupt()
+        if run is not None:
+            if trainer is None:
+                run.fail()
+            else:
+                run.abort()
+            self._saved = run.state_dict()
+        self._watched = None
         if trainer is not None:
-            self._flush(trainer)
             stop_listening(trainer, self)
-        self._recorder = None
         # After a fault a second one is no news.
-        with nullcontext() if trainer is not None else suppress(Exception):
+        failed = trainer is None or (run is not None and run.failed)
+        with suppress(Exception) if failed else nullcontext():
             self._queue.drain()
+
+    # Batches.
+
+    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
+        """Make the recorder ready for a batch that is recorded."""
+
+    @guarded
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._run is not None:
+            self._run.enabled = self.enabled
+            self._run.start_batch(
+                logged_step(trainer),
+                trainer.current_epoch,
+                partial(self._prepare, trainer, pl_module, self._run.recorder),
+            )
+
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
+        self._scale = loss_scale(trainer)
+        self.prepare(trainer, pl_module, recorder)
+
+    @guarded
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if self._run is not None and self._run.records and not self._has_receipt and self._watched is not None:
+            trained = with_gradients(self._watched.modules) | set(self._watched.trained)
+            self._watched = self._watched.having(trained=trained)
+
+    @guarded
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._run is not None:
+            # The scale shrinks when a step was passed over, and at no other time.
+            overflowed = self.counts_overflow and self._run.records and loss_scale(trainer) < self._scale
+            self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=overflowed)
+            self._tell_cadence(self._run)
+
+    @property
+    def counts_overflow(self) -> bool:
+        """Whether steps whose gradients overflowed are counted apart."""
+        return False
+
+    def _tell_cadence(self, run: RunRecorder) -> None:
+        """Say so if the cadence was widened."""
+        if self.max_overhead is None or run.every_n_train_steps == self._every_n:
+            return
+        before, self._every_n = self._every_n, run.every_n_train_steps
+        if before is not None:
+            share = f"{100 * self.max_overhead:g} %"
+            rank_zero_info(f"{self} records every {self._every_n} steps instead of {before}, to take at most {share}")
+        if self._sink is not None:
+            tag = f"recorder/{self._dumps.label}/every_n_train_steps"
+            self._do(partial(self._sink.write_scalars, run.last_step, {tag: float(self._every_n)}))
+
+    @override
+    def before_evaluation(self, trainer: Trainer) -> None:
+        if self._run is not None:
+            self._run.interrupt()
+
+    @guarded
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.end_epoch(max(0, logged_step(trainer) - 1))
+
+    @guarded
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    # Evaluations.
+
+    def _start_evaluation_batch(self, trainer: Trainer, stage: str, loader: int) -> None:
+        evaluation = self._evaluations.get(stage)
+        if evaluation is not None and not trainer.sanity_checking and self.sampling.in_epoch(trainer.current_epoch):
+            evaluation.enabled = self.enabled
+            evaluation.start_batch(loader)
+
+    def _end_evaluation_batch(self, stage: str) -> None:
+        if stage in self._evaluations:
+            self._evaluations[stage].end_batch()
+
+    def _end_evaluation(self, trainer: Trainer, stage: str, batches: object) -> None:
+        evaluation = self._evaluations.get(stage)
+        if evaluation is not None and not trainer.sanity_checking and self.sampling.in_epoch(trainer.current_epoch):
+            loaders = len(batches) if isinstance(batches, Sequence) else 1
+            evaluation.finish(logged_step(trainer), trainer.current_epoch, loaders)
+
+    @guarded
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._start_evaluation_batch(trainer, "validate", dataloader_idx)
+
+    @guarded
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._end_evaluation_batch("validate")
+
+    @guarded
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation(trainer, "validate", trainer.num_val_batches)
+
+    @guarded
+    @override
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._start_evaluation_batch(trainer, "test", dataloader_idx)
+
+    @guarded
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._end_evaluation_batch("test")
+
+    @guarded
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation(trainer, "test", trainer.num_test_batches)
+
+    @guarded
+    @override
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._start_evaluation_batch(trainer, "predict", dataloader_idx)
+
+    @guarded
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._end_evaluation_batch("predict")
+
+    @guarded
+    @override
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation(trainer, "predict", trainer.num_predict_batches)
+
+    # Records.
 
     @property
     def latest(self) -> dict[Site, SiteStatistics]:
-        """What was recorded last, by site; waits for what is being written."""
+        """What was recorded last of the training, by site; waits for what is being written."""
+        return self.latest_of("train")
+
+    def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
+        """What was recorded last of a stage, by site; where there are several loaders, as ``"validate/0"``."""
         self._queue.wait()
-        return self._latest
+        return self._latest.get(stage, {})
 
     @property
     def latest_step(self) -> int | None:
@@ -129,131 +465,187 @@ class StatisticsCallback(RecorderCallback):
         self._queue.wait()
         return self._latest_step
 
-    def factor(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        """What each recorded tensor is multiplied by."""
-        return 1.0
+    def summarize(self, record: Record) -> dict[Site, SiteStatistics]:
+        """The statistics of a record."""
+        return record.snapshot.statistics()
 
-    @guarded
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # When a model's own on_train_batch_start ends the epoch, the batch before this one had a start and no end.
-        if self._recorder is not None:
-            self._recorder.pause()
-        if self._recorder is None or self._due is None:
-            return
-        step = logged_step(trainer)
-        if step != self._window:
-            self._flush(trainer)
-        if self._due(step):
-            if self._window is None:
-                self._window, self._window_global_step = step, trainer.global_step
-            self._recorder.factor = self.factor(trainer, pl_module)
-            self._recorder.attach()
-        else:
-            self._stop_recording()
+    def _conclude(self, record: Record) -> None:
+        """Have a record written."""
+        receipt = None
+        if not self._has_receipt and record.stage == "train" and self._run is not None and self._watched is not None:
+            self._has_receipt = True
+            receipt = self._watched.having(**self._run.recorder.traces())
+        self._do(partial(self._write, record, receipt))
 
-    @guarded
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._recorder is not None and self._due is not None and self._due(logged_step(trainer) + 1):
-            self._recorder.pause()
-        else:
-            self._stop_recording()
-        # While batches are accumulated the optimiser has not stepped yet, and the window of its step stays open.
-        if self._window is not None and trainer.global_step != self._window_global_step:
-            self._flush(trainer)
+    def _announce(self, step: int, recording_ms: float) -> None:
+        """Give the receipt of a step that is no record yet; its record completes it."""
+        if self._run is not None and self._watched is not None:
+            watched = self._watched.having(**self._run.recorder.traces())
+            paths = paths_by_module(self._run.recorder.states.sites)
+            receipt = self._receipt(step, self._run.every_n_train_steps, watched, paths)
+            receipt = replace(receipt, recording_ms=recording_ms)
+            rank_zero_info(f"{self}: {receipt.summary}")
+            self._was_announced = True
+            self._do(partial(self._keep_receipt, receipt))
 
-    @guarded
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop_recording()
-
-    @guarded
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop_recording()
-        self._flush(trainer)
-
-    @guarded
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop_recording()
-        self._flush(trainer)
-
-    def checkpoint_saved(self, path: Path) -> None:
-        """Write what was recorded last beside a checkpoint."""
-        latest = self.latest
-        if not latest:
-            return
-        tensors: dict[str, Tensor] = {}
-        samples: dict[str, int] = {}
-        for site, seen in latest.items():
-            values = {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.scalars.items()}
-            for statistic, tensor in {**values, **seen.tensors, "histogram": seen.bins}.items():
-                tensors[make_tag("", *site, statistic)] = tensor
-            samples[make_tag("", *site)] = int(seen.scalars["count"])
-        about = {
-            "step": self._latest_step,
-            "epoch": self._epoch,
-            "stage": "train",
-            "rank": 0,
-            "checkpoint": path.name,
-            "group": self.group,
-        }
-        write_dump(self._dump_path(path), tensors, samples, **about)
-
-    def checkpoint_removed(self, path: Path) -> None:
-        """Remove the dump beside a checkpoint that is gone."""
-        remove_dump(self._dump_path(path))
-
-    def _dump_path(self, checkpoint: Path) -> Path:
-        return checkpoint.with_name(f"{checkpoint.name.removesuffix('.ckpt')}.{self._dump_label}.safetensors")
-
-    def _stop_recording(self) -> None:
-        if self._recorder is not None:
-            self._recorder.remove()
-
-    def _flush(self, trainer: Trainer) -> None:
-        """Write the open window and close it."""
-        step, self._window = self._window, None
-        if step is None or self._recorder is None:
-            return
-        if trainer.is_global_zero:
-            self._do(partial(self._conclude, self._recorder.snapshot(), step, trainer.current_epoch))
-        self._recorder.reset()
-
-    def _do(self, job: Callable[[], None]) -> None:
+    def _do(self, job: Callable[[], object]) -> None:
         """Do a job in the background, or here and now if a sink wants that."""
         if self._sink is None or self._sink.any_thread:
             self._queue.submit(job)
         else:
             job()
 
-    def _conclude(self, snapshot: Snapshot, step: int, epoch: int) -> None:
-        """Make the statistics of a window and write them."""
-        self._latest, self._latest_step, self._epoch = snapshot.statistics(), step, epoch
-        if self._sink is None or not self._latest:
+    def _write(self, record: Record, watched: Watched | None) -> None:
+        """Make the statistics of a record and write them."""
+        found = self.summarize(record)
+        if found and not record.overflowed:
+            self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
+            if record.stage == "train":
+                self._latest_step = record.step
+                self._dumps.keep(found, record)
+        before = None if self._sink is None else self._sink.written_bytes
+        if self._sink is not None and found:
+            self._report.write(self._sink, record, found)
+        if watched is not None:
+            after = None if self._sink is None else self._sink.written_bytes
+            self._write_receipt(record, watched, found, None if after is None else after - (before or 0))
+
+    def _write_receipt(
+        self, record: Record, watched: Watched, found: Mapping[Site, SiteStatistics], written: int | None
+    ) -> None:
+        receipt = self._receipt(record.step, record.every_n_train_steps, watched, paths_by_module(found))
+        receipt = replace(
+            receipt,
+            recording_ms=record.recording_ms,
+            flush_ms=record.flush_ms,
+            event_bytes_per_1000_steps=None if written is None else written * receipt.records_per_1000_steps,
+            merged_ranks=record.ranks,
+        )
+        if not self._was_announced:
+            rank_zero_info(f"{self}: {receipt.summary}")
+        self._keep_receipt(receipt)
+
+    def _receipt(self, step: int, cadence: int, watched: Watched, paths: dict[str, list[str]]) -> Receipt:
+        return Receipt(
+            step=step,
+            sites=paths,
+            missing=watched.having(fired=tuple(paths)).why_not(),
+            state_bytes=watched.state_bytes,
+            every_n_train_steps=cadence,
+            records_per_1000_steps=self.sampling.widened(cadence).count_records(self.reduce, 1000),
+        )
+
+    def _keep_receipt(self, receipt: Receipt) -> None:
+        if self._directory is not None:
+            try:
+                receipt.write(self._directory, self._dumps.label)
+            except OSError as error:
+                tell(f"{self} could not write its receipt: {describe_error(error)}")
+
+    # Checkpoints.
+
+    def checkpoint_saved(self, path: Path) -> None:
+        """Write what was recorded last beside a checkpoint."""
+        self._queue.wait()
+        self._dumps.write_beside(path)
+
+    def checkpoint_removed(self, path: Path) -> None:
+        """Remove the dump beside a checkpoint that is gone."""
+        self._dumps.remove_beside(path)
+
+    @property
+    @override
+    def state_key(self) -> str:
+        chosen = {"name": self.name, **vars(self.selection), **vars(self.sampling), "reduce": self.reduce}
+        named = {key: _in_words(value) for key, value in chosen.items() if value not in (None, "", 0) and key != "when"}
+        return self._generate_state_key(**named, stages=list(self.stages))
+
+    @property
+    def _settings(self) -> str:
+        """What a saved state has to agree with."""
+        return f"{self.reduce} {self.make_recorder({}, 'train').states.described}"
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._state(self._saved if self._run is None else self._run.state_dict())
+
+    def _state(self, run: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "version": _STATE_VERSION,
+            "settings": self._settings,
+            "nonfinite": [list(site) for site in sorted(self._report.nonfinite)],
+            **run,
+        }
+
+    @guarded
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._run is None or self.state_key not in checkpoint.get("callbacks", {}):
             return
-        scalars: dict[str, float] = {}
-        for site, seen in self._latest.items():
-            if seen.scalars["nan_count"] or seen.scalars["inf_count"]:
-                self._ever_nonfinite.add(site)
-            bad = ("nan_count", "inf_count") if site in self._ever_nonfinite else ()
-            further = [name for name in seen.scalars if name not in SCALAR_STATISTICS]
-            shown = dict.fromkeys([*self.statistics, *bad, *further])
-            scalars.update({make_tag(self.group, *site, statistic): seen.scalars[statistic] for statistic in shown})
-        if scalars:
-            self._sink.write_scalars(step, scalars)
-        if self.histograms:
-            # The tag of a histogram is the site's own, so that the page shows it beside the scalars of the site.
-            self._sink.write_histograms(
-                step, {make_tag(self.group, *site, "histogram"): seen.histogram for site, seen in self._latest.items()}
+        self._queue.wait()
+        if not trainer.interrupted:
+            checkpoint["callbacks"][self.state_key] = self._state(self._run.merged_state_dict())
+            return
+        # The other ranks are not in step any more, and none can be asked.
+        if trainer.world_size > 1 and trainer.is_global_zero and self._run.holds_states:
+            tell(f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 alone")
+        self._run.abort()
+        checkpoint["callbacks"][self.state_key] = self._state(self._run.state_dict())
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._saved = {}
+        if trainer.state.fn == "fit" and self.state_key not in checkpoint.get("callbacks", {}):
+            tell(
+                f"{self} begins anew: the checkpoint has nothing of it, or was saved with another selection or cadence"
             )
 
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = dict(state_dict)
+
+    def _restore(self, run: RunRecorder) -> None:
+        """Go on from what was saved, by a checkpoint or by the fit before."""
+        saved, self._saved = self._saved, {}
+        if "version" not in saved and "next_step" not in saved:
+            return
+        if (
+            saved.get("version", _STATE_VERSION) != _STATE_VERSION
+            or saved.get("settings", self._settings) != self._settings
+        ):
+            tell(f"{self} begins anew: its state in the checkpoint is that of other settings, or of another version")
+            return
+        self._report.nonfinite |= {Site(*site) for site in saved.get("nonfinite", ())}
+        if "next_step" in saved:
+            run.load_state_dict(saved)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_recorder": None, "_window": None}
+        # What belongs to a run stays with it.
+        return {
+            **super().__getstate__(),
+            "_run": None,
+            "_evaluations": {},
+            "_watched": None,
+            "_saved": self._saved if self._run is None else {},
+        }
+
+
+def _check_statistics(names: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in SHOWN_STATISTICS]
+    if unknown:
+        hint = "; histograms are chosen by histograms=True or False" if "histogram" in unknown else ""
+        hint = hint or "; further ones are given by extra=[…]"
+        known, got = ", ".join(SHOWN_STATISTICS), ", ".join(map(repr, unknown))
+        raise ArgumentError(f"statistics knows {known}; got {got}{hint}")
+
+
+def _in_words(value: object) -> object:
+    """A setting in a form that is the same in every process."""
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, (tuple, list)):
+        return [_in_words(each) for each in value]
+    return value
 
 
 def _listed(name: str, given: object) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Streaming statistics: fixed-size states that are updated on the device and merged exactly."""
 
-from lightning_recorder.reductions.bank import Collected, StateBank
+from lightning_recorder.reductions.bank import Collected, StateBank, row_state
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.reductions.change import Change
@@ -49,5 +49,6 @@ __all__ = [
     "Tallies",
     "Values",
     "prepare",
+    "row_state",
     "to_histogram",
 ]

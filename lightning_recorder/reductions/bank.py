@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.scalar import merged_along
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["Collected", "StateBank"]
+__all__ = ["Collected", "StateBank", "row_state"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -54,7 +55,7 @@ class _Block(Generic[Key]):
 
 @dataclass(frozen=True)
 class Collected(Generic[Key]):
-    """States of one kind, on the CPU."""
+    """States of one kind, on one device."""
 
     reduction: Reduction
     keys: list[Key]
@@ -85,6 +86,11 @@ class StateBank(Generic[Key]):
         self._lock = threading.Lock()
 
     @property
+    def keys(self) -> list[Key]:
+        """The keys that have a state."""
+        return list(dict.fromkeys(key for key, _ in self._rows))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of state on all devices."""
         return sum(block.states.nbytes for blocks in self._blocks.values() for block in blocks)
@@ -106,11 +112,15 @@ class StateBank(Generic[Key]):
 
     def _allocate(self, key: Key, values: Values) -> _Row:
         seen_on = values.raw.device
+        with self._lock:
+            return self._place(key, seen_on, self.reduction.sized_for(values))
+
+    def _place(self, key: Key, seen_on: torch.device, reduction: Reduction) -> _Row:
+        """A new row for what is seen of a key on a device."""
         moves = seen_on.type in _WITHOUT_FLOAT64
         device = torch.device("cpu") if moves else seen_on
         # Validation may run in inference mode; a tensor made there could never be updated outside it again.
-        with self._lock, torch.inference_mode(False), torch.no_grad():
-            reduction = self.reduction.sized_for(values)
+        with torch.inference_mode(False), torch.no_grad():
             blocks = self._blocks.setdefault((device, repr(reduction)), [])
             if not blocks and not self.reduction.is_sized:
                 reduction.validate()
@@ -126,10 +136,10 @@ class StateBank(Generic[Key]):
             self._rows[key, seen_on] = row
             return row
 
-    def collect(self) -> list[Collected[Key]]:
-        """The states of all keys on the CPU, those of one key on several devices merged.
+    def collect(self, device: torch.device | str = "cpu") -> list[Collected[Key]]:
+        """Copies of the states of all keys on one device, those of one key on several devices merged.
 
-        Waits for the devices, once for all states of one kind on each.
+        Waits for the devices, once for all states of one kind on each; on the device itself for nothing.
         """
         groups: list[Collected[Key]] = []
         places: dict[Key, Tensor] = {}
@@ -138,7 +148,7 @@ class StateBank(Generic[Key]):
             keys = [key for block in blocks for key in block.keys]
             _settle(rows)
             # A copy in any case, since the states go on; on a GPU a single one travels.
-            states = torch.cat([block.states[: len(block.keys)] for block in blocks]).to("cpu")
+            states = torch.cat([block.states[: len(block.keys)] for block in blocks]).to(device)
             new = []
             for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
                 if key not in places:
@@ -153,6 +163,64 @@ class StateBank(Generic[Key]):
                 groups.append(Collected(rows[0].reduction, [keys[index] for index in new], states))
         return groups
 
+    def saved(self) -> list[tuple[_Block[Key], Tensor, list[list[Tensor]]]]:
+        """A copy of all states where they lie, for :meth:`restore`; waits for nothing."""
+        return [
+            (block, block.states[: len(block.keys)].clone(), [list(row.heads) for row in block.rows])
+            for blocks in self._blocks.values()
+            for block in blocks
+        ]
+
+    def restore(self, saved: Iterable[tuple[_Block[Key], Tensor, list[list[Tensor]]]]) -> None:
+        """Put back what was saved; what was recorded since is forgotten."""
+        kept = {id(block): (states, heads) for block, states, heads in saved}
+        for blocks in self._blocks.values():
+            for block in blocks:
+                states, heads = kept.get(id(block), (block.states[:0], []))
+                for row in block.rows[len(heads) :]:
+                    row.heads.clear()
+                    row.state.copy_(row.reduction.initial())
+                for row, there in zip(block.rows, heads, strict=False):
+                    row.heads[:] = there
+                block.states[: len(states)] = states
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The states as plain tensors on the CPU, a mapping for each row.
+
+        What is still to be merged is given apart, so that a stream goes on to the bit as if it had not been saved.
+        """
+        return [
+            {
+                "key": list(key) if isinstance(key, tuple) else key,
+                "device": seen_on.type,
+                "state": row_state(row.reduction, row.state),
+                **({"heads": torch.stack(row.heads).to("cpu", copy=True)} if row.heads else {}),
+            }
+            for (key, seen_on), row in self._rows.items()
+        ]
+
+    def load_state_dict(self, rows: Iterable[Mapping[str, Any]], key_of: Any, device: torch.device) -> None:
+        """Go on from a state.
+
+        Args:
+            rows: As :meth:`state_dict` gives them.
+            key_of: Makes the key of what ``state_dict`` gives for it.
+            device: Where the rows go that were not on a CPU.
+
+        Raises:
+            ArgumentError: If a row is that of another reduction, or one with other settings.
+        """
+        for saved in rows:
+            reduction = copy.copy(self.reduction)
+            reduction._state = None
+            reduction.load_state_dict(saved["state"])
+            state, reduction._state = reduction.state, None
+            seen_on = torch.device("cpu") if saved["device"] == "cpu" else device
+            key = key_of(saved["key"])
+            row = self._rows.get((key, seen_on)) or self._place(key, seen_on, reduction)
+            row.state.copy_(state)
+            row.heads[:] = saved["heads"].to(row.state.device).unbind() if "heads" in saved else ()
+
     def reset(self) -> None:
         """Begin a new stream in every state."""
         for blocks in self._blocks.values():
@@ -161,6 +229,11 @@ class StateBank(Generic[Key]):
                     row.heads.clear()
                 if block.rows:
                     block.rows[0].reduction.restart(block.states[: len(block.keys)])
+
+
+def row_state(reduction: Reduction, state: Tensor) -> dict[str, Tensor]:
+    """The state dict of a reduction whose state is a row, ``[width]``, on the CPU."""
+    return {name: tensor.to("cpu") for name, tensor in reduction.on(state).state_dict().items()}
 
 
 def _settle(rows: Sequence[_Row]) -> None:

@@ -54,6 +54,11 @@ class Statistics(Combined):
     def begin(self, state: Tensor, values: Values) -> Tensor | None:
         return None if add_statistics(state, values, self._sample) else super().begin(state, values)
 
+    def means(self, state: Tensor) -> Tensor:
+        """The means alone of states, ``[..., width]``, each ``[...]``; NaN where there is none."""
+        count, mean = state[..., 0], state[..., 1]
+        return torch.where(count > 0, mean, torch.nan)
+
     @override
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
         found = super().summarize(state)

@@ -42,6 +42,9 @@ class Sink:
     """Whether the sink may be written to from another thread while the training goes on. The callbacks then write in
     the background; otherwise between two batches. Never from two threads at once."""
 
+    written_bytes: int | None = None
+    """Bytes of the scalars and histograms written so far, where the sink counts them."""
+
     def __str__(self) -> str:
         return type(self).__name__
 

@@ -45,6 +45,7 @@ class FilesSink(Sink):
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self.written_bytes: int = 0
 
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
@@ -92,8 +93,10 @@ class FilesSink(Sink):
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        with (self.directory / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        with (self.directory / name).open("ab") as file:
+            file.write(line)
+        self.written_bytes += len(line)
 
     def _place(self, folder: str, tag: str, step: int, suffix: str) -> Path:
         # A tag holds names from the model, which are data: each segment becomes a harmless file name and never a path.

@@ -47,6 +47,12 @@ class MultiSink(Sink):
         """Whether all of the sinks may be written to from another thread."""
         return all(sink.any_thread for sink in self._all())
 
+    @property
+    def written_bytes(self) -> int | None:  # type: ignore[override]  # read-only here: it follows from the sinks
+        """Bytes that those of the sinks have written which count them; ``None`` if none does."""
+        counted = [each.written_bytes for each in self._all() if each.written_bytes is not None]
+        return sum(counted) if counted else None
+
     def _write(self, verb: str, call: Callable[[Sink], bool]) -> bool:
         shown = self._each(verb, call, self.sinks)
         if not shown and self.fallback is not None:

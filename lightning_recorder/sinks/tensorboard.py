@@ -24,6 +24,9 @@ __all__ = ["TensorBoardSink"]
 # TensorBoard draws a histogram in 30 bins; beyond twice as many the event file grows and the picture does not change.
 _MAX_BINS = 64
 
+# What a file has of an event beside its summary: a length and two checksums, the time and the step.
+_EVENT_BYTES = 32
+
 
 class TensorBoardSink(Sink):
     """Writes scalars, histograms, images, texts and graphs as events.
@@ -47,6 +50,7 @@ class TensorBoardSink(Sink):
 
             writer = SummaryWriter(str(writer))
         self._writer = writer
+        self.written_bytes: int = 0
         quicken_records(writer)
 
     @override
@@ -83,6 +87,7 @@ class TensorBoardSink(Sink):
         # All in one event: the writer waits for the disk after every ten of them, and a model has hundreds of numbers.
         if summary.value:
             self._events().add_summary(summary, step)
+            self.written_bytes += summary.ByteSize() + _EVENT_BYTES
 
     def _events(self) -> Any:
         """What writes events of any contents: private to torch's writer, whose verbs write one value each, or trace."""

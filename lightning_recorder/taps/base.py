@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -18,12 +19,14 @@ from lightning_recorder.autograd import in_transform, is_transformed
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, tell
 from lightning_recorder.hooks import ModuleHook
 from lightning_recorder.stance import EagerStance
+from lightning_recorder.stopwatch import Stopwatch
 from lightning_recorder.structure import describe_unknown, iter_tensors
 from lightning_recorder.unrecorded import is_unrecorded, unrecorded
 
 __all__ = ["Receiver", "Site", "Tap"]
 
 _FEW_HANDLES = 256
+_PATH = "_lightning_recorder_path"  # where an error that a receiver raised says of which tensor
 # One for all taps: it is held for an append, and a lock of its own would keep a tap from being copied.
 _LOCK = threading.Lock()
 
@@ -88,6 +91,12 @@ class Tap(ABC):
         self._hooked = False
         self._stance = EagerStance()
         self._handles: list[RemovableHandle] = []
+        self.eager = True
+        """Whether compiled code runs eagerly while the hooks are on."""
+        self.stopwatch: Stopwatch | None = None
+        """What measures the time inside the hooks, if anything does."""
+        self.called: set[str] = set()
+        """The names of the modules of which a hook was called; may be cleared."""
         self._quiet: set[str] = set()
         self._unknown: set[type] = set()
         self._prune_at = _FEW_HANDLES
@@ -119,7 +128,8 @@ class Tap(ABC):
             return
         self._hooked = True
         try:
-            self._stance.hold()
+            if self.eager:
+                self._stance.hold()
             for name, module in self.modules.items():
                 # TorchScript modules, for one, take no hooks.
                 self._guarded(name, self._put_on, module)
@@ -170,15 +180,23 @@ class Tap(ABC):
         """Call a function of ours from a hook so that its failure does not become the model's."""
         if name in self._quiet or not self._attached or in_transform() or is_unrecorded():
             return
+        self.called.add(name)
+        watch = self.stopwatch
+        started = None if watch is None else watch.start()
         try:
             with unrecorded():
                 function(name, *args)
         except Exception as error:
-            message = f"{type(self).__name__} could not record module {name!r}: {describe_error(error)}"
+            path = getattr(error, _PATH, None)
+            at = "" if path is None else f" at {path!r}"
+            message = f"{type(self).__name__} could not record module {name!r}{at}: {describe_error(error)}"
             if self.strict:
                 raise RecordingError(message) from error
             self._quiet.add(name)
             tell(f"{message}. It is left alone from now on; strict=True raises instead.")
+        finally:
+            if watch is not None and started is not None:
+                watch.stop(started)
 
     def _hand_over(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._condition is not None and not self._condition():
@@ -186,7 +204,12 @@ class Tap(ABC):
         for path, tensor in tensors:
             # The values of a transformed tensor cannot be read here.
             if not is_transformed(tensor):
-                self._receive(Site(name, path), tensor.detach())
+                try:
+                    self._receive(Site(name, path), tensor.detach())
+                except Exception as error:
+                    with suppress(AttributeError):  # of an error that takes no attributes
+                        setattr(error, _PATH, path)
+                    raise
 
     def _tensors(self, name: str, value: Any, path: str) -> Iterable[tuple[str, Tensor]]:
         """The tensors in what the module of that name took or gave."""

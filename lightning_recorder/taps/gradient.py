@@ -30,6 +30,8 @@ class GradientTap(Tap):
         strict: bool = False,
     ) -> None:
         super().__init__(modules, receive, condition=condition, strict=strict)
+        self.without_gradient: set[str] = set()
+        """The names of the modules of which a call gave tensors, none of which needs a gradient; may be cleared."""
         self._told = False
 
     def _may_look_at(self, nodes: int) -> bool:
@@ -93,7 +95,10 @@ class OutputGradientTap(GradientTap):
         self._keep(module.register_forward_hook(TapHook(self, name, self._see)))
 
     def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for path, tensor in self._tensors(name, output, "out"):
+        found = list(self._tensors(name, output, "out"))
+        if found and not any(tensor.requires_grad for _, tensor in found):
+            self.without_gradient.add(name)
+        for path, tensor in found:
             if tensor.requires_grad and self._may_look_at(1):
                 self._put_on_tensor(tensor, GradientHook(self, name, path))
 

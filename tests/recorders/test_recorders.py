@@ -355,7 +355,7 @@ def test_apply_of_a_reduction_ends_it() -> None:
     recorder = ForwardOutput(reduction=RunningMoments).modules(net)
     net(torch.tensor([1.0, 3.0]))
     recorder.apply(lambda data: float(data["mean"]))
-    with pytest.warns(RecorderWarning, match=r"module '': .*replaced by apply\(\); reset\(\) begins anew"):
+    with pytest.warns(RecorderWarning, match=r"module '' at 'out': .*replaced by apply\(\); reset\(\) begins anew"):
         net(torch.ones(1))
     assert recorder[0] == 2.0
 
@@ -526,8 +526,8 @@ def test_a_fault_of_the_reduction_costs_its_module() -> None:
     with pytest.warns(RecorderWarning) as told:
         forward(net, torch.ones(5, 7), 2)
     assert [str(each.message).partition(":")[0] for each in told] == [
-        "OutputTap could not record module '0'",
-        "OutputTap could not record module '1'",
+        "OutputTap could not record module '0' at 'out'",
+        "OutputTap could not record module '1' at 'out'",
     ]
     assert [(tuple(data.shape), recorder.samples(place)) for place, data in enumerate(recorder)] == [((2, 3), 2)] * 2
     strict = ForwardOutput(reduction=torch.add, strict=True).children(net, indices=1)

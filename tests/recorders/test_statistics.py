@@ -395,7 +395,9 @@ def test_an_extra_that_fails_raises_when_strict() -> None:
     module = nn.Identity()
     with StatisticsRecorder({"m": module}, extra=[BatchMean()], strict=True):
         module(torch.ones(2, 3))
-        with pytest.raises(RecordingError, match="could not record module 'm': ArgumentError: BatchMean keeps numbers"):
+        with pytest.raises(
+            RecordingError, match="could not record module 'm' at 'out': ArgumentError: BatchMean keeps numbers"
+        ):
             module(torch.ones(2, 4))
 
 

@@ -1,0 +1,167 @@
+"""Merging what the processes of a run have recorded."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lightning_recorder.errors import tell
+from lightning_recorder.recorders.layout import Key, Layout, MergedStates, States
+from lightning_recorder.recorders.sites import Snapshot
+from lightning_recorder.reductions import Reduction
+from lightning_recorder.taps import Site
+from lightning_recorder.unrecorded import unrecorded
+
+__all__ = ["Exchange", "Merged"]
+
+_FAILED, _UNKNOWN, _SEEN = range(3)  # the first numbers that a rank says
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What an exchange has brought.
+
+    Args:
+        snapshot: The states of all ranks together, on the host; ``None`` on the other ranks, and where nothing was
+            recorded.
+        words: The numbers that each rank has given, ``[ranks][words]``.
+        absent: The ranks whose recorder has failed.
+    """
+
+    snapshot: Snapshot | None
+    words: list[list[float]] = field(default_factory=list)
+    absent: tuple[int, ...] = ()
+
+
+class Exchange:
+    """Merges the states of all ranks on rank zero, in two packed transfers.
+
+    The layout of what is sent is agreed on: sites that a rank has seen for the first time are made known to the others
+    before their states are sent, so a module that runs on one rank only hangs nobody. Words that are merged by adding
+    are summed over the ranks; the others, a few numbers for each site, are gathered and merged in the order of the
+    ranks.
+
+    Every rank must call the same methods in the same order, whether its recorder is well or has failed: then it says so
+    and gives nothing. When a transfer itself fails, :attr:`is_open` is false from then on, and nothing more is sent.
+
+    Args:
+        device: Where the tensors of the model are; used where the processes talk from GPU to GPU.
+
+    Note:
+        ``torch.distributed`` must be initialised. Every call waits for the other ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.device = device if dist.get_backend() == "nccl" else torch.device("cpu")
+        """Where the states have to lie."""
+        self.is_open = True
+        """Whether the ranks have agreed to merge, and no transfer has failed."""
+        self._layout = Layout()
+
+    @staticmethod
+    def is_needed() -> bool:
+        """Whether there are several processes that can talk to each other."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+    def agree(self, ready: bool, about: str) -> str:
+        """Find out whether all ranks take part and record the same.
+
+        Args:
+            ready: Whether this rank takes part.
+            about: What it records.
+
+        Returns:
+            Why nothing is merged, or an empty string.
+        """
+        self.is_open = False
+        digest = float(zlib.crc32(about.encode()))
+        answers = self._gather(torch.tensor([float(ready), digest], dtype=torch.float64, device=self.device))
+        absent = [rank for rank, (is_ready, _) in enumerate(answers.tolist()) if not is_ready]
+        if absent:
+            return f"rank {', '.join(map(str, absent))} does not record"
+        if bool((answers != answers[0]).any()):
+            return "the ranks record different modules, or with different settings"
+        self.is_open = True
+        return ""
+
+    def merge(self, snapshot: Snapshot | None, *, copies: Collection[Site] = (), words: Sequence[float] = ()) -> Merged:
+        """Merge the states of all ranks.
+
+        Args:
+            snapshot: The states of this rank, on :attr:`device`; ``None`` if its recorder has failed.
+            copies: The sites of which another rank has the same, which do not count.
+            words: Numbers to tell the other ranks, equally many on each.
+
+        Raises:
+            RuntimeError: If the ranks cannot talk to each other any more.
+        """
+        try:
+            with unrecorded(), torch.inference_mode(False), torch.no_grad():
+                return self._merge(snapshot, copies, words)
+        except BaseException:
+            self.is_open = False
+            raise
+
+    def _merge(self, snapshot: Snapshot | None, copies: Collection[Site], words: Sequence[float]) -> Merged:
+        own = _states(snapshot)
+        while True:
+            unknown = self._layout.unknown(own)
+            packed = self._layout.pack(own, copies, self.device)
+            said = [float(snapshot is None), float(len(unknown)), float(bool(own)), *words]
+            head = torch.tensor(said, dtype=torch.float64, device=self.device)
+            answers = self._gather(torch.cat([head, packed.apart])).cpu()
+            heads = answers[:, : len(said)].tolist()
+            if not any(each[_UNKNOWN] for each in heads):
+                break
+            self._make_known(unknown)
+        told = [each[_SEEN + 1 :] for each in heads]
+        absent = tuple(rank for rank, each in enumerate(heads) if each[_FAILED])
+        if not any(each[_SEEN] for each in heads):
+            return Merged(None, told, absent)
+        dist.reduce(packed.added, dst=0)
+        if self.rank != 0:
+            return Merged(None, told, absent)
+        merged = self._layout.merge(answers[:, len(said) :].unbind(), packed.added.cpu())
+        return Merged(_snapshot(snapshot, merged), told, absent)
+
+    def _make_known(self, unknown: list[tuple[Key, Reduction]]) -> None:
+        """Tell the other ranks of sites that they may not know."""
+        told: list[list[tuple[Key, Reduction]]] = [[] for _ in range(self.ranks)]
+        dist.all_gather_object(told, unknown)
+        for (_, site), reduction in self._layout.extend(each for rank in told for each in rank):
+            if self.rank == 0:
+                tell(
+                    f"{reduction} is not recorded at {site.path!r} of module {site.name!r}: the tensor has another "
+                    "shape on each rank"
+                )
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, ``[ranks, *shape]``."""
+        answers = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        dist.all_gather(answers, tensor)
+        return torch.stack(answers)
+
+
+def _states(snapshot: Snapshot | None) -> States:
+    """The states of a rank by their keys."""
+    return {
+        (bank, site): (group.reduction, state)
+        for bank, groups in enumerate([] if snapshot is None else snapshot.groups)
+        for group in groups
+        for site, state in zip(group.keys, group.states, strict=True)
+    }
+
+
+def _snapshot(own: Snapshot | None, merged: MergedStates) -> Snapshot:
+    """The merged states in the form of this rank's own."""
+    banks = [merged.groups.get(bank, []) for bank in range(1 + max(merged.groups, default=0))]
+    if own is None:  # the recorder of this rank has failed, and what it would say of the order with it
+        own = Snapshot((), [], [frozenset()] * len(banks))
+    banks += [[]] * (len(own.groups) - len(banks))
+    return replace(own, groups=banks, rank_means=merged.rank_means, copied=merged.copied)

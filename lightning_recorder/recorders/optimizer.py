@@ -1,0 +1,341 @@
+"""Parameters, their gradients, what an optimiser step changes in them, and what the optimiser keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+from lightning_recorder.errors import ArgumentError, RecordingError, describe_error, tell
+from lightning_recorder.recorders.sites import SiteStates, SiteStatistics, Snapshot
+from lightning_recorder.reductions import Reduction
+from lightning_recorder.stopwatch import Stopwatch
+from lightning_recorder.storage import is_uninitialized
+from lightning_recorder.taps import Site
+from lightning_recorder.taps.parameter import own_parameters
+from lightning_recorder.unrecorded import unrecorded
+
+__all__ = ["PARAMETER_PARTS", "OptimizerRecorder", "with_update_ratios"]
+
+PARAMETER_PARTS = ("values", "gradients", "updates", "moments")
+"""What can be recorded of a parameter."""
+
+_UPDATE = ".update"
+
+
+class _Parameter(NamedTuple):
+    site: Site
+    tensor: nn.Parameter
+    counts: bool
+    """Whether this rank's part is not a copy of another rank's."""
+
+
+class _Step(NamedTuple):
+    """A step of an optimiser that has begun."""
+
+    optimizer: Optimizer
+    parameters: list[_Parameter]
+    before: list[Tensor | None]
+    handle: RemovableHandle | None
+
+
+class OptimizerRecorder:
+    """Statistics of the parameters of modules at the steps of an optimiser, as a context manager.
+
+    The sites of a parameter ``weight`` of a module are ``weight``, the values before the step; ``weight.grad``, the
+    gradient that the step finds; ``weight.update``, what the step changes in the values; and ``weight.exp_avg`` and
+    the like, what the optimiser keeps for it afterwards, whatever has its shape. :func:`with_update_ratios` adds the
+    ``update_ratio`` to the statistics of ``weight``: ``rms(update) / rms(values)``, over the recorded steps.
+
+    A parameter that several modules share is recorded under the first of them. One that no recorded step belongs to,
+    or that is frozen, has no record.
+
+    Args:
+        modules: The modules by name; of each its own parameters are recorded, not those of its children.
+        optimizers: Whose steps are recorded while this is attached. Without any, :meth:`before_step` says when one
+            begins, as a closure has to that computes the gradients inside the step.
+        parts: Which of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
+        extra: As for :class:`~lightning_recorder.StatisticsRecorder`.
+        sample: As for :class:`~lightning_recorder.StatisticsRecorder`.
+        quantiles: As for :class:`~lightning_recorder.StatisticsRecorder`.
+        strict: Raise what goes wrong instead of warning once and leaving that parameter alone from then on.
+
+    Raises:
+        ArgumentError: If an argument can never work.
+        RecordingError: From the optimiser's step, if ``strict``; names the module.
+
+    Note:
+        For updates a copy of the recorded parameters of the optimiser is kept during a recorded step. Of a parameter
+        that is sharded over ranks each has its part; a replicated one counts on rank zero alone when ranks are merged.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.constant_(net.weight, 2.0)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        >>> with OptimizerRecorder({"net": net}, [optimizer]) as recorder:
+        ...     net(torch.ones(1, 2)).sum().backward()
+        ...     _ = optimizer.step()
+        >>> found = with_update_ratios(recorder.collect())
+        >>> [(site.path, seen.scalars["mean"]) for site, seen in found.items()]
+        [('weight', 2.0), ('weight.grad', 1.0), ('weight.update', -0.5)]
+        >>> found["net", "weight"].scalars["update_ratio"]
+        0.25
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        optimizers: Iterable[Optimizer] = (),
+        *,
+        parts: Sequence[str] = PARAMETER_PARTS,
+        extra: Iterable[Reduction] = (),
+        sample: int | None = None,
+        quantiles: Iterable[float] = (),
+        strict: bool = False,
+    ) -> None:
+        self._modules = dict(modules)
+        self.parts = (parts,) if isinstance(parts, str) else tuple(parts)
+        if not self.parts or not set(self.parts) <= set(PARAMETER_PARTS):
+            known, got = ", ".join(map(repr, PARAMETER_PARTS)), ", ".join(map(repr, self.parts)) or "none"
+            raise ArgumentError(f"parts takes some of {known}; got {got}")
+        self.optimizers = tuple(optimizers)
+        for each in self.optimizers:
+            if not isinstance(each, Optimizer):
+                raise ArgumentError(f"optimizers takes torch.optim.Optimizer instances, got {each!r:.80}")
+        self.strict = strict
+        self.states = SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict)
+        """Where the tensors go."""
+        self._replicated: set[Site] = set()
+        self._stopwatch: Stopwatch | None = None
+        self._attached = False
+        self._handles: list[RemovableHandle] = []
+        self._steps: list[_Step] = []
+        self._quiet: set[str] = set()
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules by name."""
+        return self._modules
+
+    @property
+    def replicated(self) -> frozenset[Site]:
+        """The sites of which this rank has a copy of what another one has."""
+        return frozenset(self._replicated)
+
+    def watch(self, stopwatch: Stopwatch | None) -> None:
+        """Measure the time inside the hooks, or no more."""
+        self._stopwatch = stopwatch
+
+    def traces(self) -> dict[str, Any]:
+        """What is to be said of the modules: ``failed`` and ``state_bytes``."""
+        return {"failed": self.failed, "state_bytes": self.nbytes}
+
+    @property
+    def failed(self) -> frozenset[str]:
+        """The names of the modules that are left alone, since recording them failed."""
+        return frozenset(self._quiet)
+
+    def revive(self) -> None:
+        """Record again what is left alone or left out."""
+        self._quiet.clear()
+        self.states.revive()
+
+    @property
+    def attached(self) -> bool:
+        """Whether steps are recorded."""
+        return self._attached
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state on all devices, without the copy that is kept during a step."""
+        return self.states.nbytes
+
+    def attach(self) -> None:
+        """Record the steps from now on."""
+        if not self._attached:
+            self._attached = True
+            for optimizer in self.optimizers:
+                self._handles.append(optimizer.register_step_pre_hook(partial(_before, self)))
+
+    def pause(self) -> None:
+        """Record nothing until :meth:`attach`."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Record nothing more; a step that has begun and not ended is ended first."""
+        for step in list(self._steps):
+            self._after(step)
+        self._attached = False
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    def before_step(self, optimizer: Optimizer, factor: float = 1.0) -> None:
+        """Record what a step finds that is about to begin, and what it changes when it has ended.
+
+        Called again during one step, as a closure is by LBFGS, it does nothing.
+
+        Args:
+            optimizer: Whose step it is.
+            factor: What the gradients are multiplied by.
+        """
+        if not self._attached or any(step.optimizer is optimizer for step in self._steps):
+            return
+        with unrecorded(), _timed(self._stopwatch):
+            parameters = self._parameters_of(optimizer)
+            for each in parameters:
+                self._add(each, "", each.tensor, wanted="values")
+                self._add(each, ".grad", each.tensor.grad, wanted="gradients", factor=factor)
+            self._begin(optimizer, parameters)
+
+    def _begin(self, optimizer: Optimizer, parameters: list[_Parameter]) -> None:
+        if not {"updates", "moments"} & set(self.parts):
+            return
+        before: list[Tensor | None] = [None] * len(parameters)
+        if "updates" in self.parts:
+            try:
+                before = [each.tensor.detach().clone() for each in parameters]
+            except torch.OutOfMemoryError as error:
+                self.parts = tuple(part for part in self.parts if part != "updates")
+                tell(f"updates of parameters are not recorded, a copy of them is too large: {describe_error(error)}")
+        after = getattr(optimizer, "register_step_post_hook", None)
+        handle = None if after is None else after(partial(_after, self))
+        self._steps.append(_Step(optimizer, parameters, before, handle))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Record what a step has changed; without one that has begun, nothing."""
+        for step in self._steps:
+            if step.optimizer is optimizer:
+                self._after(step)
+                return
+
+    def _after(self, step: _Step) -> None:
+        self._steps = [each for each in self._steps if each is not step]
+        if step.handle is not None:
+            step.handle.remove()
+        with unrecorded(), _timed(self._stopwatch):
+            for each, before in zip(step.parameters, step.before, strict=True):
+                if before is not None:
+                    self._add(each, _UPDATE, each.tensor.detach() - before, wanted="updates")
+                for name, kept in self._kept(step.optimizer, each.tensor):
+                    self._add(each, f".{name}", kept, wanted="moments")
+
+    @staticmethod
+    def _kept(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
+        """What an optimiser keeps of the shape of a parameter."""
+        kept: Any = optimizer.state.get(parameter)
+        if not isinstance(kept, Mapping):
+            return []
+        return [
+            (str(name), value)
+            for name, value in kept.items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+        ]
+
+    def _parameters_of(self, optimizer: Optimizer) -> list[_Parameter]:
+        """The parameters of the modules that a step of an optimiser can change, each once."""
+        theirs = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        found = []
+        for name, module in self._modules.items():
+            for path, parameter in own_parameters(module):
+                if id(parameter) in theirs and parameter.requires_grad and not is_uninitialized(parameter):
+                    theirs.discard(id(parameter))
+                    found.append(_Parameter(Site(name, path), parameter, is_own_part(parameter)))
+        return found
+
+    def _add(
+        self, parameter: _Parameter, suffix: str, tensor: Tensor | None, *, wanted: str, factor: float = 1.0
+    ) -> None:
+        name, path = parameter.site
+        if tensor is None or wanted not in self.parts or name in self._quiet:
+            return
+        site = Site(name, path + suffix)
+        if not parameter.counts:
+            self._replicated.add(site)
+        try:
+            self.states.add(site, tensor.detach(), factor)
+        except Exception as error:
+            message = f"recording {site.path!r} of module {name!r} failed: {describe_error(error)}"
+            if self.strict:
+                raise RecordingError(message) from error
+            self._quiet.add(name)
+            tell(f"{message}. The module is left alone from now on; strict=True raises instead.")
+
+    def __enter__(self) -> Self:
+        self.attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def snapshot(self) -> Snapshot:
+        """As :meth:`StatisticsRecorder.snapshot <lightning_recorder.StatisticsRecorder.snapshot>`."""
+        return self.states.snapshot(self._modules)
+
+    def collect(self) -> dict[Site, SiteStatistics]:
+        """The statistics of every site that was seen since the last reset, in the order of the modules."""
+        return self.snapshot().statistics()
+
+    def reset(self) -> None:
+        """Forget what was recorded."""
+        self.states.reset()
+
+
+def is_own_part(tensor: Tensor) -> bool:
+    """Whether what this rank has of a tensor is not merely a copy of what another rank has.
+
+    A plain tensor is one that every rank has, and counts on rank zero; of a sharded one, a ``DTensor``, each rank has a
+    part, and of the ranks that have the same part, as where shards are replicated, the first one counts.
+    """
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+    if mesh is None or placements is None:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return not distributed or torch.distributed.get_rank() == 0
+    place: Sequence[int] | None = mesh.get_coordinate()
+    if place is None:
+        return False
+    return all(index == 0 for index, each in zip(place, placements, strict=True) if not each.is_shard())
+
+
+def with_update_ratios(found: Mapping[Site, SiteStatistics]) -> dict[Site, SiteStatistics]:
+    """The same statistics, with ``update_ratio`` where there is an update: ``rms(update) / rms(values)``."""
+    ratios: dict[Site, SiteStatistics] = dict(found)
+    for site, seen in found.items():
+        update = found.get(Site(site.name, site.path + _UPDATE))
+        if update is not None:
+            weight, change = seen.scalars["rms"], update.scalars["rms"]
+            ratio = change / weight if weight else float("nan") if change != change or not change else float("inf")
+            ratios[site] = SiteStatistics({**seen.scalars, "update_ratio": ratio}, seen.bins, seen.tensors)
+    return ratios
+
+
+class _timed:  # noqa: N801 - read as an adjective
+    """Measures a block, if there is anything to measure it by."""
+
+    def __init__(self, watch: Stopwatch | None) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._started = None if self._watch is None else self._watch.start()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._watch is not None and self._started is not None:
+            self._watch.stop(self._started)
+
+
+# Functions of their own, so that an optimiser which is pickled in the middle of a step does not take a method with it.
+def _before(recorder: OptimizerRecorder, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    recorder.before_step(optimizer)
+
+
+def _after(recorder: OptimizerRecorder, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    recorder.after_step(optimizer)

@@ -1,0 +1,479 @@
+"""What is recorded of a training run, step by step, and what becomes one record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import device as Device
+from torch import nn
+
+from lightning_recorder.errors import describe_error, tell
+from lightning_recorder.recorders.budget import Budget
+from lightning_recorder.recorders.exchange import Exchange, Merged
+from lightning_recorder.recorders.sites import SiteStates, Snapshot
+from lightning_recorder.schedule import Reduce, Sampling, ends_window
+from lightning_recorder.stopwatch import Stopwatch
+from lightning_recorder.taps import Site
+
+__all__ = ["Record", "RunRecorder", "SiteRecorder", "Worker"]
+
+
+class SiteRecorder(Protocol):
+    """What brings the tensors: a :class:`~lightning_recorder.StatisticsRecorder` or what is used like one."""
+
+    states: SiteStates
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules by name."""
+
+    @property
+    def replicated(self) -> Collection[Site]:
+        """The sites of which every rank has a copy."""
+
+    def watch(self, stopwatch: Stopwatch | None) -> None:
+        """Measure the time inside the hooks, or no more."""
+
+    def traces(self) -> dict[str, Any]:
+        """What there is to be said of the modules, as the fields of :class:`Watched`."""
+
+    def attach(self) -> None:
+        """Record from now on."""
+
+    def pause(self) -> None:
+        """Record nothing until :meth:`attach`."""
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What becomes one record.
+
+    Args:
+        step: Where it stands on the axis of steps.
+        epoch: The epoch.
+        snapshot: The states.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        loader: The number of the loader, where there are several.
+        overflowed: Whether it is of a step whose gradients overflowed, so that the optimiser passed it over.
+        overflow_steps: How many recorded steps did so up to now.
+        recording_ms: Milliseconds that the hooks took.
+        flush_ms: Milliseconds that copying and merging took.
+        every_n_train_steps: The cadence from now on.
+        ranks: Of how many ranks it is.
+    """
+
+    step: int
+    epoch: int
+    snapshot: Snapshot
+    stage: str = "train"
+    loader: int | None = None
+    overflowed: bool = False
+    overflow_steps: int = 0
+    recording_ms: float = 0.0
+    flush_ms: float = 0.0
+    every_n_train_steps: int = 1
+    ranks: int = 1
+
+
+class Worker:
+    """A recorder whose failures stay its own, and whose states are merged over ranks.
+
+    Whatever fails on this rank, it goes on calling the :class:`Exchange` as the other ranks do, and gives nothing.
+
+    Args:
+        recorder: What brings the tensors.
+        name: What warnings call it.
+        exchange: Merges the ranks; without one, this is the only one.
+        rank: The number of this process. Where the ranks are not merged, those but the first record nothing.
+        strict: Raise what fails.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        recorder: SiteRecorder,
+        *,
+        name: str = "the recorder",
+        exchange: Exchange | None = None,
+        rank: int = 0,
+        strict: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.recorder = recorder
+        self.name = name
+        self.exchange = exchange
+        self.strict = strict
+        self.enabled = True
+        """Whether what is due is recorded; may be changed between two batches."""
+        self.failed = False
+        """Whether nothing more is recorded, since something went wrong."""
+        self._is_first = rank == 0
+        self._clock = clock
+        self._told_absent: set[int] = set()
+
+    @property
+    def works(self) -> bool:
+        """Whether what is due is recorded on this rank."""
+        merges = self.exchange is not None and self.exchange.is_open
+        return self.enabled and not self.failed and (self._is_first or merges)
+
+    @contextmanager
+    def contained(self) -> Iterator[None]:
+        """Keep what goes wrong inside, after which nothing more is recorded; what goes wrong later is no news."""
+        try:
+            yield
+        except Exception as error:
+            was_well = not self.failed
+            self.fail()
+            if self.strict:
+                raise
+            if was_well:
+                tell(f"{self.name} is off for the rest of the run: {describe_error(error)}")
+
+    def fail(self) -> None:
+        """Record nothing more."""
+        self.failed = True
+        with suppress(Exception):  # what has failed already may fail here, too
+            self.recorder.remove()
+
+    def merged(self, *, alone: bool = False, words: tuple[float, ...] = ()) -> Merged:
+        """The states of all ranks; those of this rank where they are not merged.
+
+        Args:
+            alone: Ask no other rank, as after a failure.
+            words: As for :meth:`Exchange.merge`.
+        """
+        exchange = None if alone else self.exchange
+        if exchange is None or not exchange.is_open:
+            snapshot = self._snapshot("cpu") if self._is_first or alone else None
+            return Merged(snapshot, [list(words)])
+        # With the recorder switched off there is nothing to give, which is no failure.
+        merged = exchange.merge(self._snapshot(exchange.device), copies=self.recorder.replicated, words=words)
+        new = set(merged.absent) - self._told_absent
+        if new and self._is_first:
+            tell(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
+        self._told_absent |= new
+        return merged
+
+    def _snapshot(self, device: Device | str) -> Snapshot | None:
+        snapshot = None
+        if not self.failed:
+            with self.contained():
+                snapshot = self.recorder.states.snapshot(self.recorder.modules, device)
+        return snapshot
+
+
+class RunRecorder(Worker):
+    """Records the sampled steps of a training run and puts them together to records.
+
+    Whoever trains says when a batch begins and ends; nothing here knows a trainer. A step is an optimiser step, of one
+    batch or of several whose gradients are accumulated.
+
+    Args:
+        recorder: What brings the tensors.
+        sampling: Which steps are recorded, with a cadence.
+        conclude: Called with each record, on rank zero.
+        reduce: What becomes one record.
+        announce: Called behind the first recorded step, if that is no record yet, with the step and the milliseconds
+            that its hooks took; on rank zero.
+        budget: Widens the cadence of the sampling.
+        device: Where the tensors of the model are.
+        options: As for :class:`Worker`.
+
+    Note:
+        The calls in which a record ends, the same on all ranks, are those that merge. A state that is saved in between
+        lets another run go on to the bit, on one process; on several, what is saved is merged, and goes on as the first
+        rank's share.
+    """
+
+    def __init__(
+        self,
+        recorder: SiteRecorder,
+        sampling: Sampling,
+        conclude: Callable[[Record], None],
+        *,
+        reduce: Reduce = "step",
+        announce: Callable[[int, float], None] | None = None,
+        budget: Budget | None = None,
+        device: Device | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(recorder, **options)
+        self.sampling = sampling
+        self.reduce = reduce
+        self.overflow_steps = 0
+        """How many recorded steps had gradients that overflowed."""
+        self._conclude = conclude
+        self._announce = announce
+        self._budget = budget
+        self._device = device or Device("cpu")
+        self._watch = Stopwatch(self._device, clock=self._clock)
+        self.recorder.watch(self._watch)
+        self._step: int | None = None  # that is being recorded
+        self._open_steps = 0  # recorded ones that are in no record yet
+        self._next_step = 0
+        self._epoch = 0
+        self._before: list[Any] | None = None
+        self._batch_began = 0.0
+        self._step_ms = 0.0
+        self._timed_steps = 0  # recorded ones whose time was not taken yet
+        self._timed_ms = 0.0
+        self._is_mute = False
+        self._carried: Mapping[str, Any] | None = None
+        self._kept: dict[str, Any] | None = None
+
+    @property
+    def every_n_train_steps(self) -> int:
+        """The cadence as it is now."""
+        return self.sampling.every_n_train_steps or 0
+
+    @property
+    def records(self) -> bool:
+        """Whether a step is being recorded."""
+        return self._step is not None
+
+    @property
+    def last_step(self) -> int:
+        """The step that has ended last."""
+        return max(0, self._next_step - 1)
+
+    # A batch.
+
+    def start_batch(self, step: int, epoch: int, prepare: Callable[[], None] | None = None) -> None:
+        """Record the batch that begins, if its step is due.
+
+        Args:
+            step: The 0-based optimiser step.
+            epoch: The epoch.
+            prepare: Called before a recorded batch.
+        """
+        self._batch_began = self._clock()
+        self._kept = None
+        self._adopt(step)
+        if self._step not in (None, step):  # the batch before had a start and no end
+            self._end_step(overflowed=False)
+        self._next_step, self._epoch = step, epoch
+        is_due = self.sampling(step, epoch)
+        if is_due and self._step is None:
+            self._begin_step(step)
+        with self.contained():
+            if is_due and self.works:
+                if prepare is not None:
+                    prepare()
+                self.recorder.attach()
+            else:
+                self.recorder.remove()
+
+    def end_batch(self, *, stepped: bool, overflowed: bool = False) -> None:
+        """End a batch.
+
+        Args:
+            stepped: Whether it ended with an optimiser step.
+            overflowed: Whether the optimiser passed the step over, since gradients were not finite.
+        """
+        step = self._next_step
+        with self.contained():
+            if self.works and self.sampling(step + stepped, self._epoch):
+                self.recorder.pause()
+            else:
+                self.recorder.remove()
+        self._step_ms += 1000 * (self._clock() - self._batch_began)
+        if not stepped:
+            return
+        self._next_step = step + 1
+        step_ms, self._step_ms = self._step_ms, 0.0
+        if self._step is not None:
+            self._timed_steps += 1
+            self._timed_ms += step_ms
+        elif self._budget is not None:
+            self._budget.add_step(step_ms)
+        self._end_step(overflowed=overflowed)
+        if self._open_steps and ends_window(self.reduce, step):
+            self._flush(step)
+
+    def interrupt(self) -> None:
+        """Take the hooks off, as before a validation."""
+        with self.contained():
+            self.recorder.remove()
+
+    def end_epoch(self, step: int) -> None:
+        """End an epoch, whose last step is given."""
+        self.interrupt()
+        self._end_step(overflowed=False)
+        if self._open_steps and (self.reduce == "epoch" or ends_window(self.reduce, self._next_step - 1)):
+            self._flush(step)
+
+    def finish(self) -> None:
+        """End the run: what is in no record yet becomes one, and stays in the state as well."""
+        self.interrupt()
+        self._end_step(overflowed=False)
+        kept = self.merged_state_dict()
+        if self._open_steps:
+            self._flush(self.last_step)
+        self._kept = kept
+
+    def abort(self) -> None:
+        """End a run that has failed: what there is becomes a record, without the other ranks.
+
+        The state is then that before the step which was being recorded, since that will be repeated.
+        """
+        self.interrupt()
+        if self._kept is not None:
+            return
+        is_torn = self._step is not None
+        record = None
+        if self._open_steps or is_torn:
+            record = self._record(self._next_step - (not is_torn), self.merged(alone=True), ranks=1)
+        self._step = None
+        if is_torn:
+            self._put_back()
+        self._kept = self.state_dict()
+        if record is not None and self._is_first and not self._is_mute:
+            with self.contained():
+                self._hand_out(record)
+
+    def _begin_step(self, step: int) -> None:
+        self._step = step
+        self._before = None
+        if self.works and (self._open_steps or self.recorder.states.carries):
+            with self.contained():
+                self._before = self.recorder.states.saved()
+
+    def _end_step(self, *, overflowed: bool) -> None:
+        if self._step is None:
+            return
+        step, self._step = self._step, None
+        if not overflowed:
+            self._open_steps += 1
+            announce, self._announce = self._announce, None
+            if announce is not None and self.reduce != "step" and self._is_first:
+                with self.contained():
+                    announce(step, self._watch.host_ms)
+        else:
+            self.overflow_steps += 1
+            if self.reduce == "step":
+                self._flush(step, overflowed=True)
+            else:
+                self._put_back()
+        self._before = None
+
+    def _put_back(self) -> None:
+        """Forget what was recorded of the last step."""
+        with self.contained():
+            if self._before is None:
+                self.recorder.states.reset()
+            else:
+                self.recorder.states.restore(self._before)
+
+    # A record.
+
+    def _flush(self, step: int, *, overflowed: bool = False) -> None:
+        """Make a record of what was recorded since the last one."""
+        self._open_steps = 0
+        began = self._clock()
+        with self._watch:
+            now = self.every_n_train_steps
+            wanted = now if self._budget is None else self._budget.interval(now)
+            exchange = self.exchange if self.exchange is not None and self.exchange.is_open else None
+            merged = self.merged(words=(float(wanted),))
+            self._widen(int(merged.words[0][0]))
+            with self.contained():
+                self.recorder.states.reset()
+        flush_ms = 1000 * (self._clock() - began)
+        recording_ms = max(0.0, self._watch.take_ms() - flush_ms)
+        if self._budget is not None and self._timed_steps:
+            self._budget.add_recorded(self._timed_steps, self._timed_ms, recording_ms + flush_ms)
+        self._timed_steps, self._timed_ms = 0, 0.0
+        ranks = 1 if exchange is None else exchange.ranks - len(merged.absent)
+        record = self._record(step, merged, ranks=ranks, overflowed=overflowed, ms=(recording_ms, flush_ms))
+        if record is not None and not self._is_mute:
+            with self._watch, self.contained():
+                self._hand_out(record)
+        if self._budget is None:
+            self.recorder.watch(None)
+
+    def _hand_out(self, record: Record) -> None:
+        self._is_mute = True  # if it raises; who cannot write this record is not given another one
+        self._conclude(record)
+        self._is_mute = False
+
+    def _record(
+        self, step: int, merged: Merged, *, ranks: int, overflowed: bool = False, ms: tuple[float, float] = (0.0, 0.0)
+    ) -> Record | None:
+        if merged.snapshot is None:
+            return None
+        return Record(
+            step,
+            self._epoch,
+            merged.snapshot,
+            overflowed=overflowed,
+            overflow_steps=self.overflow_steps,
+            recording_ms=ms[0],
+            flush_ms=ms[1],
+            every_n_train_steps=self.every_n_train_steps,
+            ranks=ranks,
+        )
+
+    def _widen(self, cadence: int) -> None:
+        if cadence != self.every_n_train_steps:
+            self.sampling = self.sampling.widened(cadence)
+
+    # What is saved.
+
+    @property
+    def holds_states(self) -> bool:
+        """Whether something is in no record yet, or is carried from one record to the next; the same on all ranks."""
+        return self._open_steps > 0 or self._step is not None or self.recorder.states.carries
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is in no record yet, of this rank, as plain Python and tensors."""
+        if self._kept is not None:
+            return self._kept
+        holds = self.holds_states and not self.failed
+        return self._state(self.recorder.states.state_dict() if holds else None)
+
+    def merged_state_dict(self) -> dict[str, Any]:
+        """The same of all ranks, on rank zero; every rank must call it."""
+        if self._kept is not None or not self.holds_states or self.exchange is None or not self.exchange.is_open:
+            return self.state_dict()
+        snapshot = self.merged(words=(float(self.every_n_train_steps),)).snapshot
+        return self._state(None if snapshot is None else snapshot.state_dict())
+
+    def _state(self, states: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "next_step": self._next_step,
+            "open_steps": self._open_steps + (self._step is not None),
+            "every_n_train_steps": self.every_n_train_steps,
+            "overflow_steps": self.overflow_steps,
+            **({} if states is None else {"states": states}),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state when the first batch begins, if the run goes on where the state ends."""
+        self._carried = state_dict
+
+    def _adopt(self, step: int) -> None:
+        carried, self._carried = self._carried, None
+        if carried is None:
+            return
+        if carried["next_step"] != step:
+            tell(
+                f"{self.name}: what was saved ends before step {carried['next_step']} and the run goes on with step "
+                f"{step}, so it begins anew"
+            )
+            return
+        self.overflow_steps = int(carried["overflow_steps"])
+        if self._budget is not None:
+            self._widen(max(self.every_n_train_steps, int(carried["every_n_train_steps"])))
+        # On all ranks alike, since what a record waits for depends on it.
+        self._open_steps = int(carried["open_steps"])
+        if self._is_first and "states" in carried:
+            with self.contained():
+                self.recorder.states.load_state_dict(carried["states"], self._device)
