@@ -150,6 +150,7 @@ class StatisticsCallback(RecorderCallback):
         self._scale = 1.0
         self._directory: Path | None = None
         self._saved: dict[str, Any] = {}
+        self._is_loaded = False
 
     @abstractmethod
     def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
@@ -603,21 +604,25 @@ class StatisticsCallback(RecorderCallback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = dict(state_dict)
+        self._is_loaded = True
 
     def _restore(self, run: RunRecorder) -> None:
         """Go on from what was saved, by a checkpoint or by the fit before."""
         saved, self._saved = self._saved, {}
-        if "version" not in saved and "next_step" not in saved:
+        is_loaded, self._is_loaded = self._is_loaded, False
+        if not is_loaded:
+            if saved:
+                run.continue_from(saved)
             return
-        if (
-            saved.get("version", _STATE_VERSION) != _STATE_VERSION
-            or saved.get("settings", self._settings) != self._settings
-        ):
-            tell(f"{self} begins anew: its state in the checkpoint is that of other settings, or of another version")
-            return
-        self._report.nonfinite |= {Site(*site) for site in saved.get("nonfinite", ())}
-        if "next_step" in saved:
-            run.load_state_dict(saved)
+        try:
+            if (saved["version"], saved["settings"]) != (_STATE_VERSION, self._settings):
+                tell(f"{self} begins anew: its state in the checkpoint is that of other settings or another version")
+                return
+            self._report.nonfinite |= {Site(*site) for site in saved["nonfinite"]}
+            if "next_step" in saved:
+                run.load_state_dict(saved)
+        except (KeyError, TypeError, ValueError) as error:
+            tell(f"{self} begins anew: its state in the checkpoint cannot be read: {describe_error(error)}")
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to a run stays with it.

@@ -459,15 +459,20 @@ class RunRecorder(Worker):
         """Go on from a state when the first batch begins, if the run goes on where the state ends."""
         self._carried = state_dict
 
+    def continue_from(self, other: Mapping[str, Any]) -> None:
+        """The same with the state of a run before this one in the same process, which may be quite another one."""
+        self._carried = {**other, "is_another": True}
+
     def _adopt(self, step: int) -> None:
         carried, self._carried = self._carried, None
         if carried is None:
             return
         if carried["next_step"] != step:
-            tell(
-                f"{self.name}: what was saved ends before step {carried['next_step']} and the run goes on with step "
-                f"{step}, so it begins anew"
-            )
+            if carried["open_steps"] and "is_another" not in carried:
+                tell(
+                    f"{self.name}: what was saved ends before step {carried['next_step']} and the run goes on with step "
+                    f"{step}, so it begins anew"
+                )
             return
         self.overflow_steps = int(carried["overflow_steps"])
         if self._budget is not None:
