@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.base import Compiled, RecorderCallback, guarded
+from lightning_recorder.callbacks.base import Compiled, guarded
 from lightning_recorder.callbacks.checkpoints import listen, stop_listening
-from lightning_recorder.callbacks.dumps import StatisticsDump
+from lightning_recorder.callbacks.evaluation import EvaluationCallback
 from lightning_recorder.callbacks.run import logged_step, loss_scale, stepped
 from lightning_recorder.compiled import compiled_modules
 from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, tell
@@ -26,21 +25,20 @@ from lightning_recorder.recorders import (
     Budget,
     EvaluationRecorder,
     Exchange,
-    Receipt,
     Record,
     Report,
+    Results,
     RunRecorder,
     SiteRecorder,
     SiteStatistics,
     Watched,
     check_overhead,
-    paths_by_module,
     with_gradients,
 )
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.schedule import Reduce, Sampling, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
-from lightning_recorder.sinks import BackgroundQueue, Sink
+from lightning_recorder.sinks import Sink
 from lightning_recorder.taps import Site
 
 __all__ = ["DEFAULT_STATISTICS", "StatisticsCallback"]
@@ -51,7 +49,7 @@ DEFAULT_STATISTICS = ("mean", "std", "rms", "min", "max", "zero_fraction")
 _STATE_VERSION = 1
 
 
-class StatisticsCallback(RecorderCallback):
+class StatisticsCallback(EvaluationCallback):
     """Records statistics of tensors on the sampled steps of a fit.
 
     The base of :class:`~lightning_recorder.ActivationRecorder`, :class:`~lightning_recorder.GradientRecorder` and
@@ -136,19 +134,14 @@ class StatisticsCallback(RecorderCallback):
         self.make_recorder({}, "train")  # raises what is wrong now and not when the fit starts
         self.histograms = histograms
         self.dump = dump
-        self._latest: dict[str, dict[Site, SiteStatistics]] = {}
-        self._latest_step: int | None = None
-        self._queue = BackgroundQueue()
-        self._dumps = StatisticsDump(self.group)
-        self._report = Report(self.group, self.statistics, histograms=histograms)
+        report = Report(self.group, self.statistics, histograms=histograms)
+        self._results = Results(report, name=str(self), say=rank_zero_info, summarize=self.summarize)
         self._run: RunRecorder | None = None
-        self._evaluations: dict[str, EvaluationRecorder] = {}
+        self.evaluations: dict[str, EvaluationRecorder] = {}
         self._watched: Watched | None = None
         self._has_receipt = False
-        self._was_announced = False
         self._every_n: int | None = None
         self._scale = 1.0
-        self._directory: Path | None = None
         self._saved: dict[str, Any] = {}
         self._is_loaded = False
 
@@ -180,9 +173,8 @@ class StatisticsCallback(RecorderCallback):
         modules, error = None, None
         try:
             modules = self._chosen(pl_module)
-            self._directory = directory
-            self._queue = BackgroundQueue()
             self.open_sinks(trainer, directory)
+            self._results.begin(self._sink, directory, self._label(trainer))
             self.warn_of_eager_memory(pl_module)
         except (ArgumentError, SelectionError):
             raise
@@ -204,7 +196,7 @@ class StatisticsCallback(RecorderCallback):
         for stage in self.stages:
             if stage != "train":
                 recorder = self.make_recorder(modules, stage)
-                self._evaluations[stage] = EvaluationRecorder(recorder, stage, self._conclude, **options)
+                self.evaluations[stage] = EvaluationRecorder(recorder, stage, self._conclude, **options)
 
     def _begin_training(
         self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules, options: dict[str, Any]
@@ -224,13 +216,15 @@ class StatisticsCallback(RecorderCallback):
             )
             self._restore(self._run)
         self._every_n = None
-        self._has_receipt = self._was_announced = False
+        self._has_receipt = False
         if self.dump:
-            alike = [each for each in trainer.callbacks if type(each) is type(self) and each.name == self.name]  # type: ignore[attr-defined]  # set in Trainer.__init__
-            place = next((index for index, each in enumerate(alike) if each is self), 0)
-            label = "-".join([self.group, *filter(None, [self.name]), *([str(place + 1)] if place else [])])
-            self._dumps = StatisticsDump(self.group, label)
             listen(trainer, self)
+
+    def _label(self, trainer: Trainer) -> str:
+        """What files call this recorder: the group, its name, and its place among those that are called the same."""
+        alike = [each for each in trainer.callbacks if type(each) is type(self) and each.name == self.name]  # type: ignore[attr-defined]  # set in Trainer.__init__
+        place = next((index for index, each in enumerate(alike) if each is self), 0)
+        return "-".join([self.group, *filter(None, [self.name]), *([str(place + 1)] if place else [])])
 
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         """The modules to record, if there are any."""
@@ -266,7 +260,7 @@ class StatisticsCallback(RecorderCallback):
     @override
     def release(self, trainer: Trainer | None) -> None:
         run, self._run = self._run, None
-        evaluations, self._evaluations = self._evaluations, {}
+        evaluations, self.evaluations = self.evaluations, {}
         for evaluation in evaluations.values():
             evaluation.interrupt()
         if run is not None:
@@ -281,7 +275,7 @@ class StatisticsCallback(RecorderCallback):
         # After a fault a second one is no news.
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():
-            self._queue.drain()
+            self._results.end()
 
     # Batches.
 
@@ -334,9 +328,8 @@ class StatisticsCallback(RecorderCallback):
         if before is not None:
             share = f"{100 * self.max_overhead:g} %"
             rank_zero_info(f"{self} records every {self._every_n} steps instead of {before}, to take at most {share}")
-        if self._sink is not None:
-            tag = f"recorder/{self._dumps.label}/every_n_train_steps"
-            self._do(partial(self._sink.write_scalars, run.last_step, {tag: float(self._every_n)}))
+        tag = f"recorder/{self._results.dump.label}/every_n_train_steps"
+        self._results.add_scalar(run.last_step, tag, self._every_n)
 
     @override
     def before_evaluation(self, trainer: Trainer) -> None:
@@ -355,204 +348,53 @@ class StatisticsCallback(RecorderCallback):
         if self._run is not None:
             self._run.finish()
 
-    # Evaluations.
-
-    def _start_evaluation_batch(self, trainer: Trainer, stage: str, loader: int) -> None:
-        evaluation = self._evaluations.get(stage)
-        if evaluation is not None and not trainer.sanity_checking and self.sampling.in_epoch(trainer.current_epoch):
-            evaluation.enabled = self.enabled
-            evaluation.start_batch(loader)
-
-    def _end_evaluation_batch(self, stage: str) -> None:
-        if stage in self._evaluations:
-            self._evaluations[stage].end_batch()
-
-    def _end_evaluation(self, trainer: Trainer, stage: str, batches: object) -> None:
-        evaluation = self._evaluations.get(stage)
-        if evaluation is not None and not trainer.sanity_checking and self.sampling.in_epoch(trainer.current_epoch):
-            loaders = len(batches) if isinstance(batches, Sequence) else 1
-            evaluation.finish(logged_step(trainer), trainer.current_epoch, loaders)
-
-    @guarded
-    @override
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._start_evaluation_batch(trainer, "validate", dataloader_idx)
-
-    @guarded
-    @override
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._end_evaluation_batch("validate")
-
-    @guarded
-    @override
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_evaluation(trainer, "validate", trainer.num_val_batches)
-
-    @guarded
-    @override
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._start_evaluation_batch(trainer, "test", dataloader_idx)
-
-    @guarded
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._end_evaluation_batch("test")
-
-    @guarded
-    @override
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_evaluation(trainer, "test", trainer.num_test_batches)
-
-    @guarded
-    @override
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._start_evaluation_batch(trainer, "predict", dataloader_idx)
-
-    @guarded
-    @override
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._end_evaluation_batch("predict")
-
-    @guarded
-    @override
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_evaluation(trainer, "predict", trainer.num_predict_batches)
-
     # Records.
 
     @property
     def latest(self) -> dict[Site, SiteStatistics]:
         """What was recorded last of the training, by site; waits for what is being written."""
-        return self.latest_of("train")
+        return self._results.latest_of("train")
 
     def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
         """What was recorded last of a stage, by site; where there are several loaders, as ``"validate/0"``."""
-        self._queue.wait()
-        return self._latest.get(stage, {})
+        return self._results.latest_of(stage)
 
     @property
     def latest_step(self) -> int | None:
         """The step of :attr:`latest`, as ``self.log`` counts; ``None`` when there is none."""
-        self._queue.wait()
-        return self._latest_step
+        return self._results.latest_step
 
     def summarize(self, record: Record) -> dict[Site, SiteStatistics]:
         """The statistics of a record."""
         return record.snapshot.statistics()
 
     def _conclude(self, record: Record) -> None:
-        """Have a record written."""
-        receipt = None
-        if not self._has_receipt and record.stage == "train" and self._run is not None and self._watched is not None:
+        """Have a record written, the first one with its receipt."""
+        about = None
+        if not self._has_receipt and record.stage == "train" and self._run is not None:
             self._has_receipt = True
-            receipt = self._watched.having(**self._run.recorder.traces())
-        self._do(partial(self._write, record, receipt))
+            about = self._about(self._run)
+        self._results.add(record, about)
 
     def _announce(self, step: int, recording_ms: float) -> None:
-        """Give the receipt of a step that is no record yet; its record completes it."""
-        if self._run is not None and self._watched is not None:
-            watched = self._watched.having(**self._run.recorder.traces())
-            paths = paths_by_module(self._run.recorder.states.sites)
-            receipt = self._receipt(step, self._run.every_n_train_steps, watched, paths)
-            receipt = replace(receipt, recording_ms=recording_ms)
-            rank_zero_info(f"{self}: {receipt.summary}")
-            self._was_announced = True
-            self._do(partial(self._keep_receipt, receipt))
+        if self._run is not None:
+            self._results.announce(step, recording_ms, self._run.recorder.states.sites, self._about(self._run))
 
-    def _do(self, job: Callable[[], object]) -> None:
-        """Do a job in the background, or here and now if a sink wants that."""
-        if self._sink is None or self._sink.any_thread:
-            self._queue.submit(job)
-        else:
-            job()
-
-    def _write(self, record: Record, watched: Watched | None) -> None:
-        """Make the statistics of a record and write them."""
-        found = self.summarize(record)
-        if found and not record.overflowed:
-            self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
-            if record.stage == "train":
-                self._latest_step = record.step
-                self._dumps.keep(found, record)
-        before = None if self._sink is None else self._sink.written_bytes
-        if self._sink is not None and found:
-            self._report.write(self._sink, record, found)
-        if watched is not None:
-            after = None if self._sink is None else self._sink.written_bytes
-            self._write_receipt(record, watched, found, None if after is None else after - (before or 0))
-
-    def _write_receipt(
-        self, record: Record, watched: Watched, found: Mapping[Site, SiteStatistics], written: int | None
-    ) -> None:
-        receipt = self._receipt(record.step, record.every_n_train_steps, watched, paths_by_module(found))
-        receipt = replace(
-            receipt,
-            recording_ms=record.recording_ms,
-            flush_ms=record.flush_ms,
-            event_bytes_per_1000_steps=None if written is None else written * receipt.records_per_1000_steps,
-            merged_ranks=record.ranks,
-        )
-        if not self._was_announced:
-            rank_zero_info(f"{self}: {receipt.summary}")
-        self._keep_receipt(receipt)
-
-    def _receipt(self, step: int, cadence: int, watched: Watched, paths: dict[str, list[str]]) -> Receipt:
-        return Receipt(
-            step=step,
-            sites=paths,
-            missing=watched.having(fired=tuple(paths)).why_not(),
-            state_bytes=watched.state_bytes,
-            every_n_train_steps=cadence,
-            records_per_1000_steps=self.sampling.widened(cadence).count_records(self.reduce, 1000),
-        )
-
-    def _keep_receipt(self, receipt: Receipt) -> None:
-        if self._directory is not None:
-            try:
-                receipt.write(self._directory, self._dumps.label)
-            except OSError as error:
-                tell(f"{self} could not write its receipt: {describe_error(error)}")
+    def _about(self, run: RunRecorder) -> tuple[Watched, Sampling, Reduce]:
+        """What a receipt is made from."""
+        watched = self._watched if self._watched is not None else Watched(nn.Module(), {}, ())
+        return watched.having(**run.recorder.traces()), run.sampling, self.reduce
 
     # Checkpoints.
 
     def checkpoint_saved(self, path: Path) -> None:
         """Write what was recorded last beside a checkpoint."""
-        self._queue.wait()
-        self._dumps.write_beside(path)
+        self._results.wait()
+        self._results.dump.write_beside(path)
 
     def checkpoint_removed(self, path: Path) -> None:
         """Remove the dump beside a checkpoint that is gone."""
-        self._dumps.remove_beside(path)
+        self._results.dump.remove_beside(path)
 
     @property
     @override
@@ -574,7 +416,7 @@ class StatisticsCallback(RecorderCallback):
         return {
             "version": _STATE_VERSION,
             "settings": self._settings,
-            "nonfinite": [list(site) for site in sorted(self._report.nonfinite)],
+            "nonfinite": [list(site) for site in sorted(self._results.report.nonfinite)],
             **run,
         }
 
@@ -583,7 +425,7 @@ class StatisticsCallback(RecorderCallback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._run is None or self.state_key not in checkpoint.get("callbacks", {}):
             return
-        self._queue.wait()
+        self._results.wait()
         if not trainer.interrupted:
             checkpoint["callbacks"][self.state_key] = self._state(self._run.merged_state_dict())
             return
@@ -618,7 +460,7 @@ class StatisticsCallback(RecorderCallback):
             if (saved["version"], saved["settings"]) != (_STATE_VERSION, self._settings):
                 tell(f"{self} begins anew: its state in the checkpoint is that of other settings or another version")
                 return
-            self._report.nonfinite |= {Site(*site) for site in saved["nonfinite"]}
+            self._results.report.nonfinite |= {Site(*site) for site in saved["nonfinite"]}
             if "next_step" in saved:
                 run.load_state_dict(saved)
         except (KeyError, TypeError, ValueError) as error:
@@ -629,7 +471,7 @@ class StatisticsCallback(RecorderCallback):
         return {
             **super().__getstate__(),
             "_run": None,
-            "_evaluations": {},
+            "evaluations": {},
             "_watched": None,
             "_saved": self._saved if self._run is None else {},
         }

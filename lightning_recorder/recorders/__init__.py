@@ -9,8 +9,10 @@ from lightning_recorder.recorders.forward import ForwardInput, ForwardOutput, Fo
 from lightning_recorder.recorders.net import RecordedNet
 from lightning_recorder.recorders.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
 from lightning_recorder.recorders.receipt import Receipt, Watched, paths_by_module, with_gradients
+from lightning_recorder.recorders.record import Record
 from lightning_recorder.recorders.report import Report
-from lightning_recorder.recorders.run import Record, RunRecorder, SiteRecorder
+from lightning_recorder.recorders.results import Results
+from lightning_recorder.recorders.run import RunRecorder
 from lightning_recorder.recorders.sites import (
     RANK_STATISTICS,
     SHOWN_STATISTICS,
@@ -21,6 +23,7 @@ from lightning_recorder.recorders.sites import (
 from lightning_recorder.recorders.statistics import StatisticsRecorder
 from lightning_recorder.recorders.subrecorder import SubRecorder
 from lightning_recorder.recorders.summary import Summary, SummaryRow
+from lightning_recorder.recorders.worker import SiteRecorder, Worker
 
 __all__ = [
     "PARAMETER_PARTS",
@@ -41,6 +44,7 @@ __all__ = [
     "RecordedNet",
     "Recorder",
     "Report",
+    "Results",
     "RunRecorder",
     "SiteRecorder",
     "SiteStates",
@@ -51,6 +55,7 @@ __all__ = [
     "Summary",
     "SummaryRow",
     "Watched",
+    "Worker",
     "check_overhead",
     "paths_by_module",
     "with_gradients",

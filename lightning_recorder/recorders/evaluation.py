@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_recorder.recorders.run import Record, SiteRecorder, Worker
+from lightning_recorder.recorders.record import Record
 from lightning_recorder.recorders.sites import SiteStates
+from lightning_recorder.recorders.worker import SiteRecorder, Worker
 
 __all__ = ["EvaluationRecorder"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lightning_recorder.recorders.run import Record
+from lightning_recorder.recorders.record import Record
 from lightning_recorder.recorders.sites import SHOWN_STATISTICS, SiteStatistics
 from lightning_recorder.sinks import Sink
 from lightning_recorder.tags import make_tag

@@ -2,172 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import device as Device
-from torch import nn
 
-from lightning_recorder.errors import describe_error, tell
+from lightning_recorder.errors import tell
 from lightning_recorder.recorders.budget import Budget
-from lightning_recorder.recorders.exchange import Exchange, Merged
-from lightning_recorder.recorders.sites import SiteStates, Snapshot
+from lightning_recorder.recorders.exchange import Merged
+from lightning_recorder.recorders.record import Record
+from lightning_recorder.recorders.worker import SiteRecorder, Worker
 from lightning_recorder.schedule import Reduce, Sampling, ends_window
 from lightning_recorder.stopwatch import Stopwatch
-from lightning_recorder.taps import Site
 
-__all__ = ["Record", "RunRecorder", "SiteRecorder", "Worker"]
-
-
-class SiteRecorder(Protocol):
-    """What brings the tensors: a :class:`~lightning_recorder.StatisticsRecorder` or what is used like one."""
-
-    states: SiteStates
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The modules by name."""
-
-    @property
-    def replicated(self) -> Collection[Site]:
-        """The sites of which every rank has a copy."""
-
-    def watch(self, stopwatch: Stopwatch | None) -> None:
-        """Measure the time inside the hooks, or no more."""
-
-    def traces(self) -> dict[str, Any]:
-        """What there is to be said of the modules, as the fields of :class:`Watched`."""
-
-    def attach(self) -> None:
-        """Record from now on."""
-
-    def pause(self) -> None:
-        """Record nothing until :meth:`attach`."""
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """What becomes one record.
-
-    Args:
-        step: Where it stands on the axis of steps.
-        epoch: The epoch.
-        snapshot: The states.
-        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        loader: The number of the loader, where there are several.
-        overflowed: Whether it is of a step whose gradients overflowed, so that the optimiser passed it over.
-        overflow_steps: How many recorded steps did so up to now.
-        recording_ms: Milliseconds that the hooks took.
-        flush_ms: Milliseconds that copying and merging took.
-        every_n_train_steps: The cadence from now on.
-        ranks: Of how many ranks it is.
-    """
-
-    step: int
-    epoch: int
-    snapshot: Snapshot
-    stage: str = "train"
-    loader: int | None = None
-    overflowed: bool = False
-    overflow_steps: int = 0
-    recording_ms: float = 0.0
-    flush_ms: float = 0.0
-    every_n_train_steps: int = 1
-    ranks: int = 1
-
-
-class Worker:
-    """A recorder whose failures stay its own, and whose states are merged over ranks.
-
-    Whatever fails on this rank, it goes on calling the :class:`Exchange` as the other ranks do, and gives nothing.
-
-    Args:
-        recorder: What brings the tensors.
-        name: What warnings call it.
-        exchange: Merges the ranks; without one, this is the only one.
-        rank: The number of this process. Where the ranks are not merged, those but the first record nothing.
-        strict: Raise what fails.
-        clock: Seconds.
-    """
-
-    def __init__(
-        self,
-        recorder: SiteRecorder,
-        *,
-        name: str = "the recorder",
-        exchange: Exchange | None = None,
-        rank: int = 0,
-        strict: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.recorder = recorder
-        self.name = name
-        self.exchange = exchange
-        self.strict = strict
-        self.enabled = True
-        """Whether what is due is recorded; may be changed between two batches."""
-        self.failed = False
-        """Whether nothing more is recorded, since something went wrong."""
-        self._is_first = rank == 0
-        self._clock = clock
-        self._told_absent: set[int] = set()
-
-    @property
-    def works(self) -> bool:
-        """Whether what is due is recorded on this rank."""
-        merges = self.exchange is not None and self.exchange.is_open
-        return self.enabled and not self.failed and (self._is_first or merges)
-
-    @contextmanager
-    def contained(self) -> Iterator[None]:
-        """Keep what goes wrong inside, after which nothing more is recorded; what goes wrong later is no news."""
-        try:
-            yield
-        except Exception as error:
-            was_well = not self.failed
-            self.fail()
-            if self.strict:
-                raise
-            if was_well:
-                tell(f"{self.name} is off for the rest of the run: {describe_error(error)}")
-
-    def fail(self) -> None:
-        """Record nothing more."""
-        self.failed = True
-        with suppress(Exception):  # what has failed already may fail here, too
-            self.recorder.remove()
-
-    def merged(self, *, alone: bool = False, words: tuple[float, ...] = ()) -> Merged:
-        """The states of all ranks; those of this rank where they are not merged.
-
-        Args:
-            alone: Ask no other rank, as after a failure.
-            words: As for :meth:`Exchange.merge`.
-        """
-        exchange = None if alone else self.exchange
-        if exchange is None or not exchange.is_open:
-            snapshot = self._snapshot("cpu") if self._is_first or alone else None
-            return Merged(snapshot, [list(words)])
-        # With the recorder switched off there is nothing to give, which is no failure.
-        merged = exchange.merge(self._snapshot(exchange.device), copies=self.recorder.replicated, words=words)
-        new = set(merged.absent) - self._told_absent
-        if new and self._is_first:
-            tell(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
-        self._told_absent |= new
-        return merged
-
-    def _snapshot(self, device: Device | str) -> Snapshot | None:
-        snapshot = None
-        if not self.failed:
-            with self.contained():
-                snapshot = self.recorder.states.snapshot(self.recorder.modules, device)
-        return snapshot
+__all__ = ["RunRecorder"]
 
 
 class RunRecorder(Worker):
@@ -470,8 +318,8 @@ class RunRecorder(Worker):
         if carried["next_step"] != step:
             if carried["open_steps"] and "is_another" not in carried:
                 tell(
-                    f"{self.name}: what was saved ends before step {carried['next_step']} and the run goes on with step "
-                    f"{step}, so it begins anew"
+                    f"{self.name}: what was saved ends before step {carried['next_step']} and the run goes on with "
+                    f"step {step}, so it begins anew"
                 )
             return
         self.overflow_steps = int(carried["overflow_steps"])

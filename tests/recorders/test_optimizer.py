@@ -31,9 +31,18 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def small_net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+class Net(nn.Sequential):
+    """Two linear layers with an activation in between."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        first, last = nn.Linear(4, 3), nn.Linear(3, 2)
+        super().__init__(first, nn.ReLU(), last)
+        self.first, self.last = [first], [last]  # in lists, so that they have one name each
+
+
+def small_net() -> Net:
+    return Net()
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -57,10 +66,14 @@ def test_each_part_is_that_of_the_step(kind: str) -> None:
     seen: dict[str, list[Tensor]] = {}
     with OptimizerRecorder({"0": net[0]}, [optimizer]) as recorder:
         for seed in range(3):
-            before = net[0].weight.detach().clone()
+            before = net.first[0].weight.detach().clone()
             step(net, optimizer, seed)
-            now = {"weight": before, "weight.grad": net[0].weight.grad, "weight.update": net[0].weight.detach() - before}
-            kept = optimizer.state[net[0].weight]
+            now = {
+                "weight": before,
+                "weight.grad": net.first[0].weight.grad,
+                "weight.update": net.first[0].weight.detach() - before,
+            }
+            kept = optimizer.state[net.first[0].weight]
             now |= {f"weight.{key}": value for key, value in kept.items() if value.shape == before.shape}
             for path, tensor in now.items():
                 seen.setdefault(path, []).append(tensor.clone())
@@ -106,14 +119,14 @@ def test_a_step_with_a_closure_is_one_step() -> None:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = net(x).square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch does not say its types
+        loss: Tensor = net(x).square().sum()
+        loss.backward()
         assert net.weight.grad is not None
         gradients.append(net.weight.grad.clone())
         recorder.before_step(optimizer)
         return loss
 
-    optimizer.step(closure)  # type: ignore[arg-type]  # torch asks for a float and takes a tensor
+    optimizer.step(closure)
     recorder.remove()
     assert len(gradients) > 1
     found = recorder.collect()
@@ -133,11 +146,11 @@ def test_each_optimizer_has_its_parameters() -> None:
 
 
 def test_tied_and_frozen_parameters() -> None:
-    """A shared parameter is recorded once, under the first module; a frozen one and one without a gradient have none."""
+    """A shared parameter is recorded once, under its first module; one that is frozen or has no gradient is not."""
     net = small_net()
-    net[0].weight.requires_grad_(False)
+    net.first[0].weight.requires_grad_(False)
     tied = nn.Linear(3, 2)
-    tied.bias = net[2].bias
+    tied.bias = net.last[0].bias
     unused = nn.Linear(1, 1)
     optimizer = torch.optim.SGD([*net.parameters(), tied.weight, *unused.parameters()], lr=0.1)
     modules = {"first": net[0], "second": net[2], "tied": tied, "unused": unused}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.dumps import remove_dump, write_dump
-from lightning_recorder.recorders import Record, SiteStatistics
+from lightning_recorder.recorders.record import Record
+from lightning_recorder.recorders.sites import SiteStatistics
 from lightning_recorder.tags import make_tag
 from lightning_recorder.taps import Site
 

@@ -1,0 +1,115 @@
+"""What is recorded of the evaluations of a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_recorder.callbacks.base import RecorderCallback, guarded
+from lightning_recorder.callbacks.run import logged_step
+from lightning_recorder.recorders import EvaluationRecorder
+from lightning_recorder.schedule import Sampling
+
+__all__ = ["EvaluationCallback"]
+
+
+class EvaluationCallback(RecorderCallback):
+    """Tells the recorders of evaluations when their batches begin and end; the sanity check is none."""
+
+    sampling: Sampling
+    evaluations: dict[str, EvaluationRecorder]
+    """By stage; none of those that are not recorded."""
+
+    def _start_evaluation_batch(self, trainer: Trainer, stage: str, loader: int) -> None:
+        evaluation = self.evaluations.get(stage)
+        if evaluation is not None and not trainer.sanity_checking and self.sampling.in_epoch(trainer.current_epoch):
+            evaluation.enabled = self.enabled
+            evaluation.start_batch(loader)
+
+    def _end_evaluation_batch(self, stage: str) -> None:
+        if stage in self.evaluations:
+            self.evaluations[stage].end_batch()
+
+    def _end_evaluation(self, trainer: Trainer, stage: str, batches: object) -> None:
+        evaluation = self.evaluations.get(stage)
+        if evaluation is not None and not trainer.sanity_checking and self.sampling.in_epoch(trainer.current_epoch):
+            loaders = len(batches) if isinstance(batches, Sequence) else 1
+            evaluation.finish(logged_step(trainer), trainer.current_epoch, loaders)
+
+    @guarded
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._start_evaluation_batch(trainer, "validate", dataloader_idx)
+
+    @guarded
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._end_evaluation_batch("validate")
+
+    @guarded
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation(trainer, "validate", trainer.num_val_batches)
+
+    @guarded
+    @override
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._start_evaluation_batch(trainer, "test", dataloader_idx)
+
+    @guarded
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._end_evaluation_batch("test")
+
+    @guarded
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation(trainer, "test", trainer.num_test_batches)
+
+    @guarded
+    @override
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._start_evaluation_batch(trainer, "predict", dataloader_idx)
+
+    @guarded
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._end_evaluation_batch("predict")
+
+    @guarded
+    @override
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation(trainer, "predict", trainer.num_predict_batches)
