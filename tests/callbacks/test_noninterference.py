@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +15,16 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder
+from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, MemorySink, ParameterRecorder
+from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.schedule import Reduce
 from tests.callbacks.models import Classifier, digits, fit, hooks_left
 
 
@@ -89,48 +97,243 @@ class TwoOptimisers(Mlp):
         return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.encoder, self.head)]
 
 
+class Gan(Classifier):
+    """A generator against a discriminator of bounded slope, which takes two steps for one of the generator."""
+
+    n_critic = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        del self.encoder, self.dropout, self.head
+        self.generator = nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(inplace=True), nn.Linear(32, 64))
+        layers = [spectral_norm(nn.Linear(64, 32)), nn.LeakyReLU(0.2, inplace=True), nn.Dropout(0.2)]
+        self.discriminator = nn.Sequential(*layers, spectral_norm(nn.Linear(32, 1)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        real = batch[0].flatten(1)
+        generator, discriminator = self.trainer.strategy._lightning_optimizers
+        self.toggle_optimizer(discriminator)
+        fake = self.generator(torch.randn(len(real), 4)).detach()
+        self._step(
+            discriminator, F.relu(1 - self.discriminator(real)).mean() + F.relu(1 + self.discriminator(fake)).mean()
+        )
+        if (batch_idx + 1) % self.n_critic == 0:
+            self.toggle_optimizer(generator)
+            self._step(generator, -self.discriminator(self.generator(torch.randn(len(real), 4))).mean())
+
+    def _step(self, optimizer: Any, loss: Tensor) -> None:
+        self.losses.append(loss.detach().clone())
+        self.log("loss", loss)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_score", self.discriminator(batch[0].flatten(1)).mean())
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.generator, self.discriminator)
+        return [torch.optim.Adam(part.parameters(), lr=2e-3, betas=(0.5, 0.9)) for part in parts]
+
+
+class TwoTower(Classifier):
+    """Two towers that see an image and a noisy copy of it; the others of the batch are the negatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.encoder, self.dropout, self.head
+        self.left, self.right = (nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8)) for _ in range(2))
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(0.1)))
+
+    def loss_of(self, batch: list[Tensor]) -> Tensor:
+        images = batch[0].flatten(1)
+        one = F.normalize(self.left(images), dim=1)
+        other = F.normalize(self.right(images + 0.1 * torch.randn_like(images)), dim=1)
+        similarity, same = one @ other.T / self.log_temperature.exp(), torch.arange(len(images))
+        return (F.cross_entropy(similarity, same) + F.cross_entropy(similarity.T, same)) / 2
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.loss_of(batch)
+        self.losses.append(loss.detach().clone())
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss_of(batch))
+
+
+def convolution(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+
+class UNet(TwoTower):
+    """A segmentation in two resolutions, each of which has a loss; the finer one has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.left, self.right, self.log_temperature
+        self.down, self.bottom, self.up = convolution(1, 4), convolution(4, 8), convolution(12, 4)
+        self.coarse, self.fine = nn.Conv2d(8, 1, 1), nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        high = self.down(x)
+        low = self.bottom(F.max_pool2d(high, 2))
+        joined = torch.cat([F.interpolate(low, scale_factor=2.0), high], 1)
+        return {"coarse": self.coarse(low), "fine": self.fine(self.up(joined))}
+
+    def loss_of(self, batch: list[Tensor]) -> Tensor:
+        mask = (batch[0] > 0.5).float()
+        found = self(batch[0])
+        chance = found["fine"].sigmoid()
+        entropy = F.binary_cross_entropy_with_logits(found["fine"], mask)
+        dice = 1 - 2 * (chance * mask).sum() / (chance.sum() + mask.sum())
+        deep = F.binary_cross_entropy_with_logits(found["coarse"], F.avg_pool2d(mask, 2))
+        loss: Tensor = entropy + dice + 0.4 * deep
+        return loss
+
+
+class Attention(nn.Module):
+    """A causal block with dropout, normalised before each part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix = nn.MultiheadAttention(width, 2, dropout=0.1, batch_first=True)
+        self.feed = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        normal = self.norm1(x)
+        x = x + self.mix(normal, normal, normal, attn_mask=mask, need_weights=False)[0]
+        mixed: Tensor = x + self.feed(self.norm2(x))
+        return mixed
+
+
+class LanguageModel(TwoTower):
+    """Words are predicted by the very weights that embed them; the learning rate has a schedule by steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.left, self.right, self.log_temperature
+        self.embed, self.place = nn.Embedding(16, 16), nn.Embedding(64, 16)
+        self.blocks = nn.Sequential(Attention(16), Attention(16))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def loss_of(self, batch: list[Tensor]) -> Tensor:
+        words = (batch[0].flatten(1) * 15).long()
+        hidden = self.blocks(self.embed(words) + self.place.weight)
+        logits: Tensor = self.head(self.norm(hidden))
+        return F.cross_entropy(logits[:, :-1].transpose(1, 2), words[:, 1:])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Overflowing(Classifier):
+    """The loss of some batches is infinite."""
+
+    overflows = (1, 4)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * math.inf if batch_idx in self.overflows else loss
+
+
+def made(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a trainer; ``precision="scaled"`` is half precision on the CPU, with a ``GradScaler``."""
+    if options.get("precision") != "scaled":
+        return options
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    return {"plugins": [scaled], **{name: value for name, value in options.items() if name != "precision"}}
+
+
 def run(make: Callable[[], Classifier], folder: Path, callbacks: list[Callback], options: dict[str, Any]) -> Any:
-    """All that a run leaves: losses, model state, optimiser state, random states."""
+    """All that a run leaves: losses, model, train flags, optimisers, schedules, loss scale, metrics, random states."""
     seed_everything(11, verbose=False)
     model = make()
-    trainer = fit(model, folder, callbacks, validation=digits(2), max_epochs=2, **options)
+    trainer = fit(model, folder, callbacks, validation=digits(2), max_epochs=2, **made(options))
     assert hooks_left(model) == []
-    optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
     numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - the very state that must not be touched
-    states = (torch.get_rng_state(), str(numpy_state), random.getstate())
-    training = [module.training for module in model.modules()]
-    return model.losses, list(model.state_dict().items()), optimizers, states, training
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return {
+        "losses": model.losses,
+        "model": dict(model.state_dict()),
+        "gradients": {name: parameter.grad for name, parameter in model.named_parameters()},
+        "frozen": {name: not parameter.requires_grad for name, parameter in model.named_parameters()},
+        "training": {name: module.training for name, module in model.named_modules()},
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "schedules": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
+        "scale": None if scaler is None else scaler.state_dict(),
+        "metrics": dict(trainer.callback_metrics),
+        "steps": trainer.global_step,
+        "random": [torch.get_rng_state(), str(numpy_state), random.getstate()],
+    }
 
 
-def recorders(**options: Any) -> list[Callback]:
+def recorders(reduce: Reduce = "step") -> list[Callback]:
     """All callbacks, on every step."""
+    options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": reduce, "strict": True}
     return [
-        GraphRecorder(strict=True, **options),
-        ActivationRecorder(every_n_train_steps=1, strict=True),
-        GradientRecorder(every_n_train_steps=1, strict=True),
+        GraphRecorder(strict=True),
+        ActivationRecorder(stages=["train", "validate"], **options),
+        GradientRecorder(**options),
+        ParameterRecorder(**options),
     ]
 
 
+def assert_recorded(callbacks: list[Callback]) -> None:
+    """Each of the callbacks has something of the run."""
+    for callback in callbacks:
+        if isinstance(callback, GraphRecorder):
+            assert callback.graph is not None
+        if isinstance(callback, StatisticsCallback):
+            assert all(callback.latest_of(stage) for stage in callback.stages)
+
+
+@pytest.mark.parametrize("reduce", ["step", "epoch"])
 @pytest.mark.parametrize(
     ("make", "options"),
     [
         (Classifier, {}),
         (Classifier, {"accumulate_grad_batches": 3}),
         (Classifier, {"precision": "bf16-mixed"}),
+        (Classifier, {"precision": "scaled"}),
+        (Classifier, {"precision": "scaled", "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+        (Classifier, {"val_check_interval": 2}),
+        (Classifier, {"val_check_interval": 2, "accumulate_grad_batches": 3}),
+        (Overflowing, {"precision": "scaled"}),
         (Mlp, {"gradient_clip_val": 0.1}),
+        (Mlp, {"precision": "bf16-mixed"}),
+        (Mlp, {"precision": "scaled"}),
         (Checkpointed, {}),
+        (Checkpointed, {"precision": "bf16-mixed", "accumulate_grad_batches": 3}),
         (Reentrant, {}),
         (TwoOptimisers, {}),
+        (TwoOptimisers, {"precision": "scaled"}),
         (Gpt2, {}),
         (Gpt2, {"precision": "bf16-mixed"}),
+        (Gpt2, {"precision": "scaled", "accumulate_grad_batches": 3}),
+        (Gan, {}),
+        (TwoTower, {}),
+        (UNet, {}),
+        (LanguageModel, {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "-".join(map(str, value.values())) or "plain",
 )
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary:UserWarning")
-def test_training_is_bitwise_the_same(make: type[Classifier], options: dict[str, Any], tmp_path: Path) -> None:
-    """Losses, parameters, buffers, optimisers, random states and train flags are those of a run without callbacks."""
+def test_training_is_bitwise_the_same(
+    make: type[Classifier], options: dict[str, Any], reduce: Reduce, tmp_path: Path
+) -> None:
+    """All that a run leaves, losses to random states, is that of a run without callbacks."""
     bare = run(make, tmp_path / "bare", [], options)
-    recorded = run(make, tmp_path / "recorded", recorders(), options)
+    callbacks = recorders(reduce)
+    recorded = run(make, tmp_path / "recorded", callbacks, options)
+    assert_recorded(callbacks)
     assert_same(recorded, bare)
 
 
@@ -195,3 +398,82 @@ def test_gradients_of_the_parameters_have_no_hooks_of_ours(tmp_path: Path) -> No
     fit(model, tmp_path, [recorder])
     assert [site.name for site in recorder.latest] == ["table"]
     assert hooks_left(model) == []
+
+
+@pytest.mark.parametrize(
+    ("reduce", "steps"),
+    [("step", [0, 2, 3, 5, 6, 8, 9, 11]), (2, [1, 3, 5, 7, 9, 11]), (3, [2, 5, 8, 11]), ("epoch", [5, 11])],
+)
+def test_steps_that_overflow_are_counted_and_are_in_no_record(reduce: Reduce, steps: list[int], tmp_path: Path) -> None:
+    """Of a step that the optimiser passes over there are its count and its infinities, and its values are nowhere."""
+    sink = MemorySink()
+    options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": reduce, "strict": True, "sinks": [sink]}
+    callbacks: list[Callback] = [
+        GradientRecorder("head", statistics="count", **options),
+        ParameterRecorder("head", **options),
+    ]
+    run(Overflowing, tmp_path, callbacks, {"precision": "scaled", "logger": False})
+    # Six batches an epoch, of which the second and the fifth overflow.
+    counted = {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2, 7: 3, 8: 3, 9: 3, 10: 4, 11: 4}
+    told = sorted({*steps, 1, 4, 7, 10} if reduce == "step" else steps)
+    for group in ("gradients", "parameters"):
+        # The count is behind each record from the first overflow on.
+        assert sink.scalars[f"{group}/overflow_steps"] == {step: counted[step] for step in told if counted[step]}
+    sizes = {"step": 1, 2: 2, 3: 3, "epoch": 6}
+    for step in steps:
+        first = step + 1 - sizes[reduce]
+        well = sum(each % 6 not in Overflowing.overflows for each in range(first, step + 1))
+        assert sink.scalars["gradients/head/count"][step] == 80 * well
+    assert list(sink.scalars["gradients/head/count"]) == steps
+    assert list(sink.scalars["parameters/head/weight.grad/mean"]) == steps
+    assert not [tag for tag in sink.scalars if tag.startswith(("gradients/", "parameters/")) and "inf_count" in tag]
+
+
+@pytest.mark.parametrize("kind", [GradientRecorder, ParameterRecorder])
+def test_where_a_step_overflowed_is_told(kind: type[StatisticsCallback], tmp_path: Path) -> None:
+    """Beside the count, the sites that had infinities or NaN have their numbers, in a group of their own."""
+    sink = MemorySink()
+    callbacks: list[Callback] = [kind("head", every_n_train_steps=1, strict=True, sinks=[sink])]
+    run(Overflowing, tmp_path, callbacks, {"precision": "scaled", "logger": False})
+    group = f"{kind.group}_overflow"
+    told = {tag: values for tag, values in sink.scalars.items() if tag.startswith(group)}
+    sites = {"gradients": ["head"], "parameters": ["head/weight.grad", "head/bias.grad"]}[kind.group]
+    expected = {f"{group}/{site}/{name}" for site in sites for name in ("nan_count", "inf_count")}
+    assert set(told) == expected
+    assert all(list(values) == [1, 4, 7, 10] for values in told.values())
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from tests.callbacks.test_noninterference import Classifier, assert_recorded, recorders, run
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for how in ("bare", "step", "epoch"):
+        callbacks = [] if how == "bare" else recorders(how)
+        left = run(Classifier, folder / how, callbacks, {"strategy": "ddp", "devices": 2})
+        if torch.distributed.get_rank() == 0:
+            assert_recorded(callbacks)
+        torch.save(left, folder / f"{how}-{torch.distributed.get_rank()}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_training_on_two_processes_is_bitwise_the_same(tmp_path: Path) -> None:
+    """Under DDP each rank is left with what it would have without callbacks."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "RecorderWarning" not in done.stderr
+    for rank in range(2):
+        bare, *recorded = (
+            torch.load(tmp_path / f"{how}-{rank}.pt", weights_only=False) for how in ("bare", "step", "epoch")
+        )
+        for left in recorded:
+            assert_same(left, bare)

@@ -66,14 +66,12 @@ def test_each_part_is_that_of_the_step(kind: str) -> None:
     seen: dict[str, list[Tensor]] = {}
     with OptimizerRecorder({"0": net[0]}, [optimizer]) as recorder:
         for seed in range(3):
-            before = net.first[0].weight.detach().clone()
+            weight = net.first[0].weight
+            before = weight.detach().clone()
             step(net, optimizer, seed)
-            now = {
-                "weight": before,
-                "weight.grad": net.first[0].weight.grad,
-                "weight.update": net.first[0].weight.detach() - before,
-            }
-            kept = optimizer.state[net.first[0].weight]
+            assert weight.grad is not None
+            now = {"weight": before, "weight.grad": weight.grad, "weight.update": weight.detach() - before}
+            kept = optimizer.state[weight]
             now |= {f"weight.{key}": value for key, value in kept.items() if value.shape == before.shape}
             for path, tensor in now.items():
                 seen.setdefault(path, []).append(tensor.clone())
