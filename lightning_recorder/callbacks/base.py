@@ -47,7 +47,7 @@ def guarded(hook: Callable[Concatenate[Self, Parameters], None]) -> Callable[Con
             self.release(None)
             raise
         except Exception as error:
-            self.release(None)
+            self.give_up()
             if self.strict:
                 raise
             tell(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
@@ -112,6 +112,10 @@ class RecorderCallback(Callback):
 
         After a fault of ours there is no trainer.
         """
+
+    def give_up(self) -> None:
+        """Record nothing more, since something went wrong."""
+        self.release(None)
 
     def begins_with(self, function: str) -> bool:
         """Whether something is recorded of ``trainer.fit``, ``validate``, ``test`` or ``predict``."""

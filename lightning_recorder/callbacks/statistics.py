@@ -32,6 +32,7 @@ from lightning_recorder.recorders import (
     SiteRecorder,
     SiteStatistics,
     Watched,
+    Worker,
     check_overhead,
     with_gradients,
 )
@@ -131,7 +132,9 @@ class StatisticsCallback(EvaluationCallback):
             "strict": strict,
         }
         """What the recorders of this callback are made with."""
-        self.make_recorder({}, "train")  # raises what is wrong now and not when the fit starts
+        recorder = self.make_recorder({}, "train")  # raises what is wrong now and not when the fit starts
+        # What a saved state has to agree with.
+        self._settings = f"{self.reduce} {recorder.states.described}"
         self.histograms = histograms
         self.dump = dump
         report = Report(self.group, self.statistics, histograms=histograms)
@@ -176,49 +179,55 @@ class StatisticsCallback(EvaluationCallback):
             self.open_sinks(trainer, directory)
             self._results.begin(self._sink, directory, self._label(trainer))
             self.warn_of_eager_memory(pl_module)
+            if modules is not None:
+                self._make_workers(trainer, pl_module, modules)
         except (ArgumentError, SelectionError):
             raise
         except Exception as caught:  # noqa: BLE001 - raised again, when the other ranks know
-            error = caught
+            error, modules = caught, None
         exchange = self._agree(trainer, modules)
+        for worker in self._workers:
+            worker.exchange = exchange
         if error is not None:
             raise error
         if modules is None:
             tell(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
-            return
-        options = {
-            "name": str(self),
-            "exchange": exchange,
-            "rank": trainer.global_rank,
-            "strict": self.strict,
-        }
-        self._begin_training(trainer, pl_module, modules, options)
+        elif self.dump and self._run is not None:
+            listen(trainer, self)
+
+    def _make_workers(self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules) -> None:
+        options = {"name": str(self), "rank": trainer.global_rank, "strict": self.strict}
         for stage in self.stages:
             if stage != "train":
                 recorder = self.make_recorder(modules, stage)
                 self.evaluations[stage] = EvaluationRecorder(recorder, stage, self._conclude, **options)
-
-    def _begin_training(
-        self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules, options: dict[str, Any]
-    ) -> None:
-        if trainer.state.fn != "fit":
-            return
-        if "train" in self.stages:
-            self._run = RunRecorder(
-                self.make_recorder(modules, "train"),
-                self.sampling.with_default(trainer.log_every_n_steps),  # type: ignore[attr-defined]  # set in Trainer.__init__
-                self._conclude,
-                reduce=self.reduce,
-                announce=self._announce,
-                budget=None if self.max_overhead is None else Budget(self.max_overhead),
-                device=pl_module.device,
-                **options,
-            )
-            self._restore(self._run)
+            elif trainer.state.fn == "fit":
+                self._run = RunRecorder(
+                    self.make_recorder(modules, stage),
+                    self.sampling.with_default(trainer.log_every_n_steps),  # type: ignore[attr-defined]  # set in Trainer.__init__
+                    self._conclude,
+                    reduce=self.reduce,
+                    announce=self._announce,
+                    budget=None if self.max_overhead is None else Budget(self.max_overhead),
+                    device=pl_module.device,
+                    **options,
+                )
+                self._restore(self._run)
         self._every_n = None
         self._has_receipt = False
-        if self.dump:
-            listen(trainer, self)
+
+    @property
+    def _workers(self) -> list[Worker]:
+        return [*self.evaluations.values(), *([] if self._run is None else [self._run])]
+
+    @override
+    def give_up(self) -> None:
+        if any(worker.exchange is not None and worker.exchange.is_open for worker in self._workers):
+            # The other ranks count on this one to answer, though it has nothing more to give.
+            for worker in self._workers:
+                worker.fail()
+        else:
+            self.release(None)
 
     def _label(self, trainer: Trainer) -> str:
         """What files call this recorder: the group, its name, and its place among those that are called the same."""
@@ -329,7 +338,8 @@ class StatisticsCallback(EvaluationCallback):
             share = f"{100 * self.max_overhead:g} %"
             rank_zero_info(f"{self} records every {self._every_n} steps instead of {before}, to take at most {share}")
         tag = f"recorder/{self._results.dump.label}/every_n_train_steps"
-        self._results.add_scalar(run.last_step, tag, self._every_n)
+        with run.contained():
+            self._results.add_scalar(run.last_step, tag, self._every_n)
 
     @override
     def before_evaluation(self, trainer: Trainer) -> None:
@@ -403,14 +413,13 @@ class StatisticsCallback(EvaluationCallback):
         named = {key: _in_words(value) for key, value in chosen.items() if value not in (None, "", 0) and key != "when"}
         return self._generate_state_key(**named, stages=list(self.stages))
 
-    @property
-    def _settings(self) -> str:
-        """What a saved state has to agree with."""
-        return f"{self.reduce} {self.make_recorder({}, 'train').states.described}"
-
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._state(self._saved if self._run is None else self._run.state_dict())
+        state = self._saved
+        if self._run is not None:
+            with self._run.contained():
+                state = self._run.state_dict()
+        return self._state(state)
 
     def _state(self, run: dict[str, Any]) -> dict[str, Any]:
         return {

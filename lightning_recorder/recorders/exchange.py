@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,11 +32,13 @@ class Merged:
             recorded.
         words: The numbers that each rank has given, ``[ranks][words]``.
         absent: The ranks whose recorder has failed.
+        error: What went wrong on this rank, though the ranks have talked to each other as ever.
     """
 
     snapshot: Snapshot | None
     words: list[list[float]] = field(default_factory=list)
     absent: tuple[int, ...] = ()
+    error: Exception | None = None
 
 
 class Exchange:
@@ -101,18 +104,19 @@ class Exchange:
         Raises:
             RuntimeError: If the ranks cannot talk to each other any more.
         """
-        try:
-            with unrecorded(), torch.inference_mode(False), torch.no_grad():
-                return self._merge(snapshot, copies, words)
-        except BaseException:
-            self.is_open = False
-            raise
+        with unrecorded(), torch.inference_mode(False), torch.no_grad():
+            return self._merge(snapshot, copies, words)
 
     def _merge(self, snapshot: Snapshot | None, copies: Collection[Site], words: Sequence[float]) -> Merged:
-        own = _states(snapshot)
+        error: Exception | None = None
         while True:
-            unknown = self._layout.unknown(own)
-            packed = self._layout.pack(own, copies, self.device)
+            try:
+                own = _states(snapshot)
+                unknown = self._layout.unknown(own)
+                packed = self._layout.pack(own, copies, self.device)
+            except Exception as caught:  # noqa: BLE001 - told by the caller; the other ranks are not to wait for ever
+                error, snapshot = caught, None
+                continue
             said = [float(snapshot is None), float(len(unknown)), float(bool(own)), *words]
             head = torch.tensor(said, dtype=torch.float64, device=self.device)
             answers = self._gather(torch.cat([head, packed.apart])).cpu()
@@ -123,17 +127,22 @@ class Exchange:
         told = [each[_SEEN + 1 :] for each in heads]
         absent = tuple(rank for rank, each in enumerate(heads) if each[_FAILED])
         if not any(each[_SEEN] for each in heads):
-            return Merged(None, told, absent)
-        dist.reduce(packed.added, dst=0)
+            return Merged(None, told, absent, error)
+        self._add_up(packed.added)
         if self.rank != 0:
-            return Merged(None, told, absent)
-        merged = self._layout.merge(answers[:, len(said) :].unbind(), packed.added.cpu())
-        return Merged(_snapshot(snapshot, merged), told, absent)
+            return Merged(None, told, absent, error)
+        merged = None
+        try:
+            merged = _snapshot(snapshot, self._layout.merge(answers[:, len(said) :].unbind(), packed.added.cpu()))
+        except Exception as caught:  # noqa: BLE001 - as above
+            error = caught
+        return Merged(merged, told, absent, error)
 
     def _make_known(self, unknown: list[tuple[Key, Reduction]]) -> None:
         """Tell the other ranks of sites that they may not know."""
         told: list[list[tuple[Key, Reduction]]] = [[] for _ in range(self.ranks)]
-        dist.all_gather_object(told, unknown)
+        with self._closing():
+            dist.all_gather_object(told, unknown)
         for (_, site), reduction in self._layout.extend(each for rank in told for each in rank):
             if self.rank == 0:
                 tell(
@@ -144,8 +153,23 @@ class Exchange:
     def _gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, ``[ranks, *shape]``."""
         answers = [torch.empty_like(tensor) for _ in range(self.ranks)]
-        dist.all_gather(answers, tensor)
+        with self._closing():
+            dist.all_gather(answers, tensor)
         return torch.stack(answers)
+
+    def _add_up(self, tensor: Tensor) -> None:
+        """The sum over all ranks, in place on rank zero."""
+        with self._closing():
+            dist.reduce(tensor, dst=0)
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """After a transfer that failed there is no other one."""
+        try:
+            yield
+        except BaseException:
+            self.is_open = False
+            raise
 
 
 def _states(snapshot: Snapshot | None) -> States:

@@ -100,7 +100,7 @@ class RunRecorder(Worker):
         Args:
             step: The 0-based optimiser step.
             epoch: The epoch.
-            prepare: Called before a recorded batch.
+            prepare: Called before a batch whose step is due, also where this rank records nothing.
         """
         self._batch_began = self._clock()
         self._kept = None
@@ -112,9 +112,9 @@ class RunRecorder(Worker):
         if is_due and self._step is None:
             self._begin_step(step)
         with self.contained():
+            if is_due and prepare is not None:
+                prepare()
             if is_due and self.works:
-                if prepare is not None:
-                    prepare()
                 self.recorder.attach()
             else:
                 self.recorder.remove()

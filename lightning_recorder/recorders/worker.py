@@ -122,6 +122,9 @@ class Worker:
             return Merged(snapshot, [list(words)])
         # With the recorder switched off there is nothing to give, which is no failure.
         merged = exchange.merge(self._snapshot(exchange.device), copies=self.recorder.replicated, words=words)
+        if merged.error is not None:
+            with self.contained():
+                raise merged.error
         new = set(merged.absent) - self._told_absent
         if new and self._is_first:
             tell(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
