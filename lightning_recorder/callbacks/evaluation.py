@@ -25,9 +25,14 @@ class EvaluationCallback(RecorderCallback):
 
     def _start_evaluation_batch(self, trainer: Trainer, stage: str, loader: int) -> None:
         evaluation = self.evaluations.get(stage)
-        if evaluation is not None and not trainer.sanity_checking and self.sampling.in_epoch(trainer.current_epoch):
+        if evaluation is not None and self._is_due(trainer):
             evaluation.enabled = self.enabled
             evaluation.start_batch(loader)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        """Whether an evaluation is recorded: inside a fit those of its recorded epochs, alone any."""
+        in_fit = trainer.state.fn == "fit"
+        return not trainer.sanity_checking and not (in_fit and not self.sampling.in_epoch(trainer.current_epoch))
 
     def _end_evaluation_batch(self, stage: str) -> None:
         if stage in self.evaluations:
@@ -35,7 +40,7 @@ class EvaluationCallback(RecorderCallback):
 
     def _end_evaluation(self, trainer: Trainer, stage: str, batches: object) -> None:
         evaluation = self.evaluations.get(stage)
-        if evaluation is not None and not trainer.sanity_checking and self.sampling.in_epoch(trainer.current_epoch):
+        if evaluation is not None and self._is_due(trainer):
             loaders = len(batches) if isinstance(batches, Sequence) else 1
             evaluation.finish(logged_step(trainer), trainer.current_epoch, loaders)
 

@@ -104,6 +104,12 @@ class ParameterRecorder(StatisticsCallback):
             with self._run.contained():
                 self._run.recorder.before_step(optimizer, 1 / self._scale if scaled else 1.0)
 
+    @override
+    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
+        # Steps of optimisers that were taken out of their wrappers tell Lightning nothing.
+        if isinstance(recorder, OptimizerRecorder) and not pl_module.automatic_optimization:
+            recorder.optimizers = tuple(trainer.optimizers)
+
     @property
     @override
     def counts_overflow(self) -> bool:

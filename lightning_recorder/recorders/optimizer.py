@@ -43,7 +43,6 @@ class _Step(NamedTuple):
     optimizer: Optimizer
     parameters: list[_Parameter]
     before: list[Tensor | None]
-    handle: RemovableHandle | None
 
 
 class OptimizerRecorder:
@@ -59,8 +58,8 @@ class OptimizerRecorder:
 
     Args:
         modules: The modules by name; of each its own parameters are recorded, not those of its children.
-        optimizers: Whose steps are recorded while this is attached. Without any, :meth:`before_step` says when one
-            begins, as a closure has to that computes the gradients inside the step.
+        optimizers: Whose steps are recorded while this is attached. Of others, and where a closure computes the
+            gradients inside the step, :meth:`before_step` says when one begins.
         parts: Which of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
         extra: As for :class:`~lightning_recorder.StatisticsRecorder`.
         sample: As for :class:`~lightning_recorder.StatisticsRecorder`.
@@ -116,6 +115,7 @@ class OptimizerRecorder:
         self._stopwatch: Stopwatch | None = None
         self._attached = False
         self._handles: list[RemovableHandle] = []
+        self._hooked: list[Optimizer] = []  # those that say when a step has ended
         self._steps: list[_Step] = []
         self._quiet: set[str] = set()
 
@@ -173,7 +173,7 @@ class OptimizerRecorder:
         for step in list(self._steps):
             self._after(step)
         self._attached = False
-        handles, self._handles = self._handles, []
+        handles, self._handles, self._hooked = self._handles, [], []
         for handle in handles:
             handle.remove()
 
@@ -196,8 +196,6 @@ class OptimizerRecorder:
             self._begin(optimizer, parameters)
 
     def _begin(self, optimizer: Optimizer, parameters: list[_Parameter]) -> None:
-        if not {"updates", "moments"} & set(self.parts):
-            return
         before: list[Tensor | None] = [None] * len(parameters)
         if "updates" in self.parts:
             try:
@@ -206,8 +204,11 @@ class OptimizerRecorder:
                 self.parts = tuple(part for part in self.parts if part != "updates")
                 tell(f"updates of parameters are not recorded, a copy of them is too large: {describe_error(error)}")
         after = getattr(optimizer, "register_step_post_hook", None)
-        handle = None if after is None else after(partial(_after, self))
-        self._steps.append(_Step(optimizer, parameters, before, handle))
+        if after is not None and not any(each is optimizer for each in self._hooked):
+            # Stays until remove(): torch is going through the hooks of the optimiser when it calls this one.
+            self._hooked.append(optimizer)
+            self._handles.append(after(partial(_after, self)))
+        self._steps.append(_Step(optimizer, parameters, before))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Record what a step has changed; without one that has begun, nothing."""
@@ -218,8 +219,6 @@ class OptimizerRecorder:
 
     def _after(self, step: _Step) -> None:
         self._steps = [each for each in self._steps if each is not step]
-        if step.handle is not None:
-            step.handle.remove()
         with unrecorded(), _timed(self._stopwatch):
             for each, before in zip(step.parameters, step.before, strict=True):
                 if before is not None:
@@ -334,7 +333,9 @@ class _timed:  # noqa: N801 - read as an adjective
 
 # Functions of their own, so that an optimiser which is pickled in the middle of a step does not take a method with it.
 def _before(recorder: OptimizerRecorder, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    recorder.before_step(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:  # else the gradients are still to come
+        recorder.before_step(optimizer)
 
 
 def _after(recorder: OptimizerRecorder, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

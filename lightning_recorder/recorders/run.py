@@ -105,8 +105,8 @@ class RunRecorder(Worker):
         self._batch_began = self._clock()
         self._kept = None
         self._adopt(step)
-        if self._step not in (None, step):  # the batch before had a start and no end
-            self._end_step(overflowed=False)
+        if self._step != step:  # the batch before had a start and no end
+            self._drop_step()
         self._next_step, self._epoch = step, epoch
         is_due = self.sampling(step, epoch)
         if is_due and self._step is None:
@@ -128,7 +128,7 @@ class RunRecorder(Worker):
         """
         step = self._next_step
         with self.contained():
-            if self.works and self.sampling(step + stepped, self._epoch):
+            if self.works and self._may_be_due(step + stepped):
                 self.recorder.pause()
             else:
                 self.recorder.remove()
@@ -146,6 +146,13 @@ class RunRecorder(Worker):
         if self._open_steps and ends_window(self.reduce, step):
             self._flush(step)
 
+    def _may_be_due(self, step: int) -> bool:
+        """Whether the step will be recorded; an error of the schedule is told when it begins."""
+        try:
+            return self.sampling(step, self._epoch)
+        except Exception:  # noqa: BLE001 - it will raise again
+            return False
+
     def interrupt(self) -> None:
         """Take the hooks off, as before a validation."""
         with self.contained():
@@ -154,14 +161,14 @@ class RunRecorder(Worker):
     def end_epoch(self, step: int) -> None:
         """End an epoch, whose last step is given."""
         self.interrupt()
-        self._end_step(overflowed=False)
+        self._drop_step()
         if self._open_steps and (self.reduce == "epoch" or ends_window(self.reduce, self._next_step - 1)):
             self._flush(step)
 
     def finish(self) -> None:
         """End the run: what is in no record yet becomes one, and stays in the state as well."""
         self.interrupt()
-        self._end_step(overflowed=False)
+        self._drop_step()
         kept = self.merged_state_dict()
         if self._open_steps:
             self._flush(self.last_step)
@@ -211,6 +218,13 @@ class RunRecorder(Worker):
             else:
                 self._put_back()
         self._before = None
+
+    def _drop_step(self) -> None:
+        """Forget a step that has begun and will not end, as where an epoch is cut off: it comes again."""
+        if self._step is not None:
+            self._step, self._step_ms = None, 0.0
+            self._put_back()
+            self._before = None
 
     def _put_back(self) -> None:
         """Forget what was recorded of the last step."""

@@ -82,14 +82,16 @@ def test_accumulated_batches_are_one_step() -> None:
     assert not loop.module._forward_hooks
 
 
-def test_a_batch_without_an_end_is_a_part_of_its_step() -> None:
-    """A batch that was begun and given up is recorded as far as it went, when the next one begins."""
-    loop = Loop(Sampling(1))
-    loop.run.start_batch(0, 0)
-    loop.module(torch.ones(1))
+@pytest.mark.parametrize("reduce", ["step", 2])
+def test_a_step_without_an_end_is_in_no_record(reduce: Reduce) -> None:
+    """A step that was begun and given up comes again, and counts as it is then."""
+    loop = Loop(Sampling(1), reduce)
+    loop.step(0, 1.0)
+    loop.run.start_batch(1, 0)
+    loop.module(torch.tensor([10.0]))
     loop.run.end_epoch(0)
     loop.step(1, 2.0)
-    assert loop.shown == {0: 1.0, 1: 2.0}
+    assert loop.shown == ({0: 1.0, 1: 2.0} if reduce == "step" else {1: 3.0})
 
 
 @pytest.mark.parametrize("reduce", ["step", 3])
