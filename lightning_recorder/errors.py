@@ -16,7 +16,9 @@
 from __future__ import annotations
 
 import logging
+import pkgutil
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
@@ -29,10 +31,13 @@ __all__ = [
     "RecordingError",
     "RenderError",
     "SelectionError",
+    "check_bool",
     "check_callable",
     "check_integer",
     "check_number",
+    "check_some",
     "describe_error",
+    "imported",
     "tell",
 ]
 
@@ -100,6 +105,16 @@ def tell(message: str) -> None:
         _log.error(message)
 
 
+def check_bool(name: str, value: object) -> None:
+    """Refuse an argument that is neither True nor False, such as a text that says no and counts as yes.
+
+    Raises:
+        ArgumentError: Naming the argument and what is allowed.
+    """
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}")
+
+
 def check_integer(name: str, value: object, least: int) -> None:
     """Refuse an argument that is no integer of at least ``least``.
 
@@ -128,6 +143,33 @@ def check_callable(name: str, value: object, arguments: str) -> None:
     """
     if not callable(value):
         raise ArgumentError(f"{name} takes a function {arguments}, got {value!r}")
+
+
+def check_some(name: str, value: object, known: Sequence[str]) -> tuple[str, ...]:
+    """Some of the known words, of which a single one may stand alone.
+
+    Raises:
+        ArgumentError: Naming the argument and what is allowed.
+    """
+    chosen = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not chosen or not all(each in known for each in chosen):
+        got = ", ".join(map(repr, chosen)) or "none"
+        raise ArgumentError(f"{name} takes some of {', '.join(map(repr, known))}; got {got}")
+    return tuple(str(each) for each in chosen)
+
+
+def imported(name: str, value: object) -> object:
+    """The object itself, where it is given by its import path, as ``"package.module.function"``.
+
+    Raises:
+        ArgumentError: If a path leads nowhere; naming the argument.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return pkgutil.resolve_name(value)
+    except Exception as error:
+        raise ArgumentError(f"the {name} {value!r} cannot be imported: {describe_error(error)}") from error
 
 
 def describe_error(error: BaseException) -> str:

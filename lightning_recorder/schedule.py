@@ -9,7 +9,7 @@ from typing import Literal
 
 from typing_extensions import Self
 
-from lightning_recorder.errors import ArgumentError, check_callable, check_integer
+from lightning_recorder.errors import ArgumentError, check_callable, check_integer, imported
 
 __all__ = ["EveryNSteps", "Reduce", "Sampling", "Schedule", "check_reduce", "ends_window"]
 
@@ -61,7 +61,7 @@ class Sampling:
         every_n_epochs: The first epoch and then each n-th.
         first_n_steps: So many steps at the beginning of the run are recorded as well, whatever the cadence.
         step_window: ``(start, stop)``: nothing before step ``start`` and nothing from step ``stop`` on.
-        when: Asked with the step, last of all.
+        when: A function of the step, or its import path; asked last of all.
 
     Raises:
         ArgumentError: If an argument can never work; names it.
@@ -80,7 +80,7 @@ class Sampling:
     every_n_epochs: int = 1
     first_n_steps: int = 0
     step_window: Sequence[int] | None = None
-    when: Callable[[int], object] | None = None
+    when: Callable[[int], object] | str | None = None
 
     def __post_init__(self) -> None:
         if self.every_n_train_steps is not None:
@@ -89,6 +89,7 @@ class Sampling:
         check_integer("first_n_steps", self.first_n_steps, 0)
         if self.step_window is not None:
             object.__setattr__(self, "step_window", _checked_window(self.step_window))
+        object.__setattr__(self, "when", imported("when", self.when))
         if self.when is not None:
             check_callable("when", self.when, "(step) that says whether the step is recorded")
 
@@ -111,7 +112,10 @@ class Sampling:
         """Whether the 0-based optimiser step of that epoch is recorded."""
         first, stop = self.step_window or (0, math.inf)
         due = step < self.first_n_steps or EveryNSteps(self.every_n_train_steps or 0)(step)
-        return due and first <= step < stop and self.in_epoch(epoch) and (self.when is None or bool(self.when(step)))
+        return due and first <= step < stop and self.in_epoch(epoch) and self._is_wanted(step)
+
+    def _is_wanted(self, step: int) -> bool:
+        return not callable(self.when) or bool(self.when(step))
 
     def count_records(self, reduce: Reduce, steps: int) -> int:
         """How many records so many steps give in the long run, as if there were no window, predicate and epochs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from torch import nn
 
-from lightning_recorder.errors import ArgumentError, SelectionError
+from lightning_recorder.errors import ArgumentError, SelectionError, imported
 from lightning_recorder.names import closest_names, compile_glob, is_never_called, leaf_modules, named_submodules
 
 __all__ = ["SelectedModules", "Selection", "is_of_types"]
@@ -359,12 +358,7 @@ def _pairs(value: object) -> tuple[Any, ...]:
 
 def _imported(predicate: object) -> object:
     """The predicate itself, if it is given by its import path."""
-    if isinstance(predicate, str):
-        try:
-            predicate = pkgutil.resolve_name(predicate)
-        except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            raise ArgumentError(f"the predicate {predicate!r} cannot be imported: {told}") from error
+    predicate = imported("predicate", predicate)
     if predicate is not None and not callable(predicate):
         raise ArgumentError(f"predicate takes a function (name, module) -> bool or its import path, got {predicate!r}")
     return predicate

@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import check_some
 from lightning_recorder.recorders import SiteRecorder, StatisticsRecorder
 from lightning_recorder.taps import OutputTap
 
@@ -55,10 +55,7 @@ class ActivationRecorder(StatisticsCallback):
         stages: str | Sequence[Literal["train", "validate", "test", "predict"]] = ("train",),
         **options: Any,
     ) -> None:
-        chosen: tuple[str, ...] = (stages,) if isinstance(stages, str) else tuple(stages)
-        if not chosen or not set(chosen) <= set(_STAGES):
-            known, got = ", ".join(map(repr, _STAGES)), ", ".join(map(repr, chosen)) or "none"
-            raise ArgumentError(f"stages takes some of {known}; got {got}")
+        chosen = check_some("stages", stages, _STAGES)
         self._stages = tuple(stage for stage in _STAGES if stage in chosen)
         super().__init__(names, **options)
 

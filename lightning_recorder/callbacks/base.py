@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.run import recorder_directory
 from lightning_recorder.compiled import compiled_modules, flex_attention_users
-from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, tell
+from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, describe_error, tell
 from lightning_recorder.sinks import FilesSink, MultiSink, Sink, sinks_for_loggers
 
 __all__ = ["Compiled", "RecorderCallback", "guarded", "is_switched_off"]
@@ -84,6 +84,9 @@ class RecorderCallback(Callback):
         self.name = name
         self.compiled = compiled
         self.strict = strict
+        check_bool("strict", strict)
+        if not isinstance(sinks, Iterable):
+            raise ArgumentError(f"sinks takes a list of sinks, got {sinks!r}")
         given: list[object] = list(sinks)
         for sink in given:
             if not isinstance(sink, Sink):
@@ -216,8 +219,13 @@ class RecorderCallback(Callback):
         self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
-        self.release(trainer)
-        sink, self._sink = self._sink, None
+        try:
+            self.release(trainer)
+        finally:
+            # Lightning hangs two methods of the model on a callback, and with them all that the model holds.
+            self.__dict__.pop("log", None)
+            self.__dict__.pop("log_dict", None)
+            sink, self._sink = self._sink, None
         if sink is not None:
             sink.flush()
 

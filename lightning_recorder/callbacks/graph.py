@@ -13,7 +13,15 @@ from typing_extensions import override
 from lightning_recorder.callbacks.base import Compiled, RecorderCallback, guarded
 from lightning_recorder.callbacks.run import logged_step
 from lightning_recorder.compiled import compiled_modules
-from lightning_recorder.errors import ArgumentError, RenderError, check_integer, describe_error, tell
+from lightning_recorder.errors import (
+    ArgumentError,
+    RenderError,
+    check_bool,
+    check_integer,
+    check_some,
+    describe_error,
+    tell,
+)
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphPicture, GraphvizStyler, record
 from lightning_recorder.graph.graphviz import check_direction
 from lightning_recorder.sinks import Image, Sink
@@ -75,7 +83,7 @@ class GraphRecorder(RecorderCallback):
         max_nodes: int = 150,
         stage: Literal["train", "validate", "example"] = "train",
         direction: Direction = "TB",
-        formats: Sequence[str] = ("svg", "png"),
+        formats: str | Sequence[Literal["svg", "png", "pdf"]] = ("svg", "png"),
         legend: bool = False,
         timeout_s: float = 60.0,
         styler: GraphvizStyler | None = None,
@@ -85,18 +93,18 @@ class GraphRecorder(RecorderCallback):
         strict: bool = False,
     ) -> None:
         super().__init__(name=name, compiled=compiled, sinks=sinks, strict=strict)
-        for argument, value in (("depth", depth), ("max_nodes", max_nodes)):
-            if value is not None:
-                check_integer(argument, value, 1)
+        if depth is not None:
+            check_integer("depth", depth, 1)
+        check_integer("max_nodes", max_nodes, 1)
+        check_bool("legend", legend)
         check_direction(direction)
-        self.formats = (formats,) if isinstance(formats, str) else tuple(formats)
-        if not set(self.formats) <= set(_FORMATS):
-            raise ArgumentError(f"formats knows {', '.join(_FORMATS)}; got {', '.join(map(repr, self.formats))}")
+        self.formats = check_some("formats", formats, _FORMATS) if formats != [] and formats != () else ()
         if stage not in _STAGES:
             raise ArgumentError(f"stage must be one of {', '.join(_STAGES)}, got {stage!r}")
         if styler is not None and not isinstance(styler, GraphvizStyler):
             raise ArgumentError(f"styler must be a GraphvizStyler, got {styler!r}")
-        if not timeout_s > 0:
+        given: object = timeout_s
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
             raise ArgumentError(f"timeout_s must be positive, got {timeout_s!r}")
         if not name or Path(str(name)).name != name or "\\" in name:
             raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.base import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.errors import SelectionError, tell
+from lightning_recorder.errors import SelectionError, check_some, tell
 from lightning_recorder.names import named_submodules
 from lightning_recorder.recorders import (
     PARAMETER_PARTS,
@@ -26,8 +26,6 @@ from lightning_recorder.taps import Site
 from lightning_recorder.taps.parameter import own_parameters
 
 __all__ = ["ParameterRecorder"]
-
-_ROUNDING = 1e-10  # of the size of the values; parameters that are trained apart differ by much more
 
 
 class ParameterRecorder(StatisticsCallback):
@@ -71,7 +69,7 @@ class ParameterRecorder(StatisticsCallback):
         parts: str | Sequence[Literal["values", "gradients", "updates", "moments"]] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
         **options: Any,
     ) -> None:
-        self.parts = (parts,) if isinstance(parts, str) else tuple(parts)
+        self.parts = check_some("parts", parts, PARAMETER_PARTS)
         self._told_apart = False
         super().__init__(names, **options)
 
@@ -119,7 +117,7 @@ class ParameterRecorder(StatisticsCallback):
     def summarize(self, record: Record) -> dict[Site, SiteStatistics]:
         found = super().summarize(record)
         if not self._told_apart:
-            apart = [site for site in record.snapshot.copied if site in found and _differs(found[site])]
+            apart = sorted(record.snapshot.apart & found.keys())
             if apart:
                 self._told_apart = True
                 name = ".".join(part for part in apart[0] if part)
@@ -128,11 +126,6 @@ class ParameterRecorder(StatisticsCallback):
                     "parameters or gradients: they are trained apart"
                 )
         return with_update_ratios(found)
-
-
-def _differs(seen: SiteStatistics) -> bool:
-    """Whether the ranks have other values, beyond the last bits in which the same values may be added up."""
-    return seen.scalars["rank_mean_max"] - seen.scalars["rank_mean_min"] > _ROUNDING * seen.scalars["rms"]
 
 
 def _owners(root: nn.Module) -> dict[str, nn.Module]:

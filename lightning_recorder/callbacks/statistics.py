@@ -19,7 +19,7 @@ from lightning_recorder.callbacks.checkpoints import listen, stop_listening
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
 from lightning_recorder.callbacks.run import logged_step, loss_scale, stepped
 from lightning_recorder.compiled import compiled_modules
-from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, tell
+from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, check_integer, describe_error, tell
 from lightning_recorder.recorders import (
     SHOWN_STATISTICS,
     Budget,
@@ -48,6 +48,9 @@ DEFAULT_STATISTICS = ("mean", "std", "rms", "min", "max", "zero_fraction")
 """The scalars that are shown by default; NaN and infinities are counted as well and shown once there are any."""
 
 _STATE_VERSION = 1
+
+# By this attribute of a model Lightning allows a rank to have no batches.
+_MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 
 
 class StatisticsCallback(EvaluationCallback):
@@ -101,7 +104,7 @@ class StatisticsCallback(EvaluationCallback):
         every_n_epochs: int = 1,
         first_n_steps: int = 0,
         step_window: Sequence[int] | None = None,
-        when: Callable[[int], object] | None = None,
+        when: Callable[[int], object] | str | None = None,
         reduce: Reduce = "step",
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         extra: Reduction | Sequence[Reduction] = (),
@@ -123,10 +126,14 @@ class StatisticsCallback(EvaluationCallback):
         if max_overhead is not None:
             check_overhead(max_overhead)
         self.max_overhead = max_overhead
-        self.statistics = (statistics,) if isinstance(statistics, str) else tuple(statistics)
+        self.statistics = (statistics,) if isinstance(statistics, str) else _listed("statistics", statistics)
         _check_statistics(self.statistics)
+        if histogram_sample is not None:
+            check_integer("histogram_sample", histogram_sample, 1)
+        check_bool("histograms", histograms)
+        check_bool("dump", dump)
         self.options: dict[str, Any] = {
-            "extra": (extra,) if isinstance(extra, Reduction) else _listed("extra", extra),
+            "extra": (extra,) if isinstance(extra, Reduction) else _reductions(_listed("extra", extra)),
             "quantiles": _listed("quantiles", quantiles),
             "sample": histogram_sample,
             "strict": strict,
@@ -145,6 +152,7 @@ class StatisticsCallback(EvaluationCallback):
         self._has_receipt = False
         self._every_n: int | None = None
         self._scale = 1.0
+        self._overflowed = False
         self._saved: dict[str, Any] = {}
         self._is_loaded = False
 
@@ -188,6 +196,10 @@ class StatisticsCallback(EvaluationCallback):
         exchange = self._agree(trainer, modules)
         for worker in self._workers:
             worker.exchange = exchange
+        if exchange is not None and getattr(pl_module, _MAY_BE_EMPTY, False):
+            # Such a rank has no evaluation at all, and would never answer.
+            for evaluation in self.evaluations.values():
+                evaluation.exchange = None
         if error is not None:
             raise error
         if modules is None:
@@ -303,13 +315,24 @@ class StatisticsCallback(EvaluationCallback):
             )
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
-        self._scale = loss_scale(trainer)
+        self._scale, self._overflowed = loss_scale(trainer), False
         self.prepare(trainer, pl_module, recorder)
+
+    def _note_scale(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
+        """See whether the step before was passed over: then the loss scale has shrunk, and at no other time."""
+        before, self._scale = self._scale, loss_scale(trainer)
+        self._overflowed |= self._scale < before
+        if self._scale != before:
+            self.prepare(trainer, pl_module, run.recorder)
 
     @guarded
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._run is not None and self._run.records and not self._has_receipt and self._watched is not None:
+        if self._run is None or not self._run.records:
+            return
+        if self.counts_overflow and not pl_module.automatic_optimization:  # another may have stepped in this batch
+            self._note_scale(trainer, pl_module, self._run)
+        if not self._has_receipt and self._watched is not None:
             trained = with_gradients(self._watched.modules) | set(self._watched.trained)
             self._watched = self._watched.having(trained=trained)
 
@@ -319,9 +342,9 @@ class StatisticsCallback(EvaluationCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._run is not None:
-            # The scale shrinks when a step was passed over, and at no other time.
-            overflowed = self.counts_overflow and self._run.records and loss_scale(trainer) < self._scale
-            self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=overflowed)
+            if self.counts_overflow and self._run.records:
+                self._note_scale(trainer, pl_module, self._run)
+            self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self._overflowed)
             self._tell_cadence(self._run)
 
     @property
@@ -381,7 +404,7 @@ class StatisticsCallback(EvaluationCallback):
     def _conclude(self, record: Record) -> None:
         """Have a record written, the first one with its receipt."""
         about = None
-        if not self._has_receipt and record.stage == "train" and self._run is not None:
+        if not self._has_receipt and record.stage == "train" and record.steps and self._run is not None:
             self._has_receipt = True
             about = self._about(self._run)
         self._results.add(record, about)
@@ -504,8 +527,17 @@ def _in_words(value: object) -> object:
     return value
 
 
+def _reductions(given: tuple[Any, ...]) -> tuple[Reduction, ...]:
+    """The further reductions, if they are that."""
+    for each in given:
+        if not isinstance(each, Reduction):
+            called = f"the class {each.__name__}: write {each.__name__}()" if isinstance(each, type) else repr(each)
+            raise ArgumentError(f"extra takes reductions, which are instances of Reduction, got {called}")
+    return given
+
+
 def _listed(name: str, given: object) -> tuple[Any, ...]:
     """What was given as a tuple, so that each fit finds all of it, also where it can be gone through only once."""
-    if not isinstance(given, Iterable):
+    if not isinstance(given, Iterable) or isinstance(given, str):
         raise ArgumentError(f"{name} takes a list, got {given!r}")
     return tuple(given)

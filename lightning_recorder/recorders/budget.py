@@ -9,6 +9,9 @@ from lightning_recorder.errors import ArgumentError
 __all__ = ["Budget", "check_overhead"]
 
 
+_LEAST_MS = 1e-3  # for a step, whose time on the host may be nothing beside what recording takes on a GPU
+
+
 class Budget:
     """Widens the interval between recorded steps until recording takes no more than a share of the time.
 
@@ -57,9 +60,10 @@ class Budget:
 
     def interval(self, now: int) -> int:
         """The interval to go on with, in steps; never less than that of now."""
-        if not self._recorded or not self._steps_ms:
+        if not self._recorded:
             return now
-        needed = (self._spent_ms / self._recorded) / (self.max_overhead * self._steps_ms / self._steps)
+        step_ms = max(self._steps_ms / self._steps, _LEAST_MS)
+        needed = (self._spent_ms / self._recorded) / (self.max_overhead * step_ms)
         return max(now, math.ceil(needed - 1e-9))
 
 

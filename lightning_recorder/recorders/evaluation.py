@@ -58,13 +58,13 @@ class EvaluationRecorder(Worker):
         for loader in range(loaders):
             self.recorder.states = self._of(loader)
             merges = self.exchange is not None and self.exchange.is_open
-            merged = self.merged()
+            merged = self.merged(scope=f"{self.stage} {loader}")
             with self.contained():
                 self.recorder.states.reset()
                 if merged.snapshot is not None:
                     place = loader if loaders > 1 else None
                     ranks = self.exchange.ranks - len(merged.absent) if self.exchange is not None and merges else 1
-                    self._conclude(Record(step, epoch, merged.snapshot, self.stage, place, ranks=ranks))
+                    self._conclude(Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, ranks=ranks))
 
     def interrupt(self) -> None:
         """Take the hooks off."""

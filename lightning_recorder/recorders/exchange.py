@@ -65,7 +65,7 @@ class Exchange:
         """Where the states have to lie."""
         self.is_open = True
         """Whether the ranks have agreed to merge, and no transfer has failed."""
-        self._layout = Layout()
+        self._layouts: dict[str, Layout] = {}
 
     @staticmethod
     def is_needed() -> bool:
@@ -93,29 +93,42 @@ class Exchange:
         self.is_open = True
         return ""
 
-    def merge(self, snapshot: Snapshot | None, *, copies: Collection[Site] = (), words: Sequence[float] = ()) -> Merged:
+    def merge(
+        self,
+        snapshot: Snapshot | None,
+        *,
+        copies: Collection[Site] = (),
+        words: Sequence[float] = (),
+        scope: str = "",
+    ) -> Merged:
         """Merge the states of all ranks.
 
         Args:
             snapshot: The states of this rank, on :attr:`device`; ``None`` if its recorder has failed.
             copies: The sites of which another rank has the same, which do not count.
             words: Numbers to tell the other ranks, equally many on each.
+            scope: What the states are of; in another one a site may have another shape.
 
         Raises:
             RuntimeError: If the ranks cannot talk to each other any more.
         """
         with unrecorded(), torch.inference_mode(False), torch.no_grad():
-            return self._merge(snapshot, copies, words)
+            return self._merge(snapshot, copies, words, self._layouts.setdefault(scope, Layout()))
 
-    def _merge(self, snapshot: Snapshot | None, copies: Collection[Site], words: Sequence[float]) -> Merged:
+    def _merge(
+        self, snapshot: Snapshot | None, copies: Collection[Site], words: Sequence[float], layout: Layout
+    ) -> Merged:
         error: Exception | None = None
         while True:
             try:
                 own = _states(snapshot)
-                unknown = self._layout.unknown(own)
-                packed = self._layout.pack(own, copies, self.device)
-            except Exception as caught:  # noqa: BLE001 - told by the caller; the other ranks are not to wait for ever
-                error, snapshot = caught, None
+                unknown = layout.unknown(own)
+                left_out = _left_out(snapshot)
+                packed = layout.pack(own, self.device, copies=copies, left_out=left_out)
+            except Exception as caught:
+                if snapshot is None:  # not even nothing can be said
+                    raise
+                error, snapshot = caught, None  # told by the caller; the other ranks are not to wait for ever
                 continue
             said = [float(snapshot is None), float(len(unknown)), float(bool(own)), *words]
             head = torch.tensor(said, dtype=torch.float64, device=self.device)
@@ -123,31 +136,31 @@ class Exchange:
             heads = answers[:, : len(said)].tolist()
             if not any(each[_UNKNOWN] for each in heads):
                 break
-            self._make_known(unknown)
+            self._make_known(layout, unknown)
         told = [each[_SEEN + 1 :] for each in heads]
         absent = tuple(rank for rank, each in enumerate(heads) if each[_FAILED])
         if not any(each[_SEEN] for each in heads):
-            return Merged(None, told, absent, error)
+            return Merged(snapshot if self.rank == 0 else None, told, absent, error)
         self._add_up(packed.added)
         if self.rank != 0:
             return Merged(None, told, absent, error)
         merged = None
         try:
-            merged = _snapshot(snapshot, self._layout.merge(answers[:, len(said) :].unbind(), packed.added.cpu()))
+            merged = _snapshot(snapshot, layout.merge(answers[:, len(said) :].unbind(), packed.added.cpu()))
         except Exception as caught:  # noqa: BLE001 - as above
             error = caught
         return Merged(merged, told, absent, error)
 
-    def _make_known(self, unknown: list[tuple[Key, Reduction]]) -> None:
+    def _make_known(self, layout: Layout, unknown: list[tuple[Key, Reduction | None]]) -> None:
         """Tell the other ranks of sites that they may not know."""
-        told: list[list[tuple[Key, Reduction]]] = [[] for _ in range(self.ranks)]
+        told: list[list[tuple[Key, Reduction | None]]] = [[] for _ in range(self.ranks)]
         with self._closing():
             dist.all_gather_object(told, unknown)
-        for (_, site), reduction in self._layout.extend(each for rank in told for each in rank):
+        for (_, site), reduction in layout.extend(each for rank in told for each in rank):
             if self.rank == 0:
                 tell(
-                    f"{reduction} is not recorded at {site.path!r} of module {site.name!r}: the tensor has another "
-                    "shape on each rank"
+                    f"{reduction or 'a further reduction'} is not recorded at {site.path!r} of module {site.name!r}: "
+                    "the tensor has another shape on each rank, or the reduction is of a class that cannot be pickled"
                 )
 
     def _gather(self, tensor: Tensor) -> Tensor:
@@ -188,4 +201,11 @@ def _snapshot(own: Snapshot | None, merged: MergedStates) -> Snapshot:
     if own is None:  # the recorder of this rank has failed, and what it would say of the order with it
         own = Snapshot((), [], [frozenset()] * len(banks))
     banks += [[]] * (len(own.groups) - len(banks))
-    return replace(own, groups=banks, rank_means=merged.rank_means, copied=merged.copied)
+    return replace(own, groups=banks, rank_means=merged.rank_means, apart=merged.apart)
+
+
+def _left_out(snapshot: Snapshot | None) -> set[Key]:
+    """What a rank has left out, by the number of the reduction."""
+    return (
+        set() if snapshot is None else {(bank, site) for bank, sites in enumerate(snapshot.left_out) for site in sites}
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ Key = tuple[int, Site]
 States = Mapping[Key, tuple[Reduction, Tensor]]
 """The state, ``[width]``, of each of a rank's sites, and what it is a state of."""
 
-_ABSENT, _COUNTS, _COPY = 0.0, 1.0, 2.0  # what a rank says of a site of which it has nothing, a part, or a copy
+# What a rank says of a site: that it has nothing, a part, a copy of what another one has, or has left it out.
+_ABSENT, _COUNTS, _COPY, _LEFT_OUT = 0.0, 1.0, 2.0, 3.0
 
 
 class Packed(NamedTuple):
@@ -38,8 +40,8 @@ class MergedStates(NamedTuple):
     """By the number of the reduction."""
     rank_means: dict[Site, tuple[float, float]]
     """The smallest and the largest of the means of the ranks."""
-    copied: frozenset[Site]
-    """The sites of which a rank has a copy."""
+    apart: frozenset[Site]
+    """The sites of which ranks should have the same and do not."""
 
 
 class _Kind(NamedTuple):
@@ -59,38 +61,47 @@ class Layout:
         self._known: dict[Key, Reduction] = {}
         self._refused: set[Key] = set()
 
-    def unknown(self, own: States) -> list[tuple[Key, Reduction]]:
-        """The sites among a rank's own that are not in the layout, each with its reduction, which has no state."""
-        found = []
+    def unknown(self, own: States) -> list[tuple[Key, Reduction | None]]:
+        """The sites among a rank's own that are not in the layout.
+
+        Each with its reduction, which has no state; with none where that cannot be sent to another process.
+        """
+        found: list[tuple[Key, Reduction | None]] = []
         for key, (reduction, _) in own.items():
             if key not in self._known and key not in self._refused:
                 bare = copy.copy(reduction)
                 bare._state = None
-                found.append((key, bare))
+                found.append((key, bare if _can_travel(bare) else None))
         return found
 
-    def extend(self, told: Iterable[tuple[Key, Reduction]]) -> list[tuple[Key, Reduction]]:
+    def extend(self, told: Iterable[tuple[Key, Reduction | None]]) -> list[tuple[Key, Reduction | None]]:
         """Take sites into the layout.
 
         Args:
             told: Those of all ranks, in one order on each.
 
         Returns:
-            Those left out, since their states differ in kind or size between the ranks.
+            Those left out, since their states differ in kind or size between the ranks, or cannot be told of.
         """
+        refused = set()
         for key, reduction in told:
-            known = self._known.setdefault(key, reduction)
-            if (known.width, repr(known)) != (reduction.width, repr(reduction)):
-                self._refused.add(key)
-        return [(key, self._known.pop(key)) for key in sorted(self._refused & self._known.keys())]
+            known = None if reduction is None else self._known.setdefault(key, reduction)
+            if known is None or reduction is None or known.described != reduction.described:
+                refused.add(key)
+        left_out = sorted(refused - self._refused)
+        self._refused |= refused
+        return [(key, self._known.pop(key, None)) for key in left_out]
 
-    def pack(self, own: States, copies: Collection[Site], device: torch.device) -> Packed:
+    def pack(
+        self, own: States, device: torch.device, *, copies: Collection[Site] = (), left_out: Collection[Key] = ()
+    ) -> Packed:
         """A rank's states in the order of the layout.
 
         Args:
             own: Its states.
-            copies: The sites that are a copy of another rank's.
             device: Where the result lies.
+            copies: The sites that are a copy of another rank's.
+            left_out: What this rank has left out, so that there is no record of it.
         """
         apart, added = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64, device=device)]
         parts = [torch.zeros(0, dtype=torch.float64, device=device)]
@@ -100,6 +111,9 @@ class Layout:
             places = [place for place, site in enumerate(kind.sites) if (kind.bank, site) in own]
             for place in places:
                 there[place] = _COPY if kind.sites[place] in copies else _COUNTS
+            for place, site in enumerate(kind.sites):
+                if (kind.bank, site) in left_out:
+                    there[place] = _LEFT_OUT
             if places:
                 rows = [own[kind.bank, kind.sites[place]][1] for place in places]
                 states[torch.tensor(places, device=device)] = torch.stack(rows).to(device)
@@ -126,7 +140,7 @@ class Layout:
         )
         groups: dict[int, list[Collected[Site]]] = {}
         means: dict[Site, tuple[float, float]] = {}
-        copied: set[Site] = set()
+        differing: set[Site] = set()
         for place, kind in enumerate(kinds):
             ranks = []
             for there, words in by_rank:
@@ -136,19 +150,19 @@ class Layout:
             merged = _merged(kind.reduction, ranks)
             merged[:, kind.additive] = sums[place].view(counts[place], -1)
             seen = torch.stack([there for there, _ in ranks]).amax(0)
-            copied.update(site for site, flag in zip(kind.sites, seen.tolist(), strict=True) if flag == _COPY)
-            rows = seen.nonzero().flatten()
+            rows = ((seen > _ABSENT) & (seen < _LEFT_OUT)).nonzero().flatten()
             sites = [kind.sites[row] for row in rows.tolist()]
             groups.setdefault(kind.bank, []).append(Collected(kind.reduction, sites, merged[rows]))
             if isinstance(kind.reduction, Statistics):
                 means.update(_extreme_means(kind.reduction, kind.sites, ranks))
-        return MergedStates(groups, means, frozenset(copied))
+                differing.update(_differing(kind.reduction, kind.sites, ranks))
+        return MergedStates(groups, means, frozenset(differing))
 
     def _kinds(self) -> list[_Kind]:
         """The sites by the kind of their states."""
         kinds: dict[tuple[int, str, int], _Kind] = {}
         for (bank, site), reduction in self._known.items():
-            kind = (bank, repr(reduction), reduction.width)
+            kind = (bank, reduction.described, reduction.width)
             if kind not in kinds:
                 kinds[kind] = _Kind(bank, reduction, [], reduction.additive_words())
             kinds[kind].sites.append(site)
@@ -182,3 +196,22 @@ def _extreme_means(
     nowhere = means.isnan().all(0)
     low, high = (torch.where(nowhere, torch.nan, each) for each in (low, high))
     return dict(zip(sites, zip(low.tolist(), high.tolist(), strict=True), strict=True))
+
+
+def _differing(reduction: Statistics, sites: Sequence[Site], ranks: Sequence[tuple[Tensor, Tensor]]) -> list[Site]:
+    """The sites of which a rank has a copy that is not what the others have."""
+    are_copies = torch.stack([there for there, _ in ranks]).amax(0) == _COPY
+    differ = torch.zeros(len(sites), dtype=torch.bool)
+    first, states = ranks[0]
+    for there, others in ranks[1:]:
+        differ |= (there > _ABSENT) & (first > _ABSENT) & ~reduction.are_alike(states, others)
+    return [site for site, flag in zip(sites, (differ & are_copies).tolist(), strict=True) if flag]
+
+
+def _can_travel(reduction: Reduction) -> bool:
+    """Whether it can be sent to another process, as one of a class that is defined in a function cannot."""
+    try:
+        pickle.dumps(reduction)
+    except Exception:  # noqa: BLE001 - whatever the parts of a reduction of the user raise
+        return False
+    return True

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.errors import ArgumentError, RecordingError, describe_error, tell
+from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, tell
 from lightning_recorder.recorders.sites import SiteStates, SiteStatistics, Snapshot
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.stopwatch import Stopwatch
@@ -100,10 +100,7 @@ class OptimizerRecorder:
         strict: bool = False,
     ) -> None:
         self._modules = dict(modules)
-        self.parts = (parts,) if isinstance(parts, str) else tuple(parts)
-        if not self.parts or not set(self.parts) <= set(PARAMETER_PARTS):
-            known, got = ", ".join(map(repr, PARAMETER_PARTS)), ", ".join(map(repr, self.parts)) or "none"
-            raise ArgumentError(f"parts takes some of {known}; got {got}")
+        self.parts = check_some("parts", parts, PARAMETER_PARTS)
         self.optimizers = tuple(optimizers)
         for each in self.optimizers:
             if not isinstance(each, Optimizer):

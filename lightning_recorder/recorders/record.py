@@ -17,6 +17,7 @@ class Record:
         step: Where it stands on the axis of steps.
         epoch: The epoch.
         snapshot: The states.
+        steps: How many recorded steps it is of.
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         loader: The number of the loader, where there are several.
         overflowed: Whether it is of a step whose gradients overflowed, so that the optimiser passed it over.
@@ -30,6 +31,7 @@ class Record:
     step: int
     epoch: int
     snapshot: Snapshot
+    steps: int = 1
     stage: str = "train"
     loader: int | None = None
     overflowed: bool = False

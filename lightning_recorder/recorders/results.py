@@ -130,7 +130,7 @@ class Results:
                 self._latest_step = record.step
                 self.dump.keep(found, record)
         before = None if self.sink is None else self.sink.written_bytes
-        if self.sink is not None and found:
+        if self.sink is not None and (found or record.overflow_steps):
             self.report.write(self.sink, record, found)
         if about is not None:
             after = None if self.sink is None else self.sink.written_bytes

@@ -66,6 +66,7 @@ class RunRecorder(Worker):
         self.recorder.watch(self._watch)
         self._step: int | None = None  # that is being recorded
         self._open_steps = 0  # recorded ones that are in no record yet
+        self._untold_overflows = False
         self._next_step = 0
         self._epoch = 0
         self._before: list[Any] | None = None
@@ -143,7 +144,7 @@ class RunRecorder(Worker):
         elif self._budget is not None:
             self._budget.add_step(step_ms)
         self._end_step(overflowed=overflowed)
-        if self._open_steps and ends_window(self.reduce, step):
+        if self._has_news and ends_window(self.reduce, step):
             self._flush(step)
 
     def _may_be_due(self, step: int) -> bool:
@@ -162,7 +163,7 @@ class RunRecorder(Worker):
         """End an epoch, whose last step is given."""
         self.interrupt()
         self._drop_step()
-        if self._open_steps and (self.reduce == "epoch" or ends_window(self.reduce, self._next_step - 1)):
+        if self._has_news and (self.reduce == "epoch" or ends_window(self.reduce, self._next_step - 1)):
             self._flush(step)
 
     def finish(self) -> None:
@@ -170,7 +171,7 @@ class RunRecorder(Worker):
         self.interrupt()
         self._drop_step()
         kept = self.merged_state_dict()
-        if self._open_steps:
+        if self._has_news:
             self._flush(self.last_step)
         self._kept = kept
 
@@ -185,7 +186,8 @@ class RunRecorder(Worker):
         is_torn = self._step is not None
         record = None
         if self._open_steps or is_torn:
-            record = self._record(self._next_step - (not is_torn), self.merged(alone=True), ranks=1)
+            steps = self._open_steps + is_torn
+            record = self._record(self._next_step - (not is_torn), self.merged(alone=True), steps, ranks=1)
         self._step = None
         if is_torn:
             self._put_back()
@@ -213,11 +215,17 @@ class RunRecorder(Worker):
                     announce(step, self._watch.host_ms)
         else:
             self.overflow_steps += 1
+            self._untold_overflows = True
             if self.reduce == "step":
                 self._flush(step, overflowed=True)
             else:
                 self._put_back()
         self._before = None
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether there is something for a record; the same on all ranks."""
+        return self._open_steps > 0 or self._untold_overflows
 
     def _drop_step(self) -> None:
         """Forget a step that has begun and will not end, as where an epoch is cut off: it comes again."""
@@ -238,7 +246,7 @@ class RunRecorder(Worker):
 
     def _flush(self, step: int, *, overflowed: bool = False) -> None:
         """Make a record of what was recorded since the last one."""
-        self._open_steps = 0
+        steps, self._open_steps, self._untold_overflows = self._open_steps, 0, False
         began = self._clock()
         with self._watch:
             now = self.every_n_train_steps
@@ -251,13 +259,16 @@ class RunRecorder(Worker):
         flush_ms = 1000 * (self._clock() - began)
         recording_ms = max(0.0, self._watch.take_ms() - flush_ms)
         if self._budget is not None and self._timed_steps:
-            self._budget.add_recorded(self._timed_steps, self._timed_ms, recording_ms + flush_ms)
+            self._budget.add_recorded(self._timed_steps, self._timed_ms + flush_ms, recording_ms + flush_ms)
         self._timed_steps, self._timed_ms = 0, 0.0
         ranks = 1 if exchange is None else exchange.ranks - len(merged.absent)
-        record = self._record(step, merged, ranks=ranks, overflowed=overflowed, ms=(recording_ms, flush_ms))
+        steps += overflowed
+        record = self._record(step, merged, steps, ranks=ranks, overflowed=overflowed, ms=(recording_ms, flush_ms))
         if record is not None and not self._is_mute:
+            began = self._clock()
             with self._watch, self.contained():
                 self._hand_out(record)
+            self._timed_ms += 1000 * (self._clock() - began)
         if self._budget is None:
             self.recorder.watch(None)
 
@@ -267,7 +278,14 @@ class RunRecorder(Worker):
         self._is_mute = False
 
     def _record(
-        self, step: int, merged: Merged, *, ranks: int, overflowed: bool = False, ms: tuple[float, float] = (0.0, 0.0)
+        self,
+        step: int,
+        merged: Merged,
+        steps: int,
+        *,
+        ranks: int,
+        overflowed: bool = False,
+        ms: tuple[float, float] = (0.0, 0.0),
     ) -> Record | None:
         if merged.snapshot is None:
             return None
@@ -275,6 +293,7 @@ class RunRecorder(Worker):
             step,
             self._epoch,
             merged.snapshot,
+            steps,
             overflowed=overflowed,
             overflow_steps=self.overflow_steps,
             recording_ms=ms[0],

@@ -67,7 +67,7 @@ class Snapshot:
         groups: For each reduction, the default statistics first, the states of its sites.
         left_out: For each reduction the sites at which it is left out.
         rank_means: The smallest and the largest mean of a rank, of the sites that several ranks have seen.
-        copied: The sites of which several ranks have the same.
+        apart: The sites of which ranks should have the same and do not.
         told: The places of the reductions of which it was said that they cannot be summarised; grows.
         strict: Raise what goes wrong in a further reduction instead of warning and leaving it out.
     """
@@ -76,7 +76,7 @@ class Snapshot:
     groups: list[list[Collected[Site]]]
     left_out: Sequence[frozenset[Site]]
     rank_means: Mapping[Site, tuple[float, float]] = field(default_factory=dict)
-    copied: frozenset[Site] = frozenset()
+    apart: frozenset[Site] = frozenset()
     told: set[int] = field(default_factory=set)
     strict: bool = False
 

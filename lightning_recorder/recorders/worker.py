@@ -109,19 +109,22 @@ class Worker:
         with suppress(Exception):  # what has failed already may fail here, too
             self.recorder.remove()
 
-    def merged(self, *, alone: bool = False, words: tuple[float, ...] = ()) -> Merged:
+    def merged(self, *, alone: bool = False, words: tuple[float, ...] = (), scope: str = "") -> Merged:
         """The states of all ranks; those of this rank where they are not merged.
 
         Args:
             alone: Ask no other rank, as after a failure.
             words: As for :meth:`Exchange.merge`.
+            scope: As for :meth:`Exchange.merge`.
         """
         exchange = None if alone else self.exchange
         if exchange is None or not exchange.is_open:
             snapshot = self._snapshot("cpu") if self._is_first or alone else None
             return Merged(snapshot, [list(words)])
         # With the recorder switched off there is nothing to give, which is no failure.
-        merged = exchange.merge(self._snapshot(exchange.device), copies=self.recorder.replicated, words=words)
+        merged = exchange.merge(
+            self._snapshot(exchange.device), copies=self.recorder.replicated, words=words, scope=scope
+        )
         if merged.error is not None:
             with self.contained():
                 raise merged.error

@@ -224,6 +224,11 @@ class Reduction(ABC):
         self.state.copy_(state)
 
     @property
+    def described(self) -> str:
+        """The class and the settings, in a text that is the same in every process."""
+        return f"{type(self).__name__} {_described(self.settings)}"
+
+    @property
     def _kind(self) -> Tensor:
         """A number that differs between classes and settings, 0-d int64."""
         text = f"{type(self).__name__} {_described(self.choices)}"

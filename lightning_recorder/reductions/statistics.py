@@ -25,6 +25,9 @@ SCALAR_STATISTICS = ("count", "mean", "std", "rms", "min", "max", "zero_fraction
 """Names of the statistics of which recorders keep the numbers by default."""
 
 
+_ROUNDING = 1e-10  # relative, of sums in float64 that were added in another order
+
+
 class Statistics(Combined):
     """Moments, extrema, tallies and the histogram, side by side in one row of 2057 words (16.5 KB).
 
@@ -58,6 +61,19 @@ class Statistics(Combined):
         """The means alone of states, ``[..., width]``, each ``[...]``; NaN where there is none."""
         count, mean = state[..., 0], state[..., 1]
         return torch.where(count > 0, mean, torch.nan)
+
+    @staticmethod
+    def are_alike(one: Tensor, other: Tensor) -> Tensor:
+        """Whether states, ``[..., width]``, can be of the same values, beyond the order in which they were added up.
+
+        Told from counts, means, squares and extrema, ``[...]``.
+        """
+        count, mean, m2 = one[..., :3].unbind(-1)
+        size = (mean.square() + m2 / count.clamp(min=1)).sqrt()
+        near = (one[..., 1] - other[..., 1]).abs() <= _ROUNDING * size
+        squares = (one[..., 2] - other[..., 2]).abs() <= _ROUNDING * (m2 + count * mean.square())
+        exact = (one[..., [0, 3, 4]] == other[..., [0, 3, 4]]).all(-1)
+        return near & squares & exact
 
     @override
     def summarize(self, state: Tensor) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ Many of them follow each other in one pair of processes, which each leave what t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
@@ -16,7 +17,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -38,7 +39,6 @@ from lightning_recorder import (
     ParameterRecorder,
     RecorderWarning,
     Reduction,
-    Site,
     Statistics,
     Values,
     read_dump,
@@ -82,7 +82,7 @@ class Net(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return F.cross_entropy(self(batch[0]), batch[1])
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         self(batch[0])
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -100,6 +100,13 @@ def trainer_of(folder: Path, callbacks: Sequence[Callback], **options: Any) -> T
     return Trainer(default_root_dir=folder, accelerator="cpu", callbacks=list(callbacks), **options)
 
 
+def shared(batches: int) -> DataLoader[Any]:
+    """Every second row of so many batches, in order, which Lightning would shuffle."""
+    dataset = digits(batches, ROWS).dataset
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, 2, this_rank(), shuffle=False)
+    return DataLoader(dataset, batch_size=ROWS, sampler=sampler)
+
+
 def train(
     folder: Path,
     callbacks: Sequence[Callback],
@@ -113,7 +120,7 @@ def train(
     """Train for three steps on each of two ranks, of eight rows each unless a loader says otherwise."""
     trainer = trainer_of(folder, callbacks, **options)
     model = model or Net()
-    trainer.fit(model, loader or digits(2 * STEPS, ROWS), validation, ckpt_path=checkpoint, **WEIGHTS_ONLY)
+    trainer.fit(model, loader or shared(2 * STEPS), validation, ckpt_path=checkpoint, **WEIGHTS_ONLY)
     return model
 
 
@@ -132,7 +139,7 @@ def written(sink: MemorySink) -> dict[str, Any]:
 
 
 def this_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 # Scenarios.
@@ -167,7 +174,7 @@ COLLECTIVES = [
 ]  # fmt: skip
 
 
-@contextmanager
+@contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Count the calls of what waits for other ranks."""
     calls: Counter[str] = Counter()
@@ -257,15 +264,22 @@ def shapes(folder: Path) -> dict[str, Any]:
 
 @scenario
 def stage_shapes(folder: Path) -> dict[str, Any]:
-    """The same where training and validation have batches of another size."""
+    """The same where training and two validations each have batches of another size."""
     sink = MemorySink()
     recorder = watching(sink, "head", stages=["train", "validate"], extra=[Change()])
-    train(folder, [recorder], loader=digits(2 * STEPS, 8), validation=digits(4, 4))
+    train(folder, [recorder], validation=[digits(4, 4), digits(4, 2)])
     return written(sink)
 
 
+class Doubling:
+    """A setting whose text says where it lies in memory, as that of any object which does not say its own."""
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+
 class Scaled(Reduction):
-    """The sum of a function of the values; its settings have no text that is the same in every process."""
+    """The sum of a function of the values."""
 
     width = 1
     statistics = ("scaled_sum",)
@@ -274,20 +288,16 @@ class Scaled(Reduction):
         self.function = function
 
     def update_state(self, state: Tensor, values: Values) -> None:
-        state[0] += self.function(values.flat).sum()
+        state[0] += self.function(values.flat.double()).sum()
 
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
         return {"scaled_sum": state[..., 0]}
 
 
-def doubled(values: Tensor) -> Tensor:
-    return 2 * values
-
-
 @scenario
 def own_reduction(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
-    model: Any = train(folder, [watching(sink, "squash", extra=[Scaled(doubled)])])
+    model: Any = train(folder, [watching(sink, "squash", extra=[Scaled(Doubling())])])
     return {**written(sink), "kept": model.kept}
 
 
@@ -297,7 +307,7 @@ def local_reduction(folder: Path) -> dict[str, Any]:
         pass
 
     sink = MemorySink()
-    model: Any = train(folder, [watching(sink, "squash", extra=[Local(doubled)])])
+    model: Any = train(folder, [watching(sink, "squash", extra=[Local(Doubling())])])
     return {**written(sink), "kept": model.kept}
 
 
@@ -310,11 +320,23 @@ class Unmergeable(Scaled):
         if bool(other.any()):
             raise ValueError("these do not merge")
 
+
 @scenario
 def unmergeable(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
-    train(folder, [watching(sink, "squash", extra=[Unmergeable(doubled)])])
-    return written(sink)
+    model: Any = train(folder, [watching(sink, "squash", extra=[Unmergeable(torch.neg)])])
+    return {**written(sink), "trained": len(model.kept["squash"])}
+
+
+@scenario
+def unsendable(folder: Path) -> dict[str, Any]:
+    """Rank 1 alone has to tell of a reduction whose class no pickle can name."""
+
+    class Local(Scaled):
+        pass
+
+    model: Any = train(folder, [watching(MemorySink(), "second", extra=[Local(torch.neg)])], OneSided())
+    return {"trained": len(model.kept["squash"])}
 
 
 class Sabotage(Callback):
@@ -480,7 +502,7 @@ def windows(folder: Path) -> dict[str, Any]:
 
 
 @scenario
-def tested(folder: Path) -> dict[str, Any]:
+def evaluated(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
     trainer_of(folder, [watching(sink, "squash", stages=["test"])]).test(Net(), digits(4, 4), verbose=False)
     return written(sink)
@@ -530,7 +552,8 @@ def empty_share(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
     model = Net()
     model.allow_zero_length_dataloader_with_multiple_devices = True
-    validation = digits(2, 4) if this_rank() == 0 else torch.utils.data.DataLoader([])
+    nothing: Any = []
+    validation = digits(2, 4) if this_rank() == 0 else DataLoader(nothing)
     train(
         folder,
         [watching(sink, "squash", stages=["train", "validate"])],
@@ -538,6 +561,7 @@ def empty_share(folder: Path) -> dict[str, Any]:
         loader=digits(STEPS, ROWS),
         validation=validation,
         use_distributed_sampler=False,
+        max_epochs=2,
     )
     return written(sink)
 
@@ -568,15 +592,20 @@ class Final(Callback):
 
 
 def complete(folder: Path, strategy: str) -> dict[str, Any]:
-    """Train with and without the recorders, with a logger and checkpoints."""
-    for how in "bare", "recorded":
+    """Train with the recorders, a logger and checkpoints, where it takes little time also without the recorders."""
+    for how in ("bare", "recorded") if strategy == "ddp" else ("recorded",):
         torch.manual_seed(0)
         recorders = [GraphRecorder(strict=True), ActivationRecorder(strict=True), GradientRecorder(strict=True)]
         callbacks = [Final()] if how == "bare" else [*recorders, Final()]
-        options = {"strategy": strategy, "logger": True, "enable_checkpointing": True, "log_every_n_steps": 2}
-        train(folder / how, callbacks, Complete(), **options)
+        options: dict[str, Any] = {
+            "strategy": strategy,
+            "logger": True,
+            "enable_checkpointing": True,
+            "log_every_n_steps": 2,
+        }
+        train(folder / how, callbacks, Complete(), loader=digits(2 * STEPS, ROWS), **options)
     latest = [len(each.latest) for each in recorders[1:] if isinstance(each, (ActivationRecorder, GradientRecorder))]
-    return {"latest": latest, "pid": os.getpid()}
+    return {"latest": latest}
 
 
 for _strategy in "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook":
@@ -613,11 +642,6 @@ def raise_error() -> None:
 
 
 @scenario
-def raises_0(folder: Path) -> None:
-    doomed(folder, 0, raise_error)
-
-
-@scenario
 def raises_1(folder: Path) -> None:
     doomed(folder, 1, raise_error)
 
@@ -625,6 +649,439 @@ def raises_1(folder: Path) -> None:
 @scenario
 def dies_1(folder: Path) -> None:
     doomed(folder, 1, lambda: os._exit(1))
+
+
+# Tests.
+
+HEALTHY = (
+    "merged", "transfers", "one_sided", "shapes", "unused", "sharded", "windows", "evaluated", "budgeted", "resumed",
+    "switched_off", "other_modules", "shifted", "negated", "spoilt", "stage_shapes", "own_reduction", "local_reduction",
+    "broken_attach_0", "broken_attach_1", "broken_snapshot_0", "broken_snapshot_1", "broken_reset_0", "broken_reset_1",
+    "ddp",
+)  # fmt: skip
+SPAWNED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
+
+
+def go(folder: Path, *names: str, timeout_s: float = 60.0) -> tuple[int, str]:
+    """Have two processes do the scenarios; gives what the first one ended with, and what both printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.callbacks.test_distributed", str(folder), *names]
+    log = folder / "log.txt"
+    with log.open("w") as out:
+        # In a session of their own, so that none of them outlives a test that has waited long enough.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{names} took more than {timeout_s} s: {log.read_text()[-2000:]}")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return code, log.read_text()
+
+
+def outcome(folder: Path, name: str) -> tuple[list[Any], list[list[str]]]:
+    """What a scenario gave on each rank, and the warnings of ours that it told."""
+    found = [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return [result for result, _ in found], [told for _, told in found]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes have left what the scenarios gave that end well."""
+    folder = tmp_path_factory.mktemp("pair")
+    code, log = go(folder, *HEALTHY, timeout_s=120.0)
+    assert code == 0, log[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a process that has others do the work has left what it has of it."""
+    folder = tmp_path_factory.mktemp("launched")
+    code, log = go(folder, *SPAWNED, timeout_s=120.0)
+    assert code == 0, log[-3000:]
+    assert "RecorderWarning" not in log
+    return folder
+
+
+def union(results: Sequence[Mapping[str, Any]], name: str, step: int) -> list[Tensor]:
+    return [result["kept"][name][step] for result in results]
+
+
+def at(scalars: Mapping[str, Mapping[int, float]], place: str, step: int) -> dict[str, float]:
+    """The scalars of a place, as ``activations/hidden``, by statistic."""
+    return {tag.rpartition("/")[2]: found[step] for tag, found in scalars.items() if tag.rpartition("/")[0] == place}
+
+
+def counted_values(scalars: Mapping[str, Any], place: str) -> dict[int, float]:
+    found: dict[int, float] = scalars[f"{place}/count"]
+    return found
+
+
+def same_histogram(one: Any, other: Any) -> bool:
+    arrays = [(each.edges.tolist(), each.counts.tolist()) for each in (one, other)]
+    return bool(one.min == other.min and one.max == other.max and arrays[0] == arrays[1])
+
+
+def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+PLACES = [("activations/squash", "squash"), ("activations/hidden", "hidden"), ("gradients/hidden", "gradient")]
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+@pytest.mark.parametrize(("place", "name"), PLACES)
+def test_merged_states_are_one_reduction_over_the_ranks(pair: Path, place: str, name: str, step: int) -> None:
+    """Counts, extrema and bins equal those of the tensors of both ranks to the bit, moments to their bounds.
+
+    Gradients are those of each rank's own loss, so their union is that of what each rank saw.
+    """
+    results, told = outcome(pair, "merged")
+    tensors = union(results, name, step)
+    scalars = at(results[0]["scalars"], place, step)
+    values = values_of(tensors)
+    Moments.of(values).assert_near(scalars)
+    assert (scalars["min"], scalars["max"]) == (min(values), max(values))
+    assert scalars["zero_fraction"] == values.count(0.0) / len(values)
+    assert (scalars["nan_count"], scalars["inf_count"]) == (0, 0)
+    means = [math.fsum(values_of([each])) / each.numel() for each in tensors]
+    found = (scalars["rank_mean_min"], scalars["rank_mean_max"])
+    assert found == pytest.approx((min(means), max(means)), rel=1e-9, abs=1e-12 * scalars["rms"])
+    once = Statistics()
+    once.update(torch.cat(tensors))
+    computed = once.compute()
+    bins = computed.pop("histogram").long()
+    expected = to_histogram({key: float(value) for key, value in computed.items()}, bins)
+    assert same_histogram(results[0]["histograms"][f"{place}/histogram"][step], expected)
+    assert told == [[], []]
+
+
+def test_rank_zero_alone_writes(pair: Path) -> None:
+    """The other rank writes nothing into the sinks that it was given."""
+    assert outcome(pair, "merged")[0][1]["scalars"] == {}
+
+
+@pytest.mark.parametrize("name", ["merged", "sharded"])
+def test_parameters_are_those_of_a_run_without_callbacks(pair: Path, name: str) -> None:
+    """Recording changes no bit of what is trained, on either rank."""
+    for result in outcome(pair, name)[0]:
+        assert same_tensors(result["final"], result["bare"])
+
+
+def test_two_processes_record_what_one_does_over_their_batches(pair: Path, tmp_path: Path) -> None:
+    """Beside one process over the union of the batches only the last bits of matrix products differ: 1e-5 of the size.
+
+    A rank's own loss is the mean of half as many rows, so the gradients of its activations are twice as large; those of
+    the parameters are averaged over the ranks.
+    """
+    sink = MemorySink()
+    options: dict[str, Any] = {"every_n_train_steps": 1, "sinks": [sink], "statistics": SHOWN_STATISTICS}
+    recorders = [
+        watching(sink, "squash", "hidden"),
+        GradientRecorder("hidden", **options),
+        ParameterRecorder(**options),
+    ]
+    train(tmp_path, recorders, loader=digits(STEPS, 2 * ROWS), devices=1, strategy="auto")
+    two = outcome(pair, "merged")[0][0]
+    assert {tag for tag in two["scalars"] if "/rank_mean_" not in tag} == set(sink.scalars)
+    for tag, by_step in sink.scalars.items():
+        place, _, statistic = tag.rpartition("/")
+        is_size = statistic in ("mean", "std", "rms", "min", "max")
+        factor = 2 if place == "gradients/hidden" and is_size else 1
+        for step, value in by_step.items():
+            size = sink.scalars[f"{place.removesuffix('/update_ratio')}/rms"][step] if is_size else 1.0
+            assert two["scalars"][tag][step] == pytest.approx(factor * value, rel=1e-5, abs=1e-5 * size), (tag, step)
+    histograms = two["histograms"]["activations/squash/histogram"]
+    alone = sink.histograms["activations/squash/histogram"]
+    assert all(same_histogram(histograms[step], alone[step]) for step in range(STEPS))
+
+
+def test_replicated_parameters_count_once(pair: Path) -> None:
+    """Of parameters, averaged gradients and updates one copy is in the record, and all ranks agree on it."""
+    scalars = outcome(pair, "merged")[0][0]["scalars"]
+    sizes = {"hidden/weight": 448, "hidden/bias": 7, "head/weight": 70, "head/bias": 10}
+    for name, size in sizes.items():
+        for suffix in ("", ".grad", ".update"):
+            place = f"parameters/{name}{suffix}"
+            assert counted_values(scalars, place) == dict.fromkeys(range(STEPS), size)
+            assert scalars[f"{place}/rank_mean_min"] == scalars[f"{place}/rank_mean_max"]
+            assert scalars[f"{place}/mean"] == scalars[f"{place}/rank_mean_min"]
+
+
+@pytest.mark.parametrize("name", ["merged", "one_sided", "sharded", "unused"])
+def test_tags_name_modules_as_the_model_does(pair: Path, name: str) -> None:
+    """What the strategy wraps around the model is in no tag."""
+    scalars = outcome(pair, name)[0][0]["scalars"]
+    known = {"squash", "hidden", "head", "first", "second", "varied"}
+    assert {tag.split("/")[1] for tag in scalars} <= known
+    assert not [tag for tag in scalars if "module" in tag]
+
+
+def test_a_flush_takes_two_transfers(pair: Path) -> None:
+    """Each record costs one gather and one sum, the first one what makes the sites known as well, on both ranks."""
+    for result in outcome(pair, "transfers")[0]:
+        assert result["bare"] == [{}] * STEPS
+        assert result["recorded"][1:] == [{"all_gather": 1, "reduce": 1}] * (STEPS - 1)
+        assert result["recorded"][0] == {"all_gather": 2, "all_gather_object": 1, "reduce": 1}
+
+
+def test_a_module_of_one_rank_has_its_record(pair: Path) -> None:
+    """What runs on one rank alone is recorded, and what differs in shape is merged by its values."""
+    results, told = outcome(pair, "one_sided")
+    scalars = results[0]["scalars"]
+    assert counted_values(scalars, "activations/first") == dict.fromkeys(range(STEPS), 6)
+    assert counted_values(scalars, "activations/second") == dict.fromkeys(range(STEPS), 5)
+    for name, mean in ("first", 1), ("second", 2):
+        found = at(scalars, f"activations/{name}", 0)
+        assert [found[key] for key in ("mean", "rank_mean_min", "rank_mean_max")] == [mean] * 3
+    varied = at(scalars, "activations/varied", 2)
+    assert [varied[key] for key in ("count", "mean", "min", "max", "rank_mean_min", "rank_mean_max")] == [
+        20,
+        3,
+        1,
+        6,
+        1,
+        6,
+    ]
+    assert told == [[], []]
+
+
+def test_uneven_batches_count_by_their_values(pair: Path) -> None:
+    """Batches of 4 and 12 rows, and 2 and 3 of them in a validation, are merged by the number of their values."""
+    scalars = outcome(pair, "one_sided")[0][0]["scalars"]
+    assert counted_values(scalars, "activations/squash") == dict.fromkeys(range(STEPS), (4 + 12) * 64)
+    assert counted_values(scalars, "activations_validate/squash") == {STEPS - 1: (2 * 4 + 3 * 12) * 64}
+
+
+def test_elements_of_another_shape_on_each_rank_are_left_out(pair: Path) -> None:
+    """A reduction that keeps a number for each element is not recorded where the ranks have other shapes, once told."""
+    results, told = outcome(pair, "shapes")
+    places = [tag for tag in results[0]["scalars"] if tag.endswith("cosine_to_previous")]
+    assert places == ["activations/head/cosine_to_previous"]
+    assert counted_values(results[0]["scalars"], "activations/varied") == dict.fromkeys(range(STEPS), 20)
+    assert [len(each) for each in told] == [1, 0]
+    assert "is not recorded at 'out' of module 'varied'" in told[0][0]
+
+
+def test_a_validation_may_have_batches_of_another_size_than_training(pair: Path) -> None:
+    """Also where a reduction keeps a number for each element: each stage has a shape of its own."""
+    results, told = outcome(pair, "stage_shapes")
+    assert told == [[], []]
+    scalars = results[0]["scalars"]
+    assert list(scalars["activations/head/cosine_to_previous"]) == list(range(STEPS))
+    for loader, rows in (0, 4), (1, 2):
+        end = f"dataloader_idx_{loader}"
+        assert scalars[f"activations_validate/head/count/{end}"] == {STEPS - 1: 4 * rows * 10}
+        assert list(scalars[f"activations_validate/head/cosine_to_previous/{end}"]) == [STEPS - 1]
+
+
+@pytest.mark.parametrize("name", ["own_reduction", "local_reduction"])
+def test_a_reduction_of_the_user_is_merged(pair: Path, name: str) -> None:
+    """Wherever its class lives, and whatever text its settings have in each process."""
+    results, told = outcome(pair, name)
+    assert told == [[], []]
+    for step in range(STEPS):
+        expected = 2 * math.fsum(values_of(union(results, "squash", step)))
+        assert results[0]["scalars"]["activations/squash/scaled_sum"][step] == pytest.approx(expected, rel=1e-12)
+
+
+def test_unused_parameters_change_nothing(pair: Path) -> None:
+    """Under ``ddp_find_unused_parameters_true`` the records are those of both ranks."""
+    results, told = outcome(pair, "unused")
+    assert counted_values(results[0]["scalars"], "activations/hidden") == dict.fromkeys(range(STEPS), 2 * ROWS * 7)
+    assert told == [[], []]
+
+
+def test_shards_of_a_parameter_are_merged(pair: Path) -> None:
+    """Under FSDP2 a record is that of the whole parameter, though shards are uneven; activations are those of all."""
+    results, told = outcome(pair, "sharded")
+    scalars = results[0]["scalars"]
+    for step, whole in enumerate(results[0]["whole"]):
+        for name, tensor in whole.items():
+            found = at(scalars, f"parameters/{name.replace('.', '/')}", step)
+            Moments.of(values_of([tensor])).assert_near(found)
+            assert (found["min"], found["max"]) == (float(tensor.min()), float(tensor.max()))
+        assert counted_values(scalars, "parameters/hidden/weight.grad")[step] == 448
+        assert counted_values(scalars, "parameters/hidden/weight.update")[step] == 448
+        for place, name in PLACES[1:]:
+            Moments.of(values_of(union(results, name, step))).assert_near(at(scalars, place, step))
+    assert told == [[], []]
+
+
+@pytest.mark.parametrize("name", ["shifted", "negated", "spoilt"])
+def test_replicas_that_have_come_apart_are_told(pair: Path, name: str) -> None:
+    """One warning, on rank zero, says that the ranks do not have the same: shifted, of the same mean, or NaN."""
+    told = outcome(pair, name)[1]
+    assert [len(each) for each in told] == [1, 0]
+    assert told[0][0].startswith("the ranks do not have the same 'hidden.weight")
+
+
+def test_windows_epochs_and_evaluations_are_merged(pair: Path) -> None:
+    """Steps of a window or an epoch, and all batches of a validation or a test, are one record of both ranks."""
+    results, told = outcome(pair, "windows")
+    step = 2 * ROWS * 64
+    by_window, by_epoch = results[0]["2"], results[0]["epoch"]
+    assert counted_values(by_window, "activations/squash") == {1: 2 * step, 3: 2 * step, 5: 2 * step}
+    assert counted_values(by_epoch, "activations/squash") == {2: 3 * step, 5: 3 * step}
+    for scalars in by_window, by_epoch:
+        assert counted_values(scalars, "activations_validate/squash") == {2: 4 * 4 * 64, 5: 4 * 4 * 64}
+    tests, told_tests = outcome(pair, "evaluated")
+    assert counted_values(tests[0]["scalars"], "activations_test/squash") == {0: 4 * 4 * 64}
+    assert [*told, *told_tests] == [[]] * 4
+
+
+def test_a_budget_leaves_all_ranks_with_one_interval(pair: Path) -> None:
+    """Whatever time each rank has measured; what can never be kept leaves the three steps that it takes to know."""
+    (first, second), told = outcome(pair, "budgeted")
+    assert first["cadence"] == second["cadence"]
+    assert first["cadence"][:2] == [1, 1]
+    assert list(first["scalars"]["activations/squash/mean"]) == [0, 1, 2]
+    assert told == [[], []]
+
+
+@pytest.mark.parametrize("method", ["attach", "snapshot", "reset"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_recorder_that_fails_on_one_rank_costs_its_share(pair: Path, rank: int, method: str) -> None:
+    """The others go on, as does the training, and one warning of rank zero names the rank."""
+    results, told = outcome(pair, f"broken_{method}_{rank}")
+    both, one = 2 * ROWS * 64, ROWS * 64
+    # What is reset when the record of step 1 is made is in that record.
+    expected = {0: both, 1: both if method == "reset" else one, 2: one}
+    assert counted_values(results[0]["scalars"], "activations/squash") == expected
+    Moments.of(values_of([results[1 - rank]["kept"]["squash"][2]])).assert_near(
+        at(results[0]["scalars"], "activations/squash", 2)
+    )
+    assert [message for message in told[0] if "without" in message] == [
+        f"ActivationRecorder: the records are without rank {rank}, which has failed"
+    ]
+    own = "ActivationRecorder is off for the rest of the run: ValueError: injected"
+    assert [message for each in told for message in each if "without" not in message] == [own]
+    assert [result["calls"][1:] for result in results] == [[{"all_gather": 1, "reduce": 1}] * (STEPS - 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("switched_off", "rank 1 does not record"),
+        ("other_modules", "the ranks record different modules, or with different settings"),
+    ],
+)
+def test_ranks_that_do_not_record_the_same_are_not_merged(pair: Path, name: str, reason: str) -> None:
+    """Rank zero then records alone and says so, as where ``LIGHTNING_RECORDER=off`` is on one rank."""
+    results, told = outcome(pair, name)
+    assert told == [[f"ActivationRecorder: statistics are those of rank 0 alone, since {reason}"], []]
+    assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(STEPS), ROWS * 64)
+    assert not [tag for tag in results[0]["scalars"] if "rank_mean" in tag]
+
+
+def test_a_checkpoint_holds_what_all_ranks_have_seen(pair: Path) -> None:
+    """The state in it is plain data, and that of both ranks."""
+    callbacks = torch.load(pair / "resumed" / "epoch=0.ckpt", weights_only=True)["callbacks"]
+    (state,) = (state for key, state in callbacks.items() if key.startswith("ActivationRecorder"))
+    rows = {tuple(row["key"]): row["state"]["state"] for row in state["states"]["banks"][0]}
+    assert [int(rows[name, "out"][0]) for name in ("squash", "hidden")] == [STEPS * 16 * 64, STEPS * 16 * 7]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_resumed_run_records_what_an_uninterrupted_one_does(pair: Path, tmp_path: Path, devices: int) -> None:
+    """On as many processes or on one, a window goes on: counts, extrema and bins exactly, moments to their rounding."""
+    results, told = outcome(pair, "resumed")
+    whole, rest = results[0]["whole"], results[0]["rest"]
+    if devices == 1:
+        sink = MemorySink()
+        options: dict[str, Any] = {"max_epochs": 2, "devices": 1, "strategy": "auto"}
+        checkpoint = pair / "resumed" / "epoch=0.ckpt"
+        train(tmp_path, [resumable(sink)], loader=digits(STEPS, 16), checkpoint=checkpoint, **options)
+        rest = written(sink)
+    for step, steps in (3, 4), (5, 2):
+        found, expected = (at(each["scalars"], "activations/squash", step) for each in (rest, whole))
+        assert expected["count"] == steps * 16 * 64
+        for name in "count", "min", "max", "zero_fraction":
+            assert found[name] == expected[name]
+        assert found["mean"] == pytest.approx(expected["mean"], abs=1e-12 * expected["rms"])
+        assert found["std"] ** 2 == pytest.approx(expected["std"] ** 2, rel=1e-12)
+        one, other = (each["histograms"]["activations/squash/histogram"][step] for each in (rest, whole))
+        assert same_histogram(one, other)
+        assert at(rest["scalars"], "activations/hidden", step)["count"] == steps * 16 * 7
+    assert told == [[], []]
+
+
+def check_complete(folder: Path, bare: Path) -> None:
+    """One set of results, complete, and the parameters of a run without callbacks."""
+    final = [torch.load(path / "final.pt", weights_only=True) for path in (bare, folder / "recorded")]
+    assert same_tensors(*final)
+    (version,) = (folder / "recorded" / "lightning_logs").iterdir()
+    assert (version / "recorder" / "graph.png").is_file()
+    names = {node["name"] for node in json.loads((version / "recorder" / "graph.json").read_text())["nodes"]}
+    assert {*LEAVES, "extra"} <= names
+    assert len(list(version.glob("events.out.tfevents.*"))) == 1
+    dumps = {path.name.split(".")[-2]: path for path in (version / "checkpoints").glob("*.safetensors")}
+    assert set(dumps) == {"activations", "gradients"}
+    receipt = json.loads((version / "recorder" / "receipt.json").read_text())
+    assert {name: each["merged_ranks"] for name, each in receipt.items()} == {"activations": 2, "gradients": 2}
+    assert int(read_dump(dumps["activations"]).tensors["head/count"]) == 2 * ROWS * 10
+
+
+def test_ddp_trains_as_without_and_rank_zero_writes(pair: Path) -> None:
+    """The parameters are bitwise those of a bare run, and there is one set of results, complete."""
+    check_complete(pair / "ddp", pair / "ddp" / "bare")
+    assert outcome(pair, "ddp")[1] == [[], []]
+
+
+@pytest.mark.parametrize("strategy", SPAWNED)
+def test_launched_processes_leave_their_results(pair: Path, launched: Path, strategy: str) -> None:
+    """On disk and in the logger everything is there, though the callback of the main process comes back empty."""
+    check_complete(launched / strategy, pair / "ddp" / "bare")
+    result, told = torch.load(launched / f"{strategy}.0.pt", weights_only=False)
+    assert result["latest"] == [0, 0]
+    assert told == []
+
+
+def test_a_rank_that_fails_before_its_first_record_leaves_the_others_going(tmp_path: Path) -> None:
+    """Also where the ranks have agreed to record before that: the records are those of the others, which is told."""
+    code, log = go(tmp_path, "late", timeout_s=45.0)
+    assert code == 0, log[-2000:]
+    results, told = outcome(tmp_path, "late")
+    assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(STEPS), ROWS * 64)
+    assert [len(each) for each in told] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["unmergeable", "unsendable"])
+def test_a_reduction_that_fails_between_the_ranks_hangs_nobody(name: str, tmp_path: Path) -> None:
+    """What raises when rank zero merges it, or when rank one alone sends it, costs itself and not the run."""
+    code, log = go(tmp_path, name, timeout_s=45.0)
+    assert code == 0, log[-2000:]
+    results, told = outcome(tmp_path, name)
+    assert [result["trained"] for result in results] == [STEPS, STEPS]
+    if name == "unmergeable":
+        assert "these do not merge" in " ".join(told[0])
+
+
+def test_a_rank_without_a_batch_to_validate_with_hangs_nobody(tmp_path: Path) -> None:
+    """Where the model allows that, two epochs of training and validation end, and all steps are recorded."""
+    code, log = go(tmp_path, "empty_share", timeout_s=45.0)
+    assert code == 0, log[-2000:]
+    results, told = outcome(tmp_path, "empty_share")
+    assert not [message for each in told for message in each if "is off" in message]
+    assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(2 * STEPS), 2 * ROWS * 64)
+
+
+@pytest.mark.parametrize("name", ["raises_1", "dies_1"])
+def test_a_rank_that_ends_early_ends_the_run(name: str, tmp_path: Path) -> None:
+    """Neither an exception of a rank nor its sudden death leaves a process waiting; a rank that fails asks no other."""
+    code, log = go(tmp_path, name)
+    assert code != 0
+    if name == "raises_1":
+        assert "a batch that cannot be read" in log
+        assert torch.load(tmp_path / name / "calls.1.pt", weights_only=True) == {}
+    lines = (tmp_path / name / "recorder" / "scalars.jsonl").read_text().splitlines()
+    first = next(found for found in map(json.loads, lines) if "activations/squash/count" in found["scalars"])
+    assert (first["step"], first["scalars"]["activations/squash/count"]) == (0, 2 * ROWS * 64)
 
 
 def main(folder: Path, names: Sequence[str]) -> None:

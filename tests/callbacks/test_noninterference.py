@@ -237,7 +237,7 @@ class LanguageModel(TwoTower):
 class Overflowing(Classifier):
     """The loss of some batches is infinite."""
 
-    overflows = (1, 4)
+    overflows: tuple[int, ...] = (1, 4)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -441,6 +441,70 @@ def test_where_a_step_overflowed_is_told(kind: type[StatisticsCallback], tmp_pat
     expected = {f"{group}/{site}/{name}" for site in sites for name in ("nan_count", "inf_count")}
     assert set(told) == expected
     assert all(list(values) == [1, 4, 7, 10] for values in told.values())
+
+
+class AlwaysOverflowing(Overflowing):
+    """The loss is infinite from the first step on, as that of a run that has diverged."""
+
+    overflows = tuple(range(6))
+
+
+@pytest.mark.parametrize("kind", [GradientRecorder, ParameterRecorder])
+@pytest.mark.parametrize("reduce", ["step", 2, 4, "epoch"])
+def test_a_run_of_which_every_step_overflows_says_so(
+    kind: type[StatisticsCallback], reduce: Reduce, tmp_path: Path
+) -> None:
+    """Where a window holds no step that is recorded, the count of those that were passed over is there all the same."""
+    sink = MemorySink()
+    callbacks: list[Callback] = [kind("head", every_n_train_steps=1, reduce=reduce, strict=True, sinks=[sink])]
+    run(AlwaysOverflowing, tmp_path, callbacks, {"precision": "scaled", "logger": False})
+    counts = sink.scalars.get(f"{kind.group}/overflow_steps", {})
+    assert list(counts.items())[-1:] == [(11, 12.0)]
+    assert not [tag for tag in sink.scalars if tag.startswith(f"{kind.group}/head")]
+
+
+class SecondOverflowing(TwoOptimisers):
+    """Of two optimisers the second one has an infinite loss in some batches."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        factors = (1.0, math.inf if batch_idx in Overflowing.overflows else 1.0)
+        for factor, optimizer in zip(factors, self.trainer.strategy._lightning_optimizers, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(factor * F.cross_entropy(self(batch[0]), batch[1]))
+            optimizer.step()
+
+
+class WatchedScaler(torch.amp.GradScaler):
+    """Notes the batches in which its scale has shrunk."""
+
+    def __init__(self, growth_interval: int) -> None:
+        super().__init__("cpu", init_scale=1024.0, growth_interval=growth_interval)
+        self.updates = 0
+        self.shrunk: set[int] = set()
+
+    def update(self, new_scale: Any = None) -> None:
+        before = self.get_scale()
+        super().update(new_scale)
+        if self.get_scale() < before:
+            self.shrunk.add(self.updates // 2)  # there are two optimisers
+        self.updates += 1
+
+
+@pytest.mark.parametrize("growth_interval", [1, 2000])
+def test_an_overflow_is_seen_where_the_scale_grows_in_the_same_batch(growth_interval: int, tmp_path: Path) -> None:
+    """A step of one optimiser that lets the scale grow does not hide that another one's was passed over."""
+    sink = MemorySink()
+    scaler = WatchedScaler(growth_interval)
+    callbacks: list[Callback] = [GradientRecorder("head", every_n_train_steps=1, strict=True, sinks=[sink])]
+    run(
+        SecondOverflowing,
+        tmp_path,
+        callbacks,
+        {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "logger": False},
+    )
+    assert {1, 4, 7, 10} <= scaler.shrunk
+    assert sink.scalars["gradients/overflow_steps"][11] == len(scaler.shrunk)
+    assert list(sink.scalars["gradients/head/mean"]) == sorted(set(range(12)) - scaler.shrunk)
 
 
 SCRIPT = """

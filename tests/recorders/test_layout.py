@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def merge(ranks: Sequence[Rank], copies: Sequence[Collection[Site]] = ()) -> Mer
     """What the first rank has of all when each has packed its own."""
     found = layouts(ranks)
     owned = zip(found, ranks, copies or [()] * len(ranks), strict=True)
-    packed = [layout.pack(own, its, CPU) for layout, own, its in owned]
+    packed = [layout.pack(own, CPU, copies=its) for layout, own, its in owned]
     return found[0].merge([each.apart for each in packed], torch.stack([each.added for each in packed]).sum(0))
 
 
@@ -76,33 +76,49 @@ def test_a_site_of_one_rank_is_there_as_it_was() -> None:
     for site, rank in (A, first), (B, second), (C, second):
         assert torch.equal(found[site], rank[0, site][1])
     layout = layouts([first, second])[0]
-    nothing = layout.pack({}, (), CPU)
+    nothing = layout.pack({}, CPU)
     assert by_site(layout.merge([nothing.apart] * 2, nothing.added)) == {}
 
 
 def test_ranks_without_anything_merge_to_nothing() -> None:
     """An empty layout is packed as nothing and merged to nothing."""
     merged = merge([{}, {}])
-    assert (merged.groups, merged.rank_means, merged.copied) == ({}, {}, frozenset())
+    assert (merged.groups, merged.rank_means, merged.apart) == ({}, {}, frozenset())
 
 
 def test_the_order_in_which_a_rank_has_seen_its_sites_does_not_matter() -> None:
     """The layout is that which was told, so all ranks pack alike."""
     tensors = {"a": random(0), "b": random(1)}
     ranks = [rank_of(**tensors), rank_of(**dict(reversed(tensors.items())))]
-    packed = [layout.pack(own, (), CPU) for layout, own in zip(layouts(ranks), ranks, strict=True)]
+    packed = [layout.pack(own, CPU) for layout, own in zip(layouts(ranks), ranks, strict=True)]
     assert all(torch.equal(one, other) for one, other in zip(*packed, strict=True))
 
 
 def test_a_copy_counts_once() -> None:
-    """Where the second rank has a copy of a site, the state of the first is the result, and the site is named."""
+    """Where the second rank has a copy of a site, the state of the first is the result."""
     tensor = random(3)
     merged = merge([rank_of(a=tensor, b=tensor)] * 2, [(), (A,)])
     found = by_site(merged)
     _, once = state_of(Statistics(), tensor)
     assert torch.equal(found[A], once)
     assert float(found[B][0]) == 2 * 50
-    assert merged.copied == {A}
+    assert merged.apart == frozenset()
+
+
+@pytest.mark.parametrize("spoil", [lambda x: x + 1e-6, lambda x: -x, lambda x: x[:-1], lambda x: x * torch.nan])
+def test_copies_that_differ_are_named(spoil: Callable[[Tensor], Tensor]) -> None:
+    """A site of which ranks should have the same and do not is named, also where one has nothing but NaN."""
+    tensor = random(3)
+    ranks = [rank_of(a=tensor, b=tensor), rank_of(a=spoil(tensor), b=spoil(tensor))]
+    assert merge(ranks, [(), (A,)]).apart == {A}
+
+
+def test_copies_that_were_added_up_in_another_order_are_the_same() -> None:
+    """The last bits of sums that were taken in other pieces make no difference."""
+    values = random(5, 1000)
+    whole, pieces = state_of(Statistics(), values), state_of(Statistics(), *values.split(77))
+    assert not torch.equal(whole[1][:3], pieces[1][:3])
+    assert merge([{(0, A): whole}, {(0, A): pieces}], [(), (A,)]).apart == frozenset()
 
 
 def test_means_of_the_ranks_are_told_apart() -> None:
@@ -156,7 +172,7 @@ def test_states_of_another_size_on_each_rank_are_refused() -> None:
     refused = [[key for key, _ in layout.extend(told)] for layout in found]
     assert refused == [[(0, A)]] * 2
     assert [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)] == [[], []]
-    packed = [layout.pack(own, (), CPU) for layout, own in zip(found, ranks, strict=True)]
+    packed = [layout.pack(own, CPU) for layout, own in zip(found, ranks, strict=True)]
     merged = found[0].merge([each.apart for each in packed], packed[0].added + packed[1].added)
     assert list(by_site(merged)) == [B]
 
@@ -166,6 +182,7 @@ def test_what_is_told_of_a_site_has_no_state() -> None:
     reduction, state = state_of(RunningMoments(correction=1), torch.ones(3))
     ((key, told),) = Layout().unknown({(0, A): (reduction, state)})
     assert (key, repr(told)) == ((0, A), repr(reduction))
+    assert told is not None
     assert not told.state.any()
     assert torch.equal(reduction.state, state)
 

@@ -1,0 +1,380 @@
+"""The callbacks in the command line and the configuration files of ``LightningCLI``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]  # its stubs are another package
+
+from lightning_recorder import (
+    ActivationRecorder,
+    ArgumentError,
+    GradientRecorder,
+    GraphRecorder,
+    MemorySink,
+    Norms,
+    ParameterRecorder,
+)
+from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.graph import GraphvizStyler
+from tests.callbacks.models import Classifier, digits
+
+pytest.importorskip("jsonargparse", reason="needs jsonargparse[signatures]")
+from lightning.pytorch.cli import LightningCLI
+
+KINDS: list[type[Any]] = [ActivationRecorder, GradientRecorder, ParameterRecorder, GraphRecorder]
+MODULE = "tests.callbacks.test_command_line"
+
+
+def even(step: int) -> bool:
+    """Whether a step is even."""
+    return step % 2 == 0
+
+
+def reductions(callback: StatisticsCallback) -> list[str]:
+    return [type(each).__name__ for each in callback.options["extra"]]
+
+
+def sinks(callback: Any) -> list[str]:
+    return [type(each).__name__ for each in callback._own_sinks]
+
+
+def selected(field: str) -> Any:
+    return lambda callback: getattr(callback.selection, field)
+
+
+def sampled(field: str) -> Any:
+    return lambda callback: getattr(callback.sampling, field)
+
+
+def plain(field: str) -> Any:
+    return lambda callback: getattr(callback, field)
+
+
+def option(field: str) -> Any:
+    return lambda callback: callback.options[field]
+
+
+MEMORY = {"class_path": "lightning_recorder.MemorySink"}
+EXTRA = [{"class_path": "lightning_recorder.Norms"}, {"class_path": "lightning_recorder.DeadChannels"}]
+
+SHARED: list[tuple[str, Any, Any, Any]] = [
+    ("name", "mine", plain("name"), "mine"),
+    ("compiled", "skip", plain("compiled"), "skip"),
+    ("sinks", [MEMORY], sinks, ["MemorySink"]),
+    ("strict", True, plain("strict"), True),
+]
+STATISTICS: list[tuple[str, Any, Any, Any]] = [
+    ("names", "encoder.*", selected("names"), ("encoder.*",)),
+    ("names", ["head", "encoder.*"], selected("names"), ("head", "encoder.*")),
+    ("types", "Linear", selected("types"), ("Linear",)),
+    ("types", ["Linear", "Conv2d"], selected("types"), ("Linear", "Conv2d")),
+    ("types", ["torch.nn.Linear"], selected("types"), ("torch.nn.Linear",)),
+    ("types", "torch.nn.Linear", selected("types"), ("torch.nn.Linear",)),
+    ("exclude", "head", selected("exclude"), ("head",)),
+    ("exclude", ["head", "dropout"], selected("exclude"), ("head", "dropout")),
+    ("every_n_train_steps", 7, sampled("every_n_train_steps"), 7),
+    ("every_n_epochs", 2, sampled("every_n_epochs"), 2),
+    ("first_n_steps", 3, sampled("first_n_steps"), 3),
+    ("step_window", [2, 9], sampled("step_window"), (2, 9)),
+    ("when", f"{MODULE}.even", sampled("when"), even),
+    ("reduce", "epoch", plain("reduce"), "epoch"),
+    ("reduce", 5, plain("reduce"), 5),
+    ("statistics", "count", plain("statistics"), ("count",)),
+    ("statistics", ["mean", "rank_mean_min"], plain("statistics"), ("mean", "rank_mean_min")),
+    ("extra", EXTRA, reductions, ["Norms", "DeadChannels"]),
+    ("extra", EXTRA[0], reductions, ["Norms"]),
+    ("quantiles", [0.5, 0.99], option("quantiles"), (0.5, 0.99)),
+    ("histograms", False, plain("histograms"), False),
+    ("histogram_sample", 100, option("sample"), 100),
+    ("dump", False, plain("dump"), False),
+    ("max_overhead", 0.02, plain("max_overhead"), 0.02),
+    *SHARED,
+]
+CASES: dict[type[Any], list[tuple[str, Any, Any, Any]]] = {
+    ActivationRecorder: [
+        ("stages", "validate", plain("stages"), ("validate",)),
+        ("stages", ["validate", "train"], plain("stages"), ("train", "validate")),
+        *STATISTICS,
+    ],
+    GradientRecorder: STATISTICS,
+    ParameterRecorder: [
+        ("parts", "updates", plain("parts"), ("updates",)),
+        ("parts", ["values", "moments"], plain("parts"), ("values", "moments")),
+        *STATISTICS,
+    ],
+    GraphRecorder: [
+        ("depth", 2, plain("depth"), 2),
+        ("max_nodes", 40, plain("max_nodes"), 40),
+        ("stage", "validate", plain("stage"), "validate"),
+        ("direction", "LR", plain("direction"), "LR"),
+        ("formats", "pdf", plain("formats"), ("pdf",)),
+        ("formats", ["pdf"], plain("formats"), ("pdf",)),
+        ("legend", True, plain("legend"), True),
+        ("timeout_s", 5, plain("timeout_s"), 5),
+        ("timeout_s", 2.5, plain("timeout_s"), 2.5),
+        (
+            "styler",
+            {"class_path": "lightning_recorder.graph.GraphvizStyler"},
+            lambda callback: type(callback.styler),
+            GraphvizStyler,
+        ),
+        *SHARED,
+    ],
+}
+EVERY = [(kind, *case) for kind, cases in CASES.items() for case in cases]
+NAMED = [
+    f"{kind.__name__}-{name}-{position}" for kind, cases in CASES.items() for position, (name, *_) in enumerate(cases)
+]
+
+
+def arguments(kind: type[Any]) -> dict[str, inspect.Parameter]:
+    """The arguments that a callback takes, those that it passes on included."""
+    own = dict(inspect.signature(kind).parameters)
+    if own.pop("options", None) is not None:
+        own = {**inspect.signature(StatisticsCallback).parameters, **own}
+    return own
+
+
+@pytest.fixture(autouse=True)
+def _program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line has the arguments of the test alone."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 uses what 4.53 deprecates
+
+
+def load(*args: str) -> Any:
+    """The command line with these arguments, up to where it would run."""
+    quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+    return LightningCLI(
+        Classifier, run=False, save_config_callback=None, seed_everything_default=1, args=[*quiet, *args]
+    )
+
+
+def callback_of(cli: Any, kind: type[Any]) -> Any:
+    (callback,) = (each for each in cli.trainer.callbacks if isinstance(each, kind))
+    return callback
+
+
+def written(folder: Path, kind: type[Any], values: dict[str, Any]) -> Path:
+    """A configuration file with one callback."""
+    path = folder / "config.yaml"
+    entry = {"class_path": f"lightning_recorder.{kind.__name__}", "init_args": values}
+    path.write_text(yaml.safe_dump({"trainer": {"callbacks": [entry]}}))
+    return path
+
+
+def settings(callback: Any) -> dict[str, Any]:
+    """What a callback was made with, as it can be compared."""
+    found = {name: read(callback) for name, _, read, _ in CASES[type(callback)]}
+    return {name: value.__name__ if callable(value) else value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cases_are_all_arguments(kind: type[Any]) -> None:
+    """These tests know each argument of each callback, and no other."""
+    assert {name for name, *_ in CASES[kind]} == set(arguments(kind))
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "read", "expected"), EVERY, ids=NAMED)
+def test_each_argument_can_be_given_in_a_file(
+    kind: type[Any], name: str, value: Any, read: Any, expected: Any, tmp_path: Path
+) -> None:
+    """What a configuration file says of an argument reaches the callback."""
+    callback = callback_of(load("--config", str(written(tmp_path, kind, {name: value}))), kind)
+    assert read(callback) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_defaults_are_those_of_the_class(kind: type[Any], tmp_path: Path) -> None:
+    """Without arguments a callback from a file has the settings of one that was made by hand."""
+    assert settings(callback_of(load("--config", str(written(tmp_path, kind, {}))), kind)) == settings(kind())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_callback_can_be_given_on_the_command_line(kind: type[Any]) -> None:
+    """A name is enough for the class, and its arguments follow."""
+    cli = load(f"--trainer.callbacks+={kind.__name__}", "--trainer.callbacks.strict=true", "--trainer.callbacks.name=a")
+    callback = callback_of(cli, kind)
+    assert (callback.strict, callback.name) == (True, "a")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_printed_configuration_loads_again(
+    kind: type[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The output of ``--print_config``, with all arguments given, loads and gives an equal callback and output."""
+    given = {name: value for name, value, *_ in CASES[kind]}
+    first = load("--config", str(written(tmp_path, kind, given)))
+    printed = [print_config(capsys, "--config", str(written(tmp_path, kind, given)))]
+    path = tmp_path / "printed.yaml"
+    path.write_text(printed[0])
+    second = load("--config", str(path))
+    printed.append(print_config(capsys, "--config", str(path)))
+    assert settings(callback_of(second, kind)) == settings(callback_of(first, kind))
+    assert printed[1] == printed[0]
+    (entry,) = yaml.safe_load(printed[0])["trainer"]["callbacks"]
+    assert set(entry["init_args"]) == set(arguments(kind))
+
+
+def print_config(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        load(*args, "--print_config")
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def described(kind: type[Any]) -> dict[str, str]:
+    """The arguments in the docstrings of a class and its bases, with the first words of what they say."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        section = re.search(r"^\s*Args:\n(.*?)(?:\n\s*\n\s*\w+:|\Z)", each.__doc__ or "", re.S | re.M)
+        found.update(re.findall(r"^\s{8}(\w+): (.*)$", section[1] if section else "", re.M))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_help_describes_each_argument(
+    kind: type[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--trainer.callbacks.help`` has each argument with what its docstring says of it."""
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        load("--trainer.callbacks.help", f"lightning_recorder.{kind.__name__}")
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    texts = described(kind)
+    for name in arguments(kind):
+        start = " ".join(texts[name].split()[:5])
+        assert re.search(rf"--trainer\.callbacks\.{name}\b.*?{re.escape(start)}", shown), name
+    assert "--trainer.callbacks.options" not in shown
+
+
+WRONG: dict[str, list[tuple[Any, str]]] = {
+    "names": [(3, "names takes module names or globs"), ([], "names is empty")],
+    "types": [([int], "types takes subclasses of torch.nn.Module or their names"), ([], "types is empty")],
+    "exclude": [([None], "exclude takes module names or globs")],
+    "every_n_train_steps": [(-1, "integer of at least 0"), (1.5, "integer of at least 0"), (True, "integer of at")],
+    "every_n_epochs": [(0, "integer of at least 1"), ("2", "integer of at least 1")],
+    "first_n_steps": [(-1, "integer of at least 0"), (None, "integer of at least 0")],
+    "step_window": [((3, 3), "0 <= start < stop"), ((1,), "two integers"), (4, "two integers"), ("12", "two integers")],
+    "when": [(3, r"takes a function \(step\)")],
+    "reduce": [("batch", "'step', 'epoch' or a number of steps of at least 1"), (0, "at least 1"), (None, "'step'")],
+    "statistics": [("median", "count, mean, std"), (["mean", "p50"], "count, mean, std"), (3, "statistics")],
+    "extra": [(3, "takes a list"), ([Norms], r"write Norms\(\)"), ("norms", "extra")],
+    "quantiles": [([2.0], "between 0 and 1"), (0.5, "takes a list"), (["a"], "between 0 and 1")],
+    "histograms": [("yes", "True or False")],
+    "histogram_sample": [(0, "integer of at least 1"), (2.5, "integer of at least 1")],
+    "dump": [("no", "True or False")],
+    "compiled": [("both", "'eager' or 'skip'"), (None, "'eager' or 'skip'")],
+    "max_overhead": [(-0.1, "max_overhead"), ("2 %", "max_overhead"), (2, "max_overhead")],
+    "name": [(3, "must be a string"), (None, "must be a string")],
+    "sinks": [(MemorySink(), "takes a list of sinks"), ([MemorySink], r"write MemorySink\(\)"), (3, "takes a list")],
+    "strict": [("no", "True or False")],
+    "stages": [("fit", "'train', 'validate', 'test', 'predict'"), ([], "'train'"), (3, "'train'"), ([[]], "'train'")],
+    "parts": [("weights", "'values', 'gradients', 'updates', 'moments'"), ([], "'values'"), (3, "'values'")],
+    "depth": [(0, "integer of at least 1"), ("2", "integer of at least 1")],
+    "max_nodes": [(0, "integer of at least 1"), (None, "integer of at least 1")],
+    "stage": [("test", "train, validate, example"), (None, "train, validate, example"), ([], "train, validate")],
+    "direction": [("up", "TB"), (None, "TB"), ([], "TB")],
+    "formats": [(["jpg"], "'svg', 'png', 'pdf'"), (3, "'svg', 'png', 'pdf'")],
+    "legend": [("no", "True or False")],
+    "timeout_s": [(0, "must be positive"), ("5", "must be positive"), (None, "must be positive")],
+    "styler": [(GraphvizStyler, "must be a GraphvizStyler"), ("dark", "must be a GraphvizStyler")],
+}
+GRAPH_WRONG = {"name": [("a/b", "that of a file"), ("", "that of a file"), (3, "must be a string")]}
+REFUSED = [
+    (kind, name, value, told)
+    for kind in KINDS
+    for name in arguments(kind)
+    for value, told in (GRAPH_WRONG if kind is GraphRecorder else {}).get(name, WRONG[name])
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "told"), REFUSED)
+def test_a_wrong_argument_is_named_with_what_is_allowed(kind: type[Any], name: str, value: Any, told: str) -> None:
+    """A value that can never work raises at construction; the message has the argument and the allowed values."""
+    with pytest.raises(ArgumentError, match=told) as raised:
+        kind(**{name: value})
+    assert name in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder])
+def test_a_predicate_can_be_given_by_its_import_path(kind: type[StatisticsCallback]) -> None:
+    """``when`` takes the import path of a function in Python as it does in a file."""
+    sampling = kind(when=f"{MODULE}.even", every_n_train_steps=1).sampling
+    assert [step for step in range(5) if sampling(step)] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_argument_is_refused(kind: type[Any]) -> None:
+    """An argument that there is not is a TypeError that names it."""
+    with pytest.raises(TypeError, match="every_n_step"):
+        kind(every_n_step=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_argument_in_a_file_is_refused(
+    kind: type[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A configuration file with an argument that there is not ends the program, which names it."""
+    with pytest.raises(SystemExit) as ended:
+        load("--config", str(written(tmp_path, kind, {"every_n_step": 3})))
+    assert ended.value.code == 2
+    assert "every_n_step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "told"),
+    [
+        (ActivationRecorder, "stages", ["fit"], "validate"),
+        (GradientRecorder, "reduce", "batch", "epoch"),
+        (ParameterRecorder, "parts", ["weights"], "moments"),
+        (ParameterRecorder, "compiled", "both", "skip"),
+        (GraphRecorder, "stage", "test", "example"),
+        (GraphRecorder, "direction", "up", "LR"),
+        (ActivationRecorder, "every_n_train_steps", "often", "int"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_refused(
+    kind: type[Any], name: str, value: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A configuration file with a value of the wrong kind ends the program, which names it and what is allowed."""
+    with pytest.raises(SystemExit) as ended:
+        load("--config", str(written(tmp_path, kind, {name: value})))
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert name in error
+    assert told in error
+
+
+def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    """A configuration file with an import path that leads nowhere ends the program with what is missing."""
+    with pytest.raises(ValueError, match=r"the when 'tests\.nowhere\.even' cannot be imported"):
+        load("--config", str(written(tmp_path, ActivationRecorder, {"when": "tests.nowhere.even"})))
+
+
+def test_a_run_from_the_command_line_records(tmp_path: Path) -> None:
+    """``fit`` with a configuration file of all callbacks trains and leaves records, a graph and the saved file."""
+    entries = [{"class_path": f"lightning_recorder.{kind.__name__}", "init_args": {"strict": True}} for kind in KINDS]
+    trainer = {"callbacks": entries, "max_epochs": 1, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer |= {"accelerator": "cpu", "log_every_n_steps": 2, "default_root_dir": str(tmp_path)}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"trainer": trainer}))
+    LightningCLI(Trained, seed_everything_default=1, args=["fit", "--config", str(path)])
+    (version,) = (tmp_path / "lightning_logs").iterdir()
+    assert {"graph.json", "graph.png", "receipt.json"} <= {each.name for each in (version / "recorder").iterdir()}
+    saved = yaml.safe_load((version / "config.yaml").read_text())["trainer"]["callbacks"]
+    assert [entry["class_path"].rpartition(".")[2] for entry in saved] == [kind.__name__ for kind in KINDS]
+
+
+class Trained(Classifier):
+    """A classifier with its own data."""
+
+    def train_dataloader(self) -> Any:
+        return digits(2)

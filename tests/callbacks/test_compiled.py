@@ -1,0 +1,305 @@
+"""The callbacks on models that are compiled, as a whole or in parts."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+from lightning_recorder import (
+    ActivationRecorder,
+    GradientRecorder,
+    GraphRecorder,
+    MemorySink,
+    ParameterRecorder,
+    RecorderWarning,
+)
+from lightning_recorder.callbacks.statistics import StatisticsCallback
+from tests.callbacks.models import LEAVES, Classifier, fit, hooks_left
+from tests.callbacks.test_noninterference import assert_same
+
+BACKENDS = ["eager", "aot_eager"]
+ENCODER = ["encoder.conv1", "encoder.norm", "encoder.relu", "encoder.conv2"]
+
+
+class Bare(Classifier):
+    """Does not log, which a compiled LightningModule of this Lightning cannot do under this torch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class Losses(Callback):
+    """Keeps the loss of each step from outside of the model."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(outputs["loss"].detach().clone())
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Nothing is compiled before or after a test, and no stance is left by one."""
+    gc.collect()  # of recorders that other tests have left attached
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    assert stance() == "default"
+
+
+def stance() -> str:
+    """The stance of the process."""
+    return str(torch._dynamo.eval_frame._stance.stance)
+
+
+def compiled(how: str, backend: str) -> tuple[Classifier, Any]:
+    """A model and what is given to ``fit``."""
+    torch.manual_seed(2)
+    model = Bare()
+    if how == "fit":
+        return model, torch.compile(model, backend=backend)
+    if how == "module.compile":
+        model.encoder.compile(backend=backend)
+    elif how == "model.compile":
+        model.compile(backend=backend)
+    else:
+        model.encoder = torch.compile(model.encoder, backend=backend)  # type: ignore[assignment]  # acts as one
+    return model, model
+
+
+HOWS = ["fit", "submodule", "module.compile", "model.compile"]
+
+
+def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
+    """All callbacks, each third step."""
+    options = {"every_n_train_steps": 3, "sinks": [sink], "strict": True, **options}
+    kinds: list[type[StatisticsCallback]] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
+    return [GraphRecorder(strict=True), *(kind(**options) for kind in kinds)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", HOWS)
+def test_compiled_models_are_recorded_and_compiled_once(how: str, backend: str, tmp_path: Path) -> None:
+    """All modules are recorded under their own names; there is one graph, no break of it and no recompilation."""
+    model, given = compiled(how, backend)
+    sink = MemorySink()
+    callbacks = recorders(sink)
+    fit(given, tmp_path, callbacks, logger=False, max_epochs=2)
+    for group in ("activations", "gradients"):
+        tags = [tag for tag in sink.scalars if tag.startswith(f"{group}/") and tag.endswith("/mean")]
+        assert sorted(tags) == sorted(f"{group}/{name}/mean" for name in LEAVES)
+        assert all(list(sink.scalars[tag]) == [0, 2, 5, 8, 11] for tag in tags)
+    assert list(sink.scalars["parameters/encoder.conv1/weight/mean"]) == [0, 2, 5, 8, 11]
+    graph = next(callback for callback in callbacks if isinstance(callback, GraphRecorder)).graph
+    assert graph is not None
+    assert set(LEAVES) <= {node.name for node in graph.nodes}
+    assert counters["stats"]["unique_graphs"] == 1
+    assert dict(counters["graph_break"]) == {}
+    assert dict(counters["recompiles"]) == {}
+    assert hooks_left(model) == []
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_steps_without_a_record_run_the_compiled_code(how: str, tmp_path: Path) -> None:
+    """Of twelve steps the seven that are not recorded run the compiled graph, and the five others do not."""
+    runs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            runs.append(1)
+            return graph.forward(*args)
+
+        return call
+
+    _, given = compiled(how, counting)  # type: ignore[arg-type]  # a backend may be a function
+    fit(given, tmp_path, recorders(MemorySink()), logger=False, max_epochs=2)
+    assert len(runs) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own import
+@pytest.mark.parametrize("how", HOWS)
+def test_code_of_inductor_is_compiled_once(how: str, tmp_path: Path) -> None:
+    """With torch's own backend there is one graph, too, and training goes on in it."""
+    _, given = compiled(how, "inductor")
+    sink = MemorySink()
+    fit(given, tmp_path, recorders(sink), logger=False)
+    assert list(sink.scalars["activations/encoder.norm/mean"]) == [0, 2, 5]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert dict(counters["graph_break"]) == {}
+    assert dict(counters["recompiles"]) == {}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", HOWS)
+def test_compiled_training_is_bitwise_the_same(how: str, backend: str, tmp_path: Path) -> None:
+    """With a backend that computes as eager code does, a run with all callbacks equals one without to the bit."""
+    found = []
+    for folder, callbacks in (("bare", []), ("recorded", recorders(MemorySink()))):
+        torch._dynamo.reset()
+        model, given = compiled(how, backend)
+        losses = Losses()
+        trainer = fit(given, tmp_path / folder, [*callbacks, losses], logger=False, max_epochs=2)
+        states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        found.append([losses.losses, dict(model.state_dict()), states, torch.get_rng_state()])
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("how", ["fit", "submodule"])
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("own", ["default", "eager_on_recompile", "fail_on_recompile"])
+def test_the_users_own_stance_is_restored(how: str, fails: bool, own: str, tmp_path: Path) -> None:
+    """The stance that the user has set is there again on every step without a record, and behind a fit or an error."""
+    seen: list[str] = []
+
+    class Seeing(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(stance())
+            if fails and batch_idx == 5:
+                raise ZeroDivisionError("of the user")
+
+    _, given = compiled(how, "eager")
+    callbacks = [*recorders(MemorySink(), every_n_train_steps=2), Seeing()]
+    if own == "fail_on_recompile":  # compiled before, since nothing is under this stance
+        fit(given, tmp_path / "before", logger=False, max_steps=1)
+    with torch.compiler.set_stance(own):
+        if fails:
+            with pytest.raises(ZeroDivisionError, match="of the user"):
+                fit(given, tmp_path, callbacks, logger=False)
+        else:
+            fit(given, tmp_path, callbacks, logger=False)
+        assert stance() == own
+    # Steps 0, 1, 3 and 5 are recorded.
+    assert seen == ["force_eager", "force_eager", own, "force_eager", own, "force_eager"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", ["submodule", "module.compile"])
+def test_compiled_modules_can_be_left_out(how: str, backend: str, tmp_path: Path) -> None:
+    """With ``skip`` what is not compiled is recorded, the receipt says of the rest why, and all steps run compiled."""
+    stances: list[str] = []
+
+    class Seeing(Callback):
+        def on_before_zero_grad(self, *args: Any) -> None:
+            stances.append(stance())
+
+    def train(folder: Path, callbacks: list[Callback]) -> Any:
+        torch._dynamo.reset()
+        counters.clear()
+        model, given = compiled(how, backend)
+        losses = Losses()
+        trainer = fit(given, folder, [*callbacks, losses, Seeing()], logger=False, max_epochs=2)
+        states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        compilations = [dict(counters[name]) for name in ("stats", "graph_break", "recompiles")]
+        return [losses.losses, dict(model.state_dict()), states, torch.get_rng_state(), compilations]
+
+    sink = MemorySink()
+    options: dict[str, Any] = {"every_n_train_steps": 3, "strict": True, "sinks": [sink], "compiled": "skip"}
+    callbacks: list[Callback] = [
+        ActivationRecorder(**options),
+        GradientRecorder(**options),
+        ParameterRecorder(**options),
+    ]
+    bare = train(tmp_path / "bare", [])
+    recorded = train(tmp_path / "recorded", callbacks)
+    assert_same(recorded, bare)
+    assert set(stances) == {"default"}
+    assert {tag.split("/")[1] for tag in sink.scalars if tag.startswith("activations")} == {"dropout", "head"}
+    assert {tag.split("/")[1] for tag in sink.scalars if tag.startswith("gradients")} == {"dropout", "head"}
+    assert {tag.split("/")[1] for tag in sink.scalars if tag.startswith("parameters")} == {"head"}
+    receipt = json.loads((tmp_path / "recorded" / "recorder" / "receipt.json").read_text())
+    for group, names in (("activations", ENCODER), ("gradients", ENCODER)):
+        why = {name: each.get("why") for name, each in receipt[group]["modules"].items()}
+        skipped = "compiled: skipped, as compiled='skip' says"
+        assert why == {"dropout": None, "head": None, **dict.fromkeys(names, skipped)}
+
+
+@pytest.mark.parametrize("how", ["fit", "model.compile"])
+@pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder])
+def test_where_all_is_compiled_skip_records_nothing(kind: type[StatisticsCallback], how: str, tmp_path: Path) -> None:
+    """With ``skip`` a model that is compiled as a whole has no record, and one warning says so."""
+    model, given = compiled(how, "eager")
+    sink = MemorySink()
+    with pytest.warns(RecorderWarning, match=f"{kind.__name__} records nothing: .* all are compiled"):
+        fit(given, tmp_path, [kind(compiled="skip", every_n_train_steps=1, sinks=[sink])], logger=False)
+    assert sink.scalars == {}
+    assert counters["stats"]["unique_graphs"] == 1
+    assert hooks_left(model) == []
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_skip_records_no_graph_of_a_compiled_model(how: str, tmp_path: Path) -> None:
+    """With ``skip`` there is no graph of a model that is compiled, even in part, and one warning says so."""
+    _, given = compiled(how, "eager")
+    recorder = GraphRecorder(compiled="skip")
+    with pytest.warns(RecorderWarning, match="GraphRecorder records no graph"):
+        fit(given, tmp_path, [recorder], logger=False)
+    assert recorder.graph is None
+
+
+@pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder, GraphRecorder])
+def test_skip_is_nothing_to_a_model_that_is_not_compiled(kind: Any, tmp_path: Path) -> None:
+    """With ``skip`` all of a model is recorded of which nothing is compiled."""
+    sink = MemorySink()
+    recorder = kind(compiled="skip", sinks=[sink], strict=True)
+    fit(Bare(), tmp_path, [recorder], logger=False)
+    if isinstance(recorder, GraphRecorder):
+        assert recorder.graph is not None
+    else:
+        assert sorted({site.name for site in recorder.latest}) == sorted(
+            LEAVES if kind is not ParameterRecorder else ["encoder.conv1", "encoder.norm", "encoder.conv2", "head"]
+        )
+
+
+class FlexAttention(nn.Module):
+    """Names ``flex_attention`` in its code, and reaches it on no path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 1:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            return flex_attention(x, x, x)
+        return x
+
+
+class Flex(Bare):
+    """A classifier with such a module in front of its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = FlexAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.attention(self.encoder(x)))
+        return logits
+
+
+@pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, GraphRecorder])
+@pytest.mark.parametrize(("is_compiled", "skips", "told"), [(True, False, 1), (False, False, 0), (True, True, 0)])
+@pytest.mark.filterwarnings("ignore:GraphRecorder records no graph")
+def test_compiled_flex_attention_is_warned_of(
+    kind: Any, is_compiled: bool, skips: bool, told: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Where recorded steps take ``flex_attention`` out of compiled code, a warning names the module and the way out."""
+    model = Flex()
+    if is_compiled:
+        model.attention.compile(backend="eager")
+    fit(model, tmp_path, [kind(compiled="skip" if skips else "eager", strict=True)], logger=False)
+    messages = [str(each.message) for each in recwarn if "flex_attention" in str(each.message)]
+    assert len(messages) == told
+    for message in messages:
+        assert "flex_attention of 'attention'" in message
+        assert "compiled='skip'" in message

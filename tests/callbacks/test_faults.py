@@ -1,0 +1,514 @@
+"""Whatever goes wrong inside a callback costs its own records and one warning, and never the run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+from lightning_recorder import (
+    ActivationRecorder,
+    Change,
+    GradientRecorder,
+    GraphRecorder,
+    MemorySink,
+    ParameterRecorder,
+    RecordingError,
+    Site,
+)
+from lightning_recorder.callbacks.base import guarded
+from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.recorders import Report, RunRecorder, SiteRecorder, SiteStates
+from lightning_recorder.taps import Tap
+from tests.callbacks.models import hooks_left
+from tests.callbacks.test_resume import BATCHES, Small, go, shown, small, told_by
+
+KINDS: tuple[Any, ...] = (ActivationRecorder, GradientRecorder, ParameterRecorder)
+STEPS = 2 * BATCHES
+
+
+def fails(*args: Any, **kwargs: Any) -> Any:
+    """A fault of ours."""
+    raise ZeroDivisionError("of ours")
+
+
+def made(kind: Any, sink: MemorySink, **options: Any) -> Callback:
+    """A callback that records every step."""
+    if issubclass(kind, GraphRecorder):
+        callback: Callback = kind(formats=(), sinks=[sink], **options)
+        return callback
+    plain = {"every_n_train_steps": 1, "reduce": 3, "extra": [Change()], "sinks": [sink]}
+    recorder: Callback = kind(**{**plain, **options})
+    return recorder
+
+
+def trained(folder: Path, callbacks: list[Callback], **options: Any) -> Small:
+    """The model after two epochs with validations and a checkpoint of each step."""
+    model = small()
+    checkpoint = ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_top_k=-1)
+    go(folder, [*callbacks, checkpoint], model=model, validation=True, enable_checkpointing=True, **options)
+    return model
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    """The model of a run without callbacks."""
+    return trained(tmp_path_factory.mktemp("bare"), [])
+
+
+@pytest.fixture(scope="module")
+def well(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], dict[tuple[str, int], Any]]:
+    """What a callback of a kind records in a run in which nothing goes wrong."""
+
+    @functools.cache
+    def record(kind: Any) -> dict[tuple[str, int], Any]:
+        sink = MemorySink()
+        trained(tmp_path_factory.mktemp("well"), [made(kind, sink)])
+        return shown(sink)
+
+    return record
+
+
+def assert_unharmed(model: Small, bare: Small) -> None:
+    """The run was the bare one, to the bit, and nothing of ours is left on the model."""
+    assert len(model.losses) == STEPS
+    for name, value in bare.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert hooks_left(model) == []
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def run_with(faulty: Callback, others: tuple[Any, ...], folder: Path) -> tuple[Small, list[str], dict[Any, MemorySink]]:
+    """The model, the warnings, and what the other callbacks have recorded."""
+    sinks: dict[Any, MemorySink] = {kind: MemorySink() for kind in others}
+    models: list[Small] = []
+    callbacks = [faulty, *(made(kind, sink) for kind, sink in sinks.items())]
+    told = told_by(lambda: models.append(trained(folder, callbacks)))
+    return models[0], told, sinks
+
+
+HOOKS = {
+    "statistics": [
+        "on_fit_start",
+        "on_train_batch_start",
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+        "on_validation_start",
+        "on_train_epoch_end",
+        "on_save_checkpoint",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ],
+    "graph": [
+        "on_fit_start",
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_validation_start",
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ],
+}
+# The gradients' hooks are those of the base class, which the activations have, too.
+DIFFERENT = (ActivationRecorder, ParameterRecorder)
+IN_HOOKS = [(kind, hook) for kind in DIFFERENT for hook in HOOKS["statistics"]] + [
+    (GraphRecorder, hook) for hook in HOOKS["graph"]
+]
+
+
+def failing_in(kind: Any, hook: str, *, at: int = 2) -> Any:
+    """A class of the kind whose hook fails at its n-th call, before it has done anything."""
+    calls: list[int] = []
+    inner = getattr(kind, hook).__wrapped__
+
+    @functools.wraps(inner)
+    def broken(self: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(len(calls) + 1)
+        if calls[-1] == (1 if hook in ("on_fit_start", "on_train_end", "on_fit_end", "teardown") else at):
+            fails()
+        inner(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {hook: guarded(broken), "__module__": kind.__module__})
+
+
+@pytest.mark.parametrize(("kind", "hook"), IN_HOOKS)
+def test_a_fault_in_a_hook_is_one_warning(
+    kind: Any, hook: str, bare: Small, well: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """A hook of ours that fails is told once; the run is the bare one, and the other callbacks record everything."""
+    others = tuple(each for each in KINDS if each is not kind)
+    faulty = made(failing_in(kind, hook), MemorySink())
+    model, told, sinks = run_with(faulty, others, tmp_path)
+    assert told == [f"{kind.__name__} is off for the rest of the run, {hook} failed: ZeroDivisionError: of ours"]
+    assert_unharmed(model, bare)
+    for other, sink in sinks.items():
+        assert shown(sink) == well(other), other
+
+
+@pytest.mark.parametrize(("kind", "hook"), IN_HOOKS)
+def test_strict_raises_what_a_hook_raised(kind: Any, hook: str, tmp_path: Path) -> None:
+    """With ``strict`` a fault in any hook ends the run, with the error itself and without hooks left behind."""
+    model = small()
+    callback = made(failing_in(kind, hook, at=1), MemorySink(), strict=True)
+    with pytest.raises(ZeroDivisionError, match="of ours"):
+        go(tmp_path, [callback, ModelCheckpoint(tmp_path)], model=model, validation=True, enable_checkpointing=True)
+    assert hooks_left(model) == []
+
+
+INSIDE: dict[str, Callable[[Any], list[tuple[Any, str]]]] = {
+    "attach": lambda recorder: [(recorder, "attach")],
+    "pause": lambda recorder: [(recorder, "pause")],
+    "remove": lambda recorder: [(recorder, "remove")],
+    "traces": lambda recorder: [(recorder, "traces")],
+    "snapshot": lambda recorder: [(recorder.states, "snapshot")],
+    "reset": lambda recorder: [(recorder.states, "reset")],
+    "saved": lambda recorder: [(recorder.states, "saved")],
+    "state_dict": lambda recorder: [(recorder.states, "state_dict")],
+}
+
+
+def failing_inside(kind: Any, place: str) -> Any:
+    """A class of the kind in which a method of the recorder fails."""
+
+    def make_recorder(self: Any, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
+        recorder: SiteRecorder = kind.make_recorder(self, modules, stage)
+        if modules:  # not the one that the settings are tried with
+            for holder, name in INSIDE[place](recorder):
+                setattr(holder, name, fails)
+        return recorder
+
+    return type(kind.__name__, (kind,), {"make_recorder": make_recorder, "__module__": kind.__module__})
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+@pytest.mark.parametrize("place", INSIDE)
+def test_a_fault_inside_is_one_warning(
+    kind: Any, place: str, bare: Small, well: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """Whatever part of a recorder fails, one warning says so, and neither run nor checkpoints nor others suffer."""
+    others = tuple(each for each in KINDS if each is not kind)
+    model, told, sinks = run_with(made(failing_inside(kind, place), MemorySink()), others, tmp_path)
+    assert len(told) == 1, told
+    assert told[0].startswith(f"{kind.__name__} is off for the rest of the run")
+    assert told[0].endswith("ZeroDivisionError: of ours")
+    if place == "remove":  # who cannot take hooks off leaves them
+        for module in model.modules():
+            module._forward_hooks.clear()
+    assert_unharmed(model, bare)
+    assert len(list((tmp_path / "kept").glob("*.ckpt"))) == STEPS
+    for other, sink in sinks.items():
+        assert shown(sink) == well(other), other
+
+
+OVERRIDDEN = ["summarize", "prepare", "_conclude", "_announce", "_tell_cadence", "make_recorder", "choose"]
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_a_fault_of_the_callback_is_one_warning(
+    name: str, bare: Small, well: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """A method of the callback that fails, also one that a subclass has overridden, costs this callback alone."""
+    begun: list[bool] = []
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The settings are tried at construction, before there is a run.
+        return fails() if begun else getattr(GradientRecorder, name)(self, *args, **kwargs)
+
+    faulty = made(type("GradientRecorder", (GradientRecorder,), {name: broken}), MemorySink())
+    begun.append(True)
+    model, told, sinks = run_with(faulty, (ActivationRecorder, ParameterRecorder), tmp_path)
+    assert len(told) == 1, told
+    assert told[0].startswith("GradientRecorder is off for the rest of the run")
+    assert_unharmed(model, bare)
+    for other, sink in sinks.items():
+        assert shown(sink) == well(other), other
+
+
+PATCHED: list[tuple[Any, str, Callable[[Any], bool]]] = [
+    (Report, "write", lambda self: self.group == "gradients"),
+    (RunRecorder, "start_batch", lambda self: self.name == "GradientRecorder"),
+    (RunRecorder, "end_batch", lambda self: self.name == "GradientRecorder"),
+    (RunRecorder, "end_epoch", lambda self: self.name == "GradientRecorder"),
+    (RunRecorder, "finish", lambda self: self.name == "GradientRecorder"),
+    (RunRecorder, "state_dict", lambda self: self.name == "GradientRecorder"),
+    (RunRecorder, "merged_state_dict", lambda self: self.name == "GradientRecorder"),
+    (StatisticsCallback, "checkpoint_saved", lambda self: self.group == "gradients"),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "is_meant"), PATCHED, ids=[f"{owner.__name__}.{name}" for owner, name, _ in PATCHED]
+)
+def test_a_fault_on_the_way_is_one_warning(
+    owner: Any,
+    name: str,
+    is_meant: Callable[[Any], bool],
+    bare: Small,
+    well: Callable[[Any], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What fails between the hooks and the sinks costs the records of one callback, and no checkpoint."""
+    inner = getattr(owner, name)
+
+    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return fails() if is_meant(self) else inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, broken)
+    faulty = made(GradientRecorder, MemorySink())
+    model, told, sinks = run_with(faulty, (ActivationRecorder, ParameterRecorder), tmp_path)
+    assert len(told) == 1, told
+    assert "GradientRecorder" in told[0]
+    assert_unharmed(model, bare)
+    assert len(list((tmp_path / "kept").glob("*.ckpt"))) == STEPS
+    for other, sink in sinks.items():
+        assert shown(sink) == well(other), other
+
+
+SITES = {
+    ActivationRecorder: Site("head", "out"),
+    GradientRecorder: Site("head", "out"),
+    ParameterRecorder: Site("head", "weight.grad"),
+}
+
+
+@pytest.fixture
+def failing_site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A kind of which one site cannot be recorded."""
+    kind: Any = request.param
+    inner = SiteStates.add
+
+    def add(self: SiteStates, site: Site, tensor: Tensor, factor: float = 1.0) -> None:
+        inner(self, site, tensor, factor)
+        if site == SITES[kind]:
+            fails()
+
+    monkeypatch.setattr(SiteStates, "add", add)
+    return kind
+
+
+@pytest.mark.parametrize("failing_site", KINDS, indirect=True)
+def test_a_site_that_fails_costs_its_module_alone(failing_site: Any, bare: Small, tmp_path: Path) -> None:
+    """Where one module cannot be recorded, a warning names it, and the others go on in the same callback."""
+    sink, models = MemorySink(), list[Small]()
+    told = told_by(lambda: models.append(trained(tmp_path, [made(failing_site, sink, reduce="step")])))
+    site = SITES[failing_site]
+    assert len(told) == 1
+    assert f"{site.path!r}" in told[0]
+    assert f"module {site.name!r}" in told[0]
+    assert told[0].endswith(" is left alone from now on; strict=True raises instead.")
+    assert_unharmed(models[0], bare)
+    group = {ActivationRecorder: "activations", GradientRecorder: "gradients"}.get(failing_site, "parameters")
+    last = "encoder.1/weight.grad" if group == "parameters" else "encoder.1"
+    assert list(sink.scalars[f"{group}/{last}/mean"]) == list(range(STEPS))
+
+
+@pytest.mark.parametrize("failing_site", KINDS, indirect=True)
+def test_strict_names_the_module_that_failed(failing_site: Any, tmp_path: Path) -> None:
+    """With ``strict`` the run ends with an error that names the module and the tensor, caused by what was raised."""
+    model, site = small(), SITES[failing_site]
+    with pytest.raises(RecordingError, match=rf"(?s){site.name}.*of ours|{site.path}.*{site.name}.*of ours") as caught:
+        go(tmp_path, [made(failing_site, MemorySink(), strict=True)], model=model)
+    assert repr(site.path) in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert hooks_left(model) == []
+
+
+@pytest.mark.parametrize("any_thread", [True, False])
+@pytest.mark.parametrize("verb", ["write_scalars", "write_histograms", "flush"])
+def test_a_sink_that_raises_is_one_warning(
+    verb: str, any_thread: bool, bare: Small, well: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """A sink that raises in whatever it is asked is left out; those beside it get every record."""
+    broken, sink, models = MemorySink(), MemorySink(), list[Small]()
+    setattr(broken, verb, fails)
+    broken.any_thread = any_thread
+    recorder = made(ActivationRecorder, sink, sinks=[broken, sink])
+    told = told_by(lambda: models.append(trained(tmp_path, [recorder])))
+    assert len(told) == 1, told
+    assert f".{verb} failed, nothing more is written there: ZeroDivisionError: of ours" in told[0]
+    assert_unharmed(models[0], bare)
+    assert shown(sink) == well(ActivationRecorder)
+
+
+class Deaf(CSVLogger):
+    """A logger that cannot take what is ours."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if any(name.startswith("activations/") for name in metrics):
+            raise ConnectionError("the server is gone")
+        super().log_metrics(metrics, step)
+
+
+def test_a_logger_that_raises_is_one_warning(bare: Small, well: Callable[[Any], Any], tmp_path: Path) -> None:
+    """A logger that raises for what we give it is given nothing more, and serves the run as before."""
+    sink, model, logger = MemorySink(), small(), Deaf(tmp_path)
+    callbacks = [made(ActivationRecorder, sink)]
+    options: dict[str, Any] = {"model": model, "validation": True, "logger": logger}
+    told = told_by(lambda: go(tmp_path, callbacks, **options))
+    assert told == [
+        "MetricsSink(Deaf).write_scalars failed, nothing more is written there: ConnectionError: the server is gone"
+    ]
+    assert_unharmed(model, bare)
+    assert shown(sink) == well(ActivationRecorder)
+    header, *rows = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
+    assert sum(bool(row.split(",")[header.split(",").index("train_loss")]) for row in rows) == STEPS
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """No file may grow beyond a size: writing more fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_one_warning(bare: Small, well: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Where files cannot grow any more, one warning says so, other sinks get everything, and the run goes on."""
+    sink, model = MemorySink(), small()
+    recorder = made(ActivationRecorder, sink, dump=False)
+    with files_up_to(8_000):
+        told = told_by(lambda: go(tmp_path, [recorder], model=model, validation=True))
+    assert len(told) == 1, told
+    assert "FilesSink" in told[0]
+    assert "File too large" in told[0]
+    assert_unharmed(model, bare)
+    assert shown(sink) == well(ActivationRecorder)
+    assert max(path.stat().st_size for path in (tmp_path / "recorder").iterdir()) <= 8_000
+
+
+@pytest.mark.parametrize("kind", [*KINDS, GraphRecorder])
+def test_a_folder_that_cannot_be_made_is_one_warning(
+    kind: Any, bare: Small, well: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """Where the folder of the recordings cannot be made, one warning names it; other sinks get everything."""
+    (tmp_path / "recorder").write_text("in the way", encoding="utf-8")
+    sink, models = MemorySink(), list[Small]()
+    told = told_by(lambda: models.append(trained(tmp_path, [made(kind, sink)])))
+    assert len(told) == 1, told
+    assert str(tmp_path / "recorder") in told[0]
+    assert_unharmed(models[0], bare)
+    if kind is GraphRecorder:
+        assert list(sink.graphs["graph"]) == [0]
+    else:
+        assert shown(sink) == well(kind)
+
+
+def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renderer that does not come to an end is given its time; the graph stays, without a picture or a process."""
+    dot = tmp_path / "bin" / "dot"
+    dot.parent.mkdir()
+    dot.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 600\n", encoding="utf-8")
+    dot.chmod(0o755)
+    monkeypatch.setenv("PATH", str(dot.parent), prepend=os.pathsep)
+    models: list[Small] = []
+    told = told_by(lambda: models.append(trained(tmp_path, [GraphRecorder(timeout_s=0.5)])))
+    assert len(told) == 1
+    assert "graph.dot and graph.json, without a picture: Graphviz gave no picture, it was ended" in told[0]
+    assert_unharmed(models[0], bare)
+    assert {path.name for path in (tmp_path / "recorder").iterdir()} == {"graph.dot", "graph.json"}
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+class Watched(Small):
+    """Notes at each step which modules have hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked: list[bool] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.hooked.append(bool(hooks_left(self)))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("value", ["off", "OFF", "0", "false", " no "])
+def test_the_environment_switches_all_off(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``LIGHTNING_RECORDER=off`` there are no hooks, files, records or errors, be the selection right or wrong."""
+    monkeypatch.setenv("LIGHTNING_RECORDER", value)
+    sink, model = MemorySink(), Watched()
+    callbacks = [made(kind, sink) for kind in (*KINDS, GraphRecorder)] + [ActivationRecorder("no.such.module")]
+    told = told_by(lambda: go(tmp_path, callbacks, model=model, validation=True, enable_checkpointing=False))
+    assert told == []
+    assert list(tmp_path.iterdir()) == []
+    assert (shown(sink), sink.graphs) == ({}, {})
+    assert model.hooked == [False] * STEPS
+
+
+class Switching(Callback):
+    """Switches recorders off behind one step and on again behind another."""
+
+    def __init__(self, recorders: list[Any], off: int, on: int) -> None:
+        self.recorders, self.off, self.on = recorders, off, on
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        for each in self.recorders:
+            if trainer.global_step == self.off:
+                each.disable()
+            if trainer.global_step == self.on:
+                each.enable()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_callback_is_switched_off_and_on_again(first: bool, tmp_path: Path) -> None:
+    """From the next batch on a disabled callback puts on no hook and records nothing, and enabled it goes on."""
+    sink, model = MemorySink(), Watched()
+    recorders: list[Any] = [kind(every_n_train_steps=1, sinks=[sink]) for kind in KINDS]
+    switching = Switching(recorders, 2, 5)
+    go(tmp_path, [switching, *recorders] if first else [*recorders, switching], model=model)
+    # In whichever place it stands: before the recorders it acts on its own batch, behind them on the next.
+    off = range(2, 5) if first else range(3, 6)
+    expected = [step for step in range(STEPS) if step not in off]
+    for tag in ("activations/head/mean", "gradients/head/mean", "parameters/head/weight/mean"):
+        assert list(sink.scalars[tag]) == expected
+    assert model.hooked == [step in expected for step in range(STEPS)]
+    assert [each.enabled for each in recorders] == [True] * 3
+
+
+def test_a_window_lacks_the_steps_that_were_switched_off(tmp_path: Path) -> None:
+    """A window in which a callback was disabled for a while has the other steps of it."""
+    sink = MemorySink()
+    recorder = ActivationRecorder("head", every_n_train_steps=1, reduce=4, statistics="count", sinks=[sink])
+    go(tmp_path, [Switching([recorder], 2, 5), recorder])
+    assert sink.scalars["activations/head/count"] == {3: 2 * 80.0, 7: 3 * 80.0}
+
+
+def test_a_graph_is_recorded_when_it_is_switched_on(tmp_path: Path) -> None:
+    """A graph recorder that is disabled at first records the first step after it was enabled."""
+    sink = MemorySink()
+    recorder = GraphRecorder(formats=(), sinks=[sink])
+    go(tmp_path, [Switching([recorder], 0, 3), recorder])
+    assert list(sink.graphs["graph"]) == [3]
+
+
+def test_a_tap_that_cannot_be_put_on_names_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that takes no hook is told by its name, and the others are recorded."""
+    inner = Tap._guarded
+
+    def guard(self: Tap, name: str, function: Any, *args: Any) -> None:
+        inner(self, name, fails if name == "head" and function == self._put_on else function, *args)
+
+    monkeypatch.setattr(Tap, "_guarded", guard)
+    sink = MemorySink()
+    told = told_by(lambda: go(tmp_path, [ActivationRecorder(every_n_train_steps=1, sinks=[sink])]))
+    assert len(told) == 1
+    assert "could not record module 'head'" in told[0]
+    assert {tag.split("/")[1] for tag in sink.scalars} == {"encoder.0", "encoder.1", "encoder.2", "dropout"}

@@ -1,0 +1,602 @@
+"""A run that is resumed from a checkpoint records what it would have recorded without the interruption."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_recorder import (
+    ActivationRecorder,
+    Change,
+    GradientRecorder,
+    GraphRecorder,
+    MemorySink,
+    Norms,
+    ParameterRecorder,
+    RecorderWarning,
+)
+from lightning_recorder.reductions import fused
+from tests.callbacks.models import Classifier, digits, hooks_left
+
+# Checkpoints are kept by a callback that the run which goes on does without.
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+
+BATCHES = 4
+EPOCHS = 2
+
+
+class Small(Classifier):
+    """Two linear layers and nothing that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU())  # type: ignore[assignment]  # another encoder
+        self.dropout = nn.Identity()  # type: ignore[assignment]  # as above
+        self.head = nn.Linear(8, 10)
+
+
+def small() -> Small:
+    """The model, with the same parameters each time."""
+    seed_everything(1, verbose=False)
+    return Small()
+
+
+class Resumable(DataLoader[tuple[Tensor, ...]]):
+    """The batches of :func:`digits`, going on behind those that were given before a checkpoint."""
+
+    def __init__(self) -> None:
+        dataset: Any = digits(BATCHES).dataset
+        super().__init__(dataset, batch_size=8)
+        self.given = self.passed_over = 0
+
+    def __iter__(self) -> Any:
+        first, self.passed_over = self.passed_over, 0
+        self.given = first
+        return self._from(first)
+
+    def _from(self, first: int) -> Iterator[Any]:
+        for index, batch in enumerate(super().__iter__()):
+            if index >= first:
+                self.given = index + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.passed_over = state_dict["given"] % BATCHES
+
+
+def go(
+    folder: Path,
+    callbacks: list[Callback],
+    *,
+    model: Small | None = None,
+    ckpt: Path | None = None,
+    validation: bool = False,
+    **options: Any,
+) -> Trainer:
+    """Train the small model, or go on from a checkpoint."""
+    trainer = Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **{"max_epochs": EPOCHS, "enable_checkpointing": False, "logger": False, **options},
+    )
+    trainer.fit(model or small(), Resumable(), digits(2) if validation else None, ckpt_path=ckpt, **WEIGHTS_ONLY)
+    return trainer
+
+
+# Plain data are all that a checkpoint may need; an older Lightning cannot be told so.
+WEIGHTS_ONLY: dict[str, Any] = (
+    {"weights_only": True} if "weights_only" in inspect.signature(Trainer.fit).parameters else {}
+)
+
+
+def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
+    """One of each kind, all writing to one sink."""
+    options = {"every_n_train_steps": 1, "dump": False, "sinks": [sink], **options}
+    return [
+        ActivationRecorder(**options),
+        GradientRecorder(**options),
+        ParameterRecorder(parts=["values", "updates"], **options),
+    ]
+
+
+def every_step(folder: Path) -> ModelCheckpoint:
+    """Keeps a checkpoint of each optimiser step, as ``step=3.ckpt``."""
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+def shown(sink: MemorySink, start: int = 0) -> dict[tuple[str, int], Any]:
+    """Every scalar and histogram from a step on, by tag and step, in a form that is equal just where all bits are."""
+    scalars = {(tag, step): repr(value) for tag, by_step in sink.scalars.items() for step, value in by_step.items()}
+    histograms = {
+        (tag, step): (*(each.tolist() for each in (seen.edges, seen.counts)), seen.min, seen.max, seen.sum)
+        for tag, by_step in sink.histograms.items()
+        for step, seen in by_step.items()
+    }
+    return {key: value for key, value in {**scalars, **histograms}.items() if key[1] >= start}
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "step": ({}, {}),
+    "every-third": ({"every_n_train_steps": 3, "quantiles": [0.5]}, {}),
+    "window": ({"reduce": 3}, {}),
+    "window-of-some": ({"reduce": 5, "every_n_train_steps": 2, "histogram_sample": 20}, {}),
+    "epoch": ({"reduce": "epoch"}, {}),
+    "accumulated": ({"reduce": 3}, {"accumulate_grad_batches": 2}),
+    "change": ({"extra": [Change()]}, {}),
+    "change-window": ({"extra": [Norms(), Change()], "reduce": 3}, {}),
+}
+"""Settings of the recorders, and of the trainer."""
+
+BY_TORCH = ("change-window", "accumulated")
+"""The cases that are tried without the compiled function, too."""
+
+
+def steps_of(case: str) -> int:
+    """How many optimiser steps a run of the case has."""
+    return EPOCHS * BATCHES // int(CASES[case][1].get("accumulate_grad_batches", 1))
+
+
+@pytest.fixture
+def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Has the statistics computed by the compiled function, or by torch."""
+    by = str(request.param)
+    if not fused.prepare() and by == "compiled":
+        pytest.skip("there is no C compiler")
+    if by == "torch":
+        monkeypatch.setattr(fused._Loaded, "kernel", None)
+    return by
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[MemorySink, Path]]:
+    """What the run of a case that is not interrupted records, and the folder of its checkpoints."""
+
+    @functools.cache
+    def make(case: str, computed_by: str) -> tuple[MemorySink, Path]:
+        folder, sink = tmp_path_factory.mktemp(f"{case}-{computed_by}"), MemorySink()
+        recording, training = CASES[case]
+        go(folder, [*recorders(sink, **recording), every_step(folder)], enable_checkpointing=True, **training)
+        return sink, folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("computed_by", "case", "step"),
+    [
+        (by, case, step)
+        for by, cases in (("compiled", tuple(CASES)), ("torch", BY_TORCH))
+        for case in cases
+        for step in range(1, steps_of(case) + 1)
+    ],
+    indirect=["computed_by"],
+)
+def test_a_resumed_run_records_what_the_whole_one_does(
+    whole: Callable[[str, str], tuple[MemorySink, Path]], computed_by: str, case: str, step: int, tmp_path: Path
+) -> None:
+    """From the step on at which a run is resumed, every scalar and histogram is that of the whole run, to the bit."""
+    expected, folder = whole(case, computed_by)
+    sink = MemorySink()
+    recording, training = CASES[case]
+    go(tmp_path, recorders(sink, **recording), ckpt=folder / f"step={step}.ckpt", **training)
+    assert shown(sink, step) == shown(expected, step)
+    assert shown(sink) == {key: value for key, value in shown(expected).items() if key in shown(sink)}
+
+
+class Saving(Callback):
+    """Saves a checkpoint in one of the trainer's hooks, when a batch has the given number among all."""
+
+    def __init__(self, folder: Path, hook: str, batch: int) -> None:
+        self.path = folder / "saved.ckpt"
+        self.batch = batch
+        self.hook = hook
+
+    def _save(self, trainer: Trainer, hook: str) -> None:
+        if hook == self.hook and trainer.fit_loop.epoch_loop.batch_progress.total.ready == self.batch:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._save(trainer, "on_train_batch_end")
+
+    def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+        self._save(trainer, "on_validation_end")
+
+    def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._save(trainer, "on_train_epoch_end")
+
+
+@pytest.mark.parametrize("reduce", ["step", 3, "epoch"])
+@pytest.mark.parametrize(
+    ("hook", "batch"), [("on_validation_end", 2), ("on_validation_end", 4), ("on_train_epoch_end", 4)]
+)
+def test_a_checkpoint_between_batches_goes_on(hook: str, batch: int, reduce: Any, tmp_path: Path) -> None:
+    """A checkpoint that a validation or the end of an epoch saves loses nothing and counts nothing twice."""
+    expected, sink = MemorySink(), MemorySink()
+    saving = Saving(tmp_path, hook, batch)
+    options: dict[str, Any] = {"validation": True, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    go(tmp_path, [*recorders(expected, reduce=reduce), saving], **options)
+    go(tmp_path, recorders(sink, reduce=reduce), ckpt=saving.path, **options)
+    assert shown(sink, batch) == shown(expected, batch)
+    assert shown(sink) == {key: value for key, value in shown(expected).items() if key in shown(sink)}
+
+
+def test_a_checkpoint_amid_accumulated_batches_goes_on(tmp_path: Path) -> None:
+    """What was recorded of the accumulated batches before the checkpoint counts with those behind it, in one record."""
+    expected, sink = MemorySink(), MemorySink()
+    saving = Saving(tmp_path, "on_train_batch_end", 3)
+    go(tmp_path, [*recorders(expected), saving], accumulate_grad_batches=4)
+    go(tmp_path, recorders(sink), ckpt=saving.path, accumulate_grad_batches=4, max_epochs=1)
+    # Lightning does not save the gradients that are accumulated, so of the parameters the step is another one.
+    of_batches = {key: each for key, each in shown(sink).items() if not key[0].startswith("parameters/")}
+    assert {step for _, step in of_batches} == {0}
+    assert of_batches == {key: shown(expected)[key] for key in of_batches}
+
+
+@pytest.mark.parametrize("reduce", [3, 5])
+def test_a_partial_window_is_written_and_kept(reduce: int, tmp_path: Path) -> None:
+    """What waits when a fit ends is written, and a run that goes on with more epochs writes the whole window."""
+    expected, first, sink = MemorySink(), MemorySink(), MemorySink()
+    options: dict[str, Any] = {"reduce": reduce, "statistics": ("count", "mean")}
+    go(tmp_path, recorders(expected, **options))
+    trainer = go(tmp_path, recorders(first, **options), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    go(tmp_path, recorders(sink, **options), ckpt=tmp_path / "end.ckpt")
+    batch = 8 * 10
+    written = {3: {2: 3 * batch, 3: batch}, 5: {3: 4 * batch}}[reduce]
+    assert first.scalars["activations/head/count"] == written
+    assert shown(sink) == shown(expected, BATCHES)
+
+
+def test_a_second_fit_of_the_trainer_goes_on(tmp_path: Path) -> None:
+    """A trainer that trains on without a checkpoint goes on with the window in which its first fit ended."""
+    sink, model = MemorySink(), small()
+    recorder = ActivationRecorder("head", every_n_train_steps=1, reduce=3, statistics="count", sinks=[sink])
+    trainer = go(tmp_path, [recorder], model=model, max_epochs=1)
+    trainer.fit_loop.max_epochs = EPOCHS
+    trainer.fit(model, Resumable())
+    # Of the window of steps 3 to 5 what there was at the end of the first fit is a record, too.
+    assert sink.scalars["activations/head/count"] == {2: 240.0, 3: 80.0, 5: 240.0, 7: 160.0}
+
+
+def saved_by(folder: Path, callbacks: list[Callback], **options: Any) -> Path:
+    """A checkpoint of a run of one epoch."""
+    trainer = go(folder, callbacks, max_epochs=1, **options)
+    trainer.save_checkpoint(folder / "saved.ckpt")
+    return folder / "saved.ckpt"
+
+
+def test_checkpoints_hold_plain_data_alone(tmp_path: Path) -> None:
+    """A checkpoint in the middle of a window loads where code in pickles is refused."""
+    path = saved_by(tmp_path, [*recorders(MemorySink(), reduce=5, extra=[Change()]), GraphRecorder(formats=())])
+    saved = torch.load(path, weights_only=True)
+    states = [state for state in saved["callbacks"].values() if "banks" in state.get("states", {})]
+    assert [len(state["states"]["banks"]) for state in states] == [2, 2, 2]
+    assert [state["next_step"] for state in states] == [BATCHES] * 3
+
+
+def told_by(run: Callable[[], object]) -> list[str]:
+    """The warnings of ours that a run gives."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(each.message) for each in caught if each.category is RecorderWarning]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, {}),
+        ({"reduce": 3}, {"reduce": 2}),
+        ({"extra": [Norms()]}, {}),
+        ({}, {"extra": [Norms()]}),
+        ({"quantiles": [0.5]}, {"quantiles": [0.25]}),
+        ({"histogram_sample": 10}, {"histogram_sample": 20}),
+        ({"names": "head"}, {}),
+        ({"every_n_train_steps": 2}, {}),
+        ({"name": "other"}, {}),
+    ],
+    ids=str,
+)
+def test_a_state_of_other_settings_is_one_warning(
+    before: dict[str, Any] | None, after: dict[str, Any], tmp_path: Path
+) -> None:
+    """A checkpoint without the callback, or of one with other settings, is told once; the run records from there on."""
+    plain = {"every_n_train_steps": 1, "dump": False}
+    path = saved_by(tmp_path, [] if before is None else [ActivationRecorder(**{**plain, **before})])
+    sink, model = MemorySink(), small()
+    told = told_by(
+        lambda: go(tmp_path, [ActivationRecorder(**{**plain, "sinks": [sink], **after})], model=model, ckpt=path)
+    )
+    assert len(told) == 1
+    assert told[0].startswith("ActivationRecorder begins anew: ")
+    expected = [5, 7] if after.get("reduce") else [4, 5, 6, 7]
+    assert list(sink.scalars["activations/head/mean"]) == expected
+    assert len(model.losses) == BATCHES
+
+
+def spoil(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change what a checkpoint holds of each recorder of statistics."""
+    saved = torch.load(path, weights_only=True)
+    for key, state in saved["callbacks"].items():
+        if key.startswith("ActivationRecorder"):
+            change(state)
+    torch.save(saved, path)
+
+
+SPOILT: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "older": lambda state: state.update(version=0),
+    "newer": lambda state: state.update(version=99),
+    "no version": lambda state: state.pop("version"),
+    "strange version": lambda state: state.update(version=[1]),
+    "no settings": lambda state: state.pop("settings"),
+    "no step": lambda state: state.pop("next_step"),
+    "step of a string": lambda state: state.update(next_step="four"),
+    "nonfinite of a number": lambda state: state.update(nonfinite=3),
+    "nonfinite of numbers": lambda state: state.update(nonfinite=[1, 2]),
+    "no open steps": lambda state: state.pop("open_steps"),
+    "open steps of None": lambda state: state.update(open_steps=None),
+    "no overflow": lambda state: state.pop("overflow_steps"),
+    "states of a number": lambda state: state.update(states=7),
+    "states of nothing": lambda state: state.update(states={}),
+    "banks of None": lambda state: state["states"].update(banks=None),
+    "bank of numbers": lambda state: state["states"].update(banks=[[1, 2]]),
+    "row without a key": lambda state: state["states"]["banks"][0][0].pop("key"),
+    "row without a state": lambda state: state["states"]["banks"][0][0].pop("state"),
+    "row of another size": lambda state: state["states"]["banks"][0][0]["state"].update(state=torch.zeros(3)),
+    "row of a string": lambda state: state["states"]["banks"][0][0]["state"].update(state="zeros"),
+    "no left out": lambda state: state["states"].pop("left_out"),
+    "left out of numbers": lambda state: state["states"].update(left_out=[[1]]),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_spoilt_state_is_one_warning(how: str, tmp_path: Path) -> None:
+    """Whatever a checkpoint holds in the place of a state, one warning says so, and the run trains and records on."""
+    options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": 3, "dump": False}
+    path = saved_by(tmp_path, [ActivationRecorder(**options)])
+    spoil(path, SPOILT[how])
+    sink, model = MemorySink(), small()
+    told = told_by(lambda: go(tmp_path, [ActivationRecorder(sinks=[sink], **options)], model=model, ckpt=path))
+    assert len(told) == 1, told
+    assert "begins anew" in told[0]
+    assert len(model.losses) == BATCHES
+    assert hooks_left(model) == []
+    assert list(sink.scalars["activations/head/mean"]) == [5, 7]
+
+
+def test_a_state_of_another_step_is_one_warning(tmp_path: Path) -> None:
+    """Where the weights go on from one checkpoint and the state ends at another step, nothing of it is counted in."""
+    options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": 3, "dump": False, "statistics": "count"}
+    path = saved_by(tmp_path, [ActivationRecorder("head", **options)])
+    spoil(path, lambda state: state.update(next_step=7))
+    sink = MemorySink()
+    told = told_by(lambda: go(tmp_path, [ActivationRecorder("head", sinks=[sink], **options)], ckpt=path))
+    assert told == [
+        "ActivationRecorder: what was saved ends before step 7 and the run goes on with step 4, so it begins anew"
+    ]
+    assert sink.scalars["activations/head/count"] == {5: 160.0, 7: 160.0}
+
+
+def test_the_state_dict_of_the_model_is_its_own(tmp_path: Path) -> None:
+    """Checkpoints of a recorded run have the parameters and buffers of a bare run, by name and to the bit."""
+    bare = torch.load(saved_by(tmp_path, []), weights_only=True)["state_dict"]
+    recorded = torch.load(saved_by(tmp_path, recorders(MemorySink())), weights_only=True)["state_dict"]
+    assert list(recorded) == list(bare)
+    assert all(torch.equal(recorded[name], bare[name]) for name in bare)
+
+
+class Copying(Callback):
+    """Pickles and copies the model and the other callbacks in each hook of a batch."""
+
+    def __init__(self) -> None:
+        self.kept: list[LightningModule] = []
+        self.copies = 0
+
+    def copy(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+        for each in callbacks:
+            if each is not self:
+                pickle.loads(pickle.dumps(each))
+                copy.deepcopy(each)
+        pl_module._trainer = None  # a trainer cannot be copied, by its own doing
+        try:
+            self.kept = [copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))]
+        finally:
+            pl_module._trainer = trainer
+        self.copies += 1
+
+    on_train_batch_start = on_before_backward = on_after_backward = copy  # type: ignore[assignment]  # takes whatever
+    on_before_optimizer_step = on_train_batch_end = copy  # type: ignore[assignment]  # as above
+    on_train_epoch_end = on_exception = copy  # type: ignore[assignment]  # as above
+
+
+class Brittle(Small):
+    """Calls what it is told to in the middle of a step, and may raise there."""
+
+    copying: ClassVar[Copying | None] = None
+
+    def __init__(self, raises_at: int = -1) -> None:
+        super().__init__()
+        self.raises_at = raises_at
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        logits = self(batch[0])
+        if self.copying is not None:
+            self.copying.copy(self.trainer, self)
+        if len(self.losses) == self.raises_at:
+            raise ZeroDivisionError("of the user")
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+def brittle(raises_at: int = -1) -> Brittle:
+    """The model with the parameters that :func:`small` has."""
+    seed_everything(1, verbose=False)
+    return Brittle(raises_at)
+
+
+@pytest.mark.parametrize("raises_at", [-1, 2])
+def test_model_and_callbacks_can_be_copied_at_any_time(
+    raises_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies can be made in every hook, amid a step and after an exception, and the run records the same."""
+    expected, sink = MemorySink(), MemorySink()
+    go(tmp_path / "bare", recorders(expected), max_epochs=1)
+    model, copying = brittle(raises_at), Copying()
+    monkeypatch.setattr(Brittle, "copying", copying)
+    with nullcontext() if raises_at < 0 else pytest.raises(ZeroDivisionError, match="of the user"):
+        go(tmp_path, [*recorders(sink), GraphRecorder(formats=()), copying], model=model, max_epochs=1)
+    steps = BATCHES if raises_at < 0 else raises_at
+    assert copying.copies == (6 * BATCHES + 1 if raises_at < 0 else 6 * raises_at + 3)
+    assert up_to(sink, steps) == up_to(expected, steps)
+    assert hooks_left(model) == []
+
+
+def up_to(sink: MemorySink, stop: int) -> dict[tuple[str, int], Any]:
+    """As :func:`shown`, of the steps before one."""
+    return {key: each for key, each in shown(sink).items() if key[1] < stop}
+
+
+def test_a_copy_of_the_model_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a copy computes that was made amid a recorded step goes nowhere, while the step goes on."""
+    sinks = []
+    for calls in (False, True):
+
+        class Calling(Copying):
+            def copy(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+                super().copy(trainer, pl_module)
+                for each in self.kept if calls else ():  # noqa: B023 - called within the loop
+                    each(torch.ones(2, 1, 8, 8)).sum().backward()
+
+        sinks.append(MemorySink())
+        monkeypatch.setattr(Brittle, "copying", Calling())
+        go(tmp_path, recorders(sinks[-1], statistics="count"), model=brittle(), max_epochs=1)
+    assert shown(sinks[0]) == shown(sinks[1])
+
+
+def failing(kind: str, folder: Path) -> tuple[Callback, Path]:
+    """A callback that saves a checkpoint on an exception, and where."""
+    if kind == "ModelCheckpoint":
+        return ModelCheckpoint(folder, filename="on_exception", save_on_exception=True), folder / "on_exception.ckpt"
+
+    class Kept(OnExceptionCheckpoint):
+        def teardown(self, *args: Any, **kwargs: Any) -> None:
+            """Leave the file."""
+
+    return Kept(folder), folder / "on_exception.ckpt"
+
+
+def failed(kind: str, folder: Path, failed_at: int, **options: Any) -> Path:
+    """The checkpoint that is saved as a step fails."""
+    if kind == "ModelCheckpoint" and "save_on_exception" not in inspect.signature(ModelCheckpoint).parameters:
+        pytest.skip("this Lightning has no save_on_exception")
+    saving, path = failing(kind, folder)
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        go(folder, [*recorders(MemorySink(), **options), saving], model=brittle(failed_at), enable_checkpointing=True)
+    saved = torch.load(path, weights_only=True)
+    # The loader is one that gives the batch again with which the step failed.
+    saved["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["given"] -= 1
+    torch.save(saved, path)
+    return path
+
+
+# Where there is an OnExceptionCheckpoint, Lightning looks for a file of it and says so.
+ignore_search = pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=:UserWarning")
+
+
+@ignore_search
+@pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+@pytest.mark.parametrize("failed_at", [1, 2, 5])
+def test_a_failed_step_is_repeated(kind: str, failed_at: int, tmp_path: Path) -> None:
+    """A step that failed and is repeated from the checkpoint of the exception gives what it would have given."""
+    expected, sink = MemorySink(), MemorySink()
+    go(tmp_path, recorders(expected, extra=[Change()]))
+    path = failed(kind, tmp_path, failed_at, extra=[Change()])
+    assert told_by(lambda: go(tmp_path, recorders(sink, extra=[Change()]), ckpt=path)) == []
+    # On the axis of self.log, which Lightning has go on one step further after such a checkpoint.
+    later = {(tag, step + 1): each for (tag, step), each in shown(expected, failed_at).items()}
+    assert shown(sink) == later
+
+
+@ignore_search
+@pytest.mark.parametrize("reduce", [3, "epoch"])
+@pytest.mark.parametrize("failed_at", [1, 2, 5])
+def test_a_failed_step_is_not_in_the_window_that_is_saved(reduce: Any, failed_at: int, tmp_path: Path) -> None:
+    """A checkpoint of an exception has of a window the steps that ended, so that the whole window is as it would be."""
+    expected, sink = MemorySink(), MemorySink()
+    options: dict[str, Any] = {"reduce": reduce, "extra": [Change()]}
+    go(tmp_path, recorders(expected, **options))
+    path = failed("OnExceptionCheckpoint", tmp_path, failed_at, **options)
+    saved = torch.load(path, weights_only=True)
+    # Lightning counts the failed step as one that ended, and would go on behind it.
+    saved["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    torch.save(saved, path)
+    assert told_by(lambda: go(tmp_path, recorders(sink, **options), ckpt=path)) == []
+    assert shown(sink) == shown(expected, failed_at)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lightning.pytorch import Callback
+from lightning_recorder import MemorySink
+from tests.callbacks.test_resume import Small, every_step, go, recorders
+
+class Killing(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        # Later than the checkpoint of step 5, and in the middle of what follows.
+        if len(pl_module.losses) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    go(folder, [*recorders(MemorySink(), reduce=3), every_step(folder), Killing()], enable_checkpointing=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
+    """Of a run that is killed the last checkpoint goes on to what the whole run records."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    (tmp_path / "run.py").write_text(KILLED, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, tmp_path / "run.py", tmp_path],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    last = max(tmp_path.glob("step=*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
+    assert last.stem == "step=5"
+    expected, sink = MemorySink(), MemorySink()
+    go(tmp_path, recorders(expected, reduce=3))
+    go(tmp_path, recorders(sink, reduce=3), ckpt=last)
+    assert shown(sink) == shown(expected, 5)
