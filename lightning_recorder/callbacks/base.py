@@ -47,10 +47,11 @@ def guarded(hook: Callable[Concatenate[Self, Parameters], None]) -> Callable[Con
             self.release(None)
             raise
         except Exception as error:
-            self.give_up()
+            is_news = self.give_up()
             if self.strict:
                 raise
-            tell(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
+            if is_news:
+                tell(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
 
     return wrapper  # type: ignore[return-value]  # functools.wraps makes self a named argument
 
@@ -116,9 +117,10 @@ class RecorderCallback(Callback):
         After a fault of ours there is no trainer.
         """
 
-    def give_up(self) -> None:
-        """Record nothing more, since something went wrong."""
+    def give_up(self) -> bool:
+        """Record nothing more, since something went wrong; answers whether that was not so before."""
         self.release(None)
+        return True
 
     def begins_with(self, function: str) -> bool:
         """Whether something is recorded of ``trainer.fit``, ``validate``, ``test`` or ``predict``."""

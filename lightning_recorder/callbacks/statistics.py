@@ -184,6 +184,7 @@ class StatisticsCallback(EvaluationCallback):
         modules, error = None, None
         try:
             modules = self._chosen(pl_module)
+            directory = self._made(directory) if trainer.is_global_zero else None
             self.open_sinks(trainer, directory)
             self._results.begin(self._sink, directory, self._label(trainer))
             self.warn_of_eager_memory(pl_module)
@@ -196,8 +197,10 @@ class StatisticsCallback(EvaluationCallback):
         exchange = self._agree(trainer, modules)
         for worker in self._workers:
             worker.exchange = exchange
-        if exchange is not None and getattr(pl_module, _MAY_BE_EMPTY, False):
+        if exchange is not None and self.evaluations and getattr(pl_module, _MAY_BE_EMPTY, False):
             # Such a rank has no evaluation at all, and would never answer.
+            if trainer.is_global_zero:
+                tell(f"{self}: evaluations are those of rank 0 alone, since {_MAY_BE_EMPTY} is set")
             for evaluation in self.evaluations.values():
                 evaluation.exchange = None
         if error is not None:
@@ -233,13 +236,27 @@ class StatisticsCallback(EvaluationCallback):
         return [*self.evaluations.values(), *([] if self._run is None else [self._run])]
 
     @override
-    def give_up(self) -> None:
+    def give_up(self) -> bool:
+        is_news = not any(worker.failed for worker in self._workers)
         if any(worker.exchange is not None and worker.exchange.is_open for worker in self._workers):
             # The other ranks count on this one to answer, though it has nothing more to give.
             for worker in self._workers:
                 worker.fail()
         else:
             self.release(None)
+        return is_news
+
+    def _made(self, directory: Path | None) -> Path | None:
+        """The folder, if it can be made."""
+        try:
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if self.strict:
+                raise
+            tell(f"{self} writes no files, since their folder cannot be made: {describe_error(error)}")
+            return None
+        return directory
 
     def _label(self, trainer: Trainer) -> str:
         """What files call this recorder: the group, its name, and its place among those that are called the same."""
@@ -287,9 +304,9 @@ class StatisticsCallback(EvaluationCallback):
         if run is not None:
             if trainer is None:
                 run.fail()
-            else:
+            with run.contained():
                 run.abort()
-            self._saved = run.state_dict()
+                self._saved = run.state_dict()
         self._watched = None
         if trainer is not None:
             stop_listening(trainer, self)
@@ -459,13 +476,15 @@ class StatisticsCallback(EvaluationCallback):
             return
         self._results.wait()
         if not trainer.interrupted:
-            checkpoint["callbacks"][self.state_key] = self._state(self._run.merged_state_dict())
+            with self._run.contained():
+                checkpoint["callbacks"][self.state_key] = self._state(self._run.merged_state_dict())
             return
         # The other ranks are not in step any more, and none can be asked.
         if trainer.world_size > 1 and trainer.is_global_zero and self._run.holds_states:
             tell(f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 alone")
-        self._run.abort()
-        checkpoint["callbacks"][self.state_key] = self._state(self._run.state_dict())
+        with self._run.contained():
+            self._run.abort()
+            checkpoint["callbacks"][self.state_key] = self._state(self._run.state_dict())
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -493,7 +512,7 @@ class StatisticsCallback(EvaluationCallback):
                 tell(f"{self} begins anew: its state in the checkpoint is that of other settings or another version")
                 return
             self._results.report.nonfinite |= {Site(*site) for site in saved["nonfinite"]}
-            if "next_step" in saved:
+            if saved.keys() - {"version", "settings", "nonfinite"}:
                 run.load_state_dict(saved)
         except (KeyError, TypeError, ValueError) as error:
             tell(f"{self} begins anew: its state in the checkpoint cannot be read: {describe_error(error)}")

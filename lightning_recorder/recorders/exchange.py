@@ -12,9 +12,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_recorder.errors import tell
-from lightning_recorder.recorders.layout import Key, Layout, MergedStates, States
+from lightning_recorder.recorders.layout import Key, Layout, MergedStates, States, Told
 from lightning_recorder.recorders.sites import Snapshot
-from lightning_recorder.reductions import Reduction
 from lightning_recorder.taps import Site
 from lightning_recorder.unrecorded import unrecorded
 
@@ -151,17 +150,16 @@ class Exchange:
             error = caught
         return Merged(merged, told, absent, error)
 
-    def _make_known(self, layout: Layout, unknown: list[tuple[Key, Reduction | None]]) -> None:
+    def _make_known(self, layout: Layout, unknown: list[tuple[Key, Told]]) -> None:
         """Tell the other ranks of sites that they may not know."""
-        told: list[list[tuple[Key, Reduction | None]]] = [[] for _ in range(self.ranks)]
+        told: list[list[tuple[Key, Told]]] = [[] for _ in range(self.ranks)]
         with self._closing():
             dist.all_gather_object(told, unknown)
-        for (_, site), reduction in layout.extend(each for rank in told for each in rank):
+        for (_, site), about in layout.extend(told):
             if self.rank == 0:
-                tell(
-                    f"{reduction or 'a further reduction'} is not recorded at {site.path!r} of module {site.name!r}: "
-                    "the tensor has another shape on each rank, or the reduction is of a class that cannot be pickled"
-                )
+                why = "the tensor has another shape on each rank" if about.reduction else "its class cannot be pickled"
+                what = about.described.partition(" ")[0]
+                tell(f"{what} is not recorded at {site.path!r} of module {site.name!r}, since {why}")
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, ``[ranks, *shape]``."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from lightning_recorder.reductions import Collected, Reduction, Statistics
 from lightning_recorder.taps import Site
 
-__all__ = ["Key", "Layout", "MergedStates", "Packed", "States"]
+__all__ = ["Key", "Layout", "MergedStates", "Packed", "States", "Told"]
 
 Key = tuple[int, Site]
 """The number of the reduction and the site."""
@@ -44,53 +45,76 @@ class MergedStates(NamedTuple):
     """The sites of which ranks should have the same and do not."""
 
 
+class Told(NamedTuple):
+    """What the ranks have to know of a site."""
+
+    described: str
+    """Its reduction, in words."""
+    initial: Tensor
+    """The state of an empty stream, ``[width]``."""
+    additive: Tensor
+    """Which words are merged by adding, ``[width]`` bool."""
+    reduction: Reduction | None
+    """The reduction, without a state; none where it cannot be sent to another process."""
+
+
 class _Kind(NamedTuple):
     """Sites of equal states, which lie together."""
 
     bank: int
-    reduction: Reduction
+    about: Told
     sites: list[Site]
-    additive: Tensor
-    """Which words are merged by adding, ``[width]`` bool."""
+
+    @property
+    def additive(self) -> Tensor:
+        """Which words are merged by adding, ``[width]`` bool."""
+        return self.about.additive
 
 
 class Layout:
     """The sites whose states are packed, in an order that is the same on all ranks."""
 
     def __init__(self) -> None:
-        self._known: dict[Key, Reduction] = {}
+        self._known: dict[Key, Told] = {}
         self._refused: set[Key] = set()
+        self._own: dict[str, Reduction] = {}  # this rank's reductions, by their words
 
-    def unknown(self, own: States) -> list[tuple[Key, Reduction | None]]:
-        """The sites among a rank's own that are not in the layout.
-
-        Each with its reduction, which has no state; with none where that cannot be sent to another process.
-        """
-        found: list[tuple[Key, Reduction | None]] = []
+    def unknown(self, own: States) -> list[tuple[Key, Told]]:
+        """The sites among a rank's own that are not in the layout, with what other ranks have to know of them."""
+        found = []
         for key, (reduction, _) in own.items():
             if key not in self._known and key not in self._refused:
-                bare = copy.copy(reduction)
-                bare._state = None
-                found.append((key, bare if _can_travel(bare) else None))
+                told = _told_of(reduction)
+                self._own.setdefault(told.described, reduction)
+                found.append((key, told))
         return found
 
-    def extend(self, told: Iterable[tuple[Key, Reduction | None]]) -> list[tuple[Key, Reduction | None]]:
+    def extend(self, told: Sequence[Sequence[tuple[Key, Told]]]) -> list[tuple[Key, Told]]:
         """Take sites into the layout.
 
         Args:
-            told: Those of all ranks, in one order on each.
+            told: Those of all ranks, the first one's first, the same on each rank.
 
         Returns:
-            Those left out, since their states differ in kind or size between the ranks, or cannot be told of.
+            Those left out, since their states differ in kind or size between the ranks, or since the first rank has
+            not seen them and cannot be sent their reduction.
         """
-        refused = set()
-        for key, reduction in told:
-            known = None if reduction is None else self._known.setdefault(key, reduction)
-            if known is None or reduction is None or known.described != reduction.described:
-                refused.add(key)
-        left_out = sorted(refused - self._refused)
-        self._refused |= refused
-        return [(key, self._known.pop(key, None)) for key in left_out]
+        by_key: dict[Key, list[Told]] = {}
+        for key, about in itertools.chain.from_iterable(told):
+            by_key.setdefault(key, []).append(about)
+        seen_by_first = {key for key, _ in told[0]}
+        left_out = []
+        for key, abouts in by_key.items():
+            known = self._known.get(key)
+            alike = {about.described for about in (*abouts, *([] if known is None else [known]))}
+            sent = [about for about in abouts if about.reduction is not None]
+            if len(alike) > 1 or (known is None and not sent and key not in seen_by_first):
+                self._refused.add(key)
+                self._known.pop(key, None)
+                left_out.append((key, abouts[0]))
+            elif known is None:
+                self._known[key] = (sent or abouts)[0]
+        return left_out
 
     def pack(
         self, own: States, device: torch.device, *, copies: Collection[Site] = (), left_out: Collection[Key] = ()
@@ -107,7 +131,7 @@ class Layout:
         parts = [torch.zeros(0, dtype=torch.float64, device=device)]
         for kind in self._kinds():
             there = torch.zeros(len(kind.sites), dtype=torch.float64)
-            states = kind.reduction.initial().repeat(len(kind.sites), 1).to(device)
+            states = kind.about.initial.repeat(len(kind.sites), 1).to(device)
             places = [place for place, site in enumerate(kind.sites) if (kind.bank, site) in own]
             for place in places:
                 there[place] = _COPY if kind.sites[place] in copies else _COUNTS
@@ -147,26 +171,35 @@ class Layout:
                 states = torch.zeros(counts[place], len(kind.additive), dtype=torch.float64)
                 states[:, ~kind.additive] = words[place].view(counts[place], -1)
                 ranks.append((there[place], states))
-            merged = _merged(kind.reduction, ranks)
+            reduction = kind.about.reduction or self._own[kind.about.described]
+            merged = _merged(reduction, ranks)
             merged[:, kind.additive] = sums[place].view(counts[place], -1)
             seen = torch.stack([there for there, _ in ranks]).amax(0)
             rows = ((seen > _ABSENT) & (seen < _LEFT_OUT)).nonzero().flatten()
             sites = [kind.sites[row] for row in rows.tolist()]
-            groups.setdefault(kind.bank, []).append(Collected(kind.reduction, sites, merged[rows]))
-            if isinstance(kind.reduction, Statistics):
-                means.update(_extreme_means(kind.reduction, kind.sites, ranks))
-                differing.update(_differing(kind.reduction, kind.sites, ranks))
+            groups.setdefault(kind.bank, []).append(Collected(reduction, sites, merged[rows]))
+            if isinstance(reduction, Statistics):
+                means.update(_extreme_means(reduction, kind.sites, ranks))
+                differing.update(_differing(reduction, kind.sites, ranks))
         return MergedStates(groups, means, frozenset(differing))
 
     def _kinds(self) -> list[_Kind]:
         """The sites by the kind of their states."""
-        kinds: dict[tuple[int, str, int], _Kind] = {}
-        for (bank, site), reduction in self._known.items():
-            kind = (bank, reduction.described, reduction.width)
-            if kind not in kinds:
-                kinds[kind] = _Kind(bank, reduction, [], reduction.additive_words())
-            kinds[kind].sites.append(site)
+        kinds: dict[tuple[int, str], _Kind] = {}
+        for (bank, site), about in self._known.items():
+            kinds.setdefault((bank, about.described), _Kind(bank, about, [])).sites.append(site)
         return list(kinds.values())
+
+
+def _told_of(reduction: Reduction) -> Told:
+    bare = copy.copy(reduction)
+    bare._state = None
+    told = Told(reduction.described, reduction.initial(), reduction.additive_words(), bare)
+    try:
+        pickle.dumps(bare)
+    except Exception:  # noqa: BLE001 - as of a class that is defined in a function, or whatever its parts raise
+        return told._replace(reduction=None)
+    return told
 
 
 def _split(apart: Tensor, counts: list[int], sizes: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -206,12 +239,3 @@ def _differing(reduction: Statistics, sites: Sequence[Site], ranks: Sequence[tup
     for there, others in ranks[1:]:
         differ |= (there > _ABSENT) & (first > _ABSENT) & ~reduction.are_alike(states, others)
     return [site for site, flag in zip(sites, (differ & are_copies).tolist(), strict=True) if flag]
-
-
-def _can_travel(reduction: Reduction) -> bool:
-    """Whether it can be sent to another process, as one of a class that is defined in a function cannot."""
-    try:
-        pickle.dumps(reduction)
-    except Exception:  # noqa: BLE001 - whatever the parts of a reduction of the user raise
-        return False
-    return True

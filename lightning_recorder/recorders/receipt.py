@@ -107,8 +107,8 @@ class Receipt:
         recording_ms: Milliseconds that the training thread has spent in hooks of the step.
         flush_ms: Milliseconds that it has spent in copying, merging and handing over the results.
         event_bytes_per_1000_steps: Bytes that they take in the event files of TensorBoard, or the files of this
-            package, as many as the first record took for each; ``None`` before there is one, and where nothing is
-            written that can be counted.
+            package, by the size of the first record, and in the file later by the mean size of ten and of all;
+            ``None`` before there is one, and where nothing is written that can be counted.
         merged_ranks: Of how many processes the record is.
     """
 

@@ -20,6 +20,8 @@ from lightning_recorder.taps import Site
 
 __all__ = ["Results"]
 
+_SOME_RECORDS = 10  # after which it is known how large they are
+
 
 class Results:
     """Makes the statistics of records and writes them, in the background where the sink bears it.
@@ -53,6 +55,8 @@ class Results:
         self._latest_step: int | None = None
         self._queue = BackgroundQueue()
         self._was_announced = False
+        self._receipt: Receipt | None = None
+        self._records = self._bytes = 0
 
     def begin(self, sink: Sink | None, directory: Path | None, label: str) -> None:
         """Begin with a run.
@@ -65,6 +69,7 @@ class Results:
         self.sink, self.directory = sink, directory
         self.dump = StatisticsDump(self.report.group, label)
         self._was_announced = False
+        self._receipt, self._records, self._bytes = None, 0, 0
 
     def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
         """What was recorded last of a stage; where there are several loaders, as ``"validate/0"``."""
@@ -83,12 +88,15 @@ class Results:
 
     def end(self) -> None:
         """Wait until everything is written, let go of the sink, and raise what went wrong."""
+        self._queue.wait()
         try:
+            self._average()
             self._queue.drain()
         finally:
             self.sink = None
 
     def __getstate__(self) -> dict[str, Any]:
+        self.wait()  # nothing is to change while it is copied
         # A sink holds open files and the trainer's loggers.
         return {**self.__dict__, "sink": None}
 
@@ -132,9 +140,21 @@ class Results:
         before = None if self.sink is None else self.sink.written_bytes
         if self.sink is not None and (found or record.overflow_steps):
             self.report.write(self.sink, record, found)
+        after = None if self.sink is None else self.sink.written_bytes
+        written = None if after is None else after - (before or 0)
         if about is not None:
-            after = None if self.sink is None else self.sink.written_bytes
-            self._complete(record, found, None if after is None else after - (before or 0), about)
+            self._complete(record, found, written, about)
+        if written is not None and record.stage == "train":
+            self._records += 1
+            self._bytes += written
+            if self._records == _SOME_RECORDS:
+                self._average()
+
+    def _average(self) -> None:
+        """Put into the receipt how many bytes a record takes on average."""
+        if self._receipt is not None and self._records > 1:
+            size = self._bytes * self._receipt.records_per_1000_steps // self._records
+            self._keep(replace(self._receipt, event_bytes_per_1000_steps=size))
 
     def _complete(
         self,
@@ -156,10 +176,12 @@ class Results:
         self._keep(receipt)
 
     def _keep(self, receipt: Receipt) -> None:
+        self._receipt = receipt
         if self.directory is not None:
             try:
                 receipt.write(self.directory, self.dump.label)
             except OSError as error:
+                self.directory = None
                 tell(f"{self._name} could not write its receipt: {describe_error(error)}")
 
 

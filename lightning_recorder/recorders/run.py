@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import device as Device
 
-from lightning_recorder.errors import tell
+from lightning_recorder.errors import describe_error, tell
 from lightning_recorder.recorders.budget import Budget
 from lightning_recorder.recorders.exchange import Merged
 from lightning_recorder.recorders.record import Record
@@ -105,7 +105,7 @@ class RunRecorder(Worker):
         """
         self._batch_began = self._clock()
         self._kept = None
-        self._adopt(step)
+        self._adopt(step, epoch)
         if self._step != step:  # the batch before had a start and no end
             self._drop_step()
         self._next_step, self._epoch = step, epoch
@@ -191,7 +191,9 @@ class RunRecorder(Worker):
         self._step = None
         if is_torn:
             self._put_back()
-        self._kept = self.state_dict()
+        self._kept = {**self._state(None), "torn": is_torn}
+        with self.contained():
+            self._kept |= self._local_state()
         if record is not None and self._is_first and not self._is_mute:
             with self.contained():
                 self._hand_out(record)
@@ -315,8 +317,9 @@ class RunRecorder(Worker):
 
     def state_dict(self) -> dict[str, Any]:
         """What is in no record yet, of this rank, as plain Python and tensors."""
-        if self._kept is not None:
-            return self._kept
+        return self._local_state() if self._kept is None else self._kept
+
+    def _local_state(self) -> dict[str, Any]:
         holds = self.holds_states and not self.failed
         return self._state(self.recorder.states.state_dict() if holds else None)
 
@@ -330,6 +333,7 @@ class RunRecorder(Worker):
     def _state(self, states: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "next_step": self._next_step,
+            "epoch": self._epoch,
             "open_steps": self._open_steps + (self._step is not None),
             "every_n_train_steps": self.every_n_train_steps,
             "overflow_steps": self.overflow_steps,
@@ -344,22 +348,40 @@ class RunRecorder(Worker):
         """The same with the state of a run before this one in the same process, which may be quite another one."""
         self._carried = {**other, "is_another": True}
 
-    def _adopt(self, step: int) -> None:
+    def _adopt(self, step: int, epoch: int) -> None:
         carried, self._carried = self._carried, None
         if carried is None:
             return
-        if carried["next_step"] != step:
-            if carried["open_steps"] and "is_another" not in carried:
+        try:
+            next_step, open_steps, of_epoch = (int(carried[key]) for key in ("next_step", "open_steps", "epoch"))
+            cadence, overflow_steps = (int(carried[key]) for key in ("every_n_train_steps", "overflow_steps"))
+        except (KeyError, TypeError, ValueError) as error:
+            tell(f"{self.name} begins anew, what was saved cannot be read: {describe_error(error)}")
+            return
+        # Lightning counts a step that failed, and repeats it.
+        if step != next_step and not (carried.get("torn") and step == next_step + 1):
+            if (open_steps or "states" in carried) and "is_another" not in carried:
                 tell(
-                    f"{self.name}: what was saved ends before step {carried['next_step']} and the run goes on with "
-                    f"step {step}, so it begins anew"
+                    f"{self.name} begins anew: what was saved ends before step {next_step} and the run goes on with "
+                    f"step {step}"
                 )
             return
-        self.overflow_steps = int(carried["overflow_steps"])
+        self.overflow_steps = overflow_steps
         if self._budget is not None:
-            self._widen(max(self.every_n_train_steps, int(carried["every_n_train_steps"])))
+            self._widen(max(self.every_n_train_steps, cadence))
         # On all ranks alike, since what a record waits for depends on it.
-        self._open_steps = int(carried["open_steps"])
+        self._open_steps = open_steps
         if self._is_first and "states" in carried:
+            self._load(carried["states"])
+        # What was saved behind the last batch of an epoch was saved before the epoch had ended.
+        if self._open_steps and self.reduce == "epoch" and of_epoch != epoch:
+            self._next_step, self._epoch = step, of_epoch
+            self._flush(self.last_step)
+
+    def _load(self, states: Any) -> None:
+        try:
+            self.recorder.states.load_state_dict(states, self._device)
+        except Exception as error:  # noqa: BLE001 - whatever a file has in it
+            tell(f"{self.name} begins anew, the saved statistics cannot be read: {describe_error(error)}")
             with self.contained():
-                self.recorder.states.load_state_dict(carried["states"], self._device)
+                self.recorder.states.forget()

@@ -250,6 +250,11 @@ class SiteStates:
             bank.reset()
 
     @torch.no_grad()
+    def forget(self) -> None:
+        """Forget what was recorded, what is carried from one stream to the next as well."""
+        self.restore([[] for _ in self._banks])
+
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The states as plain Python and tensors on the CPU; loaded again, they go on to the bit."""
         return {

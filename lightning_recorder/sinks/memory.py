@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
@@ -39,6 +39,12 @@ class MemorySink(Sink):
         self.texts: dict[str, dict[int, str]] = {}
         self.files: dict[str, dict[int, Path]] = {}
         self.graphs: dict[str, dict[int, Graph]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copied in one go, since another thread may be writing.
+        return {
+            kind: {tag: dict(by_step) for tag, by_step in dict(by_tag).items()} for kind, by_tag in vars(self).items()
+        }
 
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:

@@ -180,7 +180,6 @@ class Tap(ABC):
         """Call a function of ours from a hook so that its failure does not become the model's."""
         if name in self._quiet or not self._attached or in_transform() or is_unrecorded():
             return
-        self.called.add(name)
         watch = self.stopwatch
         started = None if watch is None else watch.start()
         try:
@@ -248,4 +247,6 @@ class TapHook(ModuleHook):
     def __call__(self, module: nn.Module, *passed: Any) -> None:
         # Under torch.compile the hook would be traced into the graph; what is compiled is recorded in eager steps only.
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # public, though not declared so
+            if self._tap.attached:
+                self._tap.called.add(self._name)
             self._tap._guarded(self._name, self._method, module, *passed)

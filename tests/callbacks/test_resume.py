@@ -396,9 +396,7 @@ def test_a_state_of_another_step_is_one_warning(tmp_path: Path) -> None:
     spoil(path, lambda state: state.update(next_step=7))
     sink = MemorySink()
     told = told_by(lambda: go(tmp_path, [ActivationRecorder("head", sinks=[sink], **options)], ckpt=path))
-    assert told == [
-        "ActivationRecorder: what was saved ends before step 7 and the run goes on with step 4, so it begins anew"
-    ]
+    assert told == ["ActivationRecorder begins anew: what was saved ends before step 7 and the run goes on with step 4"]
     assert sink.scalars["activations/head/count"] == {5: 160.0, 7: 160.0}
 
 

@@ -34,7 +34,7 @@ def rank_of(**tensors: Tensor) -> dict[Key, tuple[Reduction, Tensor]]:
 def layouts(ranks: Sequence[Rank]) -> list[Layout]:
     """The layout of each rank, after all have told what they have."""
     found = [Layout() for _ in ranks]
-    told = [key for layout, own in zip(found, ranks, strict=True) for key in layout.unknown(own)]
+    told = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
     for layout in found:
         layout.extend(told)
     return found
@@ -168,7 +168,7 @@ def test_states_of_another_size_on_each_rank_are_refused() -> None:
         for size in (3, 5)
     ]
     found = [Layout() for _ in ranks]
-    told = [each for layout, own in zip(found, ranks, strict=True) for each in layout.unknown(own)]
+    told = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
     refused = [[key for key, _ in layout.extend(told)] for layout in found]
     assert refused == [[(0, A)]] * 2
     assert [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)] == [[], []]
@@ -181,9 +181,9 @@ def test_what_is_told_of_a_site_has_no_state() -> None:
     """A reduction is made known with its settings and its width alone, and the one in use keeps its state."""
     reduction, state = state_of(RunningMoments(correction=1), torch.ones(3))
     ((key, told),) = Layout().unknown({(0, A): (reduction, state)})
-    assert (key, repr(told)) == ((0, A), repr(reduction))
-    assert told is not None
-    assert not told.state.any()
+    assert (key, repr(told.reduction)) == ((0, A), repr(reduction))
+    assert told.reduction is not None
+    assert not told.reduction.state.any()
     assert torch.equal(reduction.state, state)
 
 
@@ -201,6 +201,19 @@ class Sum(Reduction):
 
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
         return {"sum": state[..., 0]}
+
+
+def test_a_reduction_that_cannot_be_sent_is_that_of_the_first_rank() -> None:
+    """Where each rank has it, it is merged; where only another rank has it, its site is left out on all."""
+
+    class Local(Sum):
+        """Of a class that cannot be pickled."""
+
+    own = {(0, A): state_of(Local(1), torch.ones(2))}
+    assert by_site(merge([own, own]))[A].tolist() == [4.0]
+    found = [Layout(), Layout()]
+    told = [[], found[1].unknown(own)]
+    assert [[key for key, _ in layout.extend(told)] for layout in found] == [[(0, A)]] * 2
 
 
 def test_settings_without_a_text_of_their_own_are_the_same_on_all_ranks() -> None:

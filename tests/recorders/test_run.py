@@ -177,7 +177,9 @@ def test_a_state_that_ends_elsewhere_is_told() -> None:
     loop.step(0, 1.0)
     again = Loop(Sampling(1), 4)
     again.run.load_state_dict(loop.run.state_dict())
-    with pytest.warns(RecorderWarning, match="ends before step 1 and the run goes on with step 2, so it begins anew"):
+    with pytest.warns(
+        RecorderWarning, match="begins anew: what was saved ends before step 1 and the run goes on with step 2"
+    ):
         again.step(2, 4.0)
     again.step(3, 8.0)
     assert again.shown == {3: 12.0}

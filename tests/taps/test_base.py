@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import threading
 import warnings
 import weakref
@@ -398,13 +399,18 @@ def test_a_receiver_gets_no_copy() -> None:
 # Faults
 
 
+def path_of(kind: type[Tap]) -> str:
+    """The path of the first tensor of a module that a tap hands over."""
+    return "weight" if "Parameter" in kind.__name__ else "in[0]" if "Input" in kind.__name__ else "out"
+
+
 @each_tap
 def test_a_fault_is_one_warning_that_names_the_module(kind: type[Tap]) -> None:
     """A receiver that raises costs one warning with tap, module and cause, and that module is left alone ever after."""
     module, x = make("single")
     seen: list[str] = []
     tap = put_on(kind, module, fail_on("act", seen))
-    message = f"{kind.__name__} could not record module 'act': ZeroDivisionError: no luck"
+    message = f"{kind.__name__} could not record module 'act' at {path_of(kind)!r}: ZeroDivisionError: no luck"
     with pytest.warns(RecorderWarning) as told, tap:
         module(x).backward()
     assert [str(warning.message) for warning in told] == [
@@ -441,7 +447,8 @@ def test_a_fault_leaves_training_as_it_is(kind: type[Tap]) -> None:
 def test_strict_raises_from_the_pass_and_names_the_module(kind: type[Tap]) -> None:
     """Under strict a fault is raised from the forward or the backward pass, with the module's name and the cause."""
     module, x = make("single")
-    message = rf"^{kind.__name__} could not record module 'act': ZeroDivisionError: no luck$"
+    path = re.escape(path_of(kind))
+    message = rf"^{kind.__name__} could not record module 'act' at '{path}': ZeroDivisionError: no luck$"
     with put_on(kind, module, fail_on("act", []), strict=True):
         if kind in FORWARD:
             with pytest.raises(RecordingError, match=message) as raised:
