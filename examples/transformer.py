@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder
+from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, ParameterRecorder
 
 TOKENS = 64
 
@@ -60,8 +60,14 @@ def main(folder: Path) -> float:
         accelerator="cpu",
         log_every_n_steps=20,
         logger=TensorBoardLogger(folder, name="transformer"),
-        # The gradients of the attention's parts, and the output of every block beside those of its leaves.
-        callbacks=[GraphRecorder(), ActivationRecorder(["**.ln_*", "**.h.*"]), GradientRecorder("**.attn.*")],
+        # The output of every block beside those of its leaves, the gradients of the attention's parts, and how fast the
+        # weights of the blocks change.
+        callbacks=[
+            GraphRecorder(),
+            ActivationRecorder(["**.ln_*", "**.h.*"]),
+            GradientRecorder("**.attn.*"),
+            ParameterRecorder("**.h.**", types="Conv1D", parts=["values", "updates"]),
+        ],
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -80,7 +80,7 @@ class Watched:
             return f"bypassed: nn.{type(parent).__name__} took its fused path"
         if name in self.trained:
             return "bypassed: its parameters have a gradient, so .forward() or a function used them without a call"
-        return "never called in the recorded step"
+        return "never called: no call of it in the recorded step"
 
     def _why_no_parameter(self, name: str) -> str:
         parameters = [parameter for _, parameter in own_parameters(self.modules[name])]

@@ -32,7 +32,7 @@ from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.recorders import Report, RunRecorder, SiteRecorder, SiteStates
 from lightning_recorder.taps import Tap
 from tests.callbacks.models import hooks_left
-from tests.callbacks.test_resume import BATCHES, Small, go, shown, small, told_by
+from tests.callbacks.small import BATCHES, Small, go, shown, small, told_by
 
 KINDS: tuple[Any, ...] = (ActivationRecorder, GradientRecorder, ParameterRecorder)
 STEPS = 2 * BATCHES

@@ -24,7 +24,7 @@ from lightning_recorder import (
 from lightning_recorder.recorders import Budget, Record, RunRecorder
 from lightning_recorder.schedule import Sampling
 from tests.callbacks.models import Classifier, digits, fit
-from tests.callbacks.test_resume import Small, go, small
+from tests.callbacks.small import Small, go, small
 
 RECEIPT_LINE = "lightning.pytorch.utilities.rank_zero"
 
@@ -94,7 +94,7 @@ def why(about: dict[str, Any]) -> dict[str, str]:
     return {name: ", ".join(each["sites"]) if each["fired"] else each["why"] for name, each in about["modules"].items()}
 
 
-NEVER = "never called in the recorded step"
+NEVER = "never called: no call of it in the recorded step"
 WITHOUT_CALL = "bypassed: its parameters have a gradient, so .forward() or a function used them without a call"
 ATTENTION = "bypassed: nn.MultiheadAttention uses its parameters without calling it"
 NO_LOSS = "no gradient: what it returned took no part in the loss, or is no tensor"
@@ -295,7 +295,7 @@ def test_one_line_is_logged(told: Callable[[], list[str]], tmp_path: Path) -> No
     (line,) = told()
     assert line.startswith(
         "ActivationRecorder: 3 of 6 modules recorded, not bypassed (bypassed), "
-        "unused (never called in the recorded step), attention.out_proj (bypassed); "
+        "unused (never called: no call of it in the recorded step), attention.out_proj (bypassed); "
     )
     about = receipt(tmp_path, "activations")
     size = f"{about['event_bytes_per_1000_steps'] / 1e6:.1f} MB of files per 1,000 steps"

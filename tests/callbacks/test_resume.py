@@ -10,8 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +20,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -31,87 +29,15 @@ from lightning_recorder import (
     MemorySink,
     Norms,
     ParameterRecorder,
-    RecorderWarning,
 )
 from lightning_recorder.reductions import fused
-from tests.callbacks.models import Classifier, digits, hooks_left
+from tests.callbacks.models import hooks_left
+from tests.callbacks.small import BATCHES, EPOCHS, Resumable, Small, go, shown, small, told_by
 
 # Checkpoints are kept by a callback that the run which goes on does without.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 
-BATCHES = 4
-EPOCHS = 2
-
-
-class Small(Classifier):
-    """Two linear layers and nothing that draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU())  # type: ignore[assignment]  # another encoder
-        self.dropout = nn.Identity()  # type: ignore[assignment]  # as above
-        self.head = nn.Linear(8, 10)
-
-
-def small() -> Small:
-    """The model, with the same parameters each time."""
-    seed_everything(1, verbose=False)
-    return Small()
-
-
-class Resumable(DataLoader[tuple[Tensor, ...]]):
-    """The batches of :func:`digits`, going on behind those that were given before a checkpoint."""
-
-    def __init__(self) -> None:
-        dataset: Any = digits(BATCHES).dataset
-        super().__init__(dataset, batch_size=8)
-        self.given = self.passed_over = 0
-
-    def __iter__(self) -> Any:
-        first, self.passed_over = self.passed_over, 0
-        self.given = first
-        return self._from(first)
-
-    def _from(self, first: int) -> Iterator[Any]:
-        for index, batch in enumerate(super().__iter__()):
-            if index >= first:
-                self.given = index + 1
-                yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.passed_over = state_dict["given"] % BATCHES
-
-
-def go(
-    folder: Path,
-    callbacks: list[Callback],
-    *,
-    model: Small | None = None,
-    ckpt: Path | None = None,
-    validation: bool = False,
-    **options: Any,
-) -> Trainer:
-    """Train the small model, or go on from a checkpoint."""
-    trainer = Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-        **{"max_epochs": EPOCHS, "enable_checkpointing": False, "logger": False, **options},
-    )
-    trainer.fit(model or small(), Resumable(), digits(2) if validation else None, ckpt_path=ckpt, **WEIGHTS_ONLY)
-    return trainer
-
-
 # Plain data are all that a checkpoint may need; an older Lightning cannot be told so.
-WEIGHTS_ONLY: dict[str, Any] = (
-    {"weights_only": True} if "weights_only" in inspect.signature(Trainer.fit).parameters else {}
-)
 
 
 def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
@@ -127,17 +53,6 @@ def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
 def every_step(folder: Path) -> ModelCheckpoint:
     """Keeps a checkpoint of each optimiser step, as ``step=3.ckpt``."""
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-
-
-def shown(sink: MemorySink, start: int = 0) -> dict[tuple[str, int], Any]:
-    """Every scalar and histogram from a step on, by tag and step, in a form that is equal just where all bits are."""
-    scalars = {(tag, step): repr(value) for tag, by_step in sink.scalars.items() for step, value in by_step.items()}
-    histograms = {
-        (tag, step): (*(each.tolist() for each in (seen.edges, seen.counts)), seen.min, seen.max, seen.sum)
-        for tag, by_step in sink.histograms.items()
-        for step, seen in by_step.items()
-    }
-    return {key: value for key, value in {**scalars, **histograms}.items() if key[1] >= start}
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -297,14 +212,6 @@ def test_checkpoints_hold_plain_data_alone(tmp_path: Path) -> None:
     states = [state for state in saved["callbacks"].values() if "banks" in state.get("states", {})]
     assert [len(state["states"]["banks"]) for state in states] == [2, 2, 2]
     assert [state["next_step"] for state in states] == [BATCHES] * 3
-
-
-def told_by(run: Callable[[], object]) -> list[str]:
-    """The warnings of ours that a run gives."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    return [str(each.message) for each in caught if each.category is RecorderWarning]
 
 
 @pytest.mark.parametrize(
