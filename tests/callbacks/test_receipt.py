@@ -295,7 +295,7 @@ def test_one_line_is_logged(told: Callable[[], list[str]], tmp_path: Path) -> No
     (line,) = told()
     assert line.startswith(
         "ActivationRecorder: 3 of 6 modules recorded, not bypassed (bypassed), "
-        "unused (never called: no call of it in the recorded step), attention.out_proj (bypassed); "
+        "unused (never called), attention.out_proj (bypassed); "
     )
     about = receipt(tmp_path, "activations")
     size = f"{about['event_bytes_per_1000_steps'] / 1e6:.1f} MB of files per 1,000 steps"
