@@ -291,6 +291,7 @@ def test_one_line_is_logged(told: Callable[[], list[str]], tmp_path: Path) -> No
         tmp_path,
         [ActivationRecorder(["head", "unused", "bypassed", "attention.out_proj", "apart", "frozen"])],
         logger=False,
+        max_steps=1,
     )
     (line,) = told()
     assert line.startswith(
