@@ -49,7 +49,9 @@ def tests(session: nox.Session) -> None:
     session.run("mypy")
     doctests = ["--doctest-modules", "--doctest-glob=README.md", "lightning_recorder", "README.md"]
     session.run("python", "-m", "pytest", *doctests)
-    session.run("python", "-m", "pytest", *session.posargs)
+    # In two processes, each of which computes with one thread; a file's tests stay together, as they share runs.
+    parallel = ["-n", "2", "--dist", "loadfile"]
+    session.run("python", "-m", "pytest", *parallel, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -82,6 +82,8 @@ class RecorderCallback(Callback):
             raise ArgumentError(f"compiled must be 'eager' or 'skip', got {compiled!r}")
         if not isinstance(name, str):
             raise ArgumentError(f"name must be a string, got {name!r}")
+        if name and (Path(name).name != name or "\\" in name):
+            raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")
         self.name = name
         self.compiled = compiled
         self.strict = strict

@@ -106,7 +106,7 @@ class GraphRecorder(RecorderCallback):
         given: object = timeout_s
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
             raise ArgumentError(f"timeout_s must be positive, got {timeout_s!r}")
-        if not name or Path(str(name)).name != name or "\\" in name:
+        if not name:
             raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")
         self.depth = depth
         self.max_nodes = max_nodes

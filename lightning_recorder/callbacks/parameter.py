@@ -88,6 +88,11 @@ class ParameterRecorder(StatisticsCallback):
             )
         return modules
 
+    @property
+    @override
+    def tags(self) -> set[str]:
+        return set(self.parts)
+
     @override
     def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
         return OptimizerRecorder(modules, parts=self.parts, **self.options)

@@ -86,7 +86,8 @@ class StatisticsCallback(EvaluationCallback):
             ``"skip"``, they are not recorded.
         max_overhead: The share of the training time that recording may take, as 0.02. Where it takes more, the cadence
             is widened, which is logged.
-        name: Tells this callback from others of its kind in checkpoints and dumps.
+        name: Tells this callback from others of its kind, in checkpoints, in the names of dumps and in the tags, which
+            then begin with ``<group>-<name>``.
         sinks: Further sinks, beside the loggers of the trainer and the files under ``<log_dir>/recorder``.
         strict: Raise errors of the recorder instead of warning of them.
     """
@@ -144,7 +145,8 @@ class StatisticsCallback(EvaluationCallback):
         self._settings = f"{self.reduce} {recorder.states.described}"
         self.histograms = histograms
         self.dump = dump
-        report = Report(self.group, self.statistics, histograms=histograms)
+        tags = "-".join(filter(None, [self.group, name]))
+        report = Report(tags, self.statistics, histograms=histograms)
         self._results = Results(report, name=str(self), say=rank_zero_info, summarize=self.summarize)
         self._run: RunRecorder | None = None
         self.evaluations: dict[str, EvaluationRecorder] = {}
@@ -189,6 +191,7 @@ class StatisticsCallback(EvaluationCallback):
             self._results.begin(self._sink, directory, self._label(trainer))
             self.warn_of_eager_memory(pl_module)
             if modules is not None:
+                self._tell_of_others(trainer, modules)
                 self._make_workers(trainer, pl_module, modules)
         except (ArgumentError, SelectionError):
             raise
@@ -260,9 +263,31 @@ class StatisticsCallback(EvaluationCallback):
 
     def _label(self, trainer: Trainer) -> str:
         """What files call this recorder: the group, its name, and its place among those that are called the same."""
-        alike = [each for each in trainer.callbacks if type(each) is type(self) and each.name == self.name]  # type: ignore[attr-defined]  # set in Trainer.__init__
+        alike = self._alike(trainer)
         place = next((index for index, each in enumerate(alike) if each is self), 0)
         return "-".join([self.group, *filter(None, [self.name]), *([str(place + 1)] if place else [])])
+
+    def _alike(self, trainer: Trainer) -> list[StatisticsCallback]:
+        """The callbacks of this kind and name, this one included."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+        return [each for each in callbacks if type(each) is type(self) and each.name == self.name]
+
+    def _tell_of_others(self, trainer: Trainer, modules: SelectedModules) -> None:
+        """Say so if another recorder writes the same tags."""
+        for other in self._alike(trainer):
+            if other is self:
+                return
+            shared = [] if other._watched is None else [name for name in modules if name in other._watched.modules]
+            if shared and self.tags & other.tags:
+                tell(
+                    f"two callbacks {self} record {shared[0]!r} under the same tags, so their records mix: give one "
+                    "a name"
+                )
+
+    @property
+    def tags(self) -> set[str]:
+        """What two recorders of this kind may not both write of a module."""
+        return set(self.stages)
 
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         """The modules to record, if there are any."""
@@ -397,6 +422,8 @@ class StatisticsCallback(EvaluationCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.finish()
+            if not self._run.has_recorded and self._run.every_n_train_steps and trainer.global_step:
+                rank_zero_info(f"{self} has recorded no step: none was due by its schedule")
 
     # Records.
 

@@ -60,7 +60,7 @@ class EvaluationRecorder(Worker):
             merges = self.exchange is not None and self.exchange.is_open
             merged = self.merged(scope=f"{self.stage} {loader}")
             with self.contained():
-                self.recorder.states.reset()
+                self.recorder.states.forget()  # the last batch of an evaluation does not come before the next one
                 if merged.snapshot is not None:
                     place = loader if loaders > 1 else None
                     ranks = self.exchange.ranks - len(merged.absent) if self.exchange is not None and merges else 1

@@ -129,7 +129,7 @@ class Receipt:
         total = len(self.sites) + len(self.missing)
         size = self.event_bytes_per_1000_steps
         files = "" if size is None else f", {_bytes(size)} of files per 1,000 steps"
-        ranks = f" of {self.merged_ranks} ranks" if self.merged_ranks > 1 else ""
+        ranks = f" by {self.merged_ranks} ranks" if self.merged_ranks > 1 else ""
         costs = f"{_bytes(self.state_bytes)} of state, {self.recording_ms + self.flush_ms:.1f} ms in step {self.step}"
         return f"{len(self.sites)} of {total} modules recorded{ranks}{self._missing()}; {costs}{files}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import device as Device
@@ -75,6 +76,8 @@ class RunRecorder(Worker):
         self._timed_steps = 0  # recorded ones whose time was not taken yet
         self._timed_ms = 0.0
         self._is_mute = False
+        self._has_recorded = False
+        self._has_share_of_all = False  # of what the ranks recorded before a checkpoint, which this one goes on from
         self._carried: Mapping[str, Any] | None = None
         self._kept: dict[str, Any] | None = None
 
@@ -87,6 +90,11 @@ class RunRecorder(Worker):
     def records(self) -> bool:
         """Whether a step is being recorded."""
         return self._step is not None
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether any step was recorded."""
+        return self._has_recorded
 
     @property
     def last_step(self) -> int:
@@ -200,6 +208,7 @@ class RunRecorder(Worker):
 
     def _begin_step(self, step: int) -> None:
         self._step = step
+        self._has_recorded = True
         self._before = None
         if self.works and (self._open_steps or self.recorder.states.carries):
             with self.contained():
@@ -289,12 +298,16 @@ class RunRecorder(Worker):
         overflowed: bool = False,
         ms: tuple[float, float] = (0.0, 0.0),
     ) -> Record | None:
-        if merged.snapshot is None:
+        snapshot = merged.snapshot
+        if snapshot is None:
             return None
+        if self._has_share_of_all:  # what the first rank has is not its own, and says nothing of how ranks differ
+            self._has_share_of_all = False
+            snapshot = replace(snapshot, rank_means={}, apart=frozenset())
         return Record(
             step,
             self._epoch,
-            merged.snapshot,
+            snapshot,
             steps,
             overflowed=overflowed,
             overflow_steps=self.overflow_steps,
@@ -379,6 +392,7 @@ class RunRecorder(Worker):
             self._flush(self.last_step)
 
     def _load(self, states: Any) -> None:
+        self._has_share_of_all = True
         try:
             self.recorder.states.load_state_dict(states, self._device)
         except Exception as error:  # noqa: BLE001 - whatever a file has in it

@@ -853,7 +853,9 @@ def test_several_callbacks_of_a_kind_record_what_each_is_to(tmp_path: Path) -> N
             "body", every_n_train_steps=3, reduce=3, statistics=["count"], sinks=[sinks[1]], strict=True
         ),
         ParameterRecorder("head", every_n_train_steps=1, statistics=["count"], sinks=[sinks[2]], strict=True),
-        ParameterRecorder("head", every_n_train_steps=4, parts="updates", statistics=["count"], sinks=[sinks[3]]),
+        ParameterRecorder(
+            "head", every_n_train_steps=4, parts="updates", statistics=["count"], name="4", sinks=[sinks[3]]
+        ),
     ]
     trainer, model = trainer_of(tmp_path, callbacks), Net()
     trainer.fit(model, loader())
@@ -862,7 +864,7 @@ def test_several_callbacks_of_a_kind_record_what_each_is_to(tmp_path: Path) -> N
     assert sinks[1].scalars == {"activations/body/count": {2: 3.0 * (1 + 4), 5: 3.0 * 32}}
     assert sinks[2].scalars["parameters/head/weight.update/count"] == dict.fromkeys(range(6), 6.0)
     assert sinks[3].scalars == {
-        f"parameters/head/{path}.update/count": dict.fromkeys([0, 3], size)
+        f"parameters-4/head/{path}.update/count": dict.fromkeys([0, 3], size)
         for path, size in (("weight", 6.0), ("bias", 2.0))
     }
 
@@ -1212,8 +1214,9 @@ def test_an_optimiser_may_have_step_hooks_of_others(ours: int, tmp_path: Path) -
     callbacks = [ParameterRecorder(name=str(place), sinks=[sink], **options) for place, sink in enumerate(sinks)]
     trainer_of(tmp_path, callbacks).fit(Hooked(), loader())
     assert called == ["pre", "post"] * BATCHES
-    for sink in sinks:
-        assert sink.scalars["parameters/head/weight.update/count"] == dict.fromkeys([0, 1, 3, 5], 6.0)
+    for place, sink in enumerate(sinks):
+        counts = sink.scalars[f"parameters-{place}/head/weight.update/count"]
+        assert counts == dict.fromkeys([0, 1, 3, 5], 6.0)
 
 
 def test_an_epoch_that_ends_before_its_first_batch_leaves_the_receipt_to_the_next(tmp_path: Path) -> None:
