@@ -713,8 +713,9 @@ def union(results: Sequence[Mapping[str, Any]], name: str, step: int) -> list[Te
 
 
 def at(scalars: Mapping[str, Mapping[int, float]], place: str, step: int) -> dict[str, float]:
-    """The scalars of a place, as ``activations/hidden``, by statistic."""
-    return {tag.rpartition("/")[2]: found[step] for tag, found in scalars.items() if tag.rpartition("/")[0] == place}
+    """The scalars of a place, as ``activations/hidden``, by statistic; those of ranks are not in every record."""
+    tags = {tag.rpartition("/")[2]: found for tag, found in scalars.items() if tag.rpartition("/")[0] == place}
+    return {statistic: found[step] for statistic, found in tags.items() if step in found}
 
 
 def counted_values(scalars: Mapping[str, Any], place: str) -> dict[int, float]:
@@ -1008,6 +1009,8 @@ def test_a_resumed_run_records_what_an_uninterrupted_one_does(pair: Path, tmp_pa
         one, other = (each["histograms"]["activations/squash/histogram"][step] for each in (rest, whole))
         assert same_histogram(one, other)
         assert at(rest["scalars"], "activations/hidden", step)["count"] == steps * 16 * 7
+        # What the first rank goes on from is the share of all, so how the ranks differ is known in the next record.
+        assert ("rank_mean_min" in found) == (devices == 2 and step == 5)
     assert told == [[], []]
 
 
