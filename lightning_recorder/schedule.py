@@ -48,7 +48,7 @@ class EveryNSteps:
 
     def __call__(self, step: int) -> bool:
         """Whether the 0-based optimiser step is recorded."""
-        return self.n > 0 and (step == 0 or (step + 1) % self.n == 0)
+        return _is_nth(step, self.n)
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Sampling:
 
     def in_epoch(self, epoch: int) -> bool:
         """Whether anything of the 0-based epoch is recorded."""
-        return epoch == 0 or (epoch + 1) % self.every_n_epochs == 0
+        return _is_nth(epoch, self.every_n_epochs)
 
     def __call__(self, step: int, epoch: int = 0) -> bool:
         """Whether the 0-based optimiser step of that epoch is recorded."""
         first, stop = self.step_window or (0, math.inf)
-        due = step < self.first_n_steps or EveryNSteps(self.every_n_train_steps or 0)(step)
+        due = step < self.first_n_steps or _is_nth(step, self.every_n_train_steps or 0)
         return due and first <= step < stop and self.in_epoch(epoch) and self._is_wanted(step)
 
     def _is_wanted(self, step: int) -> bool:
@@ -123,6 +123,11 @@ class Sampling:
         if reduce == "step":
             return steps // cadence if cadence else 0
         return max(1, steps // max(reduce, cadence)) if isinstance(reduce, int) and cadence else 1
+
+
+def _is_nth(number: int, n: int) -> bool:
+    """Whether a 0-based number is the first or an n-th one; with ``n`` zero none is."""
+    return n > 0 and (number == 0 or (number + 1) % n == 0)
 
 
 def _checked_window(window: object) -> tuple[int, int]:

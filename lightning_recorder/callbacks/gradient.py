@@ -53,7 +53,7 @@ class GradientRecorder(StatisticsCallback):
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
         if isinstance(recorder, StatisticsRecorder):
-            recorder.factor = gradient_factor(trainer, pl_module, self._scale)
+            recorder.factor = gradient_factor(trainer, pl_module, self.loss_scale.value)
 
     @property
     @override

@@ -105,7 +105,7 @@ class ParameterRecorder(StatisticsCallback):
             # Lightning leaves the gradients of optimisers scaled that take the scale out by themselves.
             scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
             with self._run.contained():
-                self._run.recorder.before_step(optimizer, 1 / self._scale if scaled else 1.0)
+                self._run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
 
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:

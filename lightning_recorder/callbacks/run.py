@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["gradient_factor", "logged_step", "loss_scale", "recorder_directory", "stepped"]
+__all__ = ["gradient_factor", "logged_step", "recorder_directory", "stepped"]
 
 
 def logged_step(trainer: Trainer) -> int:
@@ -40,16 +40,6 @@ def stepped(trainer: Trainer, batch_idx: int) -> bool:
     """
     is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or is_last
-
-
-def loss_scale(trainer: Trainer) -> float:
-    """The scale of the ``GradScaler``, 1 without one.
-
-    Note:
-        On a GPU, reading it waits for the device.
-    """
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
 def gradient_factor(trainer: Trainer, pl_module: LightningModule, scale: float) -> float:

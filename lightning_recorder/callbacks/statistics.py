@@ -17,7 +17,9 @@ from typing_extensions import override
 from lightning_recorder.callbacks.base import Compiled, guarded
 from lightning_recorder.callbacks.checkpoints import listen, stop_listening
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
-from lightning_recorder.callbacks.run import logged_step, loss_scale, stepped
+from lightning_recorder.callbacks.run import logged_step, stepped
+from lightning_recorder.callbacks.scale import LossScale
+from lightning_recorder.callbacks.state import KeptState
 from lightning_recorder.compiled import compiled_modules
 from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, check_integer, describe_error, tell
 from lightning_recorder.recorders import (
@@ -46,8 +48,6 @@ __all__ = ["DEFAULT_STATISTICS", "StatisticsCallback"]
 
 DEFAULT_STATISTICS = ("mean", "std", "rms", "min", "max", "zero_fraction")
 """The scalars that are shown by default; NaN and infinities are counted as well and shown once there are any."""
-
-_STATE_VERSION = 1
 
 # By this attribute of a model Lightning allows a rank to have no batches.
 _MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
@@ -127,24 +127,17 @@ class StatisticsCallback(EvaluationCallback):
         if max_overhead is not None:
             check_overhead(max_overhead)
         self.max_overhead = max_overhead
-        self.statistics = (statistics,) if isinstance(statistics, str) else _listed("statistics", statistics)
-        _check_statistics(self.statistics)
-        if histogram_sample is not None:
-            check_integer("histogram_sample", histogram_sample, 1)
+        self.statistics = _checked_statistics(statistics)
         check_bool("histograms", histograms)
         check_bool("dump", dump)
-        self.options: dict[str, Any] = {
-            "extra": (extra,) if isinstance(extra, Reduction) else _reductions(_listed("extra", extra)),
-            "quantiles": _listed("quantiles", quantiles),
-            "sample": histogram_sample,
-            "strict": strict,
-        }
+        self.options = _options(extra, quantiles, histogram_sample, strict)
         """What the recorders of this callback are made with."""
         recorder = self.make_recorder({}, "train")  # raises what is wrong now and not when the fit starts
-        # What a saved state has to agree with.
-        self._settings = f"{self.reduce} {recorder.states.described}"
         self.histograms = histograms
         self.dump = dump
+        self._settings = f"{self.reduce} {recorder.states.described}"
+        self._kept = KeptState(self._settings)
+        self.loss_scale = LossScale()
         tags = "-".join(filter(None, [self.group, name]))
         report = Report(tags, self.statistics, histograms=histograms)
         self._results = Results(report, name=str(self), say=rank_zero_info, summarize=self.summarize)
@@ -153,10 +146,6 @@ class StatisticsCallback(EvaluationCallback):
         self._watched: Watched | None = None
         self._has_receipt = False
         self._every_n: int | None = None
-        self._scale = 1.0
-        self._overflowed = False
-        self._saved: dict[str, Any] = {}
-        self._is_loaded = False
 
     @abstractmethod
     def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
@@ -189,7 +178,8 @@ class StatisticsCallback(EvaluationCallback):
             directory = self._made(directory) if trainer.is_global_zero else None
             self.open_sinks(trainer, directory)
             self._results.begin(self._sink, directory, self._label(trainer))
-            self.warn_of_eager_memory(pl_module)
+            if trainer.is_global_zero:
+                self.warn_of_eager_memory(pl_module)
             if modules is not None:
                 self._tell_of_others(trainer, modules)
                 self._make_workers(trainer, pl_module, modules)
@@ -208,9 +198,9 @@ class StatisticsCallback(EvaluationCallback):
                 evaluation.exchange = None
         if error is not None:
             raise error
-        if modules is None:
+        if modules is None and trainer.is_global_zero:
             tell(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
-        elif self.dump and self._run is not None:
+        if modules is not None and self.dump and self._run is not None:
             listen(trainer, self)
 
     def _make_workers(self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules) -> None:
@@ -230,7 +220,6 @@ class StatisticsCallback(EvaluationCallback):
                     device=pl_module.device,
                     **options,
                 )
-                self._restore(self._run)
         self._every_n = None
         self._has_receipt = False
 
@@ -278,7 +267,7 @@ class StatisticsCallback(EvaluationCallback):
             if other is self:
                 return
             shared = [] if other._watched is None else [name for name in modules if name in other._watched.modules]
-            if shared and self.tags & other.tags:
+            if shared and self.tags & other.tags and trainer.is_global_zero:
                 tell(
                     f"two callbacks {self} record {shared[0]!r} under the same tags, so their records mix: give one "
                     "a name"
@@ -304,9 +293,9 @@ class StatisticsCallback(EvaluationCallback):
         if trainer.world_size == 1:
             return None
         if not Exchange.is_needed():
-            tell(
-                f"{self}: {type(trainer.strategy).__name__} has no processes of torch.distributed, rank 0 records alone"
-            )
+            if trainer.is_global_zero:
+                kind = type(trainer.strategy).__name__
+                tell(f"{self}: {kind} has no processes of torch.distributed, rank 0 records alone")
             return None
         exchange = Exchange(trainer.strategy.root_device)
         about = f"{self.state_key} {self._settings} {None if modules is None else list(modules)}"
@@ -331,7 +320,8 @@ class StatisticsCallback(EvaluationCallback):
                 run.fail()
             with run.contained():
                 run.abort()
-                self._saved = run.state_dict()
+                if trainer is not None and not self._kept.waits:
+                    self._kept.keep(run.state_dict(), trainer.global_step)
         self._watched = None
         if trainer is not None:
             stop_listening(trainer, self)
@@ -348,23 +338,24 @@ class StatisticsCallback(EvaluationCallback):
     @guarded
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._run is not None:
-            self._run.enabled = self.enabled
-            self._run.start_batch(
-                logged_step(trainer),
-                trainer.current_epoch,
-                partial(self._prepare, trainer, pl_module, self._run.recorder),
-            )
+        if self._run is None:
+            return
+        step, epoch = logged_step(trainer), trainer.current_epoch
+        if self._kept.waits:
+            report, at = self._results.report, trainer.global_step
+            why_not = self._kept.hand_over(self._run, report, global_step=at, step=step, epoch=epoch)
+            if why_not and trainer.is_global_zero:
+                tell(f"{self} begins anew: {why_not}")
+        self._run.enabled = self.enabled
+        self._run.start_batch(step, epoch, partial(self._prepare, trainer, pl_module, self._run.recorder))
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
-        self._scale, self._overflowed = loss_scale(trainer), False
+        self.loss_scale.begin_batch(trainer)
         self.prepare(trainer, pl_module, recorder)
 
-    def _note_scale(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
-        """See whether the step before was passed over: then the loss scale has shrunk, and at no other time."""
-        before, self._scale = self._scale, loss_scale(trainer)
-        self._overflowed |= self._scale < before
-        if self._scale != before:
+    def _end_step(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
+        """See whether the optimiser has passed the step before over."""
+        if self.counts_overflow and self.loss_scale.end_step(trainer):
             self.prepare(trainer, pl_module, run.recorder)
 
     @guarded
@@ -372,8 +363,8 @@ class StatisticsCallback(EvaluationCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if self._run is None or not self._run.records:
             return
-        if self.counts_overflow and not pl_module.automatic_optimization:  # another may have stepped in this batch
-            self._note_scale(trainer, pl_module, self._run)
+        if not pl_module.automatic_optimization:  # another may have stepped in this batch
+            self._end_step(trainer, pl_module, self._run)
         if not self._has_receipt and self._watched is not None:
             trained = with_gradients(self._watched.modules) | set(self._watched.trained)
             self._watched = self._watched.having(trained=trained)
@@ -384,9 +375,9 @@ class StatisticsCallback(EvaluationCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._run is not None:
-            if self.counts_overflow and self._run.records:
-                self._note_scale(trainer, pl_module, self._run)
-            self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self._overflowed)
+            if self._run.records:
+                self._end_step(trainer, pl_module, self._run)
+            self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self.loss_scale.overflowed)
             self._tell_cadence(self._run)
 
     @property
@@ -482,19 +473,11 @@ class StatisticsCallback(EvaluationCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = self._saved
+        state: dict[str, Any] = {}
         if self._run is not None:
             with self._run.contained():
                 state = self._run.state_dict()
-        return self._state(state)
-
-    def _state(self, run: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "version": _STATE_VERSION,
-            "settings": self._settings,
-            "nonfinite": [list(site) for site in sorted(self._results.report.nonfinite)],
-            **run,
-        }
+        return self._kept.packed(state, self._results.report)
 
     @guarded
     @override
@@ -502,47 +485,28 @@ class StatisticsCallback(EvaluationCallback):
         if self._run is None or self.state_key not in checkpoint.get("callbacks", {}):
             return
         self._results.wait()
-        if not trainer.interrupted:
-            with self._run.contained():
-                checkpoint["callbacks"][self.state_key] = self._state(self._run.merged_state_dict())
-            return
-        # The other ranks are not in step any more, and none can be asked.
-        if trainer.world_size > 1 and trainer.is_global_zero and self._run.holds_states:
-            tell(f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 alone")
         with self._run.contained():
-            self._run.abort()
-            checkpoint["callbacks"][self.state_key] = self._state(self._run.state_dict())
+            if not trainer.interrupted:
+                state = self._run.merged_state_dict()
+            else:  # the other ranks are not in step any more, and none can be asked
+                if trainer.world_size > 1 and trainer.is_global_zero and self._run.holds_states:
+                    tell(f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 alone")
+                self._run.abort()
+                state = self._run.state_dict()
+            checkpoint["callbacks"][self.state_key] = self._kept.packed(state, self._results.report)
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._saved = {}
-        if trainer.state.fn == "fit" and self.state_key not in checkpoint.get("callbacks", {}):
+        self._kept.forget()
+        is_known = self.state_key in checkpoint.get("callbacks", {})
+        if trainer.state.fn == "fit" and not is_known and trainer.is_global_zero:
             tell(
                 f"{self} begins anew: the checkpoint has nothing of it, or was saved with another selection or cadence"
             )
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = dict(state_dict)
-        self._is_loaded = True
-
-    def _restore(self, run: RunRecorder) -> None:
-        """Go on from what was saved, by a checkpoint or by the fit before."""
-        saved, self._saved = self._saved, {}
-        is_loaded, self._is_loaded = self._is_loaded, False
-        if not is_loaded:
-            if saved:
-                run.continue_from(saved)
-            return
-        try:
-            if (saved["version"], saved["settings"]) != (_STATE_VERSION, self._settings):
-                tell(f"{self} begins anew: its state in the checkpoint is that of other settings or another version")
-                return
-            self._results.report.nonfinite |= {Site(*site) for site in saved["nonfinite"]}
-            if saved.keys() - {"version", "settings", "nonfinite"}:
-                run.load_state_dict(saved)
-        except (KeyError, TypeError, ValueError) as error:
-            tell(f"{self} begins anew: its state in the checkpoint cannot be read: {describe_error(error)}")
+        self._kept.load(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to a run stays with it.
@@ -551,17 +515,32 @@ class StatisticsCallback(EvaluationCallback):
             "_run": None,
             "evaluations": {},
             "_watched": None,
-            "_saved": self._saved if self._run is None else {},
+            **({} if self._run is None else {"_kept": KeptState(self._settings)}),
         }
 
 
-def _check_statistics(names: Sequence[str]) -> None:
+def _checked_statistics(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The scalars that are to be shown, if there are such."""
+    names = (given,) if isinstance(given, str) else _listed("statistics", given)
     unknown = [name for name in names if name not in SHOWN_STATISTICS]
     if unknown:
         hint = "; histograms are chosen by histograms=True or False" if "histogram" in unknown else ""
         hint = hint or "; further ones are given by extra=[…]"
         known, got = ", ".join(SHOWN_STATISTICS), ", ".join(map(repr, unknown))
         raise ArgumentError(f"statistics knows {known}; got {got}{hint}")
+    return names
+
+
+def _options(extra: object, quantiles: object, sample: int | None, strict: bool) -> dict[str, Any]:
+    """What a recorder is made with."""
+    if sample is not None:
+        check_integer("histogram_sample", sample, 1)
+    return {
+        "extra": (extra,) if isinstance(extra, Reduction) else _reductions(_listed("extra", extra)),
+        "quantiles": _listed("quantiles", quantiles),
+        "sample": sample,
+        "strict": strict,
+    }
 
 
 def _in_words(value: object) -> object:

@@ -13,6 +13,7 @@ from lightning_recorder.recorders.record import Record
 from lightning_recorder.recorders.report import Report
 from lightning_recorder.recorders.results import Results
 from lightning_recorder.recorders.run import RunRecorder
+from lightning_recorder.recorders.siterecorder import SiteRecorder
 from lightning_recorder.recorders.sites import (
     RANK_STATISTICS,
     SHOWN_STATISTICS,
@@ -23,7 +24,7 @@ from lightning_recorder.recorders.sites import (
 from lightning_recorder.recorders.statistics import StatisticsRecorder
 from lightning_recorder.recorders.subrecorder import SubRecorder
 from lightning_recorder.recorders.summary import Summary, SummaryRow
-from lightning_recorder.recorders.worker import SiteRecorder, Worker
+from lightning_recorder.recorders.worker import Worker
 
 __all__ = [
     "PARAMETER_PARTS",

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_recorder.recorders.record import Record
+from lightning_recorder.recorders.siterecorder import SiteRecorder
 from lightning_recorder.recorders.sites import SiteStates
-from lightning_recorder.recorders.worker import SiteRecorder, Worker
+from lightning_recorder.recorders.worker import Worker
 
 __all__ = ["EvaluationRecorder"]
 
@@ -57,19 +58,13 @@ class EvaluationRecorder(Worker):
         self.interrupt()
         for loader in range(loaders):
             self.recorder.states = self._of(loader)
-            merges = self.exchange is not None and self.exchange.is_open
             merged = self.merged(scope=f"{self.stage} {loader}")
+            place = loader if loaders > 1 else None
             with self.contained():
                 self.recorder.states.forget()  # the last batch of an evaluation does not come before the next one
                 if merged.snapshot is not None:
-                    place = loader if loaders > 1 else None
-                    ranks = self.exchange.ranks - len(merged.absent) if self.exchange is not None and merges else 1
-                    self._conclude(Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, ranks=ranks))
-
-    def interrupt(self) -> None:
-        """Take the hooks off."""
-        with self.contained():
-            self.recorder.remove()
+                    record = Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, ranks=merged.ranks)
+                    self._conclude(record)
 
     def _of(self, loader: int) -> SiteStates:
         if loader not in self._states:

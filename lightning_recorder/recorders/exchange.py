@@ -31,12 +31,14 @@ class Merged:
             recorded.
         words: The numbers that each rank has given, ``[ranks][words]``.
         absent: The ranks whose recorder has failed.
+        ranks: Of how many ranks the states are.
         error: What went wrong on this rank, though the ranks have talked to each other as ever.
     """
 
     snapshot: Snapshot | None
     words: list[list[float]] = field(default_factory=list)
     absent: tuple[int, ...] = ()
+    ranks: int = 1
     error: Exception | None = None
 
 
@@ -60,7 +62,7 @@ class Exchange:
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.device = device if dist.get_backend() == "nccl" else torch.device("cpu")
+        self.device = torch.device("cpu") if dist.get_backend() == "gloo" else device
         """Where the states have to lie."""
         self.is_open = True
         """Whether the ranks have agreed to merge, and no transfer has failed."""
@@ -138,17 +140,18 @@ class Exchange:
             self._make_known(layout, unknown)
         told = [each[_SEEN + 1 :] for each in heads]
         absent = tuple(rank for rank, each in enumerate(heads) if each[_FAILED])
+        present = self.ranks - len(absent)
         if not any(each[_SEEN] for each in heads):
-            return Merged(snapshot if self.rank == 0 else None, told, absent, error)
+            return Merged(snapshot if self.rank == 0 else None, told, absent, present, error)
         self._add_up(packed.added)
-        if self.rank != 0:
-            return Merged(None, told, absent, error)
         merged = None
+        if self.rank != 0:
+            return Merged(merged, told, absent, present, error)
         try:
             merged = _snapshot(snapshot, layout.merge(answers[:, len(said) :].unbind(), packed.added.cpu()))
         except Exception as caught:  # noqa: BLE001 - as above
             error = caught
-        return Merged(merged, told, absent, error)
+        return Merged(merged, told, absent, present, error)
 
     def _make_known(self, layout: Layout, unknown: list[tuple[Key, Told]]) -> None:
         """Tell the other ranks of sites that they may not know."""

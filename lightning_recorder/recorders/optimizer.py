@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import Self
+from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, tell
-from lightning_recorder.recorders.sites import SiteStates, SiteStatistics, Snapshot
+from lightning_recorder.recorders.siterecorder import SiteRecorder
+from lightning_recorder.recorders.sites import SiteStates, SiteStatistics
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.stopwatch import Stopwatch
 from lightning_recorder.storage import is_uninitialized
@@ -45,7 +46,7 @@ class _Step(NamedTuple):
     before: list[Tensor | None]
 
 
-class OptimizerRecorder:
+class OptimizerRecorder(SiteRecorder):
     """Statistics of the parameters of modules at the steps of an optimiser, as a context manager.
 
     The sites of a parameter ``weight`` of a module are ``weight``, the values before the step; ``weight.grad``, the
@@ -99,6 +100,7 @@ class OptimizerRecorder:
         quantiles: Iterable[float] = (),
         strict: bool = False,
     ) -> None:
+        super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
         self._modules = dict(modules)
         self.parts = check_some("parts", parts, PARAMETER_PARTS)
         self.optimizers = tuple(optimizers)
@@ -106,8 +108,6 @@ class OptimizerRecorder:
             if not isinstance(each, Optimizer):
                 raise ArgumentError(f"optimizers takes torch.optim.Optimizer instances, got {each!r:.80}")
         self.strict = strict
-        self.states = SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict)
-        """Where the tensors go."""
         self._replicated: set[Site] = set()
         self._stopwatch: Stopwatch | None = None
         self._attached = False
@@ -117,56 +117,48 @@ class OptimizerRecorder:
         self._quiet: set[str] = set()
 
     @property
+    @override
     def modules(self) -> dict[str, nn.Module]:
-        """The modules by name."""
         return self._modules
 
     @property
+    @override
     def replicated(self) -> frozenset[Site]:
-        """The sites of which this rank has a copy of what another one has."""
         return frozenset(self._replicated)
 
+    @override
     def watch(self, stopwatch: Stopwatch | None) -> None:
-        """Measure the time inside the hooks, or no more."""
         self._stopwatch = stopwatch
 
-    def traces(self) -> dict[str, Any]:
-        """What is to be said of the modules: ``failed`` and ``state_bytes``."""
-        return {"failed": self.failed, "state_bytes": self.nbytes}
-
     @property
+    @override
     def failed(self) -> frozenset[str]:
-        """The names of the modules that are left alone, since recording them failed."""
         return frozenset(self._quiet)
 
+    @override
     def revive(self) -> None:
-        """Record again what is left alone or left out."""
         self._quiet.clear()
-        self.states.revive()
+        super().revive()
 
     @property
+    @override
     def attached(self) -> bool:
-        """Whether steps are recorded."""
         return self._attached
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of state on all devices, without the copy that is kept during a step."""
-        return self.states.nbytes
-
+    @override
     def attach(self) -> None:
-        """Record the steps from now on."""
         if not self._attached:
             self._attached = True
             for optimizer in self.optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(partial(_before, self)))
 
+    @override
     def pause(self) -> None:
-        """Record nothing until :meth:`attach`."""
         self.remove()
 
+    @override
     def remove(self) -> None:
-        """Record nothing more; a step that has begun and not ended is ended first."""
+        # A step that has begun and not ended is ended first.
         for step in list(self._steps):
             self._after(step)
         self._attached = False
@@ -264,27 +256,6 @@ class OptimizerRecorder:
             self._quiet.add(name)
             tell(f"{message}. The module is left alone from now on; strict=True raises instead.")
 
-    def __enter__(self) -> Self:
-        self.attach()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-    def snapshot(self) -> Snapshot:
-        """As :meth:`StatisticsRecorder.snapshot <lightning_recorder.StatisticsRecorder.snapshot>`."""
-        return self.states.snapshot(self._modules)
-
-    def collect(self) -> dict[Site, SiteStatistics]:
-        """The statistics of every site that was seen since the last reset, in the order of the modules."""
-        return self.snapshot().statistics()
-
-    def reset(self) -> None:
-        """Forget what was recorded."""
-        self.states.reset()
-
 
 def is_own_part(tensor: Tensor) -> bool:
     """Whether what this rank has of a tensor is not merely a copy of what another rank has.
@@ -310,7 +281,7 @@ def with_update_ratios(found: Mapping[Site, SiteStatistics]) -> dict[Site, SiteS
         if update is not None:
             weight, change = seen.scalars["rms"], update.scalars["rms"]
             ratio = change / weight if weight else float("nan") if change != change or not change else float("inf")
-            ratios[site] = SiteStatistics({**seen.scalars, "update_ratio": ratio}, seen.bins, seen.tensors)
+            ratios[site] = replace(seen, scalars={**seen.scalars, "update_ratio": ratio})
     return ratios
 
 

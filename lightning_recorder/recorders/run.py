@@ -12,7 +12,8 @@ from lightning_recorder.errors import describe_error, tell
 from lightning_recorder.recorders.budget import Budget
 from lightning_recorder.recorders.exchange import Merged
 from lightning_recorder.recorders.record import Record
-from lightning_recorder.recorders.worker import SiteRecorder, Worker
+from lightning_recorder.recorders.siterecorder import SiteRecorder
+from lightning_recorder.recorders.worker import Worker
 from lightning_recorder.schedule import Reduce, Sampling, ends_window
 from lightning_recorder.stopwatch import Stopwatch
 
@@ -78,7 +79,6 @@ class RunRecorder(Worker):
         self._is_mute = False
         self._has_recorded = False
         self._has_share_of_all = False  # of what the ranks recorded before a checkpoint, which this one goes on from
-        self._carried: Mapping[str, Any] | None = None
         self._kept: dict[str, Any] | None = None
 
     @property
@@ -113,7 +113,6 @@ class RunRecorder(Worker):
         """
         self._batch_began = self._clock()
         self._kept = None
-        self._adopt(step, epoch)
         if self._step != step:  # the batch before had a start and no end
             self._drop_step()
         self._next_step, self._epoch = step, epoch
@@ -162,11 +161,6 @@ class RunRecorder(Worker):
         except Exception:  # noqa: BLE001 - it will raise again
             return False
 
-    def interrupt(self) -> None:
-        """Take the hooks off, as before a validation."""
-        with self.contained():
-            self.recorder.remove()
-
     def end_epoch(self, step: int) -> None:
         """End an epoch, whose last step is given."""
         self.interrupt()
@@ -195,14 +189,14 @@ class RunRecorder(Worker):
         record = None
         if self._open_steps or is_torn:
             steps = self._open_steps + is_torn
-            record = self._record(self._next_step - (not is_torn), self.merged(alone=True), steps, ranks=1)
+            record = self._record(self._next_step - (not is_torn), self.merged(alone=True), steps)
         self._step = None
         if is_torn:
             self._put_back()
-        self._kept = {**self._state(None), "torn": is_torn}
+        self._kept = self._state(None)
         with self.contained():
-            self._kept |= self._local_state()
-        if record is not None and self._is_first and not self._is_mute:
+            self._kept = self._local_state()
+        if record is not None and not self._is_mute:
             with self.contained():
                 self._hand_out(record)
 
@@ -262,7 +256,6 @@ class RunRecorder(Worker):
         with self._watch:
             now = self.every_n_train_steps
             wanted = now if self._budget is None else self._budget.interval(now)
-            exchange = self.exchange if self.exchange is not None and self.exchange.is_open else None
             merged = self.merged(words=(float(wanted),))
             self._widen(int(merged.words[0][0]))
             with self.contained():
@@ -272,9 +265,8 @@ class RunRecorder(Worker):
         if self._budget is not None and self._timed_steps:
             self._budget.add_recorded(self._timed_steps, self._timed_ms + flush_ms, recording_ms + flush_ms)
         self._timed_steps, self._timed_ms = 0, 0.0
-        ranks = 1 if exchange is None else exchange.ranks - len(merged.absent)
         steps += overflowed
-        record = self._record(step, merged, steps, ranks=ranks, overflowed=overflowed, ms=(recording_ms, flush_ms))
+        record = self._record(step, merged, steps, overflowed=overflowed, ms=(recording_ms, flush_ms))
         if record is not None and not self._is_mute:
             began = self._clock()
             with self._watch, self.contained():
@@ -294,7 +286,6 @@ class RunRecorder(Worker):
         merged: Merged,
         steps: int,
         *,
-        ranks: int,
         overflowed: bool = False,
         ms: tuple[float, float] = (0.0, 0.0),
     ) -> Record | None:
@@ -314,7 +305,7 @@ class RunRecorder(Worker):
             recording_ms=ms[0],
             flush_ms=ms[1],
             every_n_train_steps=self.every_n_train_steps,
-            ranks=ranks,
+            ranks=merged.ranks,
         )
 
     def _widen(self, cadence: int) -> None:
@@ -345,7 +336,6 @@ class RunRecorder(Worker):
 
     def _state(self, states: dict[str, Any] | None) -> dict[str, Any]:
         return {
-            "next_step": self._next_step,
             "epoch": self._epoch,
             "open_steps": self._open_steps + (self._step is not None),
             "every_n_train_steps": self.every_n_train_steps,
@@ -353,39 +343,26 @@ class RunRecorder(Worker):
             **({} if states is None else {"states": states}),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state when the first batch begins, if the run goes on where the state ends."""
-        self._carried = state_dict
+    def load_state_dict(self, state_dict: Mapping[str, Any], step: int, epoch: int) -> None:
+        """Go on from a state; on all ranks, of which the first one takes the statistics.
 
-    def continue_from(self, other: Mapping[str, Any]) -> None:
-        """The same with the state of a run before this one in the same process, which may be quite another one."""
-        self._carried = {**other, "is_another": True}
+        Args:
+            state_dict: As :meth:`state_dict` gives it.
+            step: The step that the run goes on with.
+            epoch: Its epoch.
 
-    def _adopt(self, step: int, epoch: int) -> None:
-        carried, self._carried = self._carried, None
-        if carried is None:
-            return
-        try:
-            next_step, open_steps, of_epoch = (int(carried[key]) for key in ("next_step", "open_steps", "epoch"))
-            cadence, overflow_steps = (int(carried[key]) for key in ("every_n_train_steps", "overflow_steps"))
-        except (KeyError, TypeError, ValueError) as error:
-            tell(f"{self.name} begins anew, what was saved cannot be read: {describe_error(error)}")
-            return
-        # Lightning counts a step that failed, and repeats it.
-        if step != next_step and not (carried.get("torn") and step == next_step + 1):
-            if (open_steps or "states" in carried) and "is_another" not in carried:
-                tell(
-                    f"{self.name} begins anew: what was saved ends before step {next_step} and the run goes on with "
-                    f"step {step}"
-                )
-            return
+        Raises:
+            KeyError, TypeError, ValueError: If it is no such state.
+        """
+        open_steps, of_epoch = int(state_dict["open_steps"]), int(state_dict["epoch"])
+        cadence, overflow_steps = int(state_dict["every_n_train_steps"]), int(state_dict["overflow_steps"])
         self.overflow_steps = overflow_steps
         if self._budget is not None:
             self._widen(max(self.every_n_train_steps, cadence))
         # On all ranks alike, since what a record waits for depends on it.
         self._open_steps = open_steps
-        if self._is_first and "states" in carried:
-            self._load(carried["states"])
+        if self._is_first and "states" in state_dict:
+            self._load(state_dict["states"])
         # What was saved behind the last batch of an epoch was saved before the epoch had ended.
         if self._open_steps and self.reduce == "epoch" and of_epoch != epoch:
             self._next_step, self._epoch = step, of_epoch
@@ -396,6 +373,7 @@ class RunRecorder(Worker):
         try:
             self.recorder.states.load_state_dict(states, self._device)
         except Exception as error:  # noqa: BLE001 - whatever a file has in it
+            # The other ranks go on with the window, and so does this one, with nothing in it.
             tell(f"{self.name} begins anew, the saved statistics cannot be read: {describe_error(error)}")
             with self.contained():
                 self.recorder.states.forget()

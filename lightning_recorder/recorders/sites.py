@@ -46,11 +46,15 @@ class SiteStatistics:
             as one number.
         bins: Counts of the fixed bins, ``[2048]`` int64; see ``ExponentHistogram``.
         tensors: Statistic to what further reductions give as more than one number, float64.
+        dtype: That of the latest tensor; ``None`` if only another rank has seen one.
+        shape: Its shape.
     """
 
     scalars: Mapping[str, float]
     bins: Tensor
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] | None = None
 
     @cached_property
     def histogram(self) -> Histogram:
@@ -68,6 +72,7 @@ class Snapshot:
         left_out: For each reduction the sites at which it is left out.
         rank_means: The smallest and the largest mean of a rank, of the sites that several ranks have seen.
         apart: The sites of which ranks should have the same and do not.
+        kinds: Dtype and shape of the latest tensor of each site, in the order in which the sites were first seen.
         told: The places of the reductions of which it was said that they cannot be summarised; grows.
         strict: Raise what goes wrong in a further reduction instead of warning and leaving it out.
     """
@@ -77,6 +82,7 @@ class Snapshot:
     left_out: Sequence[frozenset[Site]]
     rank_means: Mapping[Site, tuple[float, float]] = field(default_factory=dict)
     apart: frozenset[Site] = frozenset()
+    kinds: Mapping[Site, tuple[torch.dtype, torch.Size | None]] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
     strict: bool = False
 
@@ -90,7 +96,8 @@ class Snapshot:
                 if scalars["count"] or scalars["nan_count"] or scalars["inf_count"]:
                     if site in self.rank_means:
                         scalars |= zip(RANK_STATISTICS, self.rank_means[site], strict=True)
-                    found[site] = SiteStatistics(scalars, tensors["histogram"].long(), {})
+                    kind = self.kinds.get(site, (None, None))
+                    found[site] = SiteStatistics(scalars, tensors["histogram"].long(), {}, *kind)
         for place, groups in list(enumerate(self.groups))[1:]:
             for site, scalars, tensors in self._summaries(place, groups):
                 if site in found and site not in self.left_out[place]:
@@ -164,6 +171,7 @@ class SiteStates:
             # Each of its own, so that one which a tensor does not suit costs none of the others.
             self._banks: list[StateBank[Site]] = [StateBank(reduction) for reduction in reductions]
         self._left_out: list[set[Site]] = [set() for _ in reductions]
+        self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
         self._told: set[int] = set()
 
     def fresh(self) -> SiteStates:
@@ -175,7 +183,7 @@ class SiteStates:
     @property
     def described(self) -> str:
         """The reductions with their settings, the same text in every process."""
-        return ", ".join(f"{type(reduction).__name__} {int(reduction._kind)}" for reduction in self._reductions)
+        return ", ".join(reduction.described for reduction in self._reductions)
 
     @property
     def carries(self) -> bool:
@@ -198,6 +206,7 @@ class SiteStates:
             return
         values = Values(tensor, factor)
         self._banks[0].add(site, values)
+        self._kinds[site] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         for place in range(1, len(self._banks)):
             if site not in self._left_out[place]:
                 self._add_further(place, site, values)
@@ -230,7 +239,7 @@ class SiteStates:
         """
         groups = [bank.collect(device) for bank in self._banks]
         left_out = [frozenset(sites) for sites in self._left_out]
-        return Snapshot(tuple(names), groups, left_out, told=self._told, strict=self.strict)
+        return Snapshot(tuple(names), groups, left_out, kinds=dict(self._kinds), told=self._told, strict=self.strict)
 
     @torch.no_grad()
     def saved(self) -> list[Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
-from typing_extensions import Self
+from typing_extensions import override
 
-from lightning_recorder.recorders.sites import SiteStates, SiteStatistics, Snapshot
+from lightning_recorder.recorders.siterecorder import SiteRecorder
+from lightning_recorder.recorders.sites import SiteStates
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.stopwatch import Stopwatch
 from lightning_recorder.taps import OutputTap, Site, Tap
@@ -17,7 +17,7 @@ from lightning_recorder.taps import OutputTap, Site, Tap
 __all__ = ["StatisticsRecorder"]
 
 
-class StatisticsRecorder:
+class StatisticsRecorder(SiteRecorder):
     """A tap with a :class:`~lightning_recorder.Statistics` row for each site, as a context manager.
 
     Leaving the context takes the hooks off and keeps what was recorded; entering it again goes on. All calls of a
@@ -63,10 +63,9 @@ class StatisticsRecorder:
         condition: Callable[[], object] | None = None,
         strict: bool = False,
     ) -> None:
+        super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
         self.factor = 1.0
         """What each tensor is multiplied by before it is reduced: the inverse of a loss scale, for gradients."""
-        self.states = SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict)
-        """Where the tensors go; may be replaced by others between two calls of the model."""
         self.tap = tap(modules, self._receive, condition=condition, strict=strict)
         """What brings the tensors."""
 
@@ -74,80 +73,42 @@ class StatisticsRecorder:
         self.states.add(site, tensor, self.factor)
 
     @property
-    def failed(self) -> frozenset[str]:
-        """The names of the modules that are left alone, since recording them failed."""
-        return self.tap.failed
-
-    def revive(self) -> None:
-        """Record again what is left alone or left out."""
-        self.tap.revive()
-        self.states.revive()
-
-    @property
+    @override
     def modules(self) -> dict[str, nn.Module]:
-        """The tapped modules by name."""
         return self.tap.modules
 
     @property
-    def replicated(self) -> frozenset[Site]:
-        """The sites of which every rank has a copy: none, since each rank has batches of its own."""
-        return frozenset()
+    @override
+    def failed(self) -> frozenset[str]:
+        return self.tap.failed
 
+    @override
+    def revive(self) -> None:
+        self.tap.revive()
+        super().revive()
+
+    @override
     def watch(self, stopwatch: Stopwatch | None) -> None:
-        """Measure the time inside the hooks, or no more."""
         self.tap.stopwatch = stopwatch
 
+    @override
     def traces(self) -> dict[str, Any]:
-        """What the hooks have seen of the modules: ``called``, ``failed``, ``without_gradient`` and ``state_bytes``."""
-        return {
-            "called": frozenset(self.tap.called),
-            "failed": self.tap.failed,
-            "without_gradient": frozenset(getattr(self.tap, "without_gradient", ())),
-            "state_bytes": self.nbytes,
-        }
+        without_gradient = frozenset(getattr(self.tap, "without_gradient", ()))  # taps of gradients alone have it
+        return {**super().traces(), "called": frozenset(self.tap.called), "without_gradient": without_gradient}
 
     @property
+    @override
     def attached(self) -> bool:
-        """Whether the hooks are on."""
         return self.tap.attached
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of state on all devices."""
-        return self.states.nbytes
-
+    @override
     def attach(self) -> None:
-        """Put the hooks on."""
         self.tap.attach()
 
+    @override
     def pause(self) -> None:
-        """Record nothing until :meth:`attach`; the hooks stay on, which for recording every step is faster."""
         self.tap.pause()
 
+    @override
     def remove(self) -> None:
-        """Take the hooks off."""
         self.tap.remove()
-
-    def __enter__(self) -> Self:
-        self.attach()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-    def snapshot(self) -> Snapshot:
-        """The states as they are now, on the host, of which another thread can make the statistics.
-
-        Waits for the device, as :meth:`collect` does, but costs the copies alone.
-        """
-        return self.states.snapshot(self.tap.modules)
-
-    def collect(self) -> dict[Site, SiteStatistics]:
-        """The statistics of every site that was seen since the last reset, in the order of the modules."""
-        return self.snapshot().statistics()
-
-    def reset(self) -> None:
-        """Forget what was recorded; the hooks stay as they are."""
-        self.states.reset()

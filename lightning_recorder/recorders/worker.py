@@ -3,49 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
 
 from torch import device as Device
-from torch import nn
 
 from lightning_recorder.errors import describe_error, tell
 from lightning_recorder.recorders.exchange import Exchange, Merged
-from lightning_recorder.recorders.sites import SiteStates, Snapshot
-from lightning_recorder.stopwatch import Stopwatch
-from lightning_recorder.taps import Site
+from lightning_recorder.recorders.siterecorder import SiteRecorder
+from lightning_recorder.recorders.sites import Snapshot
 
-__all__ = ["SiteRecorder", "Worker"]
-
-
-class SiteRecorder(Protocol):
-    """What brings the tensors: a :class:`~lightning_recorder.StatisticsRecorder` or what is used like one."""
-
-    states: SiteStates
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The modules by name."""
-
-    @property
-    def replicated(self) -> Collection[Site]:
-        """The sites of which every rank has a copy."""
-
-    def watch(self, stopwatch: Stopwatch | None) -> None:
-        """Measure the time inside the hooks, or no more."""
-
-    def traces(self) -> dict[str, Any]:
-        """What there is to be said of the modules, as the fields of :class:`Watched`."""
-
-    def attach(self) -> None:
-        """Record from now on."""
-
-    def pause(self) -> None:
-        """Record nothing until :meth:`attach`."""
-
-    def remove(self) -> None:
-        """Take the hooks off."""
+__all__ = ["Worker"]
 
 
 class Worker:
@@ -109,19 +77,22 @@ class Worker:
         with suppress(Exception):  # what has failed already may fail here, too
             self.recorder.remove()
 
+    def interrupt(self) -> None:
+        """Take the hooks off until the next batch that is recorded."""
+        with self.contained():
+            self.recorder.remove()
+
     def merged(self, *, alone: bool = False, words: tuple[float, ...] = (), scope: str = "") -> Merged:
         """The states of all ranks; those of this rank where they are not merged.
 
         Args:
-            alone: Ask no other rank, as after a failure.
+            alone: Ask no other rank, as after a failure; then the first one has its own.
             words: As for :meth:`Exchange.merge`.
             scope: As for :meth:`Exchange.merge`.
         """
         exchange = None if alone else self.exchange
         if exchange is None or not exchange.is_open:
-            snapshot = self._snapshot("cpu") if self._is_first or alone else None
-            return Merged(snapshot, [list(words)])
-        # With the recorder switched off there is nothing to give, which is no failure.
+            return Merged(self._snapshot("cpu") if self._is_first else None, [list(words)])
         merged = exchange.merge(
             self._snapshot(exchange.device), copies=self.recorder.replicated, words=words, scope=scope
         )

@@ -170,7 +170,7 @@ def test_hooks_do_not_become_more(reduce: Reduce, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_states_of_epochs_do_not_become_more(tmp_path: Path) -> None:
-    """Where an epoch is a record, the number of tensors is the same in the middle of any two epochs."""
+    """Where an epoch is a record, there are no more tensors in the middle of an epoch than of the one before."""
 
     class Counting(Callback):
         def on_train_batch_start(
@@ -187,8 +187,8 @@ def test_states_of_epochs_do_not_become_more(tmp_path: Path) -> None:
     watched = recorders("epoch")
     options = {"validation": digits(2), "num_sanity_val_steps": 0}
     fit(Plain(), tmp_path, [Counting(), *watched], logger=False, max_epochs=5, **options)
-    # In the second epoch the picture of the first step may still be on its way.
-    assert len(set(counted[2:])) == 1
+    # In the second epoch, on a busy machine later, the picture of the first step may still be on its way.
+    assert max(counted[3:]) <= counted[2]
 
 
 def fails(model: Plain) -> None:

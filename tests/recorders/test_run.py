@@ -138,7 +138,7 @@ def test_a_saved_run_goes_on_to_the_bit(reduce: Reduce, at: int) -> None:
     go(first, range(at))
     saved = copy.deepcopy(first.run.state_dict())
     second = Loop(Sampling(1), reduce)
-    second.run.load_state_dict(saved)
+    second.run.load_state_dict(saved, at, at // 4)
     go(second, range(at, 8))
     assert {**first.shown, **second.shown} == whole.shown
 
@@ -152,7 +152,7 @@ def test_an_aborted_step_is_repeated() -> None:
     loop.run.abort()
     assert loop.shown == {1: 11.0}
     again = Loop(Sampling(1), 5)
-    again.run.load_state_dict(loop.run.state_dict())
+    again.run.load_state_dict(loop.run.state_dict(), 1, 0)
     for step in range(1, 5):
         again.step(step, 10.0)
     assert again.shown == {4: 41.0}
@@ -165,24 +165,10 @@ def test_an_incomplete_window_stays_in_the_state() -> None:
     loop.step(1, 2.0)
     loop.run.finish()
     again = Loop(Sampling(1), 4)
-    again.run.load_state_dict(loop.run.state_dict())
+    again.run.load_state_dict(loop.run.state_dict(), 2, 0)
     again.step(2, 4.0)
     again.step(3, 8.0)
     assert (loop.shown, again.shown) == ({1: 3.0}, {3: 15.0})
-
-
-def test_a_state_that_ends_elsewhere_is_told() -> None:
-    """A run that goes on at another step than that at which the state ends begins a new window, and says so."""
-    loop = Loop(Sampling(1), 4)
-    loop.step(0, 1.0)
-    again = Loop(Sampling(1), 4)
-    again.run.load_state_dict(loop.run.state_dict())
-    with pytest.warns(
-        RecorderWarning, match="begins anew: what was saved ends before step 1 and the run goes on with step 2"
-    ):
-        again.step(2, 4.0)
-    again.step(3, 8.0)
-    assert again.shown == {3: 12.0}
 
 
 def test_who_cannot_write_a_record_is_given_no_other() -> None:
