@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
+import torch
 from torch import Tensor
 
 from lightning_recorder.errors import DumpError
 
 __all__ = ["read_tensors", "write_tensors"]
 
+# What safetensors calls the types of torch; of complex ones it has this one, from release 0.7 on.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_METADATA = "__metadata__"
+_ALIGNMENT = 8  # of the first tensor in the file, so that it can be mapped into memory
+
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write tensors under a temporary name, bring the file to the disk and rename it.
 
-    So a run that is killed leaves no half file under the name.
+    So a run that is killed leaves no half file under the name. The tensors are written one after another: of those that
+    are on a device one at a time is brought to the host, and none is copied that lies there.
 
     Args:
         path: The file, in a folder that is there.
@@ -25,23 +52,53 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
     Raises:
         OSError: If the file cannot be written; what was there before stays.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
-    # Cloned, since safetensors refuses tensors that share memory.
-    host = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    Note:
+        ``safetensors`` can only write what it has copied as a whole, hence its format is written here.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise OSError(f"{path} could not be written: safetensors has no {tensor.dtype}, which {name!r} is of")
+        if name == _METADATA:
+            raise OSError(f"{path} could not be written: safetensors keeps the name {name!r} for itself")
+    # Those with the largest numbers first, so that each begins at a multiple of the size of its numbers.
+    ordered = dict(sorted(tensors.items(), key=lambda each: -each[1].dtype.itemsize))
+
+    def write(file: BinaryIO) -> None:
+        file.write(_header(ordered, metadata))
+        for tensor in ordered.values():
+            file.write(_bytes(tensor))
+
+    _write_whole(path, write)
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """What the file begins with: the length of a JSON object, and the object."""
+    about: dict[str, object] = {_METADATA: dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        about[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(about).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """What a tensor holds, row by row."""
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return memoryview(host.reshape(-1).view(torch.uint8).numpy())
+
+
+def _write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write a file that is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # safetensors makes its files readable by their owner alone; a dump is as readable as the checkpoint beside it.
-    mode = 0o666 & ~_umask()
     try:
-        save_file(host, str(temporary), metadata=dict(metadata))
-        temporary.chmod(mode)
-        with temporary.open("rb") as file:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except (SafetensorError, KeyError) as error:  # a KeyError for a dtype that the format does not have, as complex128
-        raise OSError(f"{path} could not be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -70,9 +127,3 @@ def read_tensors(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str
         what = f"has the format {found!r}" if found else "was not written by lightning_recorder"
         raise DumpError(f"{path} {what}; what is read here has the format {expected!r}")
     return tensors, metadata
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,24 @@ __all__ = ["remove_dump", "write_dump"]
 FORMAT = "lightning_recorder.dump/1"
 
 
-def write_dump(path: str | Path, tensors: Mapping[str, Tensor], samples: Mapping[str, int], **about: Any) -> None:
+def write_dump(
+    path: str | Path, tensors: Mapping[str, Tensor], samples: Mapping[str, int] | None = None, **about: Any
+) -> int:
     """Write one dump and its line in the manifest beside it.
 
     A run that is killed leaves no half file under the name.
 
     Args:
         path: The file, ending in ``.safetensors``; its folder is made.
-        tensors: What to write, as ``<site>/<statistic>``; a statistic has the same shape and dtype at every site.
-        samples: For each site the number of values that its statistics were computed from.
+        tensors: What to write. Statistics are called ``<site>/<statistic>``, and a statistic has the same shape and
+            dtype at every site.
+        samples: For each site the number of values that its statistics were computed from; of tensors that are no
+            statistics ``None``.
         about: What the manifest says besides: ``step``, ``epoch``, ``stage``, ``rank``, ``checkpoint``, ``group``;
             numbers and strings.
+
+    Returns:
+        The bytes of the file.
 
     Raises:
         OSError: If the file cannot be written; what was there before stays.
@@ -34,13 +41,19 @@ def write_dump(path: str | Path, tensors: Mapping[str, Tensor], samples: Mapping
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(path, tensors, {"format": FORMAT, **{key: str(value) for key, value in about.items()}})
-    append_line(path.parent, {"file": path.name, **about, "statistics": dict(_kinds(tensors)), "sites": samples})
+    size = path.stat().st_size
+    kinds = {name: _kind(tensor) for name, tensor in tensors.items()}
+    what: dict[str, Any] = {"tensors": kinds}
+    if samples is not None:
+        what = {"statistics": {name.rpartition("/")[2]: kind for name, kind in kinds.items()}, "sites": dict(samples)}
+    kind = "tensors" if samples is None else "statistics"
+    line = {"file": path.name, "kind": kind, "bytes": size, **about, **what}
+    append_line(path.parent, line, int(about.get("rank", 0)))
+    return size
 
 
-def _kinds(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What each statistic looks like; it is the same for every site."""
-    for name, tensor in tensors.items():
-        yield name.rpartition("/")[2], {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+def _kind(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
 def remove_dump(path: str | Path) -> None:

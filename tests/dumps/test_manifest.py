@@ -29,6 +29,8 @@ def test_a_line_says_what_is_in_a_dump(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) == [
         {
             "file": "a.safetensors",
+            "kind": "statistics",
+            "bytes": (tmp_path / "a.safetensors").stat().st_size,
             "step": 3,
             "epoch": 0,
             "stage": "train",
@@ -42,6 +44,26 @@ def test_a_line_says_what_is_in_a_dump(tmp_path: Path) -> None:
             "sites": {"conv.1": 640, "a/b": 32},
         }
     ]
+
+
+def test_a_line_of_plain_tensors(tmp_path: Path) -> None:
+    """Of tensors that are no statistics, each has a dtype and a shape of its own."""
+    tensors = {"conv.1/out": torch.zeros(2, 3, dtype=torch.bfloat16), "fc/in[0]": torch.zeros(4)}
+    size = write_dump(tmp_path / "a.safetensors", tensors, step=7, group="tensors")
+    (line,) = read_manifest(tmp_path)
+    assert (line["kind"], line["bytes"], line["step"]) == ("tensors", size, 7)
+    assert line["tensors"] == {
+        "conv.1/out": {"dtype": "bfloat16", "shape": [2, 3]},
+        "fc/in[0]": {"dtype": "float32", "shape": [4]},
+    }
+
+
+def test_each_rank_has_lines_of_its_own(tmp_path: Path) -> None:
+    """The dumps of all ranks are listed, those of the first one first, and no two ranks write to one file."""
+    for rank in (10, 0, 2):
+        dump(tmp_path, f"of-{rank}.safetensors", rank=rank)
+    assert [line["rank"] for line in read_manifest(tmp_path)] == [0, 2, 10]
+    assert len(list(tmp_path.glob("recorder-manifest*.jsonl"))) == 3
 
 
 def test_dumps_are_listed_in_the_order_of_writing(tmp_path: Path) -> None:
