@@ -12,7 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_recorder.callbacks import ActivationRecorder, GradientRecorder, GraphRecorder, ParameterRecorder
+    from lightning_recorder.callbacks import (
+        ActivationRecorder,
+        GradientRecorder,
+        GraphRecorder,
+        ParameterRecorder,
+        TensorDumper,
+    )
     from lightning_recorder.dumps import Dump, read_dump, read_manifest
     from lightning_recorder.errors import (
         ArgumentError,
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
         record,
         render_network,
     )
+    from lightning_recorder.plots import StatisticStyler, colour_graph
     from lightning_recorder.recorders import (
         BackwardInput,
         BackwardOutput,
@@ -59,6 +66,7 @@ if TYPE_CHECKING:
         SummaryRow,
         with_update_ratios,
     )
+    from lightning_recorder.recordings import Recording, Run, Series, open_recording
     from lightning_recorder.reductions import (
         BatchMax,
         BatchMean,
@@ -84,7 +92,19 @@ if TYPE_CHECKING:
         Values,
     )
     from lightning_recorder.selection import SelectedModules, Selection
-    from lightning_recorder.sinks import FilesSink, MemorySink, MultiSink, Sink, TensorBoardSink, register_sink
+    from lightning_recorder.sinks import (
+        CometSink,
+        CsvSink,
+        FilesSink,
+        LitLoggerSink,
+        MemorySink,
+        MlflowSink,
+        MultiSink,
+        Sink,
+        TensorBoardSink,
+        WandbSink,
+        register_sink,
+    )
     from lightning_recorder.structure import iter_tensors, register_container
     from lightning_recorder.taps import (
         InputGradientTap,
@@ -100,8 +120,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "callbacks": ("ActivationRecorder", "GradientRecorder", "GraphRecorder", "ParameterRecorder"),
-    "dumps": ("Dump", "read_dump", "read_manifest"),
+    "callbacks": (
+        "ActivationRecorder",
+        "GradientRecorder",
+        "GraphRecorder",
+        "ParameterRecorder",
+        "TensorDumper",
+    ),
+    "dumps": (
+        "Dump",
+        "read_dump",
+        "read_manifest",
+    ),
     "errors": (
         "ArgumentError",
         "DumpError",
@@ -131,6 +161,10 @@ _HOMES = {
         "record",
         "render_network",
     ),
+    "plots": (
+        "StatisticStyler",
+        "colour_graph",
+    ),
     "recorders": (
         "BackwardInput",
         "BackwardOutput",
@@ -146,6 +180,12 @@ _HOMES = {
         "Summary",
         "SummaryRow",
         "with_update_ratios",
+    ),
+    "recordings": (
+        "Recording",
+        "Run",
+        "Series",
+        "open_recording",
     ),
     "reductions": (
         "BatchMax",
@@ -171,9 +211,27 @@ _HOMES = {
         "Tallies",
         "Values",
     ),
-    "selection": ("SelectedModules", "Selection"),
-    "sinks": ("FilesSink", "MemorySink", "MultiSink", "Sink", "TensorBoardSink", "register_sink"),
-    "structure": ("iter_tensors", "register_container"),
+    "selection": (
+        "SelectedModules",
+        "Selection",
+    ),
+    "sinks": (
+        "CometSink",
+        "CsvSink",
+        "FilesSink",
+        "LitLoggerSink",
+        "MemorySink",
+        "MlflowSink",
+        "MultiSink",
+        "Sink",
+        "TensorBoardSink",
+        "WandbSink",
+        "register_sink",
+    ),
+    "structure": (
+        "iter_tensors",
+        "register_container",
+    ),
     "taps": (
         "InputGradientTap",
         "InputTap",
@@ -200,6 +258,8 @@ __all__ = [
     "Change",
     "ChannelMoments",
     "Combined",
+    "CometSink",
+    "CsvSink",
     "DeadChannels",
     "Drawing",
     "Dump",
@@ -225,7 +285,9 @@ __all__ = [
     "InputTap",
     "LastValue",
     "Layout",
+    "LitLoggerSink",
     "MemorySink",
+    "MlflowSink",
     "MultiSink",
     "NearZero",
     "Norms",
@@ -239,18 +301,22 @@ __all__ = [
     "Recorder",
     "RecorderError",
     "RecorderWarning",
+    "Recording",
     "RecordingError",
     "Reduction",
     "RenderError",
     "Reservoir",
+    "Run",
     "RunningMoments",
     "Saturation",
     "SelectedModules",
     "Selection",
     "SelectionError",
+    "Series",
     "Sink",
     "Site",
     "SiteStatistics",
+    "StatisticStyler",
     "Statistics",
     "StatisticsRecorder",
     "SubRecorder",
@@ -259,14 +325,18 @@ __all__ = [
     "Tallies",
     "Tap",
     "TensorBoardSink",
+    "TensorDumper",
     "Values",
+    "WandbSink",
     "capture_graph",
     "collapse",
+    "colour_graph",
     "draw",
     "fit",
     "fold_repeats",
     "iter_tensors",
     "make_dot",
+    "open_recording",
     "read_dump",
     "read_manifest",
     "record",

@@ -34,9 +34,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     BOTTOM,
     ("graph.model", "inputs", "reductions", "selection", "untouched"),
     ("dumps", "graph", "taps"),
-    ("sinks",),  # each brings what it shows into the form of its back end
+    ("plots", "recordings", "sinks"),  # each sink brings what it shows into the form of its back end
     ("recorders",),
-    ("callbacks",),
+    ("callbacks", "commands"),
+    ("__main__",),
 )
 
 # The libraries that a user may not have, or that take long to import. graphviz is a dependency and imports nothing, so

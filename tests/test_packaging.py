@@ -56,7 +56,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    """The wheel holds every source file and the mark of types, the licence, and neither tests nor examples."""
+    """The wheel holds every source file, the mark of types, the command, the licence, and no tests nor examples."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
@@ -64,7 +64,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         path.relative_to(ROOT).as_posix() for path in SOURCES.rglob("*") if path.suffix in (".py", ".c", ".typed")
     }
     about = f"lightning_recorder-{lightning_recorder.__version__}.dist-info"
-    assert names == sources | {f"{about}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")}
+    described = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+    assert names == sources | {f"{about}/{name}" for name in described}
     assert "lightning_recorder/py.typed" in names
     assert f"Version: {lightning_recorder.__version__}" in metadata.splitlines()
     assert wheel.name == f"lightning_recorder-{lightning_recorder.__version__}-py3-none-any.whl"

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_recorder.callbacks.run import recorder_directory
 from lightning_recorder.compiled import compiled_modules, flex_attention_users
 from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, describe_error, tell
-from lightning_recorder.sinks import FilesSink, MultiSink, Sink, sinks_for_loggers
+from lightning_recorder.sinks import FilesSink, MultiSink, Sink, for_any_thread, sinks_for_loggers
 
 __all__ = ["Compiled", "RecorderCallback", "guarded", "is_switched_off"]
 
@@ -97,6 +97,7 @@ class RecorderCallback(Callback):
                 raise ArgumentError(f"sinks takes Sink instances, got {called}")
         self._own_sinks = [sink for sink in given if isinstance(sink, Sink)]
         self._sink: MultiSink | None = None
+        self._keepers: MultiSink | None = None  # the same without what stands in for the loggers
         self._enabled = True
 
     def __str__(self) -> str:
@@ -153,9 +154,12 @@ class RecorderCallback(Callback):
                 histograms, or because there is none.
         """
         if trainer.is_global_zero:
+            loggers = MultiSink(map(for_any_thread, sinks_for_loggers(trainer.loggers)), strict=self.strict)
+            own = [for_any_thread(sink) for sink in self._own_sinks]
             files = None if directory is None else FilesSink(directory)
-            loggers = MultiSink(sinks_for_loggers(trainer.loggers), fallback=files, strict=self.strict)
-            self._sink = MultiSink([loggers, *self._own_sinks], strict=self.strict)
+            all_shown = MultiSink([loggers], fallback=files, strict=self.strict)
+            self._sink = MultiSink([all_shown, *own], strict=self.strict)
+            self._keepers = MultiSink([loggers, *own], strict=self.strict)
 
     def warn_of_eager_memory(self, pl_module: LightningModule) -> None:
         """Say so if running compiled modules eagerly takes much more memory."""
@@ -229,13 +233,14 @@ class RecorderCallback(Callback):
             # Lightning hangs two methods of the model on a callback, and with them all that the model holds.
             self.__dict__.pop("log", None)
             self.__dict__.pop("log_dict", None)
-            sink, self._sink = self._sink, None
+            sink, self._sink, self._keepers = self._sink, None, None
         if sink is not None:
             sink.flush()
+            sink.replay()
 
     def __getstate__(self) -> dict[str, Any]:
         # A sink holds open files and the trainer's loggers; whoever copies or sends the callback gets one that has not
         # begun.
         # Lightning hangs two methods of the model on it, and with them the model.
         own = {key: value for key, value in self.__dict__.items() if key not in ("log", "log_dict")}
-        return {**own, "_sink": None}
+        return {**own, "_sink": None, "_keepers": None}

@@ -281,6 +281,7 @@ class GraphRecorder(RecorderCallback):
     def _write(self, graph: Graph) -> None:
         if self._sink is not None:
             self._sink.write_graph(self._step, {self.name: graph})
+            self._sink.replay()
         if self._directory is None:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -316,6 +317,7 @@ class GraphRecorder(RecorderCallback):
             if path.suffix == ".png" and self._sink is not None:
                 self._sink.write_images(self._step, {self.name: _pixels(path)})
                 self._sink.flush()
+                self._sink.replay()
 
     def _tell_no_picture(self, error: Exception) -> None:
         if self.strict:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -15,8 +15,9 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import Compiled, guarded
-from lightning_recorder.callbacks.checkpoints import listen, stop_listening
+from lightning_recorder.callbacks.checkpoints import CheckpointWatch
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
+from lightning_recorder.callbacks.keeping import Keeping
 from lightning_recorder.callbacks.run import logged_step, stepped
 from lightning_recorder.callbacks.scale import LossScale
 from lightning_recorder.callbacks.state import KeptState
@@ -33,6 +34,7 @@ from lightning_recorder.recorders import (
     RunRecorder,
     SiteRecorder,
     SiteStatistics,
+    TagBudget,
     Watched,
     Worker,
     check_overhead,
@@ -81,7 +83,22 @@ class StatisticsCallback(EvaluationCallback):
         quantiles: Shares, as 0.99, whose quantiles are read from the histogram and shown as ``quantile_0.99``.
         histograms: Whether to write histograms.
         histogram_sample: How many values of a tensor go into the histogram; by default all.
-        dump: Whether to write the latest statistics beside each checkpoint.
+        max_tags: The most tags that the loggers get; of more modules those evenly spread, which one warning says. The
+            files of records have all.
+        dump: When the statistics are written to a file of tensors: ``"checkpoints"``, the latest ones beside each;
+            ``"records"``, each record, and ``"epochs"``, the latest at the end of each epoch, into
+            ``<log_dir>/recorder/dumps``. True stands for ``"checkpoints"``.
+        dump_when: A function of the statistics of a site, as ``lambda seen: seen.abs_max > 1e4``, or its import path; a
+            record is dumped if it is true of any of its sites.
+        max_total_bytes: So much is dumped, beside checkpoints apart, before one warning says that no more is.
+        upload: Whether the loggers that keep files get the dumps as well, up to ``max_upload_bytes``.
+        max_upload_bytes: So much is uploaded.
+        records: Whether all records are kept in ``<log_dir>/recorder/records``, for
+            :func:`~lightning_recorder.open_recording`.
+        plots: Whether pictures of what was recorded up to now are drawn, when 10, 20, 40, … records are there and when
+            the fit ends.
+        plot_every_n_records: Draw them at each n-th record instead.
+        max_images: The most pictures of single modules over time.
         compiled: What becomes of compiled modules: ``"eager"``, a recorded step runs without the compiled code;
             ``"skip"``, they are not recorded.
         max_overhead: The share of the training time that recording may take, as 0.02. Where it takes more, the cadence
@@ -112,7 +129,16 @@ class StatisticsCallback(EvaluationCallback):
         quantiles: Sequence[float] = (),
         histograms: bool = True,
         histogram_sample: int | None = None,
-        dump: bool = True,
+        max_tags: int = 5000,
+        dump: bool | str | Sequence[Literal["checkpoints", "records", "epochs"]] = True,
+        dump_when: Callable[[SiteStatistics], object] | str | None = None,
+        max_total_bytes: int = 2**30,
+        upload: bool = False,
+        max_upload_bytes: int = 2**28,
+        records: bool = True,
+        plots: bool = True,
+        plot_every_n_records: int | None = None,
+        max_images: int = 4,
         compiled: Compiled = "eager",
         max_overhead: float | None = None,
         name: str = "",
@@ -129,18 +155,30 @@ class StatisticsCallback(EvaluationCallback):
         self.max_overhead = max_overhead
         self.statistics = _checked_statistics(statistics)
         check_bool("histograms", histograms)
-        check_bool("dump", dump)
+        self.keeping = Keeping(
+            dump=dump,
+            dump_when=dump_when,
+            max_total_bytes=max_total_bytes,
+            upload=upload,
+            max_upload_bytes=max_upload_bytes,
+            records=records,
+            plots=plots,
+            plot_every_n_records=plot_every_n_records,
+            max_images=max_images,
+            strict=strict,
+        )
         self.options = _options(extra, quantiles, histogram_sample, strict)
         """What the recorders of this callback are made with."""
         recorder = self.make_recorder({}, "train")  # raises what is wrong now and not when the fit starts
         self.histograms = histograms
-        self.dump = dump
         self._settings = f"{self.reduce} {recorder.states.described}"
         self._kept = KeptState(self._settings)
         self.loss_scale = LossScale()
-        tags = "-".join(filter(None, [self.group, name]))
-        report = Report(tags, self.statistics, histograms=histograms)
-        self._results = Results(report, name=str(self), say=rank_zero_info, summarize=self.summarize)
+        check_integer("max_tags", max_tags, 1)
+        tags, budget = "-".join(filter(None, [self.group, name])), TagBudget(max_tags, str(self))
+        report = Report(tags, self.statistics, histograms=histograms, budget=budget)
+        self._results = Results(report, name=str(self), say=rank_zero_info, summarize=self.summarize, strict=strict)
+        self._checkpoints = CheckpointWatch(self.checkpoint_saved, self.checkpoint_removed, str(self))
         self._run: RunRecorder | None = None
         self.evaluations: dict[str, EvaluationRecorder] = {}
         self._watched: Watched | None = None
@@ -177,7 +215,7 @@ class StatisticsCallback(EvaluationCallback):
             modules = self._chosen(pl_module)
             directory = self._made(directory) if trainer.is_global_zero else None
             self.open_sinks(trainer, directory)
-            self._results.begin(self._sink, directory, self._label(trainer))
+            self._begin_results(trainer, directory)
             if trainer.is_global_zero:
                 self.warn_of_eager_memory(pl_module)
             if modules is not None:
@@ -200,8 +238,23 @@ class StatisticsCallback(EvaluationCallback):
             raise error
         if modules is None and trainer.is_global_zero:
             tell(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
-        if modules is not None and self.dump and self._run is not None:
-            listen(trainer, self)
+        if modules is not None and "checkpoints" in self.keeping.dumps.at and self._run is not None:
+            self._checkpoints.begin(trainer)
+
+    def _begin_results(self, trainer: Trainer, directory: Path | None) -> None:
+        label = self._label(trainer)
+        self._results.begin(self._sink, directory, label, keepers=self._keepers)
+        if trainer.is_global_zero:
+            self._results.outlets = self.keeping.outlets(
+                self._results,
+                directory,
+                group=self.group,
+                label=label,
+                name=self.name,
+                called=str(self),
+                ranks=trainer.world_size,
+                shown=self._sink is not None and not self._sink.is_empty,
+            )
 
     def _make_workers(self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules) -> None:
         options = {"name": str(self), "rank": trainer.global_rank, "strict": self.strict}
@@ -323,8 +376,8 @@ class StatisticsCallback(EvaluationCallback):
                 if trainer is not None and not self._kept.waits:
                     self._kept.keep(run.state_dict(), trainer.global_step)
         self._watched = None
-        if trainer is not None:
-            stop_listening(trainer, self)
+        if trainer is not None and run is not None:
+            self._checkpoints.end(trainer)
         # After a fault a second one is no news.
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():
@@ -338,6 +391,8 @@ class StatisticsCallback(EvaluationCallback):
     @guarded
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._checkpoints.look(trainer)
+        self._results.replay()
         if self._run is None:
             return
         step, epoch = logged_step(trainer), trainer.current_epoch
@@ -393,7 +448,7 @@ class StatisticsCallback(EvaluationCallback):
         if before is not None:
             share = f"{100 * self.max_overhead:g} %"
             rank_zero_info(f"{self} records every {self._every_n} steps instead of {before}, to take at most {share}")
-        tag = f"recorder/{self._results.dump.label}/every_n_train_steps"
+        tag = f"recorder/{self._results.label}/every_n_train_steps"
         with run.contained():
             self._results.add_scalar(run.last_step, tag, self._every_n)
 
@@ -405,8 +460,10 @@ class StatisticsCallback(EvaluationCallback):
     @guarded
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._checkpoints.look(trainer)
         if self._run is not None:
             self._run.end_epoch(max(0, logged_step(trainer) - 1))
+            self._results.end_epoch()
 
     @guarded
     @override
@@ -457,12 +514,18 @@ class StatisticsCallback(EvaluationCallback):
 
     def checkpoint_saved(self, path: Path) -> None:
         """Write what was recorded last beside a checkpoint."""
-        self._results.wait()
-        self._results.dump.write_beside(path)
+        self._submit(partial(self.keeping.dumps.write_beside, path))
 
     def checkpoint_removed(self, path: Path) -> None:
         """Remove the dump beside a checkpoint that is gone."""
-        self._results.dump.remove_beside(path)
+        self._submit(partial(self.keeping.dumps.remove_beside, path))
+
+    def _submit(self, job: Callable[[], object]) -> None:
+        if self._run is None:  # a checkpoint that is saved for an exception comes when the run has ended
+            job()
+            return
+        with self._run.contained():
+            self._results.submit(self.keeping.dumps, job)
 
     @property
     @override
@@ -482,6 +545,7 @@ class StatisticsCallback(EvaluationCallback):
     @guarded
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._checkpoints.expect()
         if self._run is None or self.state_key not in checkpoint.get("callbacks", {}):
             return
         self._results.wait()

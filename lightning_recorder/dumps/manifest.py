@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ __all__ = ["MANIFEST", "append_line", "manifests", "read_manifest"]
 
 MANIFEST = "recorder-manifest.jsonl"
 
+_LOCK = threading.Lock()
 _OF_RANK = re.compile(r"recorder-manifest(-rank\d+)?\.jsonl")
 
 
@@ -22,7 +24,8 @@ def append_line(directory: Path, line: dict[str, Any], rank: int = 0) -> None:
     Each rank has a manifest of its own, as file systems that are shared by machines do not append in one piece.
     """
     name = MANIFEST if rank == 0 else f"recorder-manifest-rank{rank}.jsonl"
-    with (directory / name).open("a+b") as file:
+    # Recorders write in threads of their own, and a buffer would write a long line in parts.
+    with _LOCK, (directory / name).open("a+b", buffering=0) as file:
         # A run that was killed may have left half a line, which is not to take this one with it.
         torn = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
         file.write(b"\n" * torn + json.dumps(line).encode() + b"\n")

@@ -87,7 +87,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 def _bytes(tensor: Tensor) -> memoryview:
     """What a tensor holds, row by row."""
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return memoryview(host.reshape(-1).view(torch.uint8).numpy())
+    return host.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:

@@ -107,8 +107,8 @@ class Receipt:
         recording_ms: Milliseconds that the training thread has spent in hooks of the step.
         flush_ms: Milliseconds that it has spent in copying, merging and handing over the results.
         event_bytes_per_1000_steps: Bytes that they take in the event files of TensorBoard, or the files of this
-            package, by the size of the first record, and in the file later by the mean size of ten and of all;
-            ``None`` before there is one, and where nothing is written that can be counted.
+            package, pictures included: by the size of the first record, and in the file later by the mean size of ten
+            and of all; ``None`` before there is one, and where nothing is written that can be counted.
         merged_ranks: Of how many processes the record is.
     """
 
@@ -139,6 +139,13 @@ class Receipt:
         few = [f"{name or '(root)'} ({why.partition(':')[0]})" for name, why in list(self.missing.items())[:_FEW]]
         more = len(self.missing) - len(few)
         return f", not {', '.join(few)}" + (f" and {more} more" if more else "")
+
+    @property
+    def markdown(self) -> str:
+        """The same with all modules, as loggers show text."""
+        rows = [f"| {_cell(name)} | {', '.join(map(_cell, paths))} |" for name, paths in self.sites.items()]
+        rows += [f"| {_cell(name)} | {why} |" for name, why in self.missing.items()]
+        return "\n".join([f"{self.summary}.", "", "| module | recorded |", "|---|---|", *rows])
 
     def to_json(self) -> dict[str, Any]:
         """As plain data, each module with whether it fired."""
@@ -188,6 +195,11 @@ def _parents(root: nn.Module) -> dict[str, nn.Module]:
     """By its name the module that each module is registered in."""
     named = named_submodules(root)
     return {name: named[name.rpartition(".")[0]] for name in named if name and name.rpartition(".")[0] in named}
+
+
+def _cell(text: str) -> str:
+    """A name from the model as the text of a table's cell."""
+    return "`" + (text or "(root)").replace("`", "'").replace("|", "¦").replace("\n", " ") + "`"
 
 
 def _bytes(number: int) -> str:

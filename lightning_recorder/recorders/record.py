@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_recorder.recorders.sites import Snapshot
+from lightning_recorder.taps import Site
 
 __all__ = ["Record"]
 
@@ -40,3 +42,14 @@ class Record:
     flush_ms: float = 0.0
     every_n_train_steps: int = 1
     ranks: int = 1
+
+    def in_order_of_execution(self, sites: Iterable[Site], *, backward: bool = False) -> list[Site]:
+        """Sites in the order in which the forward pass comes to them; those that only other ranks have seen last.
+
+        Args:
+            sites: The sites.
+            backward: Whether they are seen in the backward pass, which comes to them in reverse.
+        """
+        seen = list(self.snapshot.kinds)
+        places = {site: place for place, site in enumerate(reversed(seen) if backward else seen)}
+        return sorted(sites, key=lambda site: places.get(site, len(places)))

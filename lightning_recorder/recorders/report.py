@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_recorder.recorders.record import Record
 from lightning_recorder.recorders.sites import SHOWN_STATISTICS, SiteStatistics
+from lightning_recorder.recorders.tagbudget import TagBudget
 from lightning_recorder.sinks import Sink
 from lightning_recorder.tags import make_tag
 from lightning_recorder.taps import Site
@@ -26,10 +27,14 @@ class Report:
         group: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         statistics: The scalars that are shown; those of further reductions are in any case.
         histograms: Whether to write histograms.
+        budget: Chooses the sites that are written, where there are too many.
     """
 
-    def __init__(self, group: str, statistics: Sequence[str], *, histograms: bool = True) -> None:
+    def __init__(
+        self, group: str, statistics: Sequence[str], *, histograms: bool = True, budget: TagBudget | None = None
+    ) -> None:
         self.group = group
+        self._budget = budget
         self.statistics = tuple(statistics)
         self.histograms = histograms
         self.nonfinite: set[Site] = set()
@@ -40,6 +45,7 @@ class Report:
         if record.overflowed:
             self._write_overflow(sink, record, found)
             return
+        found = self._within_budget(found)
         scalars: dict[str, float] = {}
         for site, seen in found.items():
             if any(seen.scalars[name] for name in _BAD):
@@ -57,6 +63,12 @@ class Report:
                 self._tag(record, self.group, site, "histogram"): seen.histogram for site, seen in found.items()
             }
             sink.write_histograms(record.step, histograms)
+
+    def _within_budget(self, found: Mapping[Site, SiteStatistics]) -> Mapping[Site, SiteStatistics]:
+        if self._budget is None or not found:
+            return found
+        further = {name for seen in found.values() for name in seen.scalars if name not in SHOWN_STATISTICS}
+        return self._budget.within(found, len({*self.statistics, *further}) + self.histograms)
 
     def _write_overflow(self, sink: Sink, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         """Of a step that the optimiser passed over, where it overflowed: its other numbers say nothing."""

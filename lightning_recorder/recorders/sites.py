@@ -61,6 +61,18 @@ class SiteStatistics:
         """The counts between their edges, without the empty ends."""
         return to_histogram(self.scalars, self.bins)
 
+    @property
+    def abs_max(self) -> float:
+        """The largest finite value without its sign; NaN when there is none."""
+        return max(abs(self.scalars["min"]), abs(self.scalars["max"]))
+
+    def __getattr__(self, name: str) -> float:
+        # So that a condition reads as `seen.rms > 10`.
+        scalars = self.__dict__.get("scalars", {})
+        if name in scalars:
+            return float(scalars[name])
+        raise AttributeError(f"no statistic {name!r} was recorded, but {', '.join(scalars)}", name=name, obj=self)
+
 
 @dataclass(frozen=True)
 class Snapshot:

@@ -50,12 +50,18 @@ class BackgroundQueue:
         Raises:
             BaseException: What an earlier job raised; this one is done nevertheless.
         """
-        self._leave_parent()
-        error, self._error = self._error, None
-        self._jobs.put(job)
-        self._see_to_it()
+        error = None
+        if self._process == os.getpid():
+            error, self._error = self._error, None
+        self.put(job)
         if error is not None:
             raise error
+
+    def put(self, job: Job) -> None:
+        """Have a job done, and leave what an earlier one raised to be raised elsewhere."""
+        self._leave_parent()
+        self._jobs.put(job)
+        self._see_to_it()
 
     def wait(self) -> None:
         """Wait until nothing is left to do; from inside a job, return at once."""

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import re
-import shutil
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
+from lightning_recorder.sinks.naming import file_of_tag, keep_file, path_below
 
 if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
     from lightning_recorder.graph.model import Graph
 
-__all__ = ["FilesSink"]
-
-_LONGEST_NAME = 80  # characters; file systems allow 255 bytes, of which a character may take four
+__all__ = ["FilesSink", "histogram_as_json", "picture_of"]
 
 
 class FilesSink(Sink):
@@ -55,16 +52,17 @@ class FilesSink(Sink):
     @override
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
         self._append(
-            "histograms.jsonl", {"step": step, "histograms": {tag: _as_json(each) for tag, each in histograms.items()}}
+            "histograms.jsonl",
+            {"step": step, "histograms": {tag: histogram_as_json(each) for tag, each in histograms.items()}},
         )
         return True
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
-        from PIL import Image as Picture
-
         for tag, pixels in images.items():
-            Picture.fromarray(pixels).save(self._place("images", tag, step, ".png"))
+            path = self._place("images", tag, step, ".png")
+            picture_of(pixels).save(path)
+            self.written_bytes += path.stat().st_size
         return True
 
     @override
@@ -76,13 +74,7 @@ class FilesSink(Sink):
     @override
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
         for name, source in files.items():
-            parts = PurePosixPath(name).parts
-            if not parts or name.startswith("/") or ".." in parts or any(char in name for char in "\\:\0"):
-                raise ArgumentError(f"a file's name must stay inside the folder, got {name!r}")
-            target = self.directory.joinpath(*parts)
-            if target.resolve() != Path(source).resolve():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, target)
+            keep_file(source, path_below(self.directory, name))
         return True
 
     @override
@@ -99,27 +91,22 @@ class FilesSink(Sink):
         self.written_bytes += len(line)
 
     def _place(self, folder: str, tag: str, step: int, suffix: str) -> Path:
-        # A tag holds names from the model, which are data: each segment becomes a harmless file name and never a path.
-        segments = [_file_name(segment) for segment in tag.split("/")]
-        path = self.directory.joinpath(folder, *segments[:-1], f"{segments[-1]}-step{step}{suffix}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
-
-def _file_name(segment: str) -> str:
-    """A part of a tag as a file name: itself where that is harmless, else what is harmless of it and a digest."""
-    harmless = re.sub(r"[^\w.\-\[\]()]", "_", segment).strip(".")
-    if harmless == segment and 0 < len(segment) <= _LONGEST_NAME:
-        return segment
-    digest = hashlib.sha256(segment.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return f"{harmless[:_LONGEST_NAME]}-{digest}"
+        return file_of_tag(self.directory / folder, tag, step, suffix)
 
 
 def _plain(value: float) -> float | str:
     return float(value) if math.isfinite(value) else repr(float(value))
 
 
-def _as_json(histogram: Histogram) -> dict[str, Any]:
+def picture_of(pixels: Image) -> Picture:
+    """A picture as Pillow has it, which several back ends take."""
+    from PIL import Image as Pictures
+
+    return Pictures.fromarray(pixels)
+
+
+def histogram_as_json(histogram: Histogram) -> dict[str, Any]:
+    """A histogram as data that JSON has; NaN is a string."""
     return {
         "edges": histogram.edges.tolist(),
         "counts": histogram.counts.tolist(),

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_recorder.errors import tell
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
+from lightning_recorder.sinks.deferred import DeferredSink
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
@@ -43,6 +44,11 @@ class MultiSink(Sink):
         self._fallen_back: set[str] = set()
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no sink in it, nor in those that are in it."""
+        return all(isinstance(sink, MultiSink) and sink.is_empty for sink in self._all())
+
+    @property
     def any_thread(self) -> bool:  # type: ignore[override]  # read-only here: it follows from the sinks
         """Whether all of the sinks may be written to from another thread."""
         return all(sink.any_thread for sink in self._all())
@@ -52,6 +58,10 @@ class MultiSink(Sink):
         """Bytes that those of the sinks have written which count them; ``None`` if none does."""
         counted = [each.written_bytes for each in self._all() if each.written_bytes is not None]
         return sum(counted) if counted else None
+
+    def replay(self) -> None:
+        """Have what was put off written, by the thread that may."""
+        self._each("replay", _replay, self._all())
 
     def _write(self, verb: str, call: Callable[[Sink], bool]) -> bool:
         shown = self._each(verb, call, self.sinks)
@@ -76,7 +86,8 @@ class MultiSink(Sink):
                 errors.append(error)
                 if not self.strict and id(sink) not in self._failed:
                     cause = f"{type(error).__name__}: {error}"
-                    tell(f"{sink}.{verb} failed, nothing more is written there: {cause}")
+                    what = sink.verb if isinstance(sink, DeferredSink) else verb
+                    tell(f"{sink}.{what} failed, nothing more is written there: {cause}")
                 self._failed.add(id(sink))
         if errors and self.strict:
             raise errors[0]
@@ -116,6 +127,11 @@ class MultiSink(Sink):
 
     def _all(self) -> list[Sink]:
         return self.sinks if self.fallback is None else [*self.sinks, self.fallback]
+
+
+def _replay(sink: Sink) -> None:
+    if isinstance(sink, (DeferredSink, MultiSink)):
+        sink.replay()
 
 
 # Two callbacks that were given one sink write to it in threads of their own.

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_recorder.graph.graphdef import to_graph_def
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
+from lightning_recorder.sinks.dashboard import dashboard_of
 from lightning_recorder.sinks.records import quicken_records
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _EVENT_BYTES = 32
 
 class TensorBoardSink(Sink):
     """Writes scalars, histograms, images, texts and graphs as events.
+
+    Under Custom Scalars each statistic of a group has one chart with all modules, unless the run has a layout already.
 
     A histogram is written from its bins, joined to at most 64 (about 1.1 KB); its ``min``, ``max``, ``sum`` and
     ``sum_squares`` are exact, and so is ``num`` unless the histogram is of a sample. One without a finite value is left
@@ -51,6 +54,7 @@ class TensorBoardSink(Sink):
             writer = SummaryWriter(str(writer))
         self._writer = writer
         self.written_bytes: int = 0
+        self._dashboard = dashboard_of(writer)
         quicken_records(writer)
 
     @override
@@ -59,6 +63,13 @@ class TensorBoardSink(Sink):
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._add(step, Summary(value=values))
+        layout = self._dashboard.update(scalars)
+        if layout is not None:
+            lines = {
+                group: {title: ["Multiline", [each]] for title, each in charts.items()}
+                for group, charts in layout.items()
+            }
+            self._writer.add_custom_scalars(lines)
         return True
 
     @override
@@ -95,8 +106,10 @@ class TensorBoardSink(Sink):
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
+        from torch.utils.tensorboard.summary import image
+
         for tag, pixels in images.items():
-            self._writer.add_image(tag, pixels, step, dataformats="HWC")
+            self._add(step, image(tag, pixels, dataformats="HWC"))
         return True
 
     @override

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
 
 from lightning_recorder import (
@@ -18,6 +19,8 @@ from lightning_recorder import (
     MemorySink,
     Norms,
     ParameterRecorder,
+    SiteStatistics,
+    TensorDumper,
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.graph import GraphvizStyler
@@ -26,13 +29,30 @@ from tests.callbacks.models import Classifier, digits
 pytest.importorskip("jsonargparse", reason="needs jsonargparse[signatures]")
 from lightning.pytorch.cli import LightningCLI
 
-KINDS: list[type[Any]] = [ActivationRecorder, GradientRecorder, ParameterRecorder, GraphRecorder]
+KINDS: list[type[Any]] = [ActivationRecorder, GradientRecorder, ParameterRecorder, TensorDumper, GraphRecorder]
 MODULE = "tests.callbacks.test_command_line"
 
 
 def even(step: int) -> bool:
     """Whether a step is even."""
     return step % 2 == 0
+
+
+def is_large(seen: SiteStatistics) -> bool:
+    """Whether a site has shown large values."""
+    return seen.abs_max > 1e4
+
+
+def dumped(callback: StatisticsCallback) -> tuple[str, ...]:
+    return callback.keeping.dumps.at
+
+
+def condition(event: Any) -> Any:
+    return None if event is None else event._condition
+
+
+def kept(field: str) -> Any:
+    return lambda callback: getattr(callback.keeping, f"_{field}")
 
 
 def reductions(callback: StatisticsCallback) -> list[str]:
@@ -59,6 +79,7 @@ def option(field: str) -> Any:
     return lambda callback: callback.options[field]
 
 
+SAMPLED = ("every_n_train_steps", "every_n_epochs", "first_n_steps", "step_window")
 MEMORY = {"class_path": "lightning_recorder.MemorySink"}
 EXTRA = [{"class_path": "lightning_recorder.Norms"}, {"class_path": "lightning_recorder.DeadChannels"}]
 
@@ -91,7 +112,18 @@ STATISTICS: list[tuple[str, Any, Any, Any]] = [
     ("quantiles", [0.5, 0.99], option("quantiles"), (0.5, 0.99)),
     ("histograms", False, plain("histograms"), False),
     ("histogram_sample", 100, option("sample"), 100),
-    ("dump", False, plain("dump"), False),
+    ("max_tags", 40, lambda callback: callback._results.report._budget.max_tags, 40),
+    ("dump", False, dumped, ()),
+    ("dump", "epochs", dumped, ("epochs",)),
+    ("dump", ["records", "checkpoints"], dumped, ("records", "checkpoints")),
+    ("dump_when", f"{MODULE}.is_large", lambda callback: condition(callback.keeping.dumps._event), is_large),
+    ("max_total_bytes", 1000, kept("max_total_bytes"), 1000),
+    ("upload", True, kept("upload"), True),
+    ("max_upload_bytes", 2000, kept("max_upload_bytes"), 2000),
+    ("records", False, kept("records"), False),
+    ("plots", False, kept("plots"), False),
+    ("plot_every_n_records", 3, kept("every"), 3),
+    ("max_images", 2, kept("max_images"), 2),
     ("max_overhead", 0.02, plain("max_overhead"), 0.02),
     *SHARED,
 ]
@@ -106,6 +138,22 @@ CASES: dict[type[Any], list[tuple[str, Any, Any, Any]]] = {
         ("parts", "updates", plain("parts"), ("updates",)),
         ("parts", ["values", "moments"], plain("parts"), ("values", "moments")),
         *STATISTICS,
+    ],
+    TensorDumper: [
+        *[case for case in STATISTICS if case[0] in ("names", "types", "exclude", *SAMPLED)],
+        ("tensors", "inputs", plain("tensors"), ("inputs",)),
+        ("tensors", ["inputs", "output_gradients"], plain("tensors"), ("inputs", "output_gradients")),
+        ("at", "steps", plain("at"), ("steps",)),
+        ("at", ["epochs", "checkpoints"], plain("at"), ("epochs", "checkpoints")),
+        ("when", f"{MODULE}.is_large", lambda callback: condition(callback.event), is_large),
+        ("samples", 4, plain("samples"), 4),
+        ("dtype", "bfloat16", plain("dtype"), torch.bfloat16),
+        ("max_bytes", 1000, plain("max_bytes"), 1000),
+        ("max_total_bytes", 1000, plain("max_total_bytes"), 1000),
+        ("per_rank", True, plain("per_rank"), True),
+        ("upload", True, plain("upload"), True),
+        ("max_upload_bytes", 1000, plain("max_upload_bytes"), 1000),
+        *SHARED,
     ],
     GraphRecorder: [
         ("depth", 2, plain("depth"), 2),
@@ -270,8 +318,23 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "quantiles": [([2.0], "between 0 and 1"), (0.5, "takes a list"), (["a"], "between 0 and 1")],
     "histograms": [("yes", "True or False")],
     "histogram_sample": [(0, "integer of at least 1"), (2.5, "integer of at least 1")],
-    "dump": [("no", "True or False")],
+    "dump": [("no", "'checkpoints', 'records', 'epochs'"), ([], "'checkpoints'"), (3, "True stands for")],
     "compiled": [("both", "'eager' or 'skip'"), (None, "'eager' or 'skip'")],
+    "max_tags": [(0, "integer of at least 1"), ("many", "integer of at least 1")],
+    "dump_when": [(3, "function of the statistics"), ("no.such.path", "cannot be imported")],
+    "max_total_bytes": [(-1, "integer of at least"), (1e9, "integer of at least")],
+    "upload": [("no", "True or False")],
+    "max_upload_bytes": [(-1, "integer of at least 0"), (None, "integer of at least 0")],
+    "records": [("no", "True or False")],
+    "plots": [("no", "True or False")],
+    "plot_every_n_records": [(0, "integer of at least 1"), ("all", "integer of at least 1")],
+    "max_images": [(-1, "integer of at least 0"), (None, "integer of at least 0")],
+    "tensors": [("weights", "'inputs', 'outputs'"), ([], "'inputs'"), (3, "'inputs'")],
+    "at": [("batches", "'checkpoints', 'steps', 'epochs'"), (3, "'checkpoints'")],
+    "samples": [(0, "integer of at least 1"), ("all", "integer of at least 1")],
+    "dtype": [("int8", "floating-point"), ("float17", "floating-point"), (3, "floating-point")],
+    "max_bytes": [(0, "integer of at least 1"), (1e6, "integer of at least 1")],
+    "per_rank": [("no", "True or False")],
     "max_overhead": [(-0.1, "max_overhead"), ("2 %", "max_overhead"), (2, "max_overhead")],
     "name": [(3, "must be a string"), (None, "must be a string")],
     "sinks": [(MemorySink(), "takes a list of sinks"), ([MemorySink], r"write MemorySink\(\)"), (3, "takes a list")],
@@ -287,12 +350,13 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "timeout_s": [(0, "must be positive"), ("5", "must be positive"), (None, "must be positive")],
     "styler": [(GraphvizStyler, "must be a GraphvizStyler"), ("dark", "must be a GraphvizStyler")],
 }
+DUMPER_WRONG = {"when": [(3, "function of the statistics"), ("no.such.path", "cannot be imported")]}
 GRAPH_WRONG = {"name": [("a/b", "that of a file"), ("", "that of a file"), (3, "must be a string")]}
 REFUSED = [
     (kind, name, value, told)
     for kind in KINDS
     for name in arguments(kind)
-    for value, told in (GRAPH_WRONG if kind is GraphRecorder else {}).get(name, WRONG[name])
+    for value, told in {GraphRecorder: GRAPH_WRONG, TensorDumper: DUMPER_WRONG}.get(kind, {}).get(name, WRONG[name])
 ]
 
 

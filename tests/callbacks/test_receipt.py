@@ -234,7 +234,7 @@ class Still(Small):
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder])
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_forecast_of_the_event_file_holds(kind: Any, every: int, tmp_path: Path) -> None:
-    """Where one record is as large as the other, the event file grows by what is forecast, within 2 %."""
+    """Where all records are as large and nothing is drawn, the event file grows by the forecast, within 2 %."""
     sizes: dict[int, int] = {}
 
     class Measuring(Callback):
@@ -244,12 +244,24 @@ def test_the_forecast_of_the_event_file_holds(kind: Any, every: int, tmp_path: P
             (path,) = Path(str(trainer.log_dir)).glob("events.*")
             sizes[trainer.global_step] = path.stat().st_size
 
-    recorder = kind(every_n_train_steps=every)
+    recorder = kind(every_n_train_steps=every, plots=False)
     trainer = go(tmp_path, [recorder, Measuring()], model=Still(), logger=True, max_epochs=16)
     about = json.loads((Path(str(trainer.log_dir)) / "recorder" / "receipt.json").read_text())[recorder.group]
     first, last = 3, 63  # a multiple of the cadence apart
     grown = (sizes[last] - sizes[first]) * 1000 / (last - first)
     assert about["event_bytes_per_1000_steps"] == pytest.approx(grown, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder])
+def test_the_forecast_holds_with_pictures(kind: Any, tmp_path: Path) -> None:
+    """After a thousand steps the event file is as large as the receipt says, pictures included, within 20 %."""
+    recorder = kind(every_n_train_steps=10)
+    trainer = go(tmp_path, [recorder], model=Still(), logger=True, max_epochs=250)
+    folder = Path(str(trainer.log_dir))
+    (path,) = folder.glob("events.*")
+    about = json.loads((folder / "recorder" / "receipt.json").read_text())[recorder.group]
+    assert about["event_bytes_per_1000_steps"] == pytest.approx(path.stat().st_size, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +301,7 @@ def test_one_line_is_logged(told: Callable[[], list[str]], tmp_path: Path) -> No
     fit(
         Odd(),
         tmp_path,
-        [ActivationRecorder(["head", "unused", "bypassed", "attention.out_proj", "apart", "frozen"])],
+        [ActivationRecorder(["head", "unused", "bypassed", "attention.out_proj", "apart", "frozen"], plots=False)],
         logger=False,
         max_steps=1,
     )
@@ -315,7 +327,7 @@ def test_a_window_is_announced_after_its_first_step(reduce: Any, told: Callable[
             about = receipt(tmp_path, "activations")
             seen.append((len(told()), about["event_bytes_per_1000_steps"]))
 
-    recorder = ActivationRecorder(every_n_train_steps=1, reduce=reduce)
+    recorder = ActivationRecorder(every_n_train_steps=1, reduce=reduce, plots=False)
     go(tmp_path, [recorder, Reading()])
     lines_then, bytes_then = zip(*seen, strict=True)
     assert lines_then == (1,) * 8
@@ -346,9 +358,13 @@ def test_all_callbacks_share_the_file(tmp_path: Path) -> None:
         assert list(written["activations"]["modules"]) == [head]
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == [
         "histograms.jsonl",
+        "images",
         "receipt.json",
+        "records",
         "scalars.jsonl",
+        "texts",
     ]
+    assert sorted(path.stem for path in (tmp_path / "recorder" / "records").iterdir()) == sorted(written)
 
 
 # Budget.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,49 @@ from torch import nn, ones
 from lightning_recorder import Histogram, Sink
 from lightning_recorder.graph import Graph, capture_graph
 
-__all__ = ["VERBS", "graph", "histogram", "histogram_of", "picture", "write"]
+__all__ = [
+    "ODD_TAGS",
+    "OUTSIDE",
+    "VERBS",
+    "empty_histogram",
+    "graph",
+    "histogram",
+    "histogram_of",
+    "picture",
+    "same_value",
+    "write",
+]
 
 VERBS = ("write_scalars", "write_histograms", "write_images", "write_text", "write_files", "write_graph")
+
+ODD_TAGS = (
+    "activations/lstm/out[1][0]/mean",
+    "activations/lstm/out_1__0_/mean",
+    "activations/lstm/out(1)(0)/mean",
+    "a b/c  d",
+    "a//b",
+    "/a",
+    "a/",
+    "..",
+    "../../outside",
+    "a/../../../outside",
+    ".hidden",
+    "größe/層/mean",
+    "50%/#1/a?b:c=d&e~f+g,h;i",
+    "quote\"s'/<b>/**bold**/`code`/$HOME/{0}",
+    "new\nline",
+    "x" * 300,
+    "x" * 301,
+    "層" * 300,
+    "activations/" + "layer." * 48 + "fc/mean",
+    "activations/" + "layer." * 48 + "fc/std",
+    "step",
+    "epoch",
+)
+"""Tags that a name in some model could lead to, no two of which are the same."""
+
+OUTSIDE = ("/etc/x", "../x", "a/../../x", "..", "a/..", "", ".", "C:x", "..\\x", "a\\b", "nul\0")
+"""Names of files that are not inside a folder, or that an operating system takes for such."""
 
 
 def picture(seed: int = 0) -> NDArray[np.uint8]:
@@ -25,6 +66,16 @@ def picture(seed: int = 0) -> NDArray[np.uint8]:
 def histogram() -> Histogram:
     """The values -1.5, 0.5, 0.5 and 3 in three bins."""
     return Histogram(np.array([-2.0, 0.0, 1.0, 4.0]), np.array([1, 2, 1]), -1.5, 3.0, 2.5, 11.75)
+
+
+def empty_histogram() -> Histogram:
+    """That of a tensor without a finite value."""
+    return Histogram(np.array([0.0, 0.0]), np.array([0]), math.nan, math.nan, 0.0, 0.0)
+
+
+def same_value(one: float, other: float) -> bool:
+    """Whether two numbers are equal, NaN to itself, too."""
+    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def histogram_of(values: NDArray[np.float64], bins: int = 1000) -> Histogram:

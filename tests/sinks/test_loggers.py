@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,20 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
 from lightning_recorder import MemorySink, Sink, TensorBoardSink, register_sink
-from lightning_recorder.sinks import MetricsSink, loggers, sink_for_logger, sinks_for_loggers
+from lightning_recorder.sinks import (
+    CometSink,
+    CsvSink,
+    LitLoggerSink,
+    MetricsSink,
+    MlflowSink,
+    WandbSink,
+    loggers,
+    sink_for_logger,
+    sinks_for_loggers,
+)
+from tests.sinks.back_ends import COMET_QUIET
 from tests.sinks.events import read_events
+from tests.sinks.lit_logger import lit_logger
 from tests.sinks.samples import histogram
 
 
@@ -79,7 +92,7 @@ def test_csv_logger(tmp_path: Path) -> None:
     """A CSVLogger gets the scalars, and nothing that it cannot show."""
     logger = CSVLogger(tmp_path)
     sink = sink_for_logger(logger)
-    assert isinstance(sink, MetricsSink)
+    assert isinstance(sink, CsvSink)
     assert sink.write_scalars(3, {"a": 0.5})
     assert not sink.write_histograms(3, {"h": histogram()})
     logger.finalize("success")
@@ -95,6 +108,41 @@ def test_any_other_logger() -> None:
     assert logger.metrics == [({"a": 0.5}, 3)]
 
 
+def other_loggers(folder: Path, database: str) -> dict[str, Any]:
+    """The options for Lightning's loggers of services, to write to the disk."""
+    return {
+        "WandbLogger": {"save_dir": folder, "mode": "disabled"},
+        "MLFlowLogger": {"tracking_uri": database, "artifact_location": folder.as_uri()},
+        "CometLogger": {"offline_directory": str(folder), **COMET_QUIET},
+    }
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch.loggers", "pytorch_lightning.loggers"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("WandbLogger", WandbSink), ("MLFlowLogger", MlflowSink), ("CometLogger", CometSink)]
+)
+def test_loggers_of_services(package: str, name: str, kind: type[Sink], tmp_path: Path, database: str) -> None:
+    """The loggers of both packages, and those derived from them, have the sink of their service."""
+    base = getattr(importlib.import_module(package), name)
+    logger = type("Derived", (base,), {})(**other_loggers(tmp_path, database)[name])
+    assert type(sink_for_logger(logger)) is kind
+    if name == "CometLogger":
+        logger.experiment.end()
+    elif name == "WandbLogger":
+        logger.experiment.finish()
+
+
+def test_lit_logger(tmp_path: Path) -> None:
+    """A LitLogger has its own sink."""
+    assert type(sink_for_logger(lit_logger(tmp_path))) is LitLoggerSink
+
+
+def test_a_neptune_logger() -> None:
+    """Lightning's own cannot be made any more; a class of that name gets the scalars, like any other."""
+    logger = type("NeptuneLogger", (Mine,), {})()
+    assert type(sink_for_logger(logger)) is MetricsSink
+
+
 def test_dummy_logger() -> None:
     """The stand-in of a fast_dev_run gets nothing."""
     assert sink_for_logger(DummyLogger()) is None
@@ -104,7 +152,7 @@ def test_dummy_logger() -> None:
 def test_several_loggers(tmp_path: Path) -> None:
     """Each logger that shows anything has its sink, in the order of the loggers."""
     sinks = sinks_for_loggers([CSVLogger(tmp_path), DummyLogger(), TensorBoardLogger(tmp_path), Mine()])
-    assert [type(sink) for sink in sinks] == [MetricsSink, TensorBoardSink, MetricsSink]
+    assert [type(sink) for sink in sinks] == [CsvSink, TensorBoardSink, MetricsSink]
     assert sinks_for_loggers([]) == []
 
 

@@ -1,0 +1,146 @@
+"""``diff``: where two runs part."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any, TextIO
+
+from lightning_recorder.commands.text import module, printable, table
+from lightning_recorder.recordings import Comparison, Difference, Parting, Tolerance, compare, open_recording
+
+__all__ = ["run"]
+
+_MOST_SITES = 30
+_FEW = 8
+
+
+def run(arguments: Namespace, out: TextIO) -> int:
+    """Compare the runs."""
+    one, other = (open_recording(path).run for path in (arguments.one, arguments.other))
+    tolerance = Tolerance(arguments.rtol, arguments.atol, exact=arguments.exact)
+    found = compare(one, other, tolerance, recorder=arguments.recorder, stage=arguments.stage)
+    if arguments.json:
+        out.write(json.dumps(_plain(found), indent=1) + "\n")
+    else:
+        names = [f"A  {printable(arguments.one)}", f"B  {printable(arguments.other)}"]
+        out.write("\n".join([*names, *_lines(found, exact=arguments.exact)]) + "\n")
+    return 0 if found.same else 1
+
+
+def _lines(found: Comparison, *, exact: bool) -> list[str]:
+    lines = [_headline(found, exact=exact)]
+    if found.sites:
+        lines += ["", *_table(found)]
+    if found.differences:
+        lines += ["", *_differences(found.differences)]
+    return [*lines, *([""] if found.notes else []), *map(printable, found.notes)]
+
+
+def _headline(found: Comparison, *, exact: bool) -> str:
+    if found.first is None:
+        if not found.steps:
+            return "they have no step in common"
+        what = "the same" if found.first_bits is not None else "the same to the bit"
+        what += ", histograms too," if exact else ""
+        told = f"{what} in all {found.steps} steps" + (" that both have" if found.differences else "")
+        if found.first_bits is not None:
+            told += f", not to the bit: from step {found.first_bits.step}, {_place(found.first_bits)}"
+        return told
+    until = "" if found.last_same is None else f"same until step {found.last_same}, "
+    return f"{until}part at step {found.first.step} in {_place(found.first)}{_cause(found, found.first)}"
+
+
+def _place(parting: Parting) -> str:
+    one, other = _apart(parting.one, parting.other)
+    values = "" if parting.statistic == "histogram" else f" {one} vs {other}"
+    stage = "" if parting.stage == "train" else f" {_stage(parting)}"
+    return f"{_site(parting)} ({printable(parting.recorder)}{stage}, {printable(parting.statistic)}{values})"
+
+
+def _apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers with as many digits as it takes to tell them apart."""
+    for digits in (2, 3, 4, 6, 9, 17):
+        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
+def _stage(parting: Parting) -> str:
+    return printable(parting.stage) + ("" if parting.loader is None else f"/{parting.loader}")
+
+
+def _site(parting: Parting) -> str:
+    name, path = parting.site
+    return module(name) + ("" if path == "out" else f" {printable(path)}")
+
+
+def _cause(found: Comparison, first: Parting) -> str:
+    """The dtype of the site at which they part, if that differs."""
+    name, path = first.site
+    what = (name or "(root)") + ("" if path == "out" else f" {path}")
+    for each in found.differences:
+        if (each.kind, each.recorder, each.what) == ("dtype", first.recorder, what):
+            return f": its dtype is {printable(each.one)} in A and {printable(each.other)} in B"
+    return ""
+
+
+def _table(found: Comparison) -> list[str]:
+    rows = [["site", "recorder", "stage", "from step", "steps", "distance", "at step", "statistic", "A", "B"]]
+    for each in found.sites[:_MOST_SITES]:
+        first, worst = each.first, each.furthest
+        where = [_site(first), printable(first.recorder), _stage(first), str(first.step), str(each.steps)]
+        values = _apart(worst.one, worst.other)
+        rows.append([*where, f"{worst.distance:.2g}", str(worst.step), printable(worst.statistic), *values])
+    more = len(found.sites) - _MOST_SITES
+    return [*table(rows, right=(3, 4, 5, 6, 8, 9)), *([f"and {more} more sites"] if more > 0 else [])]
+
+
+def _differences(differences: list[Difference]) -> list[str]:
+    """What differs besides, those of one kind in one line."""
+    lines = []
+    for (kind, recorder, one, other), group in groupby(
+        differences, key=lambda each: (each.kind, each.recorder, each.one, each.other)
+    ):
+        names = [printable(each.what) for each in group]
+        shown = ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
+        of = f" ({printable(recorder)})" if recorder else ""
+        if (one, other) in (("yes", "no"), ("no", "yes")):
+            lines.append(f"{kind}s{of} only in {'A' if one == 'yes' else 'B'}: {shown}")
+        elif one or other:
+            lines.append(f"{kind} of {shown}{of}: {printable(one)} in A, {printable(other)} in B")
+        else:
+            lines.append(f"{kind}s: {shown}")
+    return lines
+
+
+def _plain(found: Comparison) -> dict[str, Any]:
+    """As JSON values; numbers that JSON lacks are texts, as in the files."""
+    return {
+        "same": found.same,
+        "steps": found.steps,
+        "last_same": found.last_same,
+        "first": _parting(found.first),
+        "first_bits": _parting(found.first_bits),
+        "sites": [
+            {"first": _parting(each.first), "furthest": _parting(each.furthest), "steps": each.steps}
+            for each in found.sites
+        ],
+        "differences": [asdict(each) for each in found.differences],
+        "notes": found.notes,
+    }
+
+
+def _parting(parting: Parting | None) -> dict[str, Any] | None:
+    if parting is None:
+        return None
+    about = {**asdict(parting), "module": parting.site.name, "path": parting.site.path}
+    del about["site"]
+    return {key: _number(value) if isinstance(value, float) else value for key, value in about.items()}
+
+
+def _number(value: float) -> float | str:
+    return value if value - value == 0 else repr(value)

@@ -1,0 +1,27 @@
+"""Pictures of what was recorded: arrays and names go in, pixels come out."""
+
+from lightning_recorder.plots.canvas import Image
+from lightning_recorder.plots.coloured import StatisticStyler, colour_graph
+from lightning_recorder.plots.gradient_flow import gradient_flow
+from lightning_recorder.plots.heat_map import heat_map
+from lightning_recorder.plots.history import History
+from lightning_recorder.plots.kernels import kernels
+from lightning_recorder.plots.maps import attention_maps, feature_maps
+from lightning_recorder.plots.over_time import histogram_over_time
+from lightning_recorder.plots.overview import overview
+from lightning_recorder.plots.ridge import ridge
+
+__all__ = [
+    "History",
+    "Image",
+    "StatisticStyler",
+    "attention_maps",
+    "colour_graph",
+    "feature_maps",
+    "gradient_flow",
+    "heat_map",
+    "histogram_over_time",
+    "kernels",
+    "overview",
+    "ridge",
+]

@@ -1,0 +1,15 @@
+"""The picture of nothing."""
+
+from __future__ import annotations
+
+from lightning_recorder.plots.canvas import GREY, Image
+from lightning_recorder.plots.frame import WIDTH, new_canvas
+
+__all__ = ["blank"]
+
+
+def blank(title: str, why: str) -> Image:
+    """A small picture that says why there is no other, ``[120, 900, 3]``."""
+    canvas = new_canvas(120, title)
+    canvas.text(WIDTH / 2, 74, why, anchor="mm", colour=GREY)
+    return canvas.pixels()

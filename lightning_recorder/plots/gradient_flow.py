@@ -1,0 +1,154 @@
+"""How much gradient arrives at each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.plots.arrays import Floats, checked_names, to_floats
+from lightning_recorder.plots.blank import blank
+from lightning_recorder.plots.canvas import Canvas, Image
+from lightning_recorder.plots.colours import Mark, pattern
+from lightning_recorder.plots.frame import (
+    TOP,
+    WIDTH,
+    Area,
+    bottom_room,
+    evenly,
+    new_canvas,
+    notes_below,
+    numbers_below,
+    plain,
+    row_names,
+    rows_room,
+    swatch,
+)
+from lightning_recorder.plots.scale import Scale
+
+__all__ = ["gradient_flow"]
+
+# Blue and orange of Okabe and Ito, told apart with any kind of sight, and light against dark.
+_MEAN, _LARGEST = (0, 114, 178), (245, 196, 118)
+_RIGHT = 28
+_MOST_ROWS = 280
+_TALLEST_PX = 1400
+
+
+def gradient_flow(
+    names: Sequence[str],
+    means: Any,
+    maxima: Any,
+    *,
+    title: str,
+    step: int | None = None,
+    statistic: str = "mean |gradient|",
+    largest: str = "max |gradient|",
+) -> Image:
+    """Two bars for each layer on one logarithmic axis, from top to bottom in the order in which the layers run.
+
+    A layer at which nothing but 0 arrives has a hollow square at the left end; a bar whose value is not finite goes
+    over all of the width, striped for NaN and black for infinite. Of more than 280 layers so many are drawn, evenly
+    spread, and the picture says so.
+
+    Args:
+        names: Of the layers, in the order of execution.
+        means: ``[layers]``, the mean magnitude or another one, as the rms; of negative numbers the magnitude counts.
+        maxima: ``[layers]``, the largest magnitude.
+        title: Of the picture.
+        step: The step at which they were recorded.
+        statistic: What ``means`` are, with a unit if there is one.
+        largest: What ``maxima`` are.
+
+    Returns:
+        ``[height, 900, 3]``, at most 1,600 pixels high.
+
+    Raises:
+        ArgumentError: If the shapes do not agree.
+    """
+    means = np.abs(to_floats("means", means, "[layers]", 1))
+    maxima = np.abs(to_floats("maxima", maxima, "[layers]", 1))
+    if means.shape != maxima.shape:
+        raise ArgumentError(f"maxima must have the shape [{len(means)}], got {list(maxima.shape)}")
+    names = checked_names(names, len(means), "layers")
+    title = title if step is None else f"{title}, step {step:,}"
+    if not names:
+        return blank(title, "nothing was recorded")
+    rows = evenly(len(names), _MOST_ROWS)
+    notes = [] if len(rows) == len(names) else [f"{len(rows)} of {len(names):,} layers, evenly spread"]
+    means, maxima = means[rows], maxima[rows]
+    return _drawn(title, [names[row] for row in rows], means, maxima, (statistic, largest), notes)
+
+
+def _drawn(
+    title: str, names: list[str], means: Floats, maxima: Floats, words: tuple[str, str], notes: list[str]
+) -> Image:
+    axis = _axis(np.concatenate((means, maxima)))
+    row_px = int(np.clip(min(_TALLEST_PX // len(names), max(420 // len(names), 15)), 5, 30))
+    left = rows_room(names)
+    area = (left, TOP, WIDTH - _RIGHT - left, len(names) * row_px)
+    both = np.stack((means, maxima))
+    kinds: dict[Mark, bool] = {"nan": bool(np.isnan(both).any()), "inf": bool(np.isinf(both).any())}
+    marks = [mark for mark, is_there in kinds.items() if is_there]
+    canvas = new_canvas(TOP + area[3] + bottom_room(["legend", *notes], marks), title)
+    canvas.image(left, TOP, _bars(means, maxima, axis, row_px, area[2]))
+    for place, _ in axis.ticks(9):
+        x = left + place * area[2]
+        canvas.line([(x, TOP + area[3]), (x, TOP + area[3] + 5)], "#222222")
+    canvas.frame(*area)
+    row_names(canvas, area, names, row_px)
+    numbers_below(canvas, area, axis, "magnitude of the gradient (log scale)")
+    _legend(canvas, area, words)
+    notes_below(canvas, TOP + area[3] + 82, notes, marks)
+    return canvas.pixels()
+
+
+def _legend(canvas: Canvas, area: Area, words: tuple[str, str]) -> None:
+    y = area[1] + area[3] + 62
+    x = swatch(canvas, 16, y, plain(_MEAN), words[0])
+    x = swatch(canvas, x, y, plain(_LARGEST), words[1])
+    swatch(canvas, x, y, _square(14), "0: no gradient arrives")
+
+
+def _axis(magnitudes: Floats) -> Scale:
+    """Whole powers of ten around all magnitudes, and no more than 12 of them."""
+    positive = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
+    if not positive.size:
+        return Scale("log", 0.1, 1.0)
+    high = float(np.clip(np.ceil(np.log10(positive.max()) + 1e-9), -290, 308))
+    low = float(np.clip(np.floor(np.log10(positive.min()) - 1e-9), high - 12, high - 1))
+    return Scale("log", 10.0**low, 10.0**high)
+
+
+def _square(size: int) -> Image:
+    """A hollow square on white."""
+    pixels = np.full((size, size, 3), 255, dtype=np.uint8)
+    pixels[[0, 1, -2, -1]] = pixels[:, [0, 1, -2, -1]] = _MEAN
+    return pixels
+
+
+def _bars(means: Floats, maxima: Floats, axis: Scale, row_px: int, width: int) -> Image:
+    """The bars as pixels, the wide one of the maximum behind the narrow one of the mean."""
+    pixels = np.full((len(means) * row_px, width, 3), 255, dtype=np.uint8)
+    for place, _ in axis.ticks(9):
+        pixels[:, min(int(place * width), width - 1)] = 225
+    gap, thin = max(row_px // 8, 1), max(row_px // 3, 1)
+    for row, (mean, largest) in enumerate(zip(means, maxima, strict=True)):
+        top, bottom = row * row_px, (row + 1) * row_px
+        _bar(pixels[top + gap : bottom - gap], largest, axis, _LARGEST)
+        _bar(pixels[top + thin : bottom - thin], mean, axis, _MEAN)
+        if mean == 0 and largest == 0:
+            size = max(min(row_px - 2, 12), 3)
+            start = top + (row_px - size) // 2
+            pixels[start : start + size, 4 : 4 + size] = _square(size)
+    return pixels
+
+
+def _bar(pixels: Image, value: float, axis: Scale, colour: tuple[int, int, int]) -> None:
+    if not np.isfinite(value):
+        pixels[:] = pattern("nan" if np.isnan(value) else "inf", *pixels.shape[:2])
+    elif value > 0:
+        # A pixel at least, so that what lies at the low end is told from what is nothing.
+        pixels[:, : max(round(float(axis.place(value)) * pixels.shape[1]), 2)] = colour

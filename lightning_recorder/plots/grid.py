@@ -1,0 +1,159 @@
+"""Many small pictures side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_recorder.errors import check_integer
+from lightning_recorder.plots.arrays import Floats
+from lightning_recorder.plots.blank import blank
+from lightning_recorder.plots.canvas import DETAIL_PX, Image
+from lightning_recorder.plots.colours import cover, marks_of, paint, table_for
+from lightning_recorder.plots.frame import (
+    BAR_ROOM,
+    TOP,
+    WIDTH,
+    bottom_room,
+    colour_bar,
+    evenly,
+    new_canvas,
+    notes_below,
+)
+from lightning_recorder.plots.scale import Scale, scale_of
+from lightning_recorder.plots.words import shortened
+
+__all__ = ["chosen", "grid_of", "pooled"]
+
+_MARGIN = 16
+_GAP = 6
+_CAPTION_PX = 17
+_COMFORTABLE_PX, _TALLEST_PX = 540, 1400
+_NARROWEST_PX, _WIDEST_PX = 36, 280  # of one panel
+_LONGEST = 8.0  # times the other side: what is longer is stretched across
+_MOST_VALUES = 40_000  # of all panels together; it bounds the size of the file
+
+
+def chosen(count: int, most: int, option: str, what: str) -> tuple[list[int], list[str]]:
+    """Which of so many panels are drawn, and what there is to say of it."""
+    check_integer(option, most, 1)
+    rows = evenly(count, min(most, 256))
+    return rows, [] if len(rows) == count else [
+        f"{len(rows)} of {count:,} {what}, evenly spread; the number above each"
+    ]
+
+
+def grid_of(
+    panels: Floats, captions: Sequence[str], *, title: str, label: str, shared: bool = True, notes: Sequence[str] = ()
+) -> Image:
+    """Panels in rows from left to right, each with its caption.
+
+    Values are painted on one linear scale, around 0 if there are negative ones; without ``shared`` those of each panel
+    are divided by its largest magnitude before, so that the weak ones are seen as well. Panels that are larger than
+    their place are averaged.
+
+    Args:
+        panels: ``[n, height, width]``, or ``[n, height, width, 3]`` with colours from 0 to 1.
+        captions: One for each panel.
+        title: Of the picture.
+        label: What the values are.
+        shared: Whether one scale holds for all panels.
+        notes: What else there is to say.
+
+    Returns:
+        ``[height, 900, 3]``, at most 1,600 pixels high.
+    """
+    if not panels.size:
+        return blank(title, "there is nothing to show")
+    plane = panels.ndim == 3
+    if plane and not shared:
+        panels, label = _normed(panels), f"{label} / largest |{label}| of the panel"
+    across, box = _layout(len(panels), panels.shape[1], panels.shape[2], WIDTH - 2 * _MARGIN - BAR_ROOM * plane)
+    panels, block = pooled(panels, box, max(_MOST_VALUES // (len(panels) * (1 if plane else 2)), 1))
+    notes = [*notes, *([f"each pixel is the mean of {block[0]} × {block[1]} values"] if max(block) > 1 else [])]
+    zoom = _zoom(panels.shape[1:3], box)
+    values = panels.repeat(zoom[0], axis=1).repeat(zoom[1], axis=2)
+    scale = scale_of(values, log=False) if plane else Scale("linear", 0.0, 1.0)
+    marks = marks_of(values if plane else values.mean(axis=-1), scale)
+    pixels = paint(values, scale, table_for(scale)) if plane else _coloured(values)
+    row = pixels.shape[1] + _CAPTION_PX + _GAP
+    height = max(math.ceil(len(pixels) / across) * row, 160 * plane)
+    canvas = new_canvas(TOP + height + bottom_room(notes, marks, axis=False), title)
+    for index, panel in enumerate(pixels):
+        x, y = _MARGIN + index % across * (box[1] + _GAP), TOP + index // across * row
+        cover(panel, {mark: where[index] for mark, where in marks.items()})
+        canvas.text(x, y + 7, shortened(captions[index], box[1]), px=DETAIL_PX)
+        canvas.image(x, y + _CAPTION_PX, panel)
+        canvas.frame(x, y + _CAPTION_PX, panel.shape[1], panel.shape[0], "#cfcfcf")
+    if plane:
+        beside = (0, TOP + _CAPTION_PX, WIDTH - BAR_ROOM, height - _CAPTION_PX - _GAP)
+        colour_bar(canvas, beside, scale, table_for(scale), label)
+    notes_below(canvas, TOP + height + 14, notes, marks)
+    return canvas.pixels()
+
+
+def _normed(panels: Floats) -> Floats:
+    """Each panel over its largest finite magnitude."""
+    size = np.where(np.isfinite(panels), np.abs(panels), 0.0).max(axis=(1, 2), keepdims=True)
+    return panels / np.where(size > 0, size, 1.0)
+
+
+def _coloured(values: Floats) -> Image:
+    return (np.nan_to_num(values, nan=0.0, posinf=1.0, neginf=0.0).clip(0, 1) * 255).round().astype(np.uint8)
+
+
+def _layout(count: int, rows: int, columns: int, width: int) -> tuple[int, tuple[int, int]]:
+    """How many panels stand side by side, and how high and wide each may be: the largest ones that have room."""
+    aspect = float(np.clip(rows / columns, 1 / _LONGEST, _LONGEST))
+    best = (1, (1, 1))
+    for limit in (_COMFORTABLE_PX, _TALLEST_PX):
+        for across in range(1, count + 1):
+            wide = min((width - _GAP * (across - 1)) // across, _WIDEST_PX, int(_COMFORTABLE_PX / aspect))
+            best = (across, (max(int(wide * aspect), 8), max(wide, 8)))
+            if wide < _NARROWEST_PX and limit == _COMFORTABLE_PX:
+                break
+            if math.ceil(count / across) * (best[1][0] + _CAPTION_PX + _GAP) <= limit:
+                return best
+    return best
+
+
+def pooled(panels: Floats, box: tuple[int, int], most: int) -> tuple[Floats, tuple[int, int]]:
+    """Panels with the means of blocks in place of values, so that they fit.
+
+    Args:
+        panels: ``[n, height, width, …]``.
+        box: How many values a panel may be high and wide.
+        most: How many values it may have.
+
+    Returns:
+        The panels, and how many values high and wide a block is; those at the lower and right ends may be smaller.
+    """
+    height, width = panels.shape[1:3]
+    down, across = -(-height // box[0]), -(-width // box[1])
+    if not _is_long(height, width):
+        down = across = max(down, across)
+    while -(-height // down) * -(-width // across) > most:
+        down, across = down + (down < height), across + (across < width)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for axis, block in ((1, down), (2, across)):
+            if block > 1:
+                starts = np.arange(0, panels.shape[axis], block)
+                sizes = np.diff(np.append(starts, panels.shape[axis]))
+                shape = [-1 if each == axis else 1 for each in range(panels.ndim)]
+                # Divided first: the sum of large values may be more than a float64 can be.
+                panels = np.add.reduceat(panels / block, starts, axis=axis) * (block / sizes).reshape(shape)
+    return panels, (down, across)
+
+
+def _is_long(height: int, width: int) -> bool:
+    return not 1 / _LONGEST <= height / width <= _LONGEST
+
+
+def _zoom(shape: tuple[int, ...], box: tuple[int, int]) -> tuple[int, int]:
+    """How many pixels high and wide a value is."""
+    down, across = max(box[0] // shape[0], 1), max(box[1] // shape[1], 1)
+    if _is_long(*shape):
+        return down, across
+    return min(down, across), min(down, across)

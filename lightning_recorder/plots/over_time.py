@@ -1,0 +1,98 @@
+"""How the values of one layer are spread, over all steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.plots.arrays import Floats, checked_steps
+from lightning_recorder.plots.blank import blank
+from lightning_recorder.plots.canvas import Image
+from lightning_recorder.plots.colours import VIRIDIS, Mark, cover, paint
+from lightning_recorder.plots.columns import Columns, columns_of
+from lightning_recorder.plots.frame import (
+    BAR_ROOM,
+    TOP,
+    WIDTH,
+    bottom_room,
+    colour_bar,
+    new_canvas,
+    notes_below,
+    numbers_below,
+    numbers_left,
+)
+from lightning_recorder.plots.rebin import edges_along, shares, to_histograms, value_axis
+from lightning_recorder.plots.scale import Scale, number
+
+__all__ = ["histogram_over_time"]
+
+_BINS, _BIN_PX = 145, 3  # odd, so that 0 lies inside a bin where the axis is symmetric
+_LEFT = 92
+_LEAST_SHARE = 1e-5  # what is rarer has the colour of that
+
+
+def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str = "value") -> Image:
+    """Steps from left to right, values from below to above, the share of the values in a bin as colour.
+
+    The edges of the histograms may differ from step to step: each is re-binned to 145 common bins, where a bin that is
+    cut in two gives to both in proportion to their widths, so that the shares of a step add up to 1. The bins are
+    equally high in the picture: on a linear axis, or on one that is linear around 0 and logarithmic beyond, if the bulk
+    of the values would otherwise be too thin to see. Where several steps share a column, it shows the mean of their
+    shares. Bins without a value are white.
+
+    Args:
+        steps: ``[steps]``, ascending.
+        histograms: For each step a :class:`~lightning_recorder.Histogram`; or ``[steps, 2048]`` counts of the fixed
+            bins, see ``ExponentHistogram``.
+        title: Of the picture.
+        value: What the values are, with a unit if there is one.
+
+    Returns:
+        ``[565, 900, 3]``, or somewhat more where there is something to explain.
+
+    Raises:
+        ArgumentError: If there are not as many histograms as steps, or these do not ascend.
+    """
+    steps = checked_steps(steps)
+    found = to_histograms(histograms)
+    if len(found) != len(steps):
+        raise ArgumentError(f"histograms must be one for each of the {len(steps)} steps, got {len(found)}")
+    axis = value_axis(found)
+    if axis is None:
+        return blank(title, "no finite value was recorded")
+    edges = edges_along(axis, _BINS)
+    columns = columns_of(steps)
+    each = np.stack([shares(histogram, edges) for histogram in found], axis=1)
+    cells = np.stack([_mean(each[:, run]) for run in columns], axis=1)
+    return _drawn(title, value, cells[::-1], columns, axis)
+
+
+def _mean(some: Floats) -> Floats:
+    """The mean of the columns that have values."""
+    known = ~np.isnan(some[0])
+    return some[:, known].mean(axis=1) if known.any() else some[:, 0]
+
+
+def _drawn(title: str, value: str, cells: Floats, columns: Columns, axis: Scale) -> Image:
+    largest = float(np.nanmax(cells))
+    colours = Scale("log", min(_LEAST_SHARE, largest / 10), largest)
+    area = (_LEFT, TOP, WIDTH - BAR_ROOM - _LEFT, _BINS * _BIN_PX)
+    across = columns.spread(area[2])
+    cells = np.where(cells == 0, np.nan, np.where(np.isnan(cells), -1.0, cells))
+    pixels = np.repeat(paint(cells, colours, VIRIDIS)[:, across], _BIN_PX, axis=0)
+    missing = np.repeat((cells == -1.0)[:, across], _BIN_PX, axis=0)
+    marks: list[Mark] = ["missing"] if missing.any() else []
+    cover(pixels, {"missing": missing})
+    notes = [f"each column shows the mean of up to {columns.most:,} steps"] if columns.most > 1 else []
+    if axis.kind == "symlog":
+        notes.append(f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}")
+    canvas = new_canvas(TOP + area[3] + bottom_room(notes, marks), title)
+    canvas.image(area[0], TOP, pixels)
+    canvas.frame(*area)
+    numbers_left(canvas, area, axis, f"{value} (symlog)" if axis.kind == "symlog" else value)
+    numbers_below(canvas, area, columns.axis, "step")
+    colour_bar(canvas, area, colours, VIRIDIS, "share of the values in a bin (log scale)")
+    notes_below(canvas, TOP + area[3] + 62, notes, marks)
+    return canvas.pixels()

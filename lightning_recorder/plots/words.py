@@ -1,0 +1,65 @@
+"""Names of layers in the room that a picture has for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from lightning_recorder.plots.canvas import DETAIL_PX, literal, text_width
+
+__all__ = ["every_nth", "fitted", "shortened"]
+
+# Which share of what is kept of a name stands before the gap, in the order in which they are tried.
+_SPLITS = (0.3, 0.5, 0.1, 0.7, 0.9)
+
+
+def shortened(name: str, room: float, *, px: int = DETAIL_PX, head: float = _SPLITS[0], ending: str = "") -> str:
+    """A name that fits, with a gap in its middle if it is too long: names differ in their beginnings or their ends.
+
+    Args:
+        name: The name.
+        room: In pixels.
+        px: Height of the letters.
+        head: Which share of what is kept stands before the gap.
+        ending: What is put behind it.
+    """
+    name = literal(name)
+    if text_width(name + ending, px) <= room:
+        return name + ending
+    few, many = 0, len(name)
+    while many - few > 1:
+        kept = (few + many) // 2
+        if text_width(_cut(name, kept, head) + ending, px) <= room:
+            few = kept
+        else:
+            many = kept
+    return _cut(name, few, head) + ending
+
+
+def _cut(name: str, kept: int, head: float) -> str:
+    first = round(kept * head)
+    return f"{name[:first]}…{name[len(name) - (kept - first) :]}"
+
+
+def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX) -> list[str]:
+    """Names that fit, of which different ones stay different: where the gap hides that, it moves or a number is added.
+
+    Example:
+        >>> fitted(["encoder.layers.11.attention", "head"], 120)
+        ['enco…1.attention', 'head']
+    """
+    shown = [shortened(name, room, px=px) for name in names]
+    for head in (*_SPLITS[1:], None):
+        same = {each for each, times in Counter(shown).items() if times > 1}
+        if not same:
+            break
+        for row, name in enumerate(names):
+            if shown[row] in same and text_width(name, px) > room:
+                ending = "" if head is not None else f" #{row}"
+                shown[row] = shortened(name, room, px=px, head=_SPLITS[0] if head is None else head, ending=ending)
+    return shown
+
+
+def every_nth(count: int, distance: float, needed: float) -> range:
+    """Which of so many rows get a label, if each takes ``distance`` pixels and a label needs ``needed``."""
+    return range(0, count, max(1, -int(-needed // distance)))

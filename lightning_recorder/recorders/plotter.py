@@ -1,0 +1,130 @@
+"""The pictures of a run: which are drawn, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from typing_extensions import override
+
+from lightning_recorder.plots import History, Image, overview
+from lightning_recorder.recorders.outlet import Outlet
+from lightning_recorder.recorders.record import Record
+from lightning_recorder.recorders.sites import SiteStatistics
+from lightning_recorder.taps import Site
+
+__all__ = ["Plotter"]
+
+_FIRST = 10  # records; then at twice as many, and so on, so that drawing takes no more of a longer run
+
+_PICTURE_BYTES = 40_000  # of one, until there are some; those of 6 layers take 10 KB and those of 100 take 80
+
+_HEAT_MAPS = {
+    "activations": ("rms", "mean", "zero_fraction"),
+    "gradients": ("rms", "zero_fraction"),
+    "parameters": ("rms", "update_ratio"),
+    "parameters_grad": ("rms",),
+}
+_FLOW = ("rms", "min", "max")
+
+
+class Plotter(Outlet):
+    """Draws pictures of what has been recorded up to now.
+
+    They are drawn when 10, 20, 40, … records are there, and once more when the run ends.
+
+    Args:
+        group: What is recorded: ``"activations"``, ``"gradients"`` or ``"parameters"``.
+        tags: What the tags begin with; by default the group.
+        every: Draw at each ``every``-th record instead.
+        max_images: The most pictures of single sites over time.
+        show: Takes the step and the pictures by tag, and answers how many bytes were written, if that is counted.
+
+    Note:
+        Of the past it keeps numbers for at most 256 records, evenly spread; see
+        :class:`~lightning_recorder.plots.History`. Drawing takes a tenth of a second for each picture, of the thread
+        that writes.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        tags: str = "",
+        *,
+        every: int | None = None,
+        max_images: int = 8,
+        show: Callable[[int, Mapping[str, Image]], int | None],
+    ) -> None:
+        self._group = group
+        self._tags = tags or group
+        self._every = every
+        self._max_images = max_images
+        self._show = show
+        self._histories: dict[str, History] = {}
+        self._records = self._drawn = 0
+        self._step = 0
+        self._drawings = 0
+        self._bytes: int | None = None
+
+    def __str__(self) -> str:
+        return "plots"
+
+    @override
+    def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        if record.stage != "train" or record.overflowed or not found:
+            return
+        sites = record.in_order_of_execution(found, backward=self._group == "gradients")
+        for part, of_part in self._by_part(sites).items():
+            if part not in self._histories:
+                self._histories[part] = History(
+                    statistics=tuple(dict.fromkeys((*_HEAT_MAPS[part], *_FLOW))), max_histograms=self._max_images
+                )
+            self._histories[part].add(record.step, {site: (found[site].scalars, found[site].bins) for site in of_part})
+        self._records += 1
+        self._step = record.step
+        if self._is_due(self._records):
+            self._draw()
+
+    def _by_part(self, sites: list[Site]) -> dict[str, list[Site]]:
+        """The sites that belong in one picture: of parameters the values, apart from them the gradients."""
+        if self._group != "parameters":
+            return {self._group: sites}
+        known = set(sites)
+        parts: dict[str, list[Site]] = {}
+        for site in sites:
+            of, _, last = site.path.rpartition(".")
+            if last == "grad":
+                parts.setdefault("parameters_grad", []).append(site)
+            elif last != "update" and Site(site.name, of) not in known:
+                parts.setdefault("parameters", []).append(site)
+        return parts
+
+    def _is_due(self, records: int) -> bool:
+        if self._every is not None:
+            return records % self._every == 0
+        times, rest = divmod(records, _FIRST)
+        return rest == 0 and times & (times - 1) == 0
+
+    @override
+    def logged_bytes(self, records: int) -> int:
+        times = sum(map(self._is_due, range(1, records))) + 1
+        if self._drawings:
+            return times * (self._bytes or 0) // self._drawings
+        groups = [group for group in _HEAT_MAPS if group.startswith(self._group)]
+        pictures = sum(len(_HEAT_MAPS[group]) + 1 + self._max_images for group in groups)
+        return times * pictures * _PICTURE_BYTES
+
+    def _draw(self) -> None:
+        self._drawn = self._records
+        images: dict[str, Image] = {}
+        for part, history in self._histories.items():
+            group = part.replace(self._group, self._tags, 1)
+            images |= overview(history, group=group, statistics=_HEAT_MAPS[part], max_images=self._max_images)
+        written = self._show(self._step, images)
+        self._drawings += 1
+        if written is not None:
+            self._bytes = (self._bytes or 0) + written
+
+    @override
+    def finish(self) -> None:
+        if self._drawn < self._records:
+            self._draw()

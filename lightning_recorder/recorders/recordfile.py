@@ -1,0 +1,71 @@
+"""The file in which a run leaves all of its records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from typing_extensions import override
+
+from lightning_recorder.recorders.outlet import Outlet
+from lightning_recorder.recorders.record import Record
+from lightning_recorder.recorders.sites import SiteStatistics
+from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
+from lightning_recorder.taps import Site
+
+__all__ = ["RecordFile"]
+
+_ABOUT = (
+    "step",
+    "epoch",
+    "stage",
+    "loader",
+    "steps",
+    "ranks",
+    "overflowed",
+    "overflow_steps",
+    "every_n_train_steps",
+    "recording_ms",
+    "flush_ms",
+)
+
+
+class RecordFile(Outlet):
+    """Appends each record to the file that :func:`~lightning_recorder.open_recording` reads.
+
+    Args:
+        directory: The folder of the run's recordings.
+        label: What the recorder is called there.
+        group: What it records.
+        name: Its own name, if it has one.
+        ranks: Of how many processes the records are.
+    """
+
+    def __init__(self, directory: Path, label: str, *, group: str, name: str = "", ranks: int = 1) -> None:
+        self._writer = RecordWriter(records_path(directory, label))
+        self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
+        self._is_backward = group == "gradients"
+        self._has_begun = False
+
+    def __str__(self) -> str:
+        return f"the file of records {self._writer.path.name}"
+
+    @property
+    def written_bytes(self) -> int:
+        """How many bytes were written."""
+        return self._writer.written_bytes
+
+    @override
+    def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        if not self._has_begun:  # with the first record, so that a run without any leaves no file
+            self._has_begun = True
+            self._begin()
+        sites = record.in_order_of_execution(found, backward=self._is_backward)
+        about = {name: getattr(record, name) for name in _ABOUT}
+        self._writer.write(about, (_line(site, found[site]) for site in sites))
+
+
+def _line(site: Site, seen: SiteStatistics) -> SiteRecord:
+    dtype = None if seen.dtype is None else str(seen.dtype).removeprefix("torch.")
+    return SiteRecord(site.name, site.path, seen.scalars, seen.bins, dtype, seen.shape)

@@ -1,0 +1,136 @@
+"""Which of the captured tensors become dumps, in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from lightning_recorder.errors import describe_error, tell
+from lightning_recorder.recorders.dump import Event
+from lightning_recorder.recorders.dumpfolder import DumpContent, DumpFolder
+from lightning_recorder.recorders.tensors import Captured
+from lightning_recorder.sinks import BackgroundQueue
+
+__all__ = ["TENSOR_DUMP_TIMES", "TensorDumps"]
+
+TENSOR_DUMP_TIMES = ("checkpoints", "steps", "epochs")
+"""When tensors can be dumped."""
+
+_WAITING = 2  # steps whose copies may wait to be written; then the training waits, since memory is bounded
+
+
+@dataclass(frozen=True)
+class _Step:
+    step: int
+    epoch: int
+    captured: Captured
+
+
+class TensorDumps:
+    """Writes captured tensors.
+
+    Args:
+        folder: Where they go.
+        at: When: some of ``TENSOR_DUMP_TIMES``. At checkpoints and at the ends of epochs the tensors of the latest
+            captured step are written.
+        event: A step is written if it is true of the statistics of any of its tensors.
+        name: What warnings call the recorder.
+        strict: Raise what fails.
+
+    Note:
+        What was captured stays where it is until its turn comes, at most two steps of it beside the latest one, which
+        is brought to the host. More than that, the training waits.
+    """
+
+    def __init__(
+        self,
+        folder: DumpFolder,
+        at: tuple[str, ...],
+        event: Event | None = None,
+        *,
+        name: str = "the recorder",
+        strict: bool = False,
+    ) -> None:
+        self.folder = folder
+        self._at = at
+        self._event = event
+        self._name = name
+        self._strict = strict
+        self._queue = BackgroundQueue(_WAITING)
+        self._latest: _Step | None = None
+        self._failed = False
+        self._is_told = False
+
+    def add(self, step: int, epoch: int, captured: Captured) -> None:
+        """Take the tensors of a step."""
+        if captured.left_out and not self._is_told:
+            self._is_told = True
+            tell(
+                f"{self._name}: {len(captured.left_out)} tensors of step {step} are left out, {captured.left_out[0]!r} "
+                "is the first: a larger max_bytes, or fewer samples, has room for them"
+            )
+        self._submit(partial(self._take, _Step(step, epoch, captured)))
+
+    def _take(self, taken: _Step) -> None:
+        snapshot = taken.captured.snapshot
+        odd = []
+        if self._event is not None and snapshot is not None:
+            odd = self._event.sites(snapshot.statistics())
+        if odd:
+            self.folder.write(_content(taken, event=[list(site) for site in odd]), "event")
+        elif "steps" in self._at:
+            self.folder.write(_content(taken), "step")
+        if {"checkpoints", "epochs"} & set(self._at):
+            host = {name: tensor.cpu() for name, tensor in taken.captured.tensors.items()}
+            self._latest = replace(taken, captured=Captured(host, taken.captured.left_out))
+
+    def end_epoch(self) -> None:
+        """End an epoch."""
+        if "epochs" in self._at:
+            self._submit(self._write_epoch)
+
+    def _write_epoch(self) -> None:
+        if self._latest is not None:
+            self.folder.write(_content(self._latest), "epoch")
+
+    def write_beside(self, checkpoint: Path) -> None:
+        """Write the latest beside a checkpoint; without a step, nothing. What goes wrong is raised elsewhere."""
+        self._queue.put(partial(self._contained, partial(self._write_beside, checkpoint)))
+
+    def _write_beside(self, checkpoint: Path) -> None:
+        if self._latest is not None:
+            self.folder.write_beside(_content(self._latest), checkpoint)
+
+    def remove_beside(self, checkpoint: Path) -> None:
+        """Remove what lies beside a checkpoint."""
+        self._queue.put(partial(self._contained, partial(self.folder.remove_beside, checkpoint)))
+
+    def _submit(self, job: Callable[[], object]) -> None:
+        self._queue.submit(partial(self._contained, job))
+
+    def _contained(self, job: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            job()
+        except Exception as error:
+            self._failed = True
+            if self._strict:
+                raise
+            tell(f"{self._name} writes no more dumps: {describe_error(error)}")
+
+    def wait(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            Exception: What went wrong, if ``strict``.
+        """
+        self._queue.drain()
+
+
+def _content(taken: _Step, **about: object) -> DumpContent:
+    captured = taken.captured
+    left_out = {"left_out": captured.left_out} if captured.left_out else {}
+    return DumpContent(taken.step, taken.epoch, captured.tensors, None, {**left_out, **about})

@@ -1,0 +1,179 @@
+"""The tensors of one step, copied within a limit of bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from lightning_recorder.recorders.sites import SiteStates, Snapshot
+from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap, Site, Tap
+from lightning_recorder.unrecorded import unrecorded
+
+__all__ = ["TENSOR_KINDS", "Captured", "TensorCapture"]
+
+_TAPS: dict[str, type[Tap]] = {
+    "inputs": InputTap,
+    "outputs": OutputTap,
+    "input_gradients": InputGradientTap,
+    "output_gradients": OutputGradientTap,
+}
+
+TENSOR_KINDS = tuple(_TAPS)
+"""Which tensors of a module can be copied."""
+
+
+@dataclass
+class Captured:
+    """The tensors of one step.
+
+    Args:
+        tensors: By name, ``<module>/<path>``, of gradients with ``.grad`` behind, of the second call of a module with
+            ``#2`` and so on; where they were.
+        left_out: The names of those for which there was no room.
+        snapshot: The statistics of all of them, whole and as they were, if they were asked for.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    snapshot: Snapshot | None = None
+
+
+class TensorCapture:
+    """Copies the tensors of modules while it is attached, as a context manager.
+
+    Args:
+        modules: The modules by name.
+        kinds: Which tensors: some of ``TENSOR_KINDS``.
+        samples: So many rows of each tensor are copied, the first ones; by default all.
+        dtype: What floating-point tensors are rounded to; by default they stay as they are.
+        max_bytes: The most bytes of a step; what comes later has no room.
+        statistics: Whether to compute statistics as well.
+        strict: Raise what goes wrong inside a hook.
+
+    Note:
+        The copies stay on the device of the tensors, so that nothing waits for it.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> with TensorCapture({"relu": net[1]}, ["inputs", "outputs"], samples=1) as capture:
+        ...     _ = net(torch.ones(5, 2))
+        >>> {name: tuple(tensor.shape) for name, tensor in capture.take().tensors.items()}
+        {'relu/in[0]': (1, 2), 'relu/out': (1, 2)}
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        kinds: Iterable[str] = ("outputs",),
+        *,
+        samples: int | None = None,
+        dtype: torch.dtype | None = None,
+        max_bytes: int | None = None,
+        statistics: bool = False,
+        strict: bool = False,
+    ) -> None:
+        self.modules = dict(modules)
+        self.factor = 1.0
+        """What gradients are multiplied by: the inverse of a loss scale."""
+        self.taps = [_TAPS[kind](modules, partial(self._receive, kind), strict=strict) for kind in kinds]
+        self._samples, self._dtype, self._max_bytes = samples, dtype, max_bytes
+        self._states = SiteStates(strict=strict) if statistics else None
+        self._captured = Captured()
+        self._calls: Counter[str] = Counter()
+        self._nbytes = 0
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hooks are on."""
+        return any(tap.attached for tap in self.taps)
+
+    def attach(self) -> None:
+        """Put the hooks on."""
+        for tap in self.taps:
+            tap.attach()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for tap in self.taps:
+            tap.remove()
+
+    def __enter__(self) -> Self:
+        self.attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def take(self) -> Captured:
+        """What was copied since the last time."""
+        captured = self._captured
+        if self._states is not None:
+            # On the device, whose work is waited for by who reads it.
+            captured.snapshot = self._states.snapshot(self.modules, "cpu")
+            self._states.reset()
+        self.drop()
+        return captured
+
+    def drop(self) -> None:
+        """Forget what was copied."""
+        self._captured = Captured()
+        self._calls.clear()
+        self._nbytes = 0
+        if self._states is not None:
+            self._states.reset()
+
+    def _receive(self, kind: str, site: Site, tensor: Tensor) -> None:
+        tensor = getattr(tensor, "to_local", lambda: tensor)()  # of a DTensor the part that is here
+        if tensor.device.type == "meta":
+            return
+        is_gradient = kind.endswith("gradients")
+        factor = self.factor if is_gradient else 1.0
+        path = f"{site.path}.grad" if is_gradient else site.path
+        if self._states is not None:
+            self._states.add(Site(site.name, path), tensor, factor)
+        name = f"{_plain(site.name)}/{path}"
+        self._calls[name] += 1
+        if self._calls[name] > 1:
+            name = f"{name}#{self._calls[name]}"
+        tensor = _rows(tensor, self._samples)
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        nbytes = tensor.numel() * dtype.itemsize
+        if self._max_bytes is not None and self._nbytes + nbytes > self._max_bytes:
+            self._captured.left_out.append(name)
+            return
+        self._nbytes += nbytes
+        with torch.no_grad(), unrecorded():
+            self._captured.tensors[name] = _copy(tensor, dtype, factor)
+
+
+def _plain(name: str) -> str:
+    """A module's name as a file can hold it."""
+    return (name or "(root)").encode("utf-8", "replace").decode("utf-8")
+
+
+def _rows(tensor: Tensor, samples: int | None) -> Tensor:
+    """The first rows of what has rows, as plain numbers."""
+    if tensor.is_nested:
+        tensor = tensor.to_padded_tensor(0.0)
+    elif tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    return tensor if samples is None or tensor.dim() == 0 else tensor[:samples]
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+    """A copy of its own memory, row by row."""
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if factor != 1.0:
+        tensor = tensor * factor
+    copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    return copy.copy_(tensor)

@@ -1,0 +1,209 @@
+"""Two runs compared: the first step and site at which they part, and what else differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lightning_recorder.errors import ArgumentError, check_number
+from lightning_recorder.recordings.partings import Parting, SeriesPair, SiteParting, Tolerance
+from lightning_recorder.recordings.run import Run
+from lightning_recorder.recordings.series import Series
+
+__all__ = ["Comparison", "Difference", "compare"]
+
+_GROUPS = ("activations", "gradients", "parameters")  # as they come to be in a step
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that differs other than by a number.
+
+    Args:
+        kind: ``"recorder"``, ``"stage"``, ``"step"``, ``"site"`` or ``"statistic"``, which only one run has, or
+            ``"dtype"`` or ``"shape"`` of a site.
+        recorder: The label of the recorder.
+        what: Which one; of a dtype or shape the site's name and path.
+        one: What the first run has.
+        other: What the second has.
+    """
+
+    kind: str
+    recorder: str
+    what: str
+    one: str
+    other: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far two runs are the same.
+
+    Args:
+        first: Where they part first: at the earliest step, and in it where execution comes first.
+        last_same: The last step before that which both have recorded.
+        sites: The sites that part, those first that are furthest apart.
+        differences: What differs besides.
+        steps: How many steps both have recorded.
+        first_bits: Where they first differ at all, if not to the bit of every statistic; within the tolerance or not.
+        notes: What may be the reason, and is no difference: versions, ranks, damaged lines.
+    """
+
+    first: Parting | None = None
+    last_same: int | None = None
+    sites: list[SiteParting] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    steps: int = 0
+    first_bits: Parting | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs beyond the tolerance."""
+        return self.first is None and not self.differences
+
+
+def compare(
+    one: Run, other: Run, tolerance: Tolerance | None = None, *, recorder: str | None = None, stage: str | None = None
+) -> Comparison:
+    """Compare two runs, step by step and in the order of execution.
+
+    In a step the training comes before evaluations, activations before gradients, these from the last module to the
+    first, and parameters at the end. A step that only one run has is a difference, and ends nothing.
+
+    Args:
+        one: A run.
+        other: Another.
+        tolerance: How far numbers may be apart.
+        recorder: Compare this recorder alone, by its label.
+        stage: Compare this stage alone.
+
+    Raises:
+        ArgumentError: If neither run has the recorder or the stage, or a tolerance is negative.
+        DumpError: If a file cannot be read.
+    """
+    tolerance = tolerance or Tolerance()
+    check_number("rtol", tolerance.rtol, 0)
+    check_number("atol", tolerance.atol, 0)
+    differences: list[Difference] = []
+    pairs = list(_pairs(one, other, recorder, stage, differences))
+    for pair in pairs:
+        differences += _differences(pair)
+    ordered = [(pair, pair.partings(tolerance)) for pair in pairs]
+    first = _earliest(ordered)
+    bits = Tolerance(exact=True, histograms=False)
+    steps = sorted({step for pair in pairs for step in pair.steps})
+    before = [step for step in steps if first is None or step < first.step]
+    if not pairs or not steps:
+        differences = differences or [Difference("step", "", "none in common", "", "")]
+    sites = sorted((each for _, found in ordered for each in found), key=lambda each: -each.furthest.distance)
+    return Comparison(
+        first=first,
+        last_same=before[-1] if before else None,
+        sites=sites,
+        differences=differences,
+        steps=len(steps),
+        first_bits=first if tolerance.exact else _earliest([(pair, pair.partings(bits)) for pair in pairs]),
+        notes=list(_notes(one, other, pairs)),
+    )
+
+
+def _pairs(
+    one: Run, other: Run, recorder: str | None, stage: str | None, differences: list[Difference]
+) -> Iterator[SeriesPair]:
+    """What both runs have, in the order of execution in a step; what only one has goes to the differences."""
+    labels = [label for label in dict.fromkeys([*one, *other]) if recorder in (None, label)]
+    if not labels:
+        there = ", ".join(map(repr, dict.fromkeys([*one, *other]))) or "none"
+        raise ArgumentError(f"neither run has the recorder {recorder!r}; there are {there}")
+    both = [label for label in labels if label in one and label in other]
+    differences += _only("recorder", "", [each for each in labels if each in one], [e for e in labels if e in other])
+    keys = {label: ([*_keys(one[label], stage)], [*_keys(other[label], stage)]) for label in both}
+    if stage is not None and both and not any(mine or theirs for mine, theirs in keys.values()):
+        raise ArgumentError(f"neither run has recorded the stage {stage!r}")
+    found = []
+    for label, (mine, theirs) in keys.items():
+        differences += _only("stage", label, map(_stage_name, mine), map(_stage_name, theirs))
+        group = _group(one[label])
+        for key in mine:
+            if key in theirs:
+                pair = SeriesPair(label, one[label].of(*key), other[label].of(*key), is_backward=group == _GROUPS[1])
+                rank = _GROUPS.index(group) if group in _GROUPS else len(_GROUPS)
+                found.append(((key[0] != "train", rank), pair))
+    found.sort(key=lambda each: each[0])
+    yield from (pair for _, pair in found)
+
+
+def _keys(series: Series, stage: str | None) -> Iterator[tuple[str, int | None]]:
+    return ((key.stage, key.loader) for key in series.keys if stage in (None, key.stage))
+
+
+def _stage_name(key: tuple[str, int | None]) -> str:
+    return key[0] if key[1] is None else f"{key[0]}/{key[1]}"
+
+
+def _group(series: Series) -> str:
+    """The group that the file says it is of; else the one that its label begins with."""
+    said = series.sessions[-1].about.get("group") if series.sessions else None
+    return said if isinstance(said, str) else series.path.stem.partition("-")[0]
+
+
+def _earliest(ordered: Iterable[tuple[SeriesPair, list[SiteParting]]]) -> Parting | None:
+    # Pairs, and the sites in them, are in the order of execution, and of equals min takes the first.
+    firsts = [each.first for _, found in ordered for each in found]
+    return min(firsts, key=lambda parting: parting.step, default=None)
+
+
+def _differences(pair: SeriesPair) -> Iterator[Difference]:
+    one, other, label = pair.one, pair.other, pair.recorder
+    yield from _only("step", label, map(str, one.steps), map(str, other.steps))
+    yield from _only("site", label, map(_site_name, one.sites), map(_site_name, other.sites))
+    yield from _only("statistic", label, one.statistics, other.statistics)
+    missing = pair.both.logical_not()
+    for place, site in enumerate(pair.sites):
+        mine, theirs = one[site], other[site]
+        for kind, a, b in (("dtype", mine.dtype, theirs.dtype), ("shape", mine.shape, theirs.shape)):
+            if a != b and a is not None and b is not None:
+                yield Difference(kind, label, _site_name(site), _shown(a), _shown(b))
+        if bool(missing[:, place].any()):
+            common = set(pair.steps)
+            steps = [{step for step in each.steps if step in common} for each in (mine, theirs)]
+            if steps[0] != steps[1]:
+                numbers = (f"{len(each)} of {len(common)} steps" for each in steps)
+                yield Difference("site", label, _site_name(site), *numbers)
+
+
+def _only(kind: str, label: str, one: Iterable[str], other: Iterable[str]) -> Iterator[Difference]:
+    mine, theirs = dict.fromkeys(one), dict.fromkeys(other)
+    yield from (Difference(kind, label, each, "yes", "no") for each in mine if each not in theirs)
+    yield from (Difference(kind, label, each, "no", "yes") for each in theirs if each not in mine)
+
+
+def _site_name(site: tuple[str, str]) -> str:
+    name, path = site
+    return (name or "(root)") + ("" if path == "out" else f" {path}")
+
+
+def _shown(value: str | tuple[int, ...]) -> str:
+    return value if isinstance(value, str) else str(list(value))
+
+
+def _notes(one: Run, other: Run, pairs: list[SeriesPair]) -> Iterator[str]:
+    found: dict[str, None] = {}
+    for pair in pairs:
+        about = [series.sessions[-1].about if series.sessions else {} for series in (pair.one, pair.other)]
+        versions = [_mapping(each.get("versions")) for each in about]
+        for name in dict.fromkeys([*versions[0], *versions[1]]):
+            a, b = (each.get(name) for each in versions)
+            if a != b:
+                found[f"{name}: {a} in A, {b} in B"] = None
+        if about[0].get("ranks") != about[1].get("ranks"):
+            found[f"ranks: {about[0].get('ranks')} in A, {about[1].get('ranks')} in B"] = None
+        for which, series in (("A", pair.one), ("B", pair.other)):
+            if series.skipped:
+                found[f"{series.skipped} damaged lines of {pair.recorder} were passed over in {which}"] = None
+    yield from found
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}

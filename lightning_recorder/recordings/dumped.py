@@ -1,0 +1,126 @@
+"""The dumps of a run, each tensor read when it is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_recorder.dumps.manifest import MANIFEST, read_manifest
+from lightning_recorder.errors import ArgumentError, DumpError
+from lightning_recorder.names import closest_names
+from lightning_recorder.recordings.files import is_inside
+
+__all__ = ["DumpEntry", "find_dumps"]
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class DumpEntry:
+    """A dump on the disk, of which nothing is read before it is asked for.
+
+    Args:
+        path: The file.
+        about: What the manifest says of it: ``step``, ``epoch``, ``group``, ``kind``, …
+    """
+
+    path: Path
+    about: Mapping[str, Any]
+
+    @property
+    def step(self) -> int | None:
+        """The step, if the manifest says it."""
+        step = self.about.get("step")
+        return step if isinstance(step, int) else None
+
+    @property
+    def kind(self) -> str:
+        """``"statistics"``, or ``"tensors"`` for the tensors themselves."""
+        return str(self.about.get("kind", "statistics"))
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file; 0 if it is gone."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its tensors, read from the head of the file.
+
+        Raises:
+            DumpError: If the file is gone or damaged, or is none of ours.
+        """
+        return self._open(lambda file: list(file.keys()))
+
+    def load(self, name: str) -> Tensor:
+        """One tensor, on the CPU; the others are not read.
+
+        Raises:
+            ArgumentError: If there is none of that name.
+            DumpError: If the file is gone or damaged, or is none of ours.
+        """
+        names = self.names
+        if name not in names:
+            raise ArgumentError(f"{self.path.name} has no tensor {name!r}; {closest_names(name, names)}")
+        return self._open(lambda file: _tensor(file, name))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, on the CPU, read anew each time.
+
+        Raises:
+            DumpError: If the file is gone or damaged, or is none of ours.
+        """
+        return self._open(lambda file: {name: _tensor(file, name) for name in list(file.keys())})
+
+    def _open(self, read: Callable[[Any], _Found]) -> _Found:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(self.path), framework="pt") as file:
+                written = (file.metadata() or {}).get("format", "")
+                if not written.startswith("lightning_recorder."):
+                    raise DumpError(f"{self.path} was not written by lightning_recorder")
+                return read(file)
+        except (SafetensorError, OSError) as error:
+            raise DumpError(f"{self.path} is no readable safetensors file: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"<dump {self.path.name}: {self.kind}, step {self.step}>"
+
+
+def _tensor(file: Any, name: str) -> Tensor:
+    found: Tensor = file.get_tensor(name)
+    return found
+
+
+def find_dumps(log_dir: Path) -> list[DumpEntry]:
+    """The dumps that are listed in any manifest below a run's folder, by their steps.
+
+    Links to folders are not followed, and a dump that is a link to a file outside is left out.
+
+    Raises:
+        DumpError: If a manifest cannot be read.
+    """
+    found: list[DumpEntry] = []
+    for folder, folders, files in os.walk(log_dir):
+        folders.sort()
+        if MANIFEST in files and is_inside(Path(folder, MANIFEST), log_dir):
+            found += _listed(Path(folder), log_dir)
+    return sorted(found, key=lambda dump: (dump.step is None, dump.step or 0))
+
+
+def _listed(folder: Path, log_dir: Path) -> list[DumpEntry]:
+    try:
+        lines = read_manifest(folder)
+    except OSError as error:
+        raise DumpError(f"{folder / MANIFEST} cannot be read: {error}") from error
+    return [DumpEntry(folder / line["file"], line) for line in lines if is_inside(folder / line["file"], log_dir)]

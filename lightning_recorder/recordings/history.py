@@ -1,0 +1,209 @@
+"""All that one file of records holds, read as far as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.errors import DumpError
+from lightning_recorder.recordings.lines import FORMAT, Layout, Row, parse, read_row
+from lightning_recorder.recordings.tail import Tail
+from lightning_recorder.taps import Site
+
+__all__ = ["Entry", "History", "Part", "PartKey", "Session"]
+
+_FAMILY = FORMAT.partition("/")[0] + "/"
+
+
+class PartKey(NamedTuple):
+    """What tells the parts of a file apart."""
+
+    stage: str
+    loader: int | None
+    overflowed: bool = False
+
+    @property
+    def order(self) -> tuple[bool, str, int, bool]:
+        """By which parts are sorted: the training first."""
+        return self.stage != "train", self.stage, -1 if self.loader is None else self.loader, self.overflowed
+
+
+@dataclass(frozen=True)
+class Session:
+    """That a fit began, or went on.
+
+    Args:
+        number: Its place among the sessions of the file, from 1.
+        about: What the line says: ``label``, ``group``, ``name``, ``time``, ``ranks``, ``versions``, …
+    """
+
+    number: int
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A record, and where it stands in the file.
+
+    Args:
+        row: Its numbers.
+        offset: Where its line begins.
+        session: The number of its session; 0 where the line of the session is damaged.
+    """
+
+    row: Row
+    offset: int
+    session: int
+
+
+@dataclass
+class Part:
+    """The records of one stage and loader."""
+
+    entries: dict[int, Entry] = field(default_factory=dict)
+    """By step; the later line of a step counts."""
+    sites: dict[Site, int] = field(default_factory=dict)
+    """In the order in which they were first seen, with their place in it."""
+    statistics: dict[str, None] = field(default_factory=dict)
+    """In the order in which they were first seen."""
+    replaced: int = 0
+    """How many records were written again later."""
+
+    def __post_init__(self) -> None:
+        self._places: dict[Layout, Tensor] = {}
+
+    def add(self, entry: Entry) -> None:
+        """Take a record; one of a step that is there takes its place."""
+        row = entry.row
+        step = row.about["step"]
+        self.replaced += step in self.entries
+        self.entries[step] = entry
+        if row.layout not in self._places:
+            for site in row.layout.sites:
+                self.sites.setdefault(site, len(self.sites))
+            self.statistics.update(dict.fromkeys(row.layout.columns))
+            self._places[row.layout] = torch.tensor([self.sites[site] for site in row.layout.sites], dtype=torch.int64)
+        for scalars in row.further.values():
+            self.statistics.update(dict.fromkeys(scalars))
+
+    @property
+    def steps(self) -> list[int]:
+        """In ascending order."""
+        return sorted(self.entries)
+
+    def values(self, statistic: str) -> Tensor:
+        """One statistic of all sites at all steps, ``[steps, sites]`` float64; NaN where it is missing."""
+        found = torch.full((len(self.entries), len(self.sites)), torch.nan, dtype=torch.float64)
+        for index, step in enumerate(self.steps):
+            row = self.entries[step].row
+            places, columns = self._places[row.layout], row.layout.columns
+            if statistic in columns and len(row.values):
+                # No copy; the buffer outlives the view.
+                table = torch.frombuffer(row.values, dtype=torch.float64).view(len(places), len(columns))
+                found[index, places] = table[:, columns.index(statistic)]
+            for place, scalars in row.further.items():
+                if statistic in scalars:
+                    found[index, places[place]] = scalars[statistic]
+        return found
+
+    def seen(self) -> Tensor:
+        """Which sites were recorded at which steps, ``[steps, sites]`` bool."""
+        found = torch.zeros(len(self.entries), len(self.sites), dtype=torch.bool)
+        for index, step in enumerate(self.steps):
+            found[index, self._places[self.entries[step].row.layout]] = True
+        return found
+
+
+class History:
+    """Reads a file of records line by line, and later what has come since.
+
+    A line that is damaged is passed over and counted. Histograms stay in the file until they are asked for.
+
+    Args:
+        path: The file.
+
+    Note:
+        2,000 records of 100 sites, 110 MB, are read in three seconds and kept in 40 MB.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begin()
+
+    def _begin(self) -> None:
+        self.parts: dict[PartKey, Part] = {}
+        self.sessions: list[Session] = []
+        self.skipped = 0
+        self.is_read = False
+        self._tail = Tail(self.path)
+        self._layouts: dict[Layout, Layout] = {}
+
+    def refresh(self) -> int:
+        """Read what was written since the last time; all, if another file is there now.
+
+        Returns:
+            How many records have come.
+
+        Raises:
+            DumpError: If the file cannot be read, or is none of ours or of another version.
+        """
+        try:
+            if self._tail.is_replaced:
+                self._begin()
+            come = sum(self._take(offset, line) for offset, line in self._tail.lines())
+        except OSError as error:
+            raise DumpError(f"{self.path} cannot be read: {error}") from error
+        if self.skipped and not self.sessions and not self.parts:
+            raise DumpError(f"{self.path} has no line of the format {FORMAT!r}")
+        self.is_read = True
+        return come
+
+    def _take(self, offset: int, line: bytes) -> bool:
+        """Take a line; whether it is a record."""
+        if not line.strip():
+            self.skipped += not line  # what is too long comes as an empty line
+            return False
+        try:
+            found = parse(line)
+            if "format" in found:
+                self._take_session(found)
+                return False
+            row = read_row(found, self._layouts)
+        except DumpError:
+            self._begin()  # so that it is raised again, and nothing of the file is taken for all of it
+            raise
+        except ValueError:
+            self.skipped += 1
+            return False
+        key = PartKey(row.about["stage"], row.about["loader"], row.about.get("overflowed") is True)
+        self.parts.setdefault(key, Part()).add(Entry(row, offset, len(self.sessions)))
+        return True
+
+    def _take_session(self, found: dict[str, Any]) -> None:
+        written = found["format"]
+        if written == FORMAT:
+            self.sessions.append(Session(len(self.sessions) + 1, found))
+        elif isinstance(written, str) and written.startswith(_FAMILY):
+            raise DumpError(f"{self.path} has the format {written[:80]!r}; what is read here is {FORMAT!r}")
+        else:
+            raise ValueError("the line has another format")
+
+    def packed_counts(self, entry: Entry) -> list[object]:
+        """The packed counts of all sites of a record, read from the file; ``None`` where there are none.
+
+        Raises:
+            DumpError: If the line is no longer what it was.
+        """
+        try:
+            found = parse(self._tail.line_at(entry.offset))
+            sites = [(line[0], line[1]) for line in found["sites"]]
+            if found["step"] != entry.row.about["step"] or sites != list(entry.row.layout.sites):
+                raise ValueError("another record is there")
+            return [line[5] for line in found["sites"]]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise DumpError(f"{self.path} has changed since it was read: {error}") from error

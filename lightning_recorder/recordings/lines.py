@@ -1,0 +1,216 @@
+"""What stands in a file of records: a line when a fit begins and a line per record, each one JSON object."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from lightning_recorder.recordings.counts import pack_counts
+from lightning_recorder.taps import Site
+
+__all__ = ["FORMAT", "Layout", "Row", "SiteRecord", "header_line", "parse", "read_row", "record_line"]
+
+FORMAT = "lightning_recorder.records/1"
+
+_NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """What is written of one site in one record.
+
+    Args:
+        name: The module's name.
+        path: The tensor's path at it, as ``out``.
+        scalars: Statistic to value.
+        bins: The counts of the histogram, ``[2048]`` int64, if there is one.
+        dtype: That of the tensor, as ``"float32"``, if it is known.
+        shape: Its shape, if it is known.
+    """
+
+    name: str
+    path: str
+    scalars: Mapping[str, float]
+    bins: Tensor | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the sites of a record are; the records of a run have few different ones.
+
+    Args:
+        sites: In the order of the record.
+        dtypes: That of each site, where it is known.
+        shapes: The shape of each site, where it is known.
+        columns: The statistics that all sites have.
+    """
+
+    sites: tuple[Site, ...]
+    dtypes: tuple[str | None, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    columns: tuple[str, ...]
+
+    @cached_property
+    def places(self) -> dict[Site, int]:
+        """Where each site stands."""
+        return {site: place for place, site in enumerate(self.sites)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The numbers of one record.
+
+    Args:
+        about: ``step``, ``epoch``, ``stage``, ``loader`` and what else the line says of the record.
+        layout: Its sites.
+        values: ``[sites, columns]`` in one piece, float64.
+        further: By the place of a site the statistics that it has beside the columns.
+    """
+
+    about: Mapping[str, Any]
+    layout: Layout
+    values: array[float]
+    further: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+
+    def scalars(self, site: Site) -> dict[str, float]:
+        """The statistics of one of its sites; NaN where a column is missing."""
+        place, width = self.layout.places[site], len(self.layout.columns)
+        values = self.values[place * width : (place + 1) * width]
+        return {**dict(zip(self.layout.columns, values, strict=True)), **self.further.get(place, {})}
+
+
+def header_line(about: Mapping[str, Any]) -> bytes:
+    """The line with which the records of a fit begin."""
+    return _line({"format": FORMAT, **about})
+
+
+def record_line(about: Mapping[str, Any], sites: Iterable[SiteRecord]) -> bytes:
+    """The line of a record.
+
+    The statistics of the first site are the columns. A site without one of them has ``null`` there, and what it has
+    beside them stands at its end.
+    """
+    sites = list(sites)
+    columns = list(sites[0].scalars) if sites else []
+    about = {key: _plain(value) if isinstance(value, float) else value for key, value in about.items()}
+    return _line({**about, "columns": columns, "sites": [_entry(site, columns) for site in sites]})
+
+
+def _entry(site: SiteRecord, columns: list[str]) -> list[Any]:
+    values = [_plain(site.scalars[name]) if name in site.scalars else None for name in columns]
+    packed = None if site.bins is None else pack_counts(site.bins)
+    entry = [site.name, site.path, site.dtype, None if site.shape is None else list(site.shape), values, packed]
+    further = {name: _plain(value) for name, value in site.scalars.items() if name not in columns}
+    return [*entry, further] if further else entry
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    # Escaped to ASCII, where half of a surrogate pair in a name survives as well.
+    return (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode("ascii")
+
+
+def _plain(value: float) -> float | str:
+    value = float(value)
+    return value if math.isfinite(value) else repr(value)
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """The object in a line.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    try:
+        found = json.loads(line, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("the line is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("the line is no object")
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def read_row(found: dict[str, Any], known: dict[Layout, Layout]) -> Row:
+    """The record of a line.
+
+    Args:
+        found: The object in the line; is taken apart.
+        known: The layouts until now, so that equal ones are kept once.
+
+    Raises:
+        ValueError: If the line is no record of ours.
+    """
+    try:
+        columns = tuple(_text(name) for name in found.pop("columns"))
+        entries = found.pop("sites")
+        sites = tuple(Site(_text(entry[0]), _text(entry[1])) for entry in entries)
+        dtypes = tuple(None if entry[2] is None else _text(entry[2]) for entry in entries)
+        shapes = tuple(None if entry[3] is None else tuple(map(_whole, entry[3])) for entry in entries)
+        values, further = _values(entries, len(columns))
+        _check_about(found)
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"this is no record of ours: {error!r}") from error
+    layout = Layout(sites, dtypes, shapes, columns)
+    if len(set(sites)) < len(sites) or len(set(columns)) < len(columns):
+        raise ValueError("a site or a column is there twice")
+    return Row(found, known.setdefault(layout, layout), values, further)
+
+
+def _values(entries: list[Any], columns: int) -> tuple[array[float], dict[int, dict[str, float]]]:
+    values = array("d")
+    further: dict[int, dict[str, float]] = {}
+    for place, entry in enumerate(entries):
+        row = entry[4]
+        if not isinstance(row, list) or len(row) != columns:
+            raise ValueError("a site has not one value for each column")
+        try:
+            values.extend(array("d", row))
+        except TypeError:  # not all are numbers: those that JSON lacks are texts
+            values.extend(array("d", map(_number, row)))
+        if len(entry) > 6:
+            further[place] = {_text(name): _number(value) for name, value in entry[6].items()}
+    return values, further
+
+
+def _check_about(about: dict[str, Any]) -> None:
+    _whole(about["step"])
+    _whole(about.setdefault("epoch", 0))
+    _text(about.setdefault("stage", "train"))
+    if about.setdefault("loader", None) is not None:
+        _whole(about["loader"])
+
+
+def _number(value: object) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, str):
+        if value not in _NAMES:
+            raise ValueError(f"{value[:20]!r} is no number")
+        return _NAMES[value]
+    if not isinstance(value, (int, float)):
+        raise TypeError("a value is no number")
+    return float(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a name is no text")
+    return value
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise TypeError("a number is not whole")
+    return value

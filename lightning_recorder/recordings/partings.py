@@ -1,0 +1,257 @@
+"""Where two series of the same recorder part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.recordings.counts import unpack_counts
+from lightning_recorder.recordings.series import Series
+from lightning_recorder.taps import Site
+
+__all__ = ["Parting", "SeriesPair", "SiteParting", "Tolerance", "in_execution_order"]
+
+_OF_VALUES = ("mean", "std", "rms", "min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
+_HISTOGRAM = "histogram"
+_FOLLOWING = ("sum", "variance")  # they follow from the others, and their size is another one
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two numbers may be apart and still be the same.
+
+    Args:
+        rtol: Relative to what the number is measured by: the larger ``rms`` of the site for its ``mean``, ``min`` and
+            the like, so that a mean that happens to be near zero is no difference; 1 for shares; else the larger of
+            the two. Counts are to be equal.
+        atol: Below it values are taken for zero: a site whose ``rms`` is smaller in both is not compared.
+        exact: Whether every bit counts, and the others are of no account.
+        histograms: Whether with ``exact`` the histograms count, too, which takes the reading of every line again.
+    """
+
+    rtol: float = 1e-3
+    atol: float = 1e-7
+    exact: bool = False
+    histograms: bool = True
+
+
+@dataclass(frozen=True)
+class Parting:
+    """That a site is not the same in two runs at a step.
+
+    Args:
+        step: The step.
+        recorder: The label of the recorder.
+        stage: The stage.
+        loader: The loader.
+        site: The site.
+        statistic: The statistic.
+        one: Its value in the first run; of a ``histogram`` how many values were counted.
+        other: Its value in the second.
+        distance: The difference, relative to what the statistic is measured by; of a histogram the share of the counts
+            that lie in other bins.
+    """
+
+    step: int
+    recorder: str
+    stage: str
+    loader: int | None
+    site: Site
+    statistic: str
+    one: float
+    other: float
+    distance: float
+
+
+@dataclass(frozen=True)
+class SiteParting:
+    """Where a site parts.
+
+    Args:
+        first: The first step at which it is not the same: by its ``rms`` if that is not, else by what is furthest
+            beyond the tolerance.
+        furthest: The step and the statistic at which the two are furthest apart.
+        steps: At how many steps it is not the same.
+    """
+
+    first: Parting
+    furthest: Parting
+    steps: int
+
+
+class SeriesPair:
+    """The steps and the sites that two series have in common.
+
+    Args:
+        recorder: Their label.
+        is_backward: Whether it is of gradients, which are executed in the reverse order.
+        one: The series of the first run.
+        other: That of the second.
+    """
+
+    def __init__(self, recorder: str, one: Series, other: Series, *, is_backward: bool = False) -> None:
+        self.recorder = recorder
+        self.one, self.other = one, other
+        theirs = set(other.steps)
+        self.steps = [step for step in one.steps if step in theirs]
+        self.sites = in_execution_order((site for site in one.sites if site in other), is_backward=is_backward)
+        self._picks = [_picks(series, self.steps, self.sites) for series in (one, other)]
+        # The rms first, since it is what people speak in: among equals the first one counts.
+        names = [name for name in one.statistics if name in other.statistics and name not in _FOLLOWING]
+        self.statistics = sorted(names, key=lambda name: name != "rms")
+        """Those that both have and that are compared."""
+
+    @cached_property
+    def both(self) -> Tensor:
+        """Which sites both have recorded at which steps, ``[steps, sites]`` bool."""
+        return _pick(self.one.seen(), *self._picks[0]) & _pick(self.other.seen(), *self._picks[1])
+
+    @cached_property
+    def values(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each statistic in both runs, ``[steps, sites]`` float64."""
+        first, second = self._picks
+        return {
+            name: (_pick(self.one.values(name), *first), _pick(self.other.values(name), *second))
+            for name in self.statistics
+        }
+
+    @cached_property
+    def _size(self) -> Tensor:
+        """The larger rms of the two runs, ``[steps, sites]``; infinite where it is not known."""
+        unknown = torch.full((len(self.steps), len(self.sites)), torch.inf, dtype=torch.float64)
+        one, other = self.values.get("rms", (unknown, unknown))
+        return torch.where(one.isnan() | other.isnan(), torch.inf, torch.fmax(one, other))
+
+    def partings(self, tolerance: Tolerance) -> list[SiteParting]:
+        """The sites that part beyond the tolerance, in the order of execution."""
+        with_histograms = tolerance.exact and tolerance.histograms
+        shape = len(self.statistics) + with_histograms, len(self.steps), len(self.sites)
+        excess, distance = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
+        for index, name in enumerate(self.statistics):
+            excess[index], distance[index] = self._apart(name, tolerance)
+        excess = torch.where(self.both, excess, 0.0)
+        excess = torch.where(excess > 1, excess, 0.0)
+        if with_histograms:
+            self._compare_histograms(excess, distance)
+        if not excess.numel():
+            return []
+        if "rms" in self.statistics:
+            excess[0] = torch.where(excess[0] > 0, torch.inf, 0.0)
+        distance = torch.where(excess > 0, distance, -1.0)
+        parted = excess.amax(0) > 0
+        return [self._site(place, excess, distance, parted[:, place]) for place in _places(parted.any(0))]
+
+    def _site(self, place: int, excess: Tensor, distance: Tensor, parted: Tensor) -> SiteParting:
+        first = _places(parted)[0]
+        furthest, statistic = int(distance[..., place].amax(0).argmax()), 0
+        statistic = int(distance[:, furthest, place].argmax())
+        cited = int(excess[:, first, place].argmax())
+        parts = [
+            self._at(name, step, place, distance[name, step, place].item())
+            for name, step in ((cited, first), (statistic, furthest))
+        ]
+        return SiteParting(parts[0], parts[1], int(parted.sum()))
+
+    def _at(self, index: int, step: int, place: int, distance: float) -> Parting:
+        site = self.sites[place]
+        where = self.steps[step], self.recorder, self.one.stage, self.one.loader, site
+        if index < len(self.statistics):
+            name = self.statistics[index]
+            one, other = (values[step, place].item() for values in self.values[name])
+        else:
+            name = _HISTOGRAM
+            one, other = (float(series[site].bins(self.steps[step]).sum()) for series in (self.one, self.other))
+        return Parting(*where, name, one, other, distance)
+
+    def _apart(self, name: str, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
+        """How often the tolerance goes into the difference, and the relative difference, ``[steps, sites]`` each."""
+        one, other = self.values[name]
+        same = (one == other) | (one.isnan() & other.isnan())
+        scale = self._scale(name, one, other)
+        difference = (one - other).abs()
+        distance = torch.where(same, 0.0, _ratio(difference, scale))
+        if tolerance.exact:
+            same &= one.isnan() | (one.view(torch.int64) == other.view(torch.int64))  # the sign of zero is a bit, too
+            return torch.where(same, 0.0, torch.inf), distance
+        if name == "count" or name.endswith("_count"):
+            return torch.where(same, 0.0, torch.inf), distance
+        bound = tolerance.rtol * scale + (tolerance.atol if _is_of_values(name) else 0.0)
+        excess = torch.where(same, 0.0, _ratio(difference, bound))
+        return torch.where(self._size <= tolerance.atol, 0.0, excess), distance
+
+    def _scale(self, name: str, one: Tensor, other: Tensor) -> Tensor:
+        if name.endswith("_fraction"):
+            return torch.ones_like(one)
+        larger = torch.fmax(one.abs(), other.abs())
+        if _is_of_values(name):
+            larger = torch.fmax(larger, torch.where(self._size.isinf(), 0.0, self._size))
+        return larger
+
+    def _compare_histograms(self, excess: Tensor, distance: Tensor) -> None:
+        """Put into the last row of both which histograms differ, and by how much."""
+        for index, step in enumerate(self.steps):
+            ones, others = self.one.packed_counts(step), self.other.packed_counts(step)
+            for place in _places(self.both[index]):
+                one, other = ones[self.sites[place]], others[self.sites[place]]
+                # Equal counts can be packed differently, by another release of zlib.
+                if one == other or one is None or other is None:
+                    continue
+                counts = unpack_counts(one), unpack_counts(other)
+                if not torch.equal(*counts):
+                    total = int(counts[0].sum() + counts[1].sum())
+                    excess[-1, index, place] = torch.inf
+                    distance[-1, index, place] = int((counts[0] - counts[1]).abs().sum()) / max(total, 1)
+
+
+def _ratio(number: Tensor, by: Tensor) -> Tensor:
+    """Infinite where either is no number, or what it is divided by is nothing."""
+    return (number / by).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _is_of_values(name: str) -> bool:
+    """Whether a statistic is measured by the size of the values."""
+    return name in _OF_VALUES or name.startswith("quantile_")
+
+
+def in_execution_order(sites: Iterable[Site], *, is_backward: bool = False) -> list[Site]:
+    """Sites that are listed by the order of their modules, in the order in which their tensors come to be.
+
+    A module that others lie in gives its output after them, and takes its input before.
+    """
+    sites = list(sites)
+    last: dict[str, int] = {}
+    for place, site in enumerate(sites):
+        parts = site.name.split(".") if site.name else []
+        last.update({".".join(parts[:depth]): place for depth in range(len(parts) + 1)})
+
+    def order(place: int) -> tuple[int, int, int]:
+        name, path = sites[place]
+        if path.startswith("in"):
+            return place, 0, place
+        return last[name], -name.count(".") - bool(name), place
+
+    found = [sites[place] for place in sorted(range(len(sites)), key=order)]
+    return found[::-1] if is_backward else found
+
+
+def _picks(series: Series, steps: list[int], sites: list[Site]) -> tuple[Tensor, Tensor]:
+    step_places = {step: place for place, step in enumerate(series.steps)}
+    site_places = {site: place for place, site in enumerate(series.sites)}
+    return (
+        torch.tensor([step_places[step] for step in steps], dtype=torch.int64),
+        torch.tensor([site_places[site] for site in sites], dtype=torch.int64),
+    )
+
+
+def _pick(table: Tensor, steps: Tensor, sites: Tensor) -> Tensor:
+    return table[steps][:, sites]
+
+
+def _places(mask: Tensor) -> list[int]:
+    """Where a mask, ``[n]``, holds."""
+    found: list[int] = mask.nonzero().flatten().tolist()
+    return found

@@ -1,0 +1,144 @@
+"""What one site of a recorder showed, as tensors over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.recordings.counts import unpack_counts
+from lightning_recorder.recordings.history import Entry
+from lightning_recorder.recordings.lines import Layout
+from lightning_recorder.taps import Site
+
+if TYPE_CHECKING:
+    from lightning_recorder.recordings.series import Series
+    from lightning_recorder.reductions.binned import Histogram
+
+__all__ = ["SiteSeries", "listed", "nearest_steps"]
+
+
+class SiteSeries:
+    """What one site showed over the steps at which it was recorded.
+
+    Args:
+        series: The series.
+        site: The site.
+    """
+
+    def __init__(self, series: Series, site: Site) -> None:
+        self.series = series
+        self.site = site
+
+    @property
+    def name(self) -> str:
+        """The module's name."""
+        return self.site.name
+
+    @property
+    def path(self) -> str:
+        """The tensor's path at the module."""
+        return self.site.path
+
+    def _entries(self) -> list[Entry]:
+        part = self.series._part
+        entries = (part.entries[step] for step in part.steps)
+        return [entry for entry in entries if self.site in entry.row.layout.places]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps at which it was recorded, ascending."""
+        return [entry.row.about["step"] for entry in self._entries()]
+
+    @property
+    def statistics(self) -> list[str]:
+        """The names of its statistics."""
+        return list(dict.fromkeys(name for entry in self._entries() for name in entry.row.scalars(self.site)))
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of its tensor in the last record, as ``"float32"``; ``None`` if it is not known."""
+        layout = self._last_layout()
+        return None if layout is None else layout.dtypes[layout.places[self.site]]
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of its tensor in the last record; ``None`` if it is not known."""
+        layout = self._last_layout()
+        return None if layout is None else layout.shapes[layout.places[self.site]]
+
+    def _last_layout(self) -> Layout | None:
+        entries = self._entries()
+        return entries[-1].row.layout if entries else None
+
+    def statistic(self, name: str) -> Tensor:
+        """One statistic over :attr:`steps`, ``[steps]`` float64; NaN where a record has not got it.
+
+        Raises:
+            ArgumentError: If there is no such statistic.
+        """
+        self.series.check_statistic(name)
+        values = [entry.row.scalars(self.site).get(name, torch.nan) for entry in self._entries()]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def scalars(self, step: int) -> dict[str, float]:
+        """All statistics at one step.
+
+        Raises:
+            ArgumentError: If it was not recorded then.
+        """
+        return self._entry(step).row.scalars(self.site)
+
+    def _entry(self, step: int) -> Entry:
+        found = self.series._part.entries.get(step)
+        if found is None or self.site not in found.row.layout.places:
+            raise ArgumentError(f"{self.name!r} was not recorded at step {step!r}; {nearest_steps(step, self.steps)}")
+        return found
+
+    def bins(self, step: int) -> Tensor:
+        """The counts of the histogram at one step, ``[2048]`` int64; see ``ExponentHistogram``.
+
+        Raises:
+            ArgumentError: If it was not recorded then, or without histograms.
+            DumpError: If the histogram is damaged.
+        """
+        packed = self.series.packed_counts(self._entry(step).row.about["step"])[self.site]
+        if packed is None:
+            raise ArgumentError(f"{self.name!r} was recorded at step {step} without a histogram")
+        return unpack_counts(packed)
+
+    def histogram(self, step: int) -> Histogram:
+        """The counts between their edges, with quantiles and the share that a narrower dtype would lose; needs NumPy.
+
+        Raises:
+            ArgumentError: As :meth:`bins`, or if one of the statistics is missing that it has besides.
+            DumpError: If the histogram is damaged.
+        """
+        from lightning_recorder.reductions import to_histogram
+
+        scalars = self.scalars(step)
+        missing = [name for name in ("count", "mean", "rms", "min", "max") if name not in scalars]
+        if missing:
+            raise ArgumentError(f"a histogram of {self.name!r} needs {listed(missing)}, which were not recorded")
+        return to_histogram(scalars, self.bins(step))
+
+    def __repr__(self) -> str:
+        return f"<{self.name or '(root)'} {self.path}: {len(self.steps)} records>"
+
+
+def nearest_steps(step: object, steps: list[int]) -> str:
+    """The end of a message about a step that is not there."""
+    if not steps:
+        return "there is no record yet"
+    if not isinstance(step, int):
+        return f"steps are whole numbers from {steps[0]} to {steps[-1]}"
+    near = sorted(sorted(steps, key=lambda each: abs(each - step))[:3])
+    return f"the nearest steps are {', '.join(map(str, near))}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names as a message has them."""
+    return ", ".join(map(repr, names)) or "none"

@@ -1,0 +1,307 @@
+"""What each command says of real runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_recorder import capture_graph
+from lightning_recorder.dumps import write_dump
+from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
+from tests.commands.console import run
+from tests.recordings.runs import make_net, record_run, write_simple
+from tests.recordings.test_comparison import poke
+
+HOSTILE = "=cmd|'/C calc'!A0\x1b[31m\u202e\n<b>,\"x\""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs, the second of which has one weight changed before step 2."""
+    folder = tmp_path_factory.mktemp("runs")
+    record_run(folder / "version_0")
+    record_run(folder / "version_1", change=poke, at=2)
+    recorder = folder / "version_0" / "recorder"
+    (recorder / "graph.json").write_text(json.dumps(capture_graph(make_net(), torch.ones(1, 6)).to_json()))
+    write_dump(recorder / "dumps" / "a.safetensors", {"fc/out": torch.ones(3)}, {}, step=1)
+    return folder
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A run whose names are what a terminal, a spreadsheet or a browser would take for more than names."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", HOSTILE))
+    writer.begin(label=HOSTILE, group="activations")
+    for step in (0, 1):
+        site = SiteRecord(HOSTILE, HOSTILE, {"rms": -1.5, HOSTILE: math.nan, "\ud800": math.inf}, dtype=HOSTILE)
+        writer.write({"step": step, "stage": HOSTILE}, [site])
+    return tmp_path
+
+
+def test_ls(runs: Path) -> None:
+    """Each run has its recorders with sites, records and steps, its dumps and its graph."""
+    said = run("ls", runs)
+    lines = [" ".join(line.split()) for line in said.out.splitlines()]
+    activations = (runs / "version_0/recorder/records/activations.jsonl").stat().st_size
+    assert lines[1:3] == [
+        "recorder stage sites records steps size",
+        f"activations train 3 4 0-3 {activations / 1000:.1f} KB",
+    ]
+    dump = (runs / "version_0/recorder/dumps/a.safetensors").stat().st_size
+    assert lines[4] == f"dumps: 1, {dump} bytes"
+    assert lines[5].startswith("graph: Sequential, ")
+    assert [line.split()[0] for line in lines if line.startswith("version_")] == ["version_0", "version_1"]
+    assert said.status == 0
+
+
+def test_ls_as_json(runs: Path) -> None:
+    """The same as JSON, in the same order."""
+    found = json.loads(run("ls", runs, "--json").out)["runs"]
+    assert [each["name"] for each in found] == ["version_0", "version_1"]
+    assert found[0]["recorders"][1]["label"] == "gradients"
+    stage = {"stage": "train", "loader": None, "sites": 3, "records": 4, "first": 0, "last": 3}
+    assert found[0]["recorders"][1]["stages"] == [stage]
+    assert (found[0]["dumps"]["count"], found[1]["graph"]) == (1, None)
+
+
+def test_ls_of_what_is_damaged(tmp_path: Path) -> None:
+    """A recorder or graph that cannot be read is said and hides none of the others; so are damaged lines."""
+    writer = write_simple(tmp_path, {0: 1.0})
+    records_path(tmp_path / "recorder", "other").write_text("text\n")
+    (tmp_path / "recorder" / "graph.json").write_text("[]")
+    with writer.path.open("a") as file:
+        file.write("text\n")
+    said = run("ls", tmp_path)
+    assert said.status == 0
+    assert "  activations: 1 damaged lines were passed over\n" in said.out
+    assert "  other: " in said.out
+    assert "graph.json is no graph of ours" in said.out
+
+
+def test_show(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site has a row for each step with its statistics, and a spark of each statistic."""
+    monkeypatch.setenv("LINES", "40")
+    series = open_recording(runs / "version_0")["activations"]
+    said = run("show", runs / "version_0", "head", "--recorder", "activations", "--statistic", "rms")
+    lines = said.out.splitlines()
+    assert lines[0] == "head out (activations, train, float32)"
+    assert lines[1].split() == ["step", "rms"]
+    values = series["head"].statistic("rms").tolist()
+    assert [line.split() for line in lines[2:6]] == [[str(step), f"{value:.4g}"] for step, value in enumerate(values)]
+    name, bars, low, to, high = lines[6].split()
+    assert (name, len(bars), low, to, high) == ("rms", 4, f"{min(values):.4g}", "to", f"{max(values):.4g}")
+
+
+def test_show_a_glob(runs: Path) -> None:
+    """A glob shows every site that it matches, of all recorders, and of all runs."""
+    titles = [line for line in run("show", runs, "encoder.*").out.splitlines() if line.startswith("encoder.")]
+    assert len(titles) == 2 * 2 * 2
+    assert titles[0] == "encoder.fc out (version_0, activations, train, float32)"
+
+
+@pytest.mark.parametrize(("lines", "rows"), [("16", 11), ("9", 5), ("300", 200)])
+def test_show_is_thinned(lines: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no more rows than the terminal has lines, from the first step to the last, and it is said."""
+    monkeypatch.setenv("LINES", lines)
+    write_simple(tmp_path, {step: float(step) for step in range(200)})
+    shown = run("show", tmp_path, "fc").out.splitlines()
+    steps = [int(line.split()[0]) for line in shown if line.split()[0].isdigit() and "of" not in line]
+    assert (len(steps), steps[0], steps[-1]) == (rows, 0, 199)
+    assert ("of 200 steps" in " ".join(shown)) is (rows < 200)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["encoder.f"], "no site matches 'encoder.f'; the closest names are 'encoder.fc'"),
+        (["head", "--recorder", "activation"], "the recorders are activations, gradients"),
+        (["head", "--stage", "test"], "there is no such recorder or stage"),
+        (["head", "--statistic", "norm"], "there is no statistic 'norm'; there are 'count'"),
+    ],
+)
+def test_show_what_is_not_there(arguments: list[str], message: str, runs: Path) -> None:
+    """A site, recorder, stage or statistic that is not there is one line that says what there is."""
+    said = run("show", runs / "version_0", *arguments)
+    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
+    assert message in said.err
+
+
+def test_export_csv(runs: Path, tmp_path: Path) -> None:
+    """A line for each run, recorder, step and site, with numbers that come back to the bit."""
+    assert run("export", runs, tmp_path / "x.csv") == (0, f"{tmp_path / 'x.csv'}\n", "")
+    with (tmp_path / "x.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * 4 * 3
+    assert list(rows[0])[:9] == ["run", "recorder", "step", "epoch", "stage", "loader", "module", "path", "dtype"]
+    series = open_recording(runs)["version_1"]["gradients"]
+    found = [float(row["std"]) for row in rows if (row["run"], row["recorder"]) == ("version_1", "gradients")]
+    assert found == series.values("std").flatten().tolist()
+
+
+def test_export_csv_of_hostile_names(hostile: Path) -> None:
+    """No cell is a formula or holds what is not seen, and every line is one; numbers stay numbers."""
+    assert run("export", hostile, hostile / "x.csv").status == 0
+    text = (hostile / "x.csv").read_text(encoding="utf-8")
+    assert all(char.isprintable() or char == "\n" for char in text)
+    rows = list(csv.reader(text.splitlines()))
+    assert [len(row) for row in rows] == [12] * 3
+    texts = [cell for row in rows for cell in row if not cell.replace(".", "").replace("-", "").isdigit()]
+    assert not [cell for cell in texts if cell.startswith(("=", "+", "-", "@"))]
+    assert rows[1][6] == "'" + HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e").replace("\n", "\\n")
+    assert rows[1][9:] == ["-1.5", "nan", "inf"]
+
+
+def test_export_tensors(runs: Path, hostile: Path, tmp_path: Path) -> None:
+    """A .pt file is loaded without pickle's code, has every number exact, and names as they are."""
+    assert run("export", runs, tmp_path / "x.pt").status == 0
+    (part,) = torch.load(tmp_path / "x.pt", weights_only=True)["runs"]["version_0"]["activations"]
+    series = open_recording(runs)["version_0"]["activations"]
+    assert torch.equal(part["values"][..., part["statistics"].index("rms")], series.values("rms"))
+    assert (part["steps"].tolist(), part["stage"], part["loader"]) == ([0, 1, 2, 3], "train", None)
+    assert part["sites"] == [["encoder.fc", "out"], ["encoder.act", "out"], ["head", "out"]]
+    assert part["dtypes"] == ["float32"] * 3
+    assert run("export", hostile, tmp_path / "y.pt").status == 0
+    assert list(torch.load(tmp_path / "y.pt", weights_only=True)["runs"][hostile.name]) == [HOSTILE]
+
+
+def test_export_parquet(runs: Path, hostile: Path, tmp_path: Path) -> None:
+    """A Parquet file has the same lines, names included that no file of text can hold."""
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    assert run("export", runs, tmp_path / "x.parquet").status == 0
+    frame = pandas.read_parquet(tmp_path / "x.parquet")
+    series = open_recording(runs)["version_0"]["activations"]
+    chosen = frame[(frame["run"] == "version_0") & (frame["recorder"] == "activations")]
+    assert chosen["rms"].tolist() == series.values("rms").flatten().tolist()
+    assert run("export", hostile, tmp_path / "y.parquet").status == 0
+    assert pandas.read_parquet(tmp_path / "y.parquet")["module"].tolist() == [HOSTILE] * 2
+
+
+def test_export_into_nowhere(runs: Path) -> None:
+    """A folder that is not there is one line, whatever the format."""
+    for suffix in ("csv", "pt", "parquet"):
+        said = run("export", runs, runs / "nowhere" / f"x.{suffix}")
+        assert (said.status, said.err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(("form", "begin"), [("text", "Sequential"), ("mermaid", "flowchart"), ("dot", "digraph")])
+def test_graph_as_text(form: str, begin: str, runs: Path) -> None:
+    """A format that is text goes to the terminal."""
+    said = run("graph", runs / "version_0", "--format", form)
+    assert said.status == 0
+    assert any(line.startswith(begin) for line in said.out.splitlines())
+
+
+def test_graph_at_a_depth(runs: Path) -> None:
+    """At depth 1 the encoder is one node, at depth 2 it is open."""
+    shallow, deep = (run("graph", runs / "version_0", "--format", "text", "--depth", depth).out for depth in (1, 2))
+    assert ("fc" in shallow, "fc" in deep) == (False, True)
+
+
+def test_graph_as_a_picture(runs: Path, tmp_path: Path) -> None:
+    """The suffix of the file says the format."""
+    said = run("graph", runs / "version_0", "--direction", "LR", "--output", tmp_path / "x.svg")
+    assert said == (0, f"{tmp_path / 'x.svg'}\n", "")
+    assert "<svg" in (tmp_path / "x.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["version_1"], "has no graph.json"),
+        (["."], "there are 2 runs; choose one of 'version_0', 'version_1'"),
+        (["version_0", "--depth", "0"], "depth must be an integer of at least 1"),
+        (["version_0", "--format", "png", "--output", "x.svg"], "say two different things"),
+    ],
+)
+def test_graph_errors(arguments: list[str], message: str, runs: Path) -> None:
+    """What cannot be drawn is one line."""
+    said = run("graph", runs / arguments[0], *arguments[1:])
+    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
+    assert message in said.err
+
+
+def test_diff_of_equal_runs(runs: Path) -> None:
+    """A run is the same as itself: exit status 0."""
+    said = run("diff", runs / "version_0", runs / "version_0")
+    assert (said.status, said.out.splitlines()[2:]) == (0, ["the same to the bit in all 4 steps"])
+    exact = run("diff", "--exact", runs / "version_0", runs / "version_0")
+    assert (exact.status, exact.out.splitlines()[2:]) == (0, ["the same to the bit, histograms too, in all 4 steps"])
+
+
+def test_diff_of_one_weight(runs: Path) -> None:
+    """The first line says where two runs part and by what, the table has each site: exit status 1."""
+    said = run("diff", runs / "version_0", runs / "version_1")
+    one, other = (
+        open_recording(runs)[name]["activations"]["head"].statistic("rms")[2].item()
+        for name in ("version_0", "version_1")
+    )
+    assert said.status == 1
+    lines = said.out.splitlines()
+    assert lines[2] == (f"same until step 1, part at step 2 in head (activations, rms {one:.2g} vs {other:.2g})")
+    assert lines[4].split()[:3] == ["site", "recorder", "stage"]
+    assert {line.split()[0] for line in lines[5:]} == {"head", "encoder.act", "encoder.fc"}
+
+
+def test_diff_of_dtypes(tmp_path: Path) -> None:
+    """Where the dtype of the site differs, that is said as the cause."""
+    record_run(tmp_path / "a")
+    record_run(tmp_path / "b", dtype=torch.bfloat16)
+    first = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()[2]
+    assert first.startswith("part at step 0 in encoder.fc (activations, ")
+    assert first.endswith("): its dtype is float32 in A and bfloat16 in B")
+
+
+def test_diff_within_the_tolerance(tmp_path: Path) -> None:
+    """Runs that differ in the last bits are the same, which is said with where the bits begin to differ."""
+    write_simple(tmp_path / "a", {0: 1.0, 1: 1.0})
+    write_simple(tmp_path / "b", {0: 1.0, 1: 1.0 + 2**-50})
+    said = run("diff", tmp_path / "a", tmp_path / "b")
+    told = f"the same in all 2 steps, not to the bit: from step 1, fc (activations, rms 1 vs {1 + 2**-50!r})"
+    assert (said.status, said.out.splitlines()[2]) == (0, told.replace(repr(1 + 2**-50), f"{1 + 2**-50:.17g}"))
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--exact").status == 1
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--rtol", "0", "--atol", "0").status == 1
+
+
+def test_diff_of_what_only_one_has(tmp_path: Path) -> None:
+    """Recorders, sites and steps of one run alone are a line for each kind, and no longer the same."""
+    write_simple(tmp_path / "a", dict.fromkeys(range(12), 1.0))
+    write_simple(tmp_path / "a", {0: 1.0}, "gradients")
+    write_simple(tmp_path / "b", {0: 1.0})
+    said = run("diff", tmp_path / "a", tmp_path / "b")
+    assert said.status == 1
+    assert said.out.splitlines()[2:] == [
+        "the same to the bit in all 1 steps that both have",
+        "",
+        "recorders only in A: gradients",
+        "steps (activations) only in A: 1, 2, 3, 4, 5, 6, 7, 8 and 3 more",
+    ]
+
+
+def test_diff_as_json(runs: Path) -> None:
+    """The same as JSON: whether they are the same, where they part, and each site."""
+    said = run("diff", runs / "version_0", runs / "version_1", "--json")
+    found = json.loads(said.out)
+    assert (said.status, found["same"], found["last_same"], found["steps"]) == (1, False, 1, 4)
+    first = found["first"]
+    assert (first["step"], first["module"], first["path"], first["recorder"]) == (2, "head", "out", "activations")
+    # The weight takes part in the output of its layer, and in the gradients of what lies before it.
+    sites = {(each["first"]["recorder"], each["first"]["module"]) for each in found["sites"]}
+    assert sites == {("activations", "head"), ("gradients", "encoder.act"), ("gradients", "encoder.fc")}
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["show", "**"], ["diff"], ["diff", "--json"]])
+def test_hostile_names(arguments: list[str], hostile: Path, tmp_path: Path) -> None:
+    """A name from a file moves no cursor, turns no text and begins no line."""
+    write_simple(tmp_path / "other", {0: 1.0}, HOSTILE)
+    first, *rest = arguments
+    paths = [hostile, tmp_path / "other"] if first == "diff" else [hostile]
+    said = run(first, *paths, *rest, *(["--stage", HOSTILE] if first == "show" else []))
+    assert said.status == (1 if first == "diff" else 0)
+    assert all(line.isprintable() for line in said.out.splitlines())
+    assert "\n<b>" not in said.out

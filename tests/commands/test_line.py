@@ -1,0 +1,102 @@
+"""The command line as a whole: help, errors, pipes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands.console import run
+from tests.recordings.runs import write_simple
+
+COMMANDS = ("ls", "show", "export", "graph", "diff")
+
+
+def process(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_recorder", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]  # options of run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str) -> None:
+    """The help of each command ends well and shows a call of it."""
+    said = run(command, "--help")
+    assert said.status == 0
+    assert f"example:\n  lightning-recorder {command} " in said.out
+
+
+def test_help_of_diff_states_the_tolerance() -> None:
+    """The help of diff says the default tolerances and what they were chosen by."""
+    said = run("diff", "--help")
+    assert "by default 1e-3" in said.out
+    assert "by default 1e-7" in said.out
+    assert "another number of threads" in said.out
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    """The help is there without torch being imported."""
+    code = "import sys; from lightning_recorder.commands import main; main(['--help'])"
+    found = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
+    assert "diff" in found.stdout
+    assert not [line for line in found.stderr.splitlines() if line.rpartition("|")[2].strip() in ("torch", "numpy")]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["ls"],
+        ["ls", "nowhere\x1b[31m\nsecond"],
+        ["show", "nowhere", "*"],
+        ["export", "nowhere", "x.csv"],
+        ["export", "nowhere", "x.xlsx"],
+        ["graph", "nowhere"],
+        ["graph", "nowhere", "--depth", "deep"],
+        ["diff", "nowhere", "nowhere"],
+        ["diff", "nowhere", "nowhere", "--rtol", "much"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:20].encode("unicode_escape").decode(),
+)
+def test_errors_are_one_line(arguments: list[str]) -> None:
+    """Whatever is wrong is said in one line without control characters, with exit status 2."""
+    said = run(*arguments)
+    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
+    assert said.err.startswith("lightning-recorder")
+    assert said.err[:-1].isprintable()
+
+
+def test_as_a_module(tmp_path: Path) -> None:
+    """``python -m lightning_recorder`` is the command line, and its exit status that of the command."""
+    write_simple(tmp_path / "a", {0: 1.0})
+    write_simple(tmp_path / "b", {0: 2.0})
+    assert process("ls", str(tmp_path)).stdout == run("ls", tmp_path).out
+    assert process("diff", str(tmp_path / "a"), str(tmp_path / "b")).returncode == 1
+
+
+def test_a_pipe_that_is_closed(tmp_path: Path) -> None:
+    """A reader that has seen enough gets no complaint."""
+    writer = write_simple(tmp_path, {})
+    for site in range(40):
+        writer.write({"step": site}, [])
+    write_simple(tmp_path, {0: 1.0}, site="x" * 100)
+    command = [sys.executable, "-m", "lightning_recorder", "show", str(tmp_path), "*"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    assert child.stderr.read() == b""
+    child.stderr.close()
+    assert child.wait() == 141
+
+
+def test_a_terminal_without_bars(tmp_path: Path) -> None:
+    """Where the terminal knows ASCII alone, everything is shown in it."""
+    write_simple(tmp_path, {step: float(step) for step in range(8)}, site="名前")
+    environment = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONPATH": ":".join(sys.path)}
+    done = process("show", str(tmp_path), "*", env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u540d\\u524d out (activations, train)" in done.stdout
+    assert "_.-=+*#@" in done.stdout

@@ -1,0 +1,59 @@
+"""What the tests of the plots read from a picture."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image as Pictures
+
+from lightning_recorder.plots.canvas import Image
+from lightning_recorder.plots.colours import Table
+
+__all__ = ["MAX_PNG_BYTES", "data_in", "hex_of", "names_of", "place_of", "png_bytes"]
+
+MAX_PNG_BYTES = 300_000
+
+
+def png_bytes(image: Image) -> int:
+    """The size of the file that the sinks make of a picture."""
+    file = io.BytesIO()
+    Pictures.fromarray(image).save(file, "png")
+    return file.tell()
+
+
+def data_in(image: Image, colour: int = 0x8C) -> Image:
+    """What lies inside the first frame of a picture."""
+    grey = (image == colour).all(axis=-1)
+    runs = [_longest_run(row) for row in grey]
+    top = next(row for row, (_, length) in enumerate(runs) if length > 100)
+    left, length = runs[top]
+    height = next(row for row in range(1, len(grey) - top) if grey[top + row, left : left + length].all())
+    return image[top + 1 : top + height, left + 1 : left + length - 1]
+
+
+def _longest_run(row: NDArray[np.bool_]) -> tuple[int, int]:
+    """Where the longest run of true values begins, and how long it is."""
+    ends = np.flatnonzero(np.diff(np.concatenate(([0], row.astype(int), [0]))))
+    if not len(ends):
+        return 0, 0
+    starts, lengths = ends[::2], ends[1::2] - ends[::2]
+    return int(starts[lengths.argmax()]), int(lengths.max())
+
+
+def place_of(colour: NDArray[np.uint8], table: Table) -> float:
+    """Where a colour stands in its table, from 0 to 1; a colour that is not in it raises."""
+    (found,) = np.unique(np.flatnonzero((table == colour).all(axis=-1)))[:1]
+    return float(found) / 255
+
+
+def hex_of(colour: NDArray[np.uint8]) -> str:
+    """A colour as ``#21918c``."""
+    red, green, blue = colour.tolist()
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def names_of(count: int) -> list[str]:
+    """Long and different names."""
+    return [f"network.backbone.transformer.encoder.layers.{i}.self_attention.query" for i in range(count)]

@@ -1,0 +1,103 @@
+"""The canvas: what is written on it and how."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from lightning_recorder.plots import heat_map
+from lightning_recorder.plots.canvas import Canvas, literal, text_width
+
+
+def test_a_picture_is_white_until_something_is_drawn() -> None:
+    """A canvas of three by two pixels is [2, 3, 3] white uint8."""
+    pixels = Canvas(3, 2).pixels()
+    assert pixels.dtype == np.uint8
+    assert pixels.tolist() == [[[255, 255, 255]] * 3] * 2
+
+
+def test_pixels_are_laid_down_where_they_belong() -> None:
+    """An image lies with its upper left corner at the place that was given, pixel for pixel."""
+    noise = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    canvas = Canvas(20, 20)
+    canvas.image(4, 9, noise)
+    assert (canvas.pixels()[9:14, 4:11] == noise).all()
+    assert (canvas.pixels()[:9] == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("$x_1$ <b>&amp; \\N %s {}", "$x_1$ <b>&amp; \\N %s {}"),
+        ("größe.β×2", "größe.β×2"),
+        ("层.0", "\\u5c42.0"),
+        ("a\nb\x1b\u202e", "a\\u000ab\\u001b\\u202e"),
+        ("half \ud800", "half \\ud800"),
+        ("\U0001f600", "\U0001f600"),
+        ("\U000200d0", "\\U000200d0"),
+    ],
+)
+def test_names_are_drawn_as_they_are(name: str, shown: str) -> None:
+    """Markup is text; what moves the cursor, is half of a surrogate pair or has no letter in DejaVu is its code."""
+    assert literal(name) == shown
+    canvas = Canvas(300, 40)
+    canvas.text(5, 20, name)
+    canvas.upright_text(280, 20, name)
+    assert (canvas.pixels() < 255).any()
+
+
+def test_different_names_without_letters_look_different() -> None:
+    """Two Chinese names are two pictures."""
+    pictures = []
+    for name in ("层", "头"):
+        canvas = Canvas(100, 30)
+        canvas.text(5, 15, name)
+        pictures.append(canvas.pixels())
+    assert (pictures[0] != pictures[1]).any()
+
+
+def test_a_text_is_as_wide_as_is_said() -> None:
+    """The dark pixels of a line begin at its anchor and end where its width does, within three pixels."""
+    canvas = Canvas(400, 40)
+    canvas.text(10, 20, "transformer.h.11.attn")
+    (columns,) = np.nonzero((canvas.pixels() < 200).any(axis=(0, 2)))
+    assert abs(columns[0] - 10) <= 3
+    assert abs(columns[-1] - (10 + text_width("transformer.h.11.attn"))) <= 3
+
+
+def test_the_line_below_a_curve_is_its_ground() -> None:
+    """A filled curve covers what lies between it and its ground, and leaves the rest white."""
+    canvas = Canvas(40, 40)
+    box = np.array([[0.0, 30.0], [0.0, 10.0], [20.0, 10.0], [20.0, 30.0]])
+    canvas.ridges(5, 5, 30, 30, [(box, "#102030", "#102030")])
+    pixels = canvas.pixels()
+    assert pixels[25, 15].tolist() == [0x10, 0x20, 0x30]
+    assert (pixels[5:13, :] == 255).all()
+    assert (pixels[:, 28:] == 255).all()
+
+
+def test_importing_the_plots_imports_no_library_that_draws() -> None:
+    """Neither matplotlib nor Pillow is loaded before the first picture, and matplotlib not by one."""
+    code = (
+        "import sys, lightning_recorder.plots as plots\n"
+        "assert not {'matplotlib', 'PIL'} & set(sys.modules)\n"
+        "plots.heat_map([0, 1], ['a'], [[1.0, 2.0]], statistic='rms', title='t')\n"
+        "assert 'PIL' in sys.modules and 'matplotlib' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pictures_may_be_drawn_in_several_threads() -> None:
+    """Sixteen pictures that four threads draw at a time are those that one draws after the other."""
+
+    def draw(seed: int) -> bytes:
+        values = np.random.default_rng(seed).normal(size=(12, 30))
+        names = [f"layer.{seed}.{row}" for row in range(12)]
+        return heat_map(range(30), names, values, statistic="mean", title=f"t {seed}").tobytes()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(draw, range(16))) == [draw(seed) for seed in range(16)]

@@ -1,0 +1,125 @@
+"""The coloured graph: what the document says, and that it can be laid out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_recorder import ArgumentError
+from lightning_recorder.graph import Graph, capture_graph, draw, make_dot
+from lightning_recorder.plots import StatisticStyler, colour_graph
+from lightning_recorder.plots.coloured import legible_on
+
+LOW, MIDDLE, HIGH = "#440154", "#21918c", "#fde725"
+
+
+@pytest.fixture
+def graph() -> Graph:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), nn.Tanh())
+    return capture_graph(net, torch.ones(1, 2))
+
+
+def test_modules_have_the_colours_of_their_values(graph: Graph) -> None:
+    """The smallest is dark with white letters, the largest light with dark ones; each says its number."""
+    source = colour_graph(graph, {"0": 1e-4, "1.0": 1e-2, "1.1": 1.0}, statistic="rms").visual_graph.source
+    for name, fill, text, number in (
+        ("0", LOW, "#ffffff", "1e-4"),
+        ("0", MIDDLE, "#000000", "0.01"),
+        ("1", HIGH, "#000000", "1"),
+    ):
+        (line,) = (each for each in source.splitlines() if f'fillcolor="{fill}"' in each)
+        assert f"<b>{name}</b>" in line
+        assert f'fontcolor="{text}"' in line
+        assert f'<font color="{text}">rms {number}</font>' in line
+        assert set(re.findall(r'color="(#\w+)">', line.partition("label=")[2].partition("tooltip")[0])) == {text}
+
+
+def test_modules_without_a_value_are_grey(graph: Graph) -> None:
+    """They keep their label, and the legend says what the grey means."""
+    source = colour_graph(graph, {"0": 1.0, "1.0": 2.0}, statistic="rms").visual_graph.source
+    grey = [line for line in source.splitlines() if 'fillcolor="#f0f0f0"' in line]
+    assert len(grey) == 2
+    assert all("rms" not in line for line in grey)
+    assert 'bgcolor="#f0f0f0"><font color="#000000">not recorded</font>' in source
+
+
+def test_the_legend_has_five_steps(graph: Graph) -> None:
+    """Their numbers and colours are those of the scale, beside the statistic; what does not occur is not in it."""
+    source = colour_graph(graph, {"0": 1e-4, "1.0": 1.0}, statistic="gradient rms").visual_graph.source
+    (legend,) = (line for line in source.splitlines() if "gradient rms, log scale" in line)
+    cells = re.findall(r'<td bgcolor="(#\w+)"><font color="#\w+">([^<]+)</font>', legend)
+    assert [text for _, text in cells] == ["1e-4", "0.001", "0.01", "0.1", "1", "not recorded"]
+    assert [cells[0][0], cells[2][0], cells[4][0]] == [LOW, MIDDLE, HIGH]
+
+
+def test_values_that_are_not_finite_are_black(graph: Graph) -> None:
+    """They say what they are, and the legend has the black."""
+    source = colour_graph(graph, {"0": float("nan"), "1.0": 1.0}, statistic="rms").visual_graph.source
+    (line,) = (each for each in source.splitlines() if 'fillcolor="#000000"' in each)
+    assert '<font color="#ffffff">rms NaN</font>' in line
+    assert 'bgcolor="#000000"><font color="#ffffff">NaN or infinite</font>' in source
+
+
+def test_signed_values_are_orange_and_purple(graph: Graph) -> None:
+    """Equally far from 0 on both sides."""
+    styler = StatisticStyler({"0": -2.0, "1.0": 1.0}, statistic="mean")
+    assert [styler.colour(value) for value in (-2.0, 0.0, 2.0)] == ["#2d004b", "#f7f7f6", "#7f3b08"]
+
+
+def test_a_frame_says_its_value(graph: Graph) -> None:
+    """A module that is drawn open has its number in its title, and no colour."""
+    source = colour_graph(graph, {"1": 3.0}, statistic="rms").visual_graph.source
+    (line,) = (each for each in source.splitlines() if "rms 3</td>" in each)
+    assert 'bgcolor="#f6f6f6"' in line or 'bgcolor="#ededed"' in line
+
+
+def test_a_folded_box_says_whose_value_it_has() -> None:
+    """Of six equal blocks drawn as one, the number is that of the first."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(6)))
+    graph = capture_graph(net, torch.ones(1, 2))
+    source = colour_graph(graph, {f"{i}.0": float(i) for i in range(6)}, statistic="rms", fold=True).visual_graph.source
+    assert "rms 0 (first of 6)" in source
+
+
+def test_it_is_a_styler_like_others(graph: Graph) -> None:
+    """``draw`` takes it, and ``make_dot`` makes it; attributes for all nodes have the last word."""
+    styler = StatisticStyler({"0": 1.0, "2": 2.0}, statistic="rms")
+    assert f'fillcolor="{HIGH}"' in draw(graph, styler=styler).visual_graph.source
+    made = make_dot(graph, 2, StatisticStyler, values={"0": 1.0, "2": 2.0}, statistic="rms", fillcolor="white")
+    assert sum("fillcolor=white" in line for line in made.body) == sum(
+        bool(re.match(r"\s*n\d+ \[", line)) for line in made.body
+    )
+
+
+def test_names_of_other_modules_are_refused(graph: Graph) -> None:
+    """With the closest ones; so is what is no number by name."""
+    with pytest.raises(ArgumentError, match=r"no module 'net\.1\.0'.*closest names are '1\.0'"):
+        colour_graph(graph, {"net.1.0": 1.0}, statistic="rms")
+    wrong: Any = {"0": "many"}
+    with pytest.raises(ArgumentError, match="numbers by module name"):
+        StatisticStyler(wrong, statistic="rms")
+
+
+@pytest.mark.parametrize("colour", ["#000000", "#440154", "#21918c", "#7f3b08", "#fde725", "#ffffff", "#777777"])
+def test_letters_can_be_read_on_every_colour(colour: str) -> None:
+    """The contrast is at least 4.5, what WCAG 2 asks for, by a formula of its own."""
+
+    def luminance(code: str) -> float:
+        parts = [int(code[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        curved = [each / 12.92 if each < 0.04 else ((each + 0.055) / 1.055) ** 2.4 for each in parts]
+        return sum(weight * each for weight, each in zip((0.2126, 0.7152, 0.0722), curved, strict=True))
+
+    bright, dark = sorted((luminance(colour), luminance(legible_on(colour))), reverse=True)
+    assert (bright + 0.05) / (dark + 0.05) >= 4.5
+
+
+def test_markup_in_names_can_be_laid_out(graph: Graph, tmp_path: Path) -> None:
+    """A statistic and a name with markup are text in the picture that Graphviz draws."""
+    drawing = colour_graph(graph, {"0": 0.5}, statistic='<b>$x_1$</b> & \\N " 层')
+    picture = drawing.save(tmp_path / "graph.svg").read_text(encoding="utf-8")
+    assert "&lt;b&gt;$x_1$&lt;/b&gt; &amp; \\N &quot; \\u5c42" in picture

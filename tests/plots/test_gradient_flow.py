@@ -1,0 +1,77 @@
+"""The gradient flow: how long the bars are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_recorder import ArgumentError
+from lightning_recorder.plots import Image, gradient_flow
+from lightning_recorder.plots.colours import pattern
+from tests.plots.pixels import data_in, names_of
+
+MEAN, LARGEST = [0, 114, 178], [245, 196, 118]
+
+
+def ends(image: Image, rows: int) -> list[tuple[float, float]]:
+    """Where the bars of each row end, as shares of the width."""
+    data = data_in(image)
+    height = data.shape[0] // rows
+    found = []
+    for row in range(rows):
+        part = data[row * height : (row + 1) * height]
+        lengths = [(part == colour).all(axis=-1).any(axis=0).nonzero()[0] for colour in (MEAN, LARGEST)]
+        mean, largest = (float(each.max(initial=-1) + 1) / data.shape[1] for each in lengths)
+        found.append((mean, largest))
+    return found
+
+
+def test_bars_end_at_their_values() -> None:
+    """On a logarithmic axis of whole decades, from 1e-5 to 1, layers from top to bottom."""
+    means, maxima = [1.5e-5, 1e-4, 1e-3], [1e-3, 1e-2, 0.9]
+    shown = ends(gradient_flow(["a", "b", "c"], means, maxima, title="t", step=3), 3)
+    expected = (np.log10(np.array([means, maxima]).T) + 5) / 5
+    assert np.array(shown) == pytest.approx(expected, abs=1.5 / 600)
+
+
+def test_a_layer_without_gradient_has_a_square() -> None:
+    """It has no bar, but a hollow square at the left end."""
+    image = gradient_flow(["a", "b"], [0.0, 0.1], [0.0, 0.5], title="t")
+    data = data_in(image)
+    first = data[: data.shape[0] // 2]
+    blue = (first == MEAN).all(axis=-1)
+    rows, columns = np.nonzero(blue)
+    assert (columns.min(), columns.max()) == (4, 15)
+    assert (rows.max() - rows.min(), int(blue.sum())) == (11, 12 * 12 - 8 * 8)
+
+
+def test_what_is_not_finite_goes_over_the_width() -> None:
+    """A NaN is striped and an infinite value black, from end to end."""
+    image = gradient_flow(["a", "b", "c"], [1.0, np.nan, 1.0], [np.inf, 2.0, 2.0], title="t")
+    data = data_in(image)
+    assert (data[4] == 0).all()
+    middle = data[30 + 10 : 60 - 10]
+    assert (middle == pattern("nan", 10, data.shape[1])).all()
+
+
+def test_of_many_layers_some_are_drawn() -> None:
+    """Of 1,000 layers 280 have bars, five pixels each, the last one among them."""
+    means = np.full(1_000, 0.1)
+    means[-1] = 0.5
+    shown = ends(gradient_flow(names_of(1_000), means, means, title="t"), 280)
+    assert [round(mean, 2) for mean, _ in (shown[0], shown[-2], shown[-1])] == [0.5, 0.5, 0.85]
+
+
+def test_no_layer_is_a_line() -> None:
+    """Without a layer the picture says so."""
+    assert gradient_flow([], [], [], title="t").shape == (120, 900, 3)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    """The message names the shape that is expected."""
+    with pytest.raises(ArgumentError, match=r"maxima must have the shape \[2\], got \[1\]"):
+        gradient_flow(["a", "b"], [1.0, 2.0], [1.0], title="t")
+    with pytest.raises(ArgumentError, match=r"means must have the shape \[layers\], got \[1, 1\]"):
+        gradient_flow(["a"], [[1.0]], [1.0], title="t")
+    with pytest.raises(ArgumentError, match="one for each of the 1 layers"):
+        gradient_flow(["a", "b"], [1.0], [1.0], title="t")

@@ -1,0 +1,159 @@
+"""The history: what it holds after how many records, and how many bytes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_recorder import ArgumentError
+from lightning_recorder.plots import History
+from lightning_recorder.plots.history import Found
+
+
+def bins(seed: int, filled: int = 200) -> torch.Tensor:
+    """Counts of the fixed bins of which so many are not empty."""
+    generator = np.random.default_rng(seed)
+    counts = np.zeros(2048, dtype=np.int64)
+    counts[generator.permutation(2048)[:filled]] = generator.integers(1, 100_000, filled)
+    return torch.from_numpy(counts)
+
+
+def record(step: int, *sites: Hashable) -> dict[Hashable, Found]:
+    return {site: ({"rms": step + row / 10, "other": 1.0}, None) for row, site in enumerate(sites)}
+
+
+@given(st.integers(2, 20), st.integers(1, 300))
+def test_what_is_held_is_evenly_spread(most: int, added: int) -> None:
+    """Every n-th record, n a power of two and no larger than needed, and the latest; never more than ``max_steps``."""
+    history = History(most, statistics=("rms",))
+    for step in range(added):
+        history.add(step, record(step, "a", "b"))
+    steps = history.steps.tolist()
+    assert len(steps) <= most
+    assert (steps[0], steps[-1]) == (0, added - 1)
+    every = next(n for n in (2**k for k in range(10)) if [*range(0, added - 1, n), added - 1] == steps)
+    assert every == 1 or len(range(0, added - 1, every // 2)) + 1 > most
+    expected = [[float(step) for step in steps], [step + 0.1 for step in steps]]
+    assert history.table("rms").tolist() == expected
+    assert history.recorded.all()
+
+
+def test_a_site_that_appears_late_has_nan_before() -> None:
+    """It comes after the others, and is not recorded where it was not there; so is one that vanishes."""
+    history = History(8, statistics=("rms",))
+    history.add(0, record(0, "a", "b"))
+    history.add(1, record(1, "c", "a"))
+    assert history.sites == ["a", "b", "c"]
+    np.testing.assert_equal(history.table("rms"), [[0.0, 1.1], [0.1, np.nan], [np.nan, 1.0]])
+    assert history.recorded.tolist() == [[True, True], [True, False], [False, True]]
+
+
+def test_a_site_that_was_only_in_a_record_that_went_is_still_known() -> None:
+    """The latest record is written over by the next one, with all that it had."""
+    history = History(2, statistics=("rms",))
+    for step in range(3):
+        history.add(step, record(step, "a"))
+    history.add(3, record(3, "late"))
+    history.add(4, record(4, "a"))
+    assert history.steps.tolist() == [0, 4]
+    assert history.sites == ["a", "late"]
+    assert history.recorded.tolist() == [[True, True], [False, False]]
+
+
+def test_many_sites_have_room() -> None:
+    """Two hundred sites that come at two steps are all held."""
+    history = History(4, statistics=("rms",))
+    history.add(0, record(0, *range(100)))
+    history.add(1, record(1, *range(200)))
+    assert history.table("rms").shape == (200, 2)
+    assert history.table("rms")[:, 1].tolist() == [1 + row / 10 for row in range(200)]
+
+
+def test_a_step_that_goes_back_is_passed_over() -> None:
+    """A step is taken once, and none before the latest."""
+    history = History(8, statistics=("rms",))
+    for step in (5, 5, 3, 6):
+        history.add(step, record(step, "a"))
+    assert history.steps.tolist() == [5, 6]
+
+
+def test_counts_are_held_of_some_sites() -> None:
+    """Of 10 sites 4, evenly spread, have the exact counts of the steps that are held; all have the latest."""
+    history = History(4, max_histograms=4)
+    for step in range(6):
+        history.add(step, {site: ({}, bins(100 * step + site)) for site in range(10)})
+    assert history.histogram_sites == [0, 3, 6, 9]
+    steps = history.steps.tolist()
+    assert steps == [0, 2, 4, 5]
+    for site in (0, 3, 6, 9):
+        expected = np.stack([bins(100 * step + site).numpy() for step in steps])
+        assert (history.counts(site) == expected).all()
+    latest = history.latest_counts()
+    assert list(latest) == list(range(10))
+    assert all((latest[site] == bins(500 + site).numpy()).all() for site in range(10))
+
+
+def test_counts_that_are_missing_are_zeros() -> None:
+    """At a step at which a site was not recorded it has no counts, also if that is the first one."""
+    history = History(4)
+    history.add(0, {"b": ({}, None)})
+    history.add(1, {"a": ({}, bins(1))})
+    history.add(2, {"b": ({}, bins(2))})
+    history.add(3, {"a": ({}, bins(3))})
+    expected = [np.zeros(2048), bins(1).numpy(), np.zeros(2048), bins(3).numpy()]
+    assert (history.counts("a") == np.stack(expected)).all()
+
+
+def test_large_counts_are_exact() -> None:
+    """A count that needs more than 32 bits is what it was."""
+    counts = torch.zeros(2048, dtype=torch.int64)
+    counts[7], counts[8] = 2**40 + 1, 1
+    history = History()
+    history.add(0, {"a": ({}, counts)})
+    assert history.counts("a")[0, 7:9].tolist() == [2**40 + 1, 1]
+
+
+def test_memory_is_bounded() -> None:
+    """After 150 records of 20 sites the bytes are below what the documentation says, and are so after twice as many."""
+    history = History(16, statistics=("rms", "mean"), max_histograms=3)
+    sizes = []
+    for step in range(300):
+        history.add(step, {site: ({"rms": 1.0}, bins(site, 2048)) for site in range(20)})
+        sizes.append(history.nbytes)
+    tables = 2 * 20 * 16 * (8 * 2 + 1)
+    counts = (20 + 3 * 16) * 20_480
+    assert max(sizes) <= tables + counts
+    assert max(sizes[:150]) == max(sizes[150:])
+
+
+def test_a_history_can_be_pickled() -> None:
+    """A copy holds the same, and goes on as the original does."""
+    history = History(4, statistics=("rms",))
+    for step in range(5):
+        history.add(step, {"a": ({"rms": float(step)}, bins(step))})
+    copy = pickle.loads(pickle.dumps(history))
+    for each in (history, copy):
+        each.add(9, record(9, "a"))
+    assert copy.steps.tolist() == history.steps.tolist()
+    assert (copy.table("rms") == history.table("rms")).all()
+    assert (copy.counts("a") == history.counts("a")).all()
+
+
+def test_what_is_not_held_is_refused() -> None:
+    """The message says what is held; so are numbers that are too small, and counts of other bins."""
+    history = History(statistics=("rms",), max_histograms=0)
+    history.add(0, {"a": ({"rms": 1.0}, bins(0))})
+    with pytest.raises(ArgumentError, match="holds rms; got 'mean'"):
+        history.table("mean")
+    with pytest.raises(ArgumentError, match="no counts of 'a'"):
+        history.counts("a")
+    with pytest.raises(ArgumentError, match="max_steps"):
+        History(1)
+    with pytest.raises(ArgumentError, match=r"\[2048\], got \[3\]"):
+        history.add(1, {"a": ({}, torch.ones(3))})

@@ -1,0 +1,125 @@
+"""Scales: where values lie, which scale is chosen, and which numbers stand beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_recorder.plots.scale import Scale, number, scale_of, value_scale
+
+SCALES = [
+    Scale("linear", -2.0, 6.0),
+    Scale("linear", -1.7e308, 1.7e308),
+    Scale("log", 1e-6, 1e4),
+    Scale("symlog", -1e3, 1e3, 1e-2),
+    Scale("symlog", 0.0, 1e300, 1e288),
+]
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+def test_a_place_leads_back_to_its_value(scale: Scale) -> None:
+    """The values of places are the inverse of the places of values."""
+    places = np.linspace(0, 1, 101)
+    assert scale.place(scale.values(places)) == pytest.approx(places, abs=1e-9)
+    assert scale.values([0.0, 1.0]) == pytest.approx([scale.low, scale.high])
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+def test_what_lies_beyond_goes_to_the_nearer_end(scale: Scale) -> None:
+    """Infinities are at the ends, NaN nowhere."""
+    places = scale.place([-np.inf, np.inf, np.nan])
+    assert places[:2].tolist() == [0.0, 1.0]
+    assert np.isnan(places[2])
+
+
+def test_symlog_is_linear_near_zero_and_logarithmic_beyond() -> None:
+    """Places are those of sign(v) log(1 + |v| / threshold), computed apart."""
+    scale = Scale("symlog", -100.0, 100.0, 0.1)
+    values = np.array([-100.0, -3.0, -0.01, 0.0, 0.5, 7.0, 100.0])
+    expected = np.sign(values) * np.log(1 + np.abs(values) / 0.1) / np.log(1 + 1000)
+    assert scale.place(values) == pytest.approx((expected + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, 2.0, 40.0], Scale("linear", 0.0, 40.0)),
+        ([10.0, 11.0, 12.0], Scale("linear", 10.0, 12.0)),
+        ([1e-3, 1.0, 0.0], Scale("log", 1e-3, 1.0)),
+        ([1e-30, 1.0], Scale("log", 1e-12, 1.0)),
+        ([-1.0, 3.0], Scale("linear", -3.0, 3.0)),
+        ([np.nan, np.inf], Scale("linear", 0.0, 1.0)),
+        ([0.0, 0.0], Scale("linear", 0.0, 1.0)),
+        ([], Scale("linear", 0.0, 1.0)),
+    ],
+)
+def test_the_values_decide_on_the_scale(values: list[float], expected: Scale) -> None:
+    """Logarithmic over more than a factor of 50 and at most 12 decades, symmetric with a negative one."""
+    assert scale_of(np.array(values)) == expected
+
+
+def test_a_constant_has_a_scale_around_it() -> None:
+    """Equal values lie in the middle of a linear scale."""
+    assert scale_of(np.full(3, 4.0)).place(4.0) == pytest.approx(0.5)
+
+
+def test_signed_values_over_decades_are_symlog() -> None:
+    """The threshold is the power of ten below nine tenths of the magnitudes."""
+    values = np.array([-1000.0, *[0.02] * 9, 0.0])
+    assert scale_of(values) == Scale("symlog", -1000.0, 1000.0, 0.01)
+
+
+def test_the_caller_can_decide() -> None:
+    """``log`` overrules what the values say."""
+    assert scale_of(np.array([1.0, 2.0]), log=True) == Scale("log", 1.0, 2.0)
+    assert scale_of(np.array([1e-9, 1.0]), log=False) == Scale("linear", 0.0, 1.0)
+
+
+def test_an_axis_is_symlog_where_a_histogram_would_be_too_thin() -> None:
+    """It is so beyond a ratio of 50, and linear as far as the narrow histogram reaches."""
+    assert value_scale(-5.0, 5.0, 0.21) == Scale("linear", -5.0, 5.0)
+    assert value_scale(-5.0, 5.0, 0.19) == Scale("symlog", -5.0, 5.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("scale", "most", "texts"),
+    [
+        (Scale("linear", 0.0, 1.0), 6, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (Scale("linear", -0.5, 9950.0), 9, ["0", "2000", "4000", "6000", "8000"]),
+        (Scale("log", 1e-6, 1e-1), 9, ["1e-6", "1e-5", "1e-4", "0.001", "0.01", "0.1"]),
+        (Scale("log", 1e-6, 1e-1), 3, ["1e-5", "0.001", "0.1"]),
+        (Scale("log", 2.0, 9.0), 5, ["2", "4", "6", "8"]),
+        (Scale("symlog", -1.0, 1.0, 1e-2), 9, ["-1", "-0.1", "0", "0.1", "1"]),
+    ],
+    ids=str,
+)
+def test_ticks_are_round_numbers(scale: Scale, most: int, texts: list[str]) -> None:
+    """Multiples of 1, 2 or 5, or powers of ten, at their places."""
+    ticks = scale.ticks(most)
+    assert [text for _, text in ticks] == texts
+    assert [place for place, _ in ticks] == pytest.approx(scale.place([float(text) for text in texts]).tolist())
+
+
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=5),
+    st.integers(2, 12),
+)
+def test_any_values_have_a_scale_with_few_ticks(values: list[float], most: int) -> None:
+    """Whatever the values, all finite ones have places from 0 to 1 in their order, and no more ticks than asked for."""
+    scale = scale_of(np.array(values, dtype=np.float64))
+    assert scale.low < scale.high
+    finite = np.sort(np.array([value for value in values if np.isfinite(value)], dtype=np.float64))
+    places = scale.place(finite)
+    assert ((places >= 0) & (places <= 1) & (np.diff(places, prepend=0.0) >= 0)).all()
+    ticks = scale.ticks(most)
+    assert len(ticks) <= most
+    assert all(0 <= place <= 1 for place, _ in ticks)
+
+
+@given(st.floats(-1e308, 1e308))
+def test_numbers_are_short(value: float) -> None:
+    """No number takes more than ten characters, and it is right to three digits."""
+    assert len(number(value)) <= 10
+    assert float(number(value)) == pytest.approx(value, rel=6e-3)

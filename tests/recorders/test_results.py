@@ -1,0 +1,227 @@
+"""What becomes of records: who is given them, in which thread, and what a fault costs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_recorder import (
+    MemorySink,
+    MultiSink,
+    RecorderWarning,
+    Site,
+    SiteStatistics,
+    StatisticsRecorder,
+    open_recording,
+)
+from lightning_recorder.recorders import Outlet, Plotter, Record, RecordFile, Report, Results
+from lightning_recorder.sinks import for_any_thread
+
+
+def record(step: int, value: float = 1.0, names: tuple[str, ...] = ("m",), **about: Any) -> Record:
+    """Of modules that are called in the reverse of their order."""
+    modules = {name: nn.Identity() for name in names}
+    recorder = StatisticsRecorder(modules)
+    with recorder:
+        for place, module in enumerate(reversed(modules.values())):
+            module(torch.tensor([value, value + place]))
+    return Record(step, 0, recorder.snapshot(), **about)
+
+
+class Noting(Outlet):
+    """Notes what it is given, and in which thread."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.told: list[object] = []
+        self.threads: set[int] = set()
+        self.fails_at = fails_at
+
+    @override
+    def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        self.threads.add(threading.get_ident())
+        self.told.append(record.step)
+        if record.step == self.fails_at:
+            raise OSError("disk full")
+
+    @override
+    def end_epoch(self) -> None:
+        self.told.append("epoch")
+
+    @override
+    def finish(self) -> None:
+        self.told.append("end")
+
+
+class OfOneThread(MemorySink):
+    """Is written to by the thread of the records alone."""
+
+    any_thread = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+
+    @override
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        self.threads.add(threading.get_ident())
+        return super().write_scalars(step, scalars)
+
+
+def results(sink: MemorySink, *outlets: Outlet, **options: Any) -> Results:
+    made = Results(Report("activations", ("mean",)), name="it", **options)
+    made.begin(MultiSink([for_any_thread(sink)]), None, "activations")
+    made.outlets = list(outlets)
+    return made
+
+
+@pytest.mark.parametrize("kind", [MemorySink, OfOneThread])
+def test_outlets_are_given_every_record_off_the_training_thread(kind: type[MemorySink]) -> None:
+    """Whatever thread the sink wants, outlets have another one, and are told of epochs and of the end in order."""
+    sink, noting = kind(), Noting()
+    made = results(sink, noting)
+    made.add(record(0))
+    made.end_epoch()
+    made.add(record(1))
+    made.end()
+    assert noting.told == [0, "epoch", 1, "end"]
+    assert threading.get_ident() not in noting.threads
+    assert list(sink.scalars["activations/m/mean"]) == [0, 1]
+    if isinstance(sink, OfOneThread):
+        assert sink.threads == {threading.get_ident()}
+
+
+def test_a_failing_outlet_costs_nothing_but_itself() -> None:
+    """One warning names it; the sink and the others are given all records."""
+    sink, bad, good = MemorySink(), Noting(fails_at=1), Noting()
+    made = results(sink, bad, good)
+    with pytest.warns(RecorderWarning, match="^it writes no more Noting: OSError: disk full$") as told:
+        for step in range(3):
+            made.add(record(step))
+            made.wait()
+        made.end()
+    assert len(told) == 1
+    assert (bad.told, good.told) == ([0, 1], [0, 1, 2, "end"])
+    assert list(sink.scalars["activations/m/mean"]) == [0, 1, 2]
+
+
+def test_a_failing_outlet_is_raised_if_strict() -> None:
+    """What it raises comes when the next record is handed over or at the end."""
+    made = results(MemorySink(), Noting(fails_at=0), strict=True)
+    made.add(record(0))
+    with pytest.raises(OSError, match="disk full"):
+        made.end()
+
+
+@pytest.mark.parametrize("kind", [MemorySink, OfOneThread])
+def test_pictures_reach_the_sink(kind: type[MemorySink]) -> None:
+    """What an outlet shows in the background is in the sink at the end, whatever thread that wants."""
+    sink = kind()
+    made = results(sink)
+
+    class Showing(Noting):
+        @override
+        def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+            made.show(record.step, {"picture": np.zeros((2, 2, 3), dtype=np.uint8)})
+
+    made.outlets = [Showing()]
+    made.add(record(4))
+    made.end()
+    assert list(sink.images["picture"]) == [4]
+
+
+def test_the_file_of_records_is_read_back(tmp_path: Path) -> None:
+    """Sites are listed in the order of execution, with dtype, shape, statistics and bins to the bit."""
+    file = RecordFile(tmp_path, "activations", group="activations", ranks=2)
+    given = record(3, 0.1, ("last", "first"))
+    found = given.snapshot.statistics()
+    file.take(given, found)
+    series = open_recording(tmp_path)["activations"]
+    assert series.sites == [("first", "out"), ("last", "out")]
+    assert series.steps == [3]
+    for site, seen in found.items():
+        assert series[site.name].scalars(3) == dict(seen.scalars)
+        assert torch.equal(series[site.name].bins(3), seen.bins)
+        assert (series[site.name].dtype, series[site.name].shape) == ("float32", (2,))
+    assert file.written_bytes == series.path.stat().st_size
+    assert series.about(3)["ranks"] == given.ranks
+
+
+def test_gradients_are_listed_in_the_order_of_the_forward_pass(tmp_path: Path) -> None:
+    """The backward pass comes to the modules in reverse."""
+    given = record(0, names=("first", "last"))
+    RecordFile(tmp_path, "gradients", group="gradients").take(given, given.snapshot.statistics())
+    assert [site.name for site in open_recording(tmp_path)["gradients"].sites] == ["first", "last"]
+
+
+def plotted(records: int, **options: Any) -> list[tuple[int, list[str]]]:
+    """The step and the tags of each drawing of a run."""
+    shown: list[tuple[int, list[str]]] = []
+
+    def show(step: int, images: Mapping[str, Any]) -> int:
+        shown.append((step, sorted(images)))
+        return 100 * len(images)
+
+    plotter = Plotter("activations", **options, show=show)
+    for step in range(records):
+        given = record(step, names=("a", "b", "c"))
+        plotter.take(given, given.snapshot.statistics())
+    plotter.finish()
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "steps"),
+    [
+        (3, {}, [2]),
+        (10, {}, [9]),
+        (45, {}, [9, 19, 39, 44]),
+        (7, {"every": 3}, [2, 5, 6]),
+        (0, {}, []),
+    ],
+)
+def test_when_pictures_are_drawn(records: int, options: dict[str, Any], steps: list[int]) -> None:
+    """At 10, 20, 40, … records or at each n-th, and at the end what is not in a picture yet."""
+    assert [step for step, _ in plotted(records, max_images=0, **options)] == steps
+
+
+def test_which_pictures_are_drawn() -> None:
+    """Heat maps of some statistics, the latest histograms, and as many layers over time as are asked for."""
+    ((_, tags),) = plotted(2, max_images=2)
+    assert tags == [
+        "activations_plots/heat_map/mean",
+        "activations_plots/heat_map/rms",
+        "activations_plots/heat_map/zero_fraction",
+        "activations_plots/over_time/a",
+        "activations_plots/over_time/c",
+        "activations_plots/ridge",
+    ]
+
+
+@pytest.mark.parametrize("about", [{"stage": "validate"}, {"overflowed": True}])
+def test_of_what_no_pictures_are_drawn(about: dict[str, Any]) -> None:
+    """Evaluations and steps that overflowed are in no picture of the training."""
+    shown: list[int] = []
+    plotter = Plotter("activations", show=lambda step, images: shown.append(step))
+    given = record(0, **about)
+    plotter.take(given, given.snapshot.statistics())
+    plotter.finish()
+    assert shown == []
+
+
+@pytest.mark.parametrize(("options", "drawings"), [({}, 4), ({"every": 10}, 5), ({"every": 7}, 8)])
+def test_what_pictures_will_take(options: dict[str, Any], drawings: int) -> None:
+    """Of 50 records: those drawn on the way and at the end, by what a drawing has taken, before by a usual size."""
+    plotter = Plotter("activations", **options, max_images=1, show=lambda step, images: 700)
+    assert plotter.logged_bytes(50) == drawings * 5 * 40_000
+    given = record(0)
+    plotter.take(given, given.snapshot.statistics())
+    plotter.finish()
+    assert plotter.logged_bytes(50) == drawings * 700

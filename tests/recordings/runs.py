@@ -1,0 +1,90 @@
+"""Runs recorded by a real training loop, which the tests read again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder import OutputGradientTap, OutputTap, SiteStatistics, StatisticsRecorder
+from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
+from lightning_recorder.taps import Site
+
+Expected = dict[str, dict[int, dict[Site, SiteStatistics]]]
+
+
+def make_net() -> nn.Sequential:
+    """Two linear layers with an activation, as ``encoder.fc``, ``encoder.act``, ``head``."""
+    encoder = nn.Sequential(OrderedDict(fc=nn.Linear(6, 5), act=nn.ReLU()))
+    return nn.Sequential(OrderedDict(encoder=encoder, head=nn.Linear(5, 3)))
+
+
+def site_records(found: dict[Site, SiteStatistics], dtype: str = "float32") -> list[SiteRecord]:
+    """Statistics as they are written."""
+    return [SiteRecord(site.name, site.path, seen.scalars, seen.bins, dtype) for site, seen in found.items()]
+
+
+def record_run(
+    log_dir: Path,
+    *,
+    steps: Iterable[int] = range(4),
+    seed: int = 0,
+    change: Callable[[nn.Module], object] = lambda net: None,
+    at: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Expected:
+    """Train from step 0, write what is recorded at the steps, and give it.
+
+    Args:
+        log_dir: The run's folder.
+        steps: Which are recorded.
+        seed: Of the parameters and the batch.
+        change: Done to the model before a step.
+        at: That step.
+        dtype: That of the model and its batch.
+    """
+    torch.manual_seed(seed)
+    net = make_net().to(dtype)
+    batch, target = torch.randn(16, 6).to(dtype), torch.randint(0, 3, (16,))
+    chosen = {name: each for name, each in net.named_modules() if name and not isinstance(each, nn.Sequential)}
+    recorders = {
+        "activations": StatisticsRecorder(chosen, OutputTap),
+        "gradients": StatisticsRecorder(chosen, OutputGradientTap),
+    }
+    writers = {label: RecordWriter(records_path(log_dir / "recorder", label)) for label in recorders}
+    for label, writer in writers.items():
+        writer.begin(label=label, group=label)
+    expected: Expected = {label: {} for label in recorders}
+    wanted = sorted(steps)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(wanted[-1] + 1):
+        if step == at:
+            change(net)
+        optimizer.zero_grad()
+        if step in wanted:
+            with recorders["activations"], recorders["gradients"]:
+                _loss(net, batch, target).backward()
+            for label, recorder in recorders.items():
+                found = expected[label][step] = recorder.collect()
+                writers[label].write({"step": step, "epoch": step // 2}, site_records(found, str(dtype)[6:]))
+                recorder.reset()
+        else:
+            _loss(net, batch, target).backward()
+        optimizer.step()
+    return expected
+
+
+def _loss(net: nn.Module, batch: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(net(batch).float(), target)
+
+
+def write_simple(log_dir: Path, rms: dict[int, float], label: str = "activations", site: str = "fc") -> RecordWriter:
+    """Records of one site and one statistic, by step."""
+    writer = RecordWriter(records_path(log_dir / "recorder", label))
+    writer.begin(label=label, group=label.partition("-")[0])
+    for step, value in rms.items():
+        writer.write({"step": step}, [SiteRecord(site, "out", {"rms": value})])
+    return writer

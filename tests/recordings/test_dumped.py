@@ -1,0 +1,113 @@
+"""Dumps of a run, read one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lightning_recorder import ArgumentError, DumpError
+from lightning_recorder.dumps import write_dump
+from lightning_recorder.dumps.manifest import MANIFEST
+from lightning_recorder.recordings import open_recording
+from tests.recordings.runs import write_simple
+
+TENSORS = {"fc/out": torch.arange(6.0).reshape(2, 3), "head/out": torch.ones(2, dtype=torch.int64)}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a dump beside a checkpoint and one of raw tensors."""
+    write_simple(tmp_path / "run", {0: 1.0})
+    write_dump(tmp_path / "run" / "checkpoints" / "b.safetensors", TENSORS, {"fc": 6}, step=20)
+    write_dump(tmp_path / "run" / "recorder" / "dumps" / "a.safetensors", TENSORS, {}, step=10, kind="tensors")
+    return tmp_path / "run"
+
+
+def test_dumps_are_found_below_the_run(run: Path) -> None:
+    """Dumps beside checkpoints and those of tensors are listed by their steps, with what their manifests say."""
+    dumps = open_recording(run).dumps
+    assert [(dump.path.name, dump.step, dump.kind) for dump in dumps] == [
+        ("a.safetensors", 10, "tensors"),
+        ("b.safetensors", 20, "statistics"),
+    ]
+    assert dumps[1].about["sites"] == {"fc": 6}
+    assert dumps[1].size_bytes == (run / "checkpoints" / "b.safetensors").stat().st_size
+
+
+def test_one_tensor_is_loaded(run: Path) -> None:
+    """Names, one tensor, and all tensors are those that were written; a wrong name is an error with the closest."""
+    dump = open_recording(run).dumps[0]
+    assert sorted(dump.names) == ["fc/out", "head/out"]
+    assert torch.equal(dump.load("fc/out"), TENSORS["fc/out"])
+    assert {name: each.tolist() for name, each in dump.tensors.items()} == {
+        name: each.tolist() for name, each in TENSORS.items()
+    }
+    with pytest.raises(ArgumentError, match="no tensor 'fc/o'; the closest names are 'fc/out'"):
+        dump.load("fc/o")
+
+
+def test_a_dump_that_is_cut_off(run: Path) -> None:
+    """A file whose end is missing is an error, whichever tensor is asked for."""
+    path = run / "recorder" / "dumps" / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DumpError, match="no readable safetensors file"):
+        open_recording(run).dumps[0].load("fc/out")
+
+
+def test_missing_keys(run: Path) -> None:
+    """A line that says no more than the file is a dump of statistics without a step, after all others."""
+    (run / "recorder" / "dumps" / MANIFEST).write_text('{"file": "a.safetensors", "step": "x", "more": {"a": [1]}}\n')
+    dump = open_recording(run).dumps[-1]
+    assert (dump.path.name, dump.step, dump.kind) == ("a.safetensors", None, "statistics")
+
+
+def test_files_of_others(run: Path) -> None:
+    """A safetensors file that this package has not written is no dump."""
+    save_file(TENSORS, run / "recorder" / "dumps" / "a.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DumpError, match="was not written by lightning_recorder"):
+        _ = open_recording(run).dumps[0].names
+
+
+def test_a_dump_that_is_gone(run: Path) -> None:
+    """A dump that was pruned since it was listed is an error of ours."""
+    dump = open_recording(run).dumps[0]
+    dump.path.unlink()
+    assert dump.size_bytes == 0
+    with pytest.raises(DumpError, match=r"a\.safetensors"):
+        dump.load("fc/out")
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "sub/../../outside.safetensors", "link.safetensors", "{}"])
+def test_no_way_leads_out_of_a_run(name: str, run: Path) -> None:
+    """A manifest leads to no file outside of the run, neither by a path nor by a link."""
+    outside = run.parent / "outside.safetensors"
+    write_dump(outside, TENSORS, {})
+    folder = run / "recorder" / "dumps"
+    (folder / "link.safetensors").symlink_to(outside)
+    (folder / MANIFEST).write_text(json.dumps({"file": str(outside) if name == "{}" else name, "step": 1}) + "\n")
+    assert [dump.path.name for dump in open_recording(run).dumps] == ["b.safetensors"]
+
+
+def test_links_to_folders_and_records(run: Path) -> None:
+    """Linked folders are not searched, and a file of records outside of the run is not read."""
+    write_simple(run.parent / "other", {0: 2.0}, "gradients")
+    (run / "linked").symlink_to(run.parent / "other", target_is_directory=True)
+    other = run.parent / "other" / "recorder" / "records" / "gradients.jsonl"
+    (run / "recorder" / "records" / "gradients.jsonl").symlink_to(other)
+    (run / "recorder" / "records" / "loop.jsonl").symlink_to("loop.jsonl")
+    assert open_recording(run).recorders == ["activations"]
+    assert len(open_recording(run).dumps) == 2
+
+
+def test_a_pipe_is_no_file(run: Path) -> None:
+    """What would wait for a writer is not opened."""
+    import os
+
+    os.mkfifo(run / "recorder" / "records" / "pipe.jsonl")
+    os.mkfifo(run / "recorder" / "graph.json")
+    recording = open_recording(run)
+    assert (recording.recorders, recording.graph) == (["activations"], None)

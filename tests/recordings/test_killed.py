@@ -1,0 +1,61 @@
+"""A process that is killed while it writes."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_recorder.recordings import open_recording
+
+# What step k writes is a function of k, so that a reader can tell whether a line is exact.
+SCRIPT = """
+import sys
+import torch
+from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
+
+directory, sites = sys.argv[1], 40
+writer = RecordWriter(records_path(directory, "activations"))
+writer.begin(label="activations", group="activations")
+first = int(sys.argv[2])
+print("begun", flush=True)
+for step in range(first, 10**6):
+    bins = torch.zeros(2048, dtype=torch.int64)
+    bins[step % 2048] = step
+    writer.write({"step": step}, [SiteRecord(f"m{i}", "out", {"rms": step / 3 + i / 7}, bins) for i in range(sites)])
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed(tmp_path: Path) -> None:
+    """Killed at 12 moments, each time while writing, and resumed: every complete line is read back exact."""
+    moments = random.Random(0)
+    path = tmp_path / "recorder" / "records" / "activations.jsonl"
+    first, torn = 0, 0
+    for session in range(1, 13):
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "recorder"), str(first)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(moments.uniform(0.0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        series = open_recording(tmp_path)["activations"]
+        torn += not path.read_bytes().endswith(b"\n")
+        assert [each.number for each in series.sessions] == list(range(1, session + 1))
+        assert series.skipped <= torn
+        assert series.steps == list(range(len(series.steps)))
+        first = len(series.steps)
+    assert first > 12
+    expected = torch.arange(first, dtype=torch.float64)[:, None] / 3 + torch.arange(40, dtype=torch.float64) / 7
+    assert torch.equal(series.values("rms"), expected)
+    for step in range(0, first, 5):
+        bins = series["m39"].bins(step)
+        assert (bins[step % 2048].item(), bins.sum().item()) == (step, step)

@@ -1,0 +1,71 @@
+"""Reading where nothing but torch and safetensors is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from lightning_recorder import capture_graph
+from lightning_recorder.dumps import write_dump
+from tests.recordings.runs import make_net, record_run
+
+SCRIPT = """
+import json, sys, warnings
+
+BLOCKED = {"numpy", "pandas", "pyarrow", "lightning", "pytorch_lightning", "tensorboard", "matplotlib", "graphviz",
+           "pygraphviz", "PIL"}
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # what torch says of it
+from lightning_recorder.recordings import Tolerance, compare, open_recording
+from lightning_recorder.commands import main
+
+recording = open_recording(sys.argv[1])
+series = recording["activations"]
+found = {
+    "steps": series.steps,
+    "rms": series.values("rms").tolist(),
+    "bins": series["head"].bins(1).sum().item(),
+    "dump": [dump.load("fc/mean").item() for dump in recording.dumps],
+    "same": compare(recording.run, recording.run, Tolerance(exact=True)).same,
+    "receipt": recording.receipt,
+    "status": [main(["ls", sys.argv[1]]), main(["diff", sys.argv[1], sys.argv[1]])],
+    "exported": [main(["export", sys.argv[1], sys.argv[1] + f"/x.{suffix}"]) for suffix in ("csv", "pt", "parquet")],
+}
+for attempt in (series.frame, lambda: series["head"].histogram(1)):
+    try:
+        attempt()
+    except Exception as error:
+        found.setdefault("errors", []).append(f"{type(error).__name__}: {error}")
+found["loaded"] = sorted(BLOCKED & set(sys.modules))
+print("result", json.dumps(found))
+"""
+
+
+def test_without_libraries(tmp_path: Path) -> None:
+    """Records, bins, dumps, comparing and exporting need no NumPy, pandas, Lightning, TensorBoard or Graphviz."""
+    expected = record_run(tmp_path, steps=range(2))["activations"]
+    write_dump(tmp_path / "checkpoints" / "a.safetensors", {"fc/mean": torch.tensor(0.25)}, {"fc": 1}, step=1)
+    graph = capture_graph(make_net(), torch.ones(1, 6)).to_json()
+    (tmp_path / "recorder" / "graph.json").write_text(json.dumps(graph))  # hides nothing where it cannot be read
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.partition("result ")[2])
+    assert found["steps"] == [0, 1]
+    assert found["rms"] == [[seen.scalars["rms"] for seen in each.values()] for each in expected.values()]
+    assert (found["bins"], found["dump"], found["receipt"]) == (48, [0.25], None)
+    assert (found["same"], found["status"], found["exported"]) == (True, [0, 0], [0, 0, 2])
+    assert found["errors"][0] == "ArgumentError: a frame needs pandas: pip install pandas"
+    assert found["errors"][1] == "ModuleNotFoundError: No module named 'numpy'"
+    assert found["loaded"] == []
+    assert "a Parquet file needs pyarrow: pip install pyarrow" in done.stderr

@@ -1,0 +1,200 @@
+"""Writing records: each line read as JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_recorder
+from lightning_recorder import ArgumentError
+from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
+from lightning_recorder.recordings.counts import pack_counts
+
+
+def lines(path: Path) -> list[Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="ascii").splitlines()]
+
+
+def begun(path: Path) -> RecordWriter:
+    writer = RecordWriter(path)
+    writer.begin(label="activations", group="activations")
+    return writer
+
+
+def test_a_header_says_who_writes(tmp_path: Path) -> None:
+    """Format, label, group, name, session, ranks, versions and the time stand in the first line."""
+    writer = RecordWriter(tmp_path / "a.jsonl")
+    assert (
+        writer.begin(label="gradients-slow", group="gradients", name="slow", ranks=2, versions={"lightning": "2"}) == 1
+    )
+    (header,) = lines(tmp_path / "a.jsonl")
+    assert header.pop("time") == pytest.approx((tmp_path / "a.jsonl").stat().st_mtime, abs=60)
+    versions = header.pop("versions")
+    assert header == {
+        "format": "lightning_recorder.records/1",
+        "label": "gradients-slow",
+        "group": "gradients",
+        "name": "slow",
+        "session": 1,
+        "ranks": 2,
+    }
+    assert versions["torch"] == torch.__version__
+    assert (versions["lightning_recorder"], versions["lightning"]) == (lightning_recorder.__version__, "2")
+
+
+def test_a_record_is_a_line(tmp_path: Path) -> None:
+    """Columns once, then each site's values, null for one that it lacks, and what it has beside them at its end."""
+    writer = begun(tmp_path / "a.jsonl")
+    bins = torch.zeros(2048, dtype=torch.int64)
+    bins[5] = 3
+    sites = [
+        SiteRecord("conv", "out", {"mean": 0.1, "max": math.inf}, bins, "float32", (2, 3)),
+        SiteRecord("", "out[1]", {"mean": math.nan, "skewness": -math.inf}),
+    ]
+    writer.write({"step": 3, "epoch": 1, "stage": "train", "loader": None, "flush_ms": 0.5, "time": 7.0}, sites)
+    assert lines(tmp_path / "a.jsonl")[1] == {
+        "time": 7.0,
+        "step": 3,
+        "epoch": 1,
+        "stage": "train",
+        "loader": None,
+        "flush_ms": 0.5,
+        "columns": ["mean", "max"],
+        "sites": [
+            ["conv", "out", "float32", [2, 3], [0.1, "inf"], pack_counts(bins)],
+            ["", "out[1]", None, None, ["nan", None], None, {"skewness": "-inf"}],
+        ],
+    }
+
+
+def test_written_bytes_are_those_of_the_file(tmp_path: Path) -> None:
+    """The writer counts what it has written, newlines included."""
+    writer = begun(tmp_path / "a.jsonl")
+    writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 0.5})])
+    assert writer.written_bytes == (tmp_path / "a.jsonl").stat().st_size
+
+
+def test_sessions_are_counted_in_the_file(tmp_path: Path) -> None:
+    """A second writer of the same file begins its second session."""
+    begun(tmp_path / "a.jsonl").write({"step": 0}, [])
+    assert RecordWriter(tmp_path / "a.jsonl").begin(label="activations", group="activations") == 2
+    assert [line.get("session") for line in lines(tmp_path / "a.jsonl")] == [1, None, 2]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 40])
+def test_a_torn_line_is_ended_first(cut: int, tmp_path: Path) -> None:
+    """What a killed run has left of a line does not take the next one with it."""
+    path = tmp_path / "a.jsonl"
+    begun(path).write({"step": 0}, [SiteRecord("fc", "out", {"rms": 0.5})])
+    path.write_bytes(path.read_bytes()[:-cut])
+    RecordWriter(path).write({"step": 1}, [])
+    *_, last = path.read_bytes().splitlines()
+    assert json.loads(last)["step"] == 1
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_a_record_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line, also after a torn one, reaches the operating system in one piece."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("torn")
+    written: list[bytes] = []
+    write = os.write
+
+    def watched(descriptor: int, data: bytes) -> int:
+        written.append(data)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", watched)
+    RecordWriter(path).write({"step": 0}, [SiteRecord(f"fc{index}", "out", {"rms": 0.5}) for index in range(2000)])
+    assert len(written) == 1
+    assert path.read_bytes() == b"torn" + written[0]
+    assert written[0].startswith(b"\n{")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only a part could be written that is an error, and the next line is whole again."""
+    path = tmp_path / "a.jsonl"
+    writer = begun(path)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:10]))
+    with pytest.raises(OSError, match="10 of"):
+        writer.write({"step": 0}, [])
+    monkeypatch.undo()
+    writer.write({"step": 1}, [])
+    assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()[2:]] == [1]
+
+
+def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
+    """A name that is valid in Python and no valid text comes back as it is."""
+    writer = begun(tmp_path / "a.jsonl")
+    writer.write({"step": 0}, [SiteRecord("a\ud800b", "out", {"\udfff": 1.0})])
+    line = lines(tmp_path / "a.jsonl")[1]
+    assert (line["sites"][0][0], line["columns"]) == ("a\ud800b", ["\udfff"])
+
+
+def test_a_name_with_newlines_is_one_line(tmp_path: Path) -> None:
+    """Whatever a name holds, a record is one line."""
+    writer = begun(tmp_path / "a.jsonl")
+    writer.write({"step": 0}, [SiteRecord("a\nb\r\u2028\x85\0", "out\n", {"rms\n": 1.0})])
+    assert len((tmp_path / "a.jsonl").read_bytes().splitlines()) == 2
+
+
+def test_a_writer_can_be_copied(tmp_path: Path) -> None:
+    """Copies, also those of another process, append to the same file."""
+    writer = begun(tmp_path / "a.jsonl")
+    for each in (copy.deepcopy(writer), pickle.loads(pickle.dumps(writer))):
+        each.write({"step": 1}, [])
+    assert len(lines(tmp_path / "a.jsonl")) == 3
+
+
+def test_bins_that_are_none(tmp_path: Path) -> None:
+    """A record that cannot be written leaves the file as it was."""
+    writer = begun(tmp_path / "a.jsonl")
+    before = (tmp_path / "a.jsonl").read_bytes()
+    with pytest.raises(ArgumentError, match="2048"):
+        writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 0.5}, torch.zeros(3, dtype=torch.int64))])
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+
+
+LABELS = [
+    "../../x",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "a/b",
+    "a\\b",
+    "C:x",
+    "nul\0",
+    "new\nline",
+    "名前",
+    "\ud800",
+    "x" * 400,
+]
+
+
+@pytest.mark.parametrize("label", LABELS, ids=lambda label: ascii(label)[:20])
+def test_a_label_is_no_path(label: str, tmp_path: Path) -> None:
+    """Whatever a label holds, its file lies in the folder of the records, and can be written."""
+    path = records_path(tmp_path, label)
+    assert path.parent == tmp_path / "records"
+    RecordWriter(path).begin(label=label, group="activations")
+    assert [each.name for each in (tmp_path / "records").iterdir()] == [path.name]
+    assert lines(path)[0]["label"] == label
+
+
+def test_two_labels_are_two_files() -> None:
+    """Labels that differ in what a file name cannot hold, or in capitals, do not share a file."""
+    labels = ["a b", "a_b", "a/b", "A_B", "a_b.", "x" * 400, "x" * 401]
+    assert len({records_path("r", label).name.lower() for label in labels}) == len(labels)

@@ -1,0 +1,62 @@
+"""What lies in the zip file of an offline experiment of Comet."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CometFile", "Experiment", "read_experiment"]
+
+
+@dataclass(frozen=True)
+class CometFile:
+    """A file that is to be uploaded."""
+
+    kind: str
+    name: str
+    step: int | None
+    metadata: dict[str, Any]
+    data: bytes
+
+
+@dataclass
+class Experiment:
+    """What the messages of an experiment say."""
+
+    metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    files: list[CometFile] = field(default_factory=list)
+    pages: list[str] = field(default_factory=list)
+
+    def files_of(self, kind: str) -> dict[str, CometFile]:
+        """The files of a kind by name."""
+        return {each.name: each for each in self.files if each.kind == kind}
+
+
+def read_experiment(folder: Path) -> Experiment:
+    """The only experiment in a folder."""
+    (path,) = folder.glob("*.zip")
+    read = Experiment()
+    with zipfile.ZipFile(path) as archive:
+        for line in archive.read("messages.json").decode().splitlines():
+            message = json.loads(line)
+            payload = message["payload"]
+            if message["type"] == "metric_msg":
+                metric = payload["metric"]
+                value = float(metric["metricValue"])
+                read.metrics.setdefault(metric["metricName"], []).append((metric["step"], value))
+            elif message["type"] == "file_upload":
+                about = payload["additional_params"]
+                data = archive.read(payload["file_path"])
+                name = about.get("fileName") or about.get("figName")
+                read.files.append(
+                    CometFile(payload["upload_type"], name, about["step"], payload["metadata"] or {}, data)
+                )
+            elif message["type"] == "html":
+                read.pages.append(payload["html"])
+    read.metrics.pop("process duration", None)  # Comet's own
+    assert not any(math.isnan(step) for points in read.metrics.values() for step, _ in points)
+    return read

@@ -1,0 +1,116 @@
+"""Writing from any thread to a sink that wants one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from typing_extensions import override
+
+from lightning_recorder import MemorySink, MultiSink, RecorderWarning, Sink
+from lightning_recorder.sinks import DeferredSink, for_any_thread
+from tests.sinks.samples import graph, histogram, picture
+
+
+class OfOneThread(MemorySink):
+    """Notes who writes."""
+
+    any_thread = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+
+    @override
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        self.threads.add(threading.get_ident())
+        return super().write_scalars(step, scalars)
+
+
+def write_all(sink: Sink, path: Path) -> list[bool]:
+    return [
+        sink.write_scalars(1, {"s": 0.5}),
+        sink.write_histograms(1, {"h": histogram()}),
+        sink.write_images(1, {"i": picture()}),
+        sink.write_text(1, {"t": "text"}),
+        sink.write_files(1, {"f": path}),
+        sink.write_graph(1, {"g": graph()}),
+    ]
+
+
+def kinds(sink: MemorySink) -> list[str]:
+    return [kind for kind, kept in vars(sink).items() if kept and kind != "threads"]
+
+
+ALL = ["scalars", "histograms", "images", "texts", "files", "graphs"]
+
+
+def test_what_another_thread_writes_waits_for_the_right_one(tmp_path: Path) -> None:
+    """Every kind is put off until it is replayed, by who replays it, in order and once."""
+    inner = OfOneThread()
+    sink = DeferredSink(inner)
+    thread = threading.Thread(target=write_all, args=(sink, tmp_path))
+    thread.start()
+    thread.join()
+    assert kinds(inner) == []
+    sink.replay()
+    assert kinds(inner) == ALL
+    assert inner.threads == {threading.get_ident()}
+    inner.scalars.clear()
+    sink.replay()
+    assert inner.scalars == {}
+
+
+def test_who_bears_any_thread_is_not_put_off() -> None:
+    """Such a sink stays itself, any other one is wrapped, under its own name."""
+    sink, wary = MemorySink(), OfOneThread()
+    assert for_any_thread(sink) is sink
+    assert str(for_any_thread(wary)) == "OfOneThread"
+    assert for_any_thread(wary).any_thread
+
+
+def test_what_a_sink_does_not_support_is_answered_at_once(tmp_path: Path) -> None:
+    """So that somebody else can show it."""
+
+    class Numbers(Sink):
+        @override
+        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+            return True
+
+    assert write_all(DeferredSink(Numbers()), tmp_path) == [True, *[False] * 5]
+
+
+def test_several_sinks_are_replayed_together(tmp_path: Path) -> None:
+    """What one of them raises costs itself alone, with a warning that names it; the others are written."""
+
+    class Failing(OfOneThread):
+        @override
+        def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
+            raise OSError("disk full")
+
+    bad, good, now = Failing(), OfOneThread(), MemorySink()
+    sink = MultiSink([MultiSink([for_any_thread(bad)]), for_any_thread(good), for_any_thread(now)])
+    write_all(sink, tmp_path)
+    assert (kinds(good), kinds(now)) == ([], ALL)
+    with pytest.warns(RecorderWarning, match="^Failing.write_text failed, .*: OSError: disk full"):
+        sink.replay()
+    assert kinds(good) == ALL
+
+
+def test_what_the_sink_raises_comes_when_it_is_written(tmp_path: Path) -> None:
+    """A fault shows where it can be handled, and what waits behind it is not lost."""
+
+    class Failing(OfOneThread):
+        @override
+        def write_images(self, step: int, images: Mapping[str, object]) -> bool:
+            raise OSError("disk full")
+
+    inner = Failing()
+    sink = DeferredSink(inner)
+    assert write_all(sink, tmp_path) == [True] * 6
+    with pytest.raises(OSError, match="disk full"):
+        sink.replay()
+    sink.replay()
+    assert kinds(inner) == [kind for kind in ALL if kind != "images"]
