@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_recorder.callbacks.run import recorder_directory
 from lightning_recorder.compiled import compiled_modules, flex_attention_users
@@ -19,7 +19,7 @@ from lightning_recorder.sinks import FilesSink, MultiSink, Sink, for_any_thread,
 
 __all__ = ["Compiled", "RecorderCallback", "guarded", "is_switched_off"]
 
-Self = TypeVar("Self", bound="RecorderCallback")
+Owner = TypeVar("Owner", bound="RecorderCallback")
 Parameters = ParamSpec("Parameters")
 
 Compiled = Literal["eager", "skip"]
@@ -33,14 +33,14 @@ def is_switched_off() -> bool:
     return os.environ.get(_SWITCH, "").strip().lower() in ("off", "0", "false", "no")
 
 
-def guarded(hook: Callable[Concatenate[Self, Parameters], None]) -> Callable[Concatenate[Self, Parameters], None]:
+def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Concatenate[Owner, Parameters], None]:
     """Turn what goes wrong in a hook of ours into one warning, after which the callback is off for the rest of the run.
 
     A wrong argument or selection is raised, since it shows before the first step; with ``strict`` everything is.
     """
 
     @functools.wraps(hook)
-    def wrapper(self: Self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+    def wrapper(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         try:
             hook(self, *args, **kwargs)
         except (ArgumentError, SelectionError):
@@ -144,6 +144,16 @@ class RecorderCallback(Callback):
     def enable(self) -> None:
         """Record again, from the next batch on."""
         self._enabled = True
+
+    def alike(self, trainer: Trainer) -> list[Self]:
+        """The trainer's callbacks of this kind and name, this one included."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+        return [each for each in callbacks if type(each) is type(self) and each.name == self.name]
+
+    def label(self, trainer: Trainer, group: str) -> str:
+        """What files call this callback: the group, its name, and its place among those that are called the same."""
+        place = next((index for index, each in enumerate(self.alike(trainer)) if each is self), 0)
+        return "-".join([group, *filter(None, [self.name]), *([str(place + 1)] if place else [])])
 
     def open_sinks(self, trainer: Trainer, directory: Path | None = None) -> None:
         """Open the sinks on rank zero.

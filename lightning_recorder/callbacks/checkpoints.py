@@ -25,6 +25,9 @@ class CheckpointListener(Protocol):
     def checkpoint_removed(self, path: Path) -> None:
         """The checkpoint at this path was removed, by this process."""
 
+    def no_more(self) -> None:
+        """No other checkpoint will come."""
+
 
 class CheckpointWatch:
     """Learns of the checkpoints of a run, also of those of which nobody tells.
@@ -36,19 +39,26 @@ class CheckpointWatch:
     Args:
         saved: Called with the path of each checkpoint that was saved.
         removed: Called with the path of each that is gone.
+        ended: Called when none can come any more, behind an exception too.
         name: What warnings call the recorder.
     """
 
     def __init__(
-        self, saved: Callable[[Path], object], removed: Callable[[Path], object], name: str = "the recorder"
+        self,
+        saved: Callable[[Path], object],
+        removed: Callable[[Path], object],
+        ended: Callable[[], object] | None = None,
+        *,
+        name: str = "the recorder",
     ) -> None:
-        self._saved, self._removed, self._name = saved, removed, name
+        self._saved, self._removed, self._ended, self._name = saved, removed, ended, name
         self._told: set[Path] = set()
         self._found: dict[Path, int] = {}
-        self._is_pending = self._has_failed = False
+        self._is_active = self._is_pending = self._has_failed = False
 
     def begin(self, trainer: Trainer) -> None:
-        """Begin with a run."""
+        """Begin with a run; of one with which it has not begun nothing is told."""
+        self._is_active = True
         self._told, self._is_pending, self._has_failed = set(), False, False
         self._found = {path: _written_at(path) for path in _kept(trainer)}
         if trainer.is_global_zero:
@@ -56,13 +66,16 @@ class CheckpointWatch:
 
     def end(self, trainer: Trainer) -> None:
         """End with a run; one that has failed is still told of the checkpoint that is saved for that."""
+        # Other ranks remove a checkpoint later than this one may have looked.
+        self._is_pending |= self._is_active and bool(self._found)
         self.look(trainer)
+        self._is_active = False
         if not trainer.interrupted:
             stop_listening(trainer, self)
 
     def expect(self) -> None:
         """Say that a checkpoint is being saved."""
-        self._is_pending = True
+        self._is_pending = self._is_active
 
     def look(self, trainer: Trainer) -> None:
         """See what was saved and removed since the last time, if anything was saved; on all ranks the same."""
@@ -89,6 +102,11 @@ class CheckpointWatch:
         """As above."""
         self._found.pop(path, None)
         self._call(self._removed, path)
+
+    def no_more(self) -> None:
+        """Take it that no checkpoint can come any more."""
+        if self._ended is not None:
+            self._ended()
 
     def _call(self, function: Callable[[Path], object], path: Path) -> None:
         """A dump that fails in any way must not cost the checkpoint; after that there is no other one."""
@@ -147,6 +165,8 @@ class _ObservedCheckpointIO(CheckpointIO):
         strategy = self._strategy()
         if strategy is not None and strategy.checkpoint_io is self:  # behind an exception there is no hook of ours
             strategy.checkpoint_io = self.inner
+            for listener in self.listeners:
+                listener.no_more()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)

@@ -16,10 +16,12 @@ from lightning_recorder.callbacks.checkpoints import CheckpointWatch
 from lightning_recorder.callbacks.run import gradient_factor, logged_step
 from lightning_recorder.callbacks.scale import LossScale
 from lightning_recorder.compiled import compiled_modules
+from lightning_recorder.dumps import can_hold
 from lightning_recorder.errors import ArgumentError, check_bool, check_integer, check_some, tell
 from lightning_recorder.recorders import (
     TENSOR_DUMP_TIMES,
     TENSOR_KINDS,
+    BufferPool,
     DumpFolder,
     Event,
     SiteStatistics,
@@ -75,9 +77,9 @@ class TensorDumper(RecorderCallback):
         SelectionError: When the fit starts, if a name matches no module; with the closest names.
 
     Note:
-        The training thread pays the copy. Files are written in the background, one tensor at a time; more than two
-        steps that wait to be written keep the training waiting. Training is not changed. With ``when`` a sampled step
-        waits for the device.
+        The training thread pays the copy. Files are written in the background, one tensor at a time, while two more
+        steps may wait; with a further one the training waits. So at most four steps are held, and the latest one where
+        it may be wanted. Training is not changed. With ``when`` a sampled step waits for the device.
 
     Example::
 
@@ -127,7 +129,9 @@ class TensorDumper(RecorderCallback):
         self.max_total_bytes, self.max_upload_bytes = max_total_bytes, max_upload_bytes
         self.per_rank, self.upload = per_rank, upload
         self._scale = LossScale()
-        self._checkpoints = CheckpointWatch(self._checkpoint_saved, self._checkpoint_removed, str(self))
+        self._checkpoints = CheckpointWatch(
+            self._checkpoint_saved, self._checkpoint_removed, self._no_more, name=str(self)
+        )
         self._capture: TensorCapture | None = None
         self._dumps: TensorDumps | None = None
         self._schedule = self.sampling
@@ -141,7 +145,7 @@ class TensorDumper(RecorderCallback):
         if not modules or not (self.per_rank or trainer.is_global_zero):
             return
         self.open_sinks(trainer)
-        label = "-".join(filter(None, ["tensors", self.name]))
+        label = self.label(trainer, "tensors")
         folder = DumpFolder(
             label,
             group="tensors",
@@ -151,8 +155,10 @@ class TensorDumper(RecorderCallback):
             upload=self._keepers if self.upload else None,
             max_upload_bytes=self.max_upload_bytes,
             name=str(self),
+            quiet=bool(trainer.fast_dev_run),  # type: ignore[attr-defined]  # set in Trainer.__init__
         )
-        self._dumps = TensorDumps(folder, self.at, self.event, name=str(self), strict=self.strict)
+        buffers = BufferPool()
+        self._dumps = TensorDumps(folder, self.at, self.event, buffers=buffers, name=str(self), strict=self.strict)
         self._capture = TensorCapture(
             modules,
             self.tensors,
@@ -160,6 +166,7 @@ class TensorDumper(RecorderCallback):
             dtype=self.dtype,
             max_bytes=self.max_bytes,
             statistics=self.event is not None,
+            buffers=buffers,
             strict=self.strict,
         )
         for tap in self._capture.taps:
@@ -259,6 +266,18 @@ class TensorDumper(RecorderCallback):
         if self._dumps is not None:
             self._dumps.remove_beside(path)
 
+    def _no_more(self) -> None:
+        if self._capture is None:  # the run has failed, and its exception's checkpoint is saved
+            self._dumps = None
+
+    @guarded
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.per_rank and trainer.world_size > 1 and "checkpoints" in self.at:
+            # The first rank removes checkpoints behind the last hook but this one.
+            trainer.strategy.barrier("TensorDumper")
+        super().on_fit_end(trainer, pl_module)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_capture": None, "_dumps": None}
 
@@ -268,6 +287,6 @@ def _dtype(given: object) -> torch.dtype | None:
     found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if found is None and given is None:
         return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ArgumentError(f"dtype must be a floating-point type, as 'bfloat16', got {given!r}")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or not can_hold(found):
+        raise ArgumentError(f"dtype must be a floating-point type that safetensors has, as 'bfloat16', got {given!r}")
     return found

@@ -92,7 +92,7 @@ class Keeping:
             ranks: Of how many processes the records are.
             shown: Whether there is anyone to show pictures to.
         """
-        self.dumps.folder = DumpFolder(
+        folder = DumpFolder(
             label,
             group=group,
             directory=None if directory is None else directory / "dumps",
@@ -100,7 +100,9 @@ class Keeping:
             upload=results.keepers if self._upload else None,
             max_upload_bytes=self._max_upload_bytes,
             name=called,
+            quiet=not shown,
         )
+        self.dumps.begin(folder)
         found: list[Outlet] = [self.dumps]
         if self._records and directory is not None:
             found.append(RecordFile(directory, label, group=group, name=name, ranks=ranks))

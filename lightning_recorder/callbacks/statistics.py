@@ -178,7 +178,7 @@ class StatisticsCallback(EvaluationCallback):
         tags, budget = "-".join(filter(None, [self.group, name])), TagBudget(max_tags, str(self))
         report = Report(tags, self.statistics, histograms=histograms, budget=budget)
         self._results = Results(report, name=str(self), say=rank_zero_info, summarize=self.summarize, strict=strict)
-        self._checkpoints = CheckpointWatch(self.checkpoint_saved, self.checkpoint_removed, str(self))
+        self._checkpoints = CheckpointWatch(self.checkpoint_saved, self.checkpoint_removed, name=str(self))
         self._run: RunRecorder | None = None
         self.evaluations: dict[str, EvaluationRecorder] = {}
         self._watched: Watched | None = None
@@ -242,7 +242,7 @@ class StatisticsCallback(EvaluationCallback):
             self._checkpoints.begin(trainer)
 
     def _begin_results(self, trainer: Trainer, directory: Path | None) -> None:
-        label = self._label(trainer)
+        label = self.label(trainer, self.group)
         self._results.begin(self._sink, directory, label, keepers=self._keepers)
         if trainer.is_global_zero:
             self._results.outlets = self.keeping.outlets(
@@ -303,20 +303,9 @@ class StatisticsCallback(EvaluationCallback):
             return None
         return directory
 
-    def _label(self, trainer: Trainer) -> str:
-        """What files call this recorder: the group, its name, and its place among those that are called the same."""
-        alike = self._alike(trainer)
-        place = next((index for index, each in enumerate(alike) if each is self), 0)
-        return "-".join([self.group, *filter(None, [self.name]), *([str(place + 1)] if place else [])])
-
-    def _alike(self, trainer: Trainer) -> list[StatisticsCallback]:
-        """The callbacks of this kind and name, this one included."""
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
-        return [each for each in callbacks if type(each) is type(self) and each.name == self.name]
-
     def _tell_of_others(self, trainer: Trainer, modules: SelectedModules) -> None:
         """Say so if another recorder writes the same tags."""
-        for other in self._alike(trainer):
+        for other in self.alike(trainer):
             if other is self:
                 return
             shared = [] if other._watched is None else [name for name in modules if name in other._watched.modules]
@@ -364,6 +353,8 @@ class StatisticsCallback(EvaluationCallback):
 
     @override
     def release(self, trainer: Trainer | None) -> None:
+        if trainer is not None and self._run is not None:
+            self._checkpoints.end(trainer)
         run, self._run = self._run, None
         evaluations, self.evaluations = self.evaluations, {}
         for evaluation in evaluations.values():
@@ -376,8 +367,6 @@ class StatisticsCallback(EvaluationCallback):
                 if trainer is not None and not self._kept.waits:
                     self._kept.keep(run.state_dict(), trainer.global_step)
         self._watched = None
-        if trainer is not None and run is not None:
-            self._checkpoints.end(trainer)
         # After a fault a second one is no news.
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():
@@ -514,18 +503,17 @@ class StatisticsCallback(EvaluationCallback):
 
     def checkpoint_saved(self, path: Path) -> None:
         """Write what was recorded last beside a checkpoint."""
-        self._submit(partial(self.keeping.dumps.write_beside, path))
-
-    def checkpoint_removed(self, path: Path) -> None:
-        """Remove the dump beside a checkpoint that is gone."""
-        self._submit(partial(self.keeping.dumps.remove_beside, path))
-
-    def _submit(self, job: Callable[[], object]) -> None:
+        job = partial(self.keeping.dumps.write_beside, path)
         if self._run is None:  # a checkpoint that is saved for an exception comes when the run has ended
             job()
             return
         with self._run.contained():
             self._results.submit(self.keeping.dumps, job)
+
+    def checkpoint_removed(self, path: Path) -> None:
+        """Remove the dump beside a checkpoint that is gone."""
+        job = partial(self.keeping.dumps.remove_beside, path)
+        job() if self._run is None else self._results.remove(job)
 
     @property
     @override

@@ -2,7 +2,18 @@
 
 from lightning_recorder.dumps.manifest import read_manifest
 from lightning_recorder.dumps.reader import Dump, read_dump
-from lightning_recorder.dumps.tensors import read_tensors, write_tensors
+from lightning_recorder.dumps.tensors import can_hold, file_bytes, read_tensors, temporary_name, write_tensors
 from lightning_recorder.dumps.writer import remove_dump, write_dump
 
-__all__ = ["Dump", "read_dump", "read_manifest", "read_tensors", "remove_dump", "write_dump", "write_tensors"]
+__all__ = [
+    "Dump",
+    "can_hold",
+    "file_bytes",
+    "read_dump",
+    "read_manifest",
+    "read_tensors",
+    "remove_dump",
+    "temporary_name",
+    "write_dump",
+    "write_tensors",
+]

@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MANIFEST", "append_line", "manifests", "read_manifest"]
+from lightning_recorder.dumps.tensors import read_metadata
+
+__all__ = ["ID", "MANIFEST", "append_line", "manifests", "read_manifest"]
 
 MANIFEST = "recorder-manifest.jsonl"
+
+ID = "id"
+"""What a dump and its line have in common, and no other one."""
 
 _LOCK = threading.Lock()
 _OF_RANK = re.compile(r"recorder-manifest(-rank\d+)?\.jsonl")
@@ -46,7 +51,8 @@ def read_manifest(directory: str | Path) -> list[dict[str, Any]]:
     """The dumps of a folder that are still there, in the order in which they were first written, by each rank.
 
     A dump that was written again, as beside ``last.ckpt``, appears once, with its newest line; one that was pruned with
-    its checkpoint not at all; a torn last line, as a killed run leaves it, is passed over.
+    its checkpoint not at all; a torn last line, as a killed run leaves it, is passed over, and so is a dump that a run
+    was killed behind before it could write the line.
 
     Args:
         directory: The folder of the checkpoints, or ``recorder/dumps`` of a run.
@@ -54,8 +60,9 @@ def read_manifest(directory: str | Path) -> list[dict[str, Any]]:
     Returns:
         For each dump ``file``, ``kind``, ``bytes``, ``step``, ``epoch``, ``stage``, ``rank``, ``checkpoint`` where it
         lies beside one, and ``group``. One of the kind ``"statistics"`` has ``statistics``, which maps each statistic
-        to its ``dtype`` and ``shape``, and ``sites``, which maps each site to the number of values that it stands for;
-        one of the kind ``"tensors"`` has ``tensors``, which maps each tensor to its ``dtype`` and ``shape``.
+        to its ``dtype`` and ``shape`` (``None`` if that differs from site to site), and ``sites``, which maps each site
+        to the number of values that it stands for; one of the kind ``"tensors"`` has ``tensors``, which maps each
+        tensor to its ``dtype`` and ``shape``.
     """
     directory = Path(directory)
     lines: dict[str, dict[str, Any]] = {}
@@ -63,9 +70,16 @@ def read_manifest(directory: str | Path) -> list[dict[str, Any]]:
         for line in _lines(path):
             name = line.get("file")
             # A name from a file is data: it may not lead to another folder.
-            if isinstance(name, str) and _is_plain(name) and (directory / name).is_file():
+            if isinstance(name, str) and _is_plain(name):
                 lines[name] = line
-    return list(lines.values())
+    return [line for name, line in lines.items() if _is_of(directory / name, line.pop(ID, None))]
+
+
+def _is_of(path: Path, known_as: object) -> bool:
+    """Whether a file is there and is the one that its line speaks of, and not one that has come after it."""
+    if known_as is None:
+        return path.is_file()
+    return path.is_file() and (read_metadata(path) or {}).get(ID) == known_as
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

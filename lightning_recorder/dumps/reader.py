@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightning_recorder.dumps.manifest import ID
 from lightning_recorder.dumps.tensors import read_tensors
 from lightning_recorder.dumps.writer import FORMAT
 
@@ -33,4 +34,6 @@ def read_dump(path: str | Path) -> Dump:
         DumpError: If the file is damaged or is not a dump of ours.
         FileNotFoundError: If there is no such file.
     """
-    return Dump(*read_tensors(Path(path), FORMAT))
+    tensors, about = read_tensors(Path(path), FORMAT)
+    about.pop(ID, None)
+    return Dump(tensors, about)

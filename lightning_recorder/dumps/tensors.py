@@ -7,14 +7,14 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from lightning_recorder.errors import DumpError
 
-__all__ = ["read_tensors", "write_tensors"]
+__all__ = ["can_hold", "file_bytes", "read_metadata", "read_tensors", "temporary_name", "write_tensors"]
 
 # What safetensors calls the types of torch; of complex ones it has this one, from release 0.7 on.
 _DTYPES = {
@@ -36,6 +36,7 @@ _DTYPES = {
     torch.complex64: "C64",
 }
 _METADATA = "__metadata__"
+_MOST_HEADER_BYTES = 100_000_000  # as safetensors itself has it
 _ALIGNMENT = 8  # of the first tensor in the file, so that it can be mapped into memory
 
 
@@ -72,9 +73,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     _write_whole(path, write)
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def can_hold(dtype: torch.dtype) -> bool:
+    """Whether tensors of that type can be written."""
+    return dtype in _DTYPES
+
+
+def temporary_name(name: str) -> str:
+    """What a file is called while it is written; the same each time, so that what a killed run left is replaced."""
+    return f".{name}.tmp"
+
+
+def file_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> int:
+    """How many bytes a file will have, but for what whoever writes it puts beside the metadata."""
+    return len(_header(tensors, metadata)) + sum(each.numel() * each.dtype.itemsize for each in tensors.values())
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> bytes:
     """What the file begins with: the length of a JSON object, and the object."""
-    about: dict[str, object] = {_METADATA: dict(metadata)}
+    about: dict[str, object] = {_METADATA: {key: str(value) for key, value in metadata.items()}}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
@@ -92,7 +108,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def _write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Write a file that is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(temporary_name(path.name))
     try:
         with temporary.open("wb") as file:
             write(file)
@@ -101,6 +117,18 @@ def _write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_metadata(path: Path) -> dict[str, str] | None:
+    """What is kept beside the tensors of a file, which are not read; ``None`` where it is no such file."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length)) if length <= _MOST_HEADER_BYTES else {}
+        metadata = header[_METADATA]
+        return {key: str(value) for key, value in metadata.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error):
+        return None
 
 
 def read_tensors(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:

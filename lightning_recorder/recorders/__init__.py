@@ -3,6 +3,7 @@
 from lightning_recorder.recorders.backward import BackwardInput, BackwardOutput
 from lightning_recorder.recorders.base import Recorder
 from lightning_recorder.recorders.budget import Budget, check_overhead
+from lightning_recorder.recorders.buffers import BufferPool
 from lightning_recorder.recorders.dump import DUMP_TIMES, Event, StatisticsDumps, check_dump
 from lightning_recorder.recorders.dumpfolder import DumpContent, DumpFolder
 from lightning_recorder.recorders.evaluation import EvaluationRecorder
@@ -44,6 +45,7 @@ __all__ = [
     "BackwardInput",
     "BackwardOutput",
     "Budget",
+    "BufferPool",
     "Captured",
     "DumpContent",
     "DumpFolder",

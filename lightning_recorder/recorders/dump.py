@@ -75,6 +75,10 @@ class StatisticsDumps(Outlet):
     def __str__(self) -> str:
         return "dumps"
 
+    def begin(self, folder: DumpFolder) -> None:
+        """Begin with a run."""
+        self.folder, self._latest = folder, None
+
     @override
     def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         if record.stage != "train" or record.overflowed or not found or self.folder is None:

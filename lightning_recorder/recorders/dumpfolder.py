@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_recorder.dumps import remove_dump, write_dump
+from lightning_recorder.dumps import file_bytes, remove_dump, temporary_name, write_dump
 from lightning_recorder.errors import tell
 from lightning_recorder.sinks import Sink
 
@@ -50,6 +50,7 @@ class DumpFolder:
         upload: Loggers that keep files get each dump, and those that show text a table of them.
         max_upload_bytes: So much is given to them.
         name: What warnings call the recorder.
+        quiet: Whether to say nothing where there is no folder.
     """
 
     def __init__(
@@ -63,14 +64,18 @@ class DumpFolder:
         upload: Sink | None = None,
         max_upload_bytes: int | None = None,
         name: str = "the recorder",
+        quiet: bool = False,
     ) -> None:
         self.label, self.group, self.directory, self.rank = label, group, directory, rank
+        self.quiet = quiet
         self._name = name
         self._place = f"{label}-rank{rank}" if rank else label
         self._upload = upload
         self._max_total_bytes, self._max_upload_bytes = max_total_bytes, max_upload_bytes
         self._total_bytes = self._uploaded_bytes = 0
+        self._uploaded: dict[str, Path] = {}
         self._told: set[str] = set()
+        self._cleaned: set[Path] = set()
         self._rows: list[str] = []
 
     def write(self, content: DumpContent, reason: str) -> Path | None:
@@ -84,15 +89,19 @@ class DumpFolder:
             OSError: If the file cannot be written.
         """
         if self.directory is None:
-            self._tell("folder", "writes no dumps but those beside checkpoints, since the run has no folder")
+            if not self.quiet:
+                self._tell("folder", "writes no dumps but those beside checkpoints, since the run has no folder")
             return None
-        size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in content.tensors.values())
+        if "total" in self._told:
+            return None
+        path = self.directory / f"{self._place}-step={content.step}.safetensors"
+        replaced = path.stat().st_size if path.is_file() else 0
+        size = file_bytes(content.tensors, self._about(content, reason=reason)) - replaced
         if self._max_total_bytes is not None and self._total_bytes + size > self._max_total_bytes:
             limit = f"max_total_bytes={self._max_total_bytes}"
             self._tell("total", f"writes no more dumps from step {content.step} on, which would be more than {limit}")
             return None
-        path = self.directory / f"{self._place}-step={content.step}.safetensors"
-        self._total_bytes += self._write(path, content, reason=reason)
+        self._total_bytes += self._write(path, content, reason=reason) - replaced
         return path
 
     def write_beside(self, content: DumpContent, checkpoint: Path) -> Path:
@@ -113,25 +122,48 @@ class DumpFolder:
         return checkpoint.with_name(f"{checkpoint.name.removesuffix('.ckpt')}.{self._place}.safetensors")
 
     def _write(self, path: Path, content: DumpContent, **why: Any) -> int:
-        about = {"step": content.step, "epoch": content.epoch, "stage": "train", "rank": self.rank, "group": self.group}
-        size = write_dump(path, content.tensors, content.samples, **about, **why, **content.about)
+        self._clean(path.parent)
+        size = write_dump(path, content.tensors, content.samples, **self._about(content, **why))
         if self._upload is not None:
             self._give(self._upload, path, size, content, why["reason"])
         return size
 
+    def _about(self, content: DumpContent, **why: Any) -> dict[str, Any]:
+        about = {"step": content.step, "epoch": content.epoch, "stage": "train", "rank": self.rank, "group": self.group}
+        return {**about, **why, **content.about}
+
+    def _clean(self, folder: Path) -> None:
+        """Remove what a run that was killed has left half written."""
+        if folder in self._cleaned or not folder.is_dir():
+            return
+        self._cleaned.add(folder)
+        for pattern in (f"{self._place}-step=*.safetensors", f"*.{self._place}.safetensors"):
+            for path in folder.glob(temporary_name(pattern)):
+                path.unlink(missing_ok=True)
+
     def _give(self, sink: Sink, path: Path, size: int, content: DumpContent, reason: str) -> None:
         """Hand a dump to those who keep files, and a table to those who do not."""
         kept = "-"
-        if self._max_upload_bytes is not None and self._uploaded_bytes + size > self._max_upload_bytes:
-            limit = f"max_upload_bytes={self._max_upload_bytes}"
-            self._tell("upload", f"uploads no dumps from step {content.step} on, which would be more than {limit}")
-        elif sink.write_files(content.step, {f"dumps/{path.name}": path}):
-            self._uploaded_bytes += size
-            kept = "yes"
+        most = self._max_upload_bytes
+        if sink.supports("write_files") and "upload" not in self._told:
+            if most is not None and self._uploaded_bytes + size > most:
+                limit = f"max_upload_bytes={most}"
+                self._tell("upload", f"uploads no dumps from step {content.step} on, which would be more than {limit}")
+            elif sink.write_files(content.step, {self._upload_name(path): path}):
+                self._uploaded_bytes += size
+                kept = "yes"
         row = f"| {content.step} | `{path.name}` | {reason} | {len(content.tensors)} | {size:,} | {kept} |"
         self._rows = [*self._rows, row][-_ROWS:]
         head = "| step | file | why | tensors | bytes | uploaded |\n|---:|---|---|---:|---:|---|"
         sink.write_text(content.step, {f"recorder/{self.label}/dumps": "\n".join([head, *self._rows])})
+
+    def _upload_name(self, path: Path) -> str:
+        """What a file is uploaded as; files of one name in two folders have two."""
+        name, number = f"dumps/{path.name}", 1
+        while self._uploaded.setdefault(name, path) != path:
+            number += 1
+            name = f"dumps/{number}/{path.name}"
+        return name
 
     def _tell(self, what: str, message: str) -> None:
         if what not in self._told:

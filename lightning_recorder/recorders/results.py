@@ -140,6 +140,10 @@ class Results:
         for outlet in self.outlets:
             self._queue.submit(partial(self._contained, outlet, outlet.end_epoch))
 
+    def remove(self, job: Callable[[], object]) -> None:
+        """Have something removed, behind all that was handed over; also where an outlet has failed."""
+        self._queue.put(job)
+
     def submit(self, outlet: Outlet, job: Callable[[], object]) -> None:
         """Have an outlet do something behind what it was given up to now; what went wrong there is raised elsewhere."""
         self._queue.put(partial(self._contained, outlet, job))

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_recorder.errors import describe_error, tell
+from lightning_recorder.recorders.buffers import BufferPool
 from lightning_recorder.recorders.dump import Event
 from lightning_recorder.recorders.dumpfolder import DumpContent, DumpFolder
 from lightning_recorder.recorders.tensors import Captured
@@ -36,12 +37,13 @@ class TensorDumps:
         at: When: some of ``TENSOR_DUMP_TIMES``. At checkpoints and at the ends of epochs the tensors of the latest
             captured step are written.
         event: A step is written if it is true of the statistics of any of its tensors.
+        buffers: Gets back the memory of what was written.
         name: What warnings call the recorder.
         strict: Raise what fails.
 
     Note:
-        What was captured stays where it is until its turn comes, at most two steps of it beside the latest one, which
-        is brought to the host. More than that, the training waits.
+        What was captured stays where it is until its turn comes. While one step is written two may wait, and whoever
+        hands over another one waits with it; the latest is kept beside them, on the host.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class TensorDumps:
         at: tuple[str, ...],
         event: Event | None = None,
         *,
+        buffers: BufferPool | None = None,
         name: str = "the recorder",
         strict: bool = False,
     ) -> None:
         self.folder = folder
+        self._buffers = buffers
         self._at = at
         self._event = event
         self._name = name
@@ -82,9 +86,16 @@ class TensorDumps:
             self.folder.write(_content(taken, event=[list(site) for site in odd]), "event")
         elif "steps" in self._at:
             self.folder.write(_content(taken), "step")
+        unused = taken.captured.tensors
         if {"checkpoints", "epochs"} & set(self._at):
-            host = {name: tensor.cpu() for name, tensor in taken.captured.tensors.items()}
-            self._latest = replace(taken, captured=Captured(host, taken.captured.left_out))
+            host = {name: tensor.cpu() for name, tensor in unused.items()}
+            before, self._latest = self._latest, replace(taken, captured=replace(taken.captured, tensors=host))
+            kept = {id(tensor) for tensor in host.values()}
+            unused = {name: tensor for name, tensor in unused.items() if id(tensor) not in kept}
+            if before is not None:
+                unused |= {f"before {name}": tensor for name, tensor in before.captured.tensors.items()}
+        if self._buffers is not None:
+            self._buffers.give_back(unused.values())
 
     def end_epoch(self) -> None:
         """End an epoch."""
@@ -104,8 +115,8 @@ class TensorDumps:
             self.folder.write_beside(_content(self._latest), checkpoint)
 
     def remove_beside(self, checkpoint: Path) -> None:
-        """Remove what lies beside a checkpoint."""
-        self._queue.put(partial(self._contained, partial(self.folder.remove_beside, checkpoint)))
+        """Remove what lies beside a checkpoint, also where nothing more is written."""
+        self._queue.put(partial(self.folder.remove_beside, checkpoint))
 
     def _submit(self, job: Callable[[], object]) -> None:
         self._queue.submit(partial(self._contained, job))
@@ -132,5 +143,7 @@ class TensorDumps:
 
 def _content(taken: _Step, **about: object) -> DumpContent:
     captured = taken.captured
-    left_out = {"left_out": captured.left_out} if captured.left_out else {}
-    return DumpContent(taken.step, taken.epoch, captured.tensors, None, {**left_out, **about})
+    missing = [*captured.left_out, *captured.unheld]
+    if missing:
+        about["left_out"] = missing
+    return DumpContent(taken.step, taken.epoch, captured.tensors, None, about)

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from lightning_recorder.dumps import can_hold
+from lightning_recorder.errors import tell
+from lightning_recorder.recorders.buffers import BufferPool
 from lightning_recorder.recorders.sites import SiteStates, Snapshot
 from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap, Site, Tap
 from lightning_recorder.unrecorded import unrecorded
@@ -37,11 +40,13 @@ class Captured:
         tensors: By name, ``<module>/<path>``, of gradients with ``.grad`` behind, of the second call of a module with
             ``#2`` and so on; where they were.
         left_out: The names of those for which there was no room.
+        unheld: The names of those whose dtype no file can hold.
         snapshot: The statistics of all of them, whole and as they were, if they were asked for.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    unheld: list[str] = field(default_factory=list)
     snapshot: Snapshot | None = None
 
 
@@ -55,6 +60,7 @@ class TensorCapture:
         dtype: What floating-point tensors are rounded to; by default they stay as they are.
         max_bytes: The most bytes of a step; what comes later has no room.
         statistics: Whether to compute statistics as well.
+        buffers: Where the memory of the copies comes from.
         strict: Raise what goes wrong inside a hook.
 
     Note:
@@ -77,9 +83,12 @@ class TensorCapture:
         dtype: torch.dtype | None = None,
         max_bytes: int | None = None,
         statistics: bool = False,
+        buffers: BufferPool | None = None,
         strict: bool = False,
     ) -> None:
         self.modules = dict(modules)
+        self._buffers = buffers or BufferPool()
+        self._is_told = False
         self.factor = 1.0
         """What gradients are multiplied by: the inverse of a loss scale."""
         self.taps = [_TAPS[kind](modules, partial(self._receive, kind), strict=strict) for kind in kinds]
@@ -145,14 +154,26 @@ class TensorCapture:
         if self._calls[name] > 1:
             name = f"{name}#{self._calls[name]}"
         tensor = _rows(tensor, self._samples)
+        if factor != 1.0 and tensor.is_floating_point():  # half precision has no room for what a loss scale leaves
+            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if not can_hold(dtype):
+            self._tell_unheld(name, dtype)
+            return
         nbytes = tensor.numel() * dtype.itemsize
         if self._max_bytes is not None and self._nbytes + nbytes > self._max_bytes:
             self._captured.left_out.append(name)
             return
         self._nbytes += nbytes
         with torch.no_grad(), unrecorded():
-            self._captured.tensors[name] = _copy(tensor, dtype, factor)
+            copy = self._buffers.take(tensor.shape, dtype, tensor.device)
+            self._captured.tensors[name] = copy.copy_(tensor)
+
+    def _tell_unheld(self, name: str, dtype: torch.dtype) -> None:
+        self._captured.unheld.append(name)
+        if not self._is_told:
+            self._is_told = True
+            tell(f"{name!r} is not dumped, nor is what else is of {dtype}, which safetensors does not have")
 
 
 def _plain(name: str) -> str:
@@ -162,18 +183,10 @@ def _plain(name: str) -> str:
 
 def _rows(tensor: Tensor, samples: int | None) -> Tensor:
     """The first rows of what has rows, as plain numbers."""
-    if tensor.is_nested:
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    elif tensor.is_nested:
         tensor = tensor.to_padded_tensor(0.0)
     elif tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     return tensor if samples is None or tensor.dim() == 0 else tensor[:samples]
-
-
-def _copy(tensor: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-    """A copy of its own memory, row by row."""
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    if factor != 1.0:
-        tensor = tensor * factor
-    copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    return copy.copy_(tensor)

@@ -12,6 +12,8 @@ from lightning_recorder.recordings.series import Series
 
 __all__ = ["Comparison", "Difference", "compare"]
 
+_UPDATE_RATIO = "update_ratio"  # the only statistic of a parameter's values that tells what comes of them
+_UNTOUCHED = Tolerance(rtol=1e-9, atol=0.0)  # what another way of computing the statistics may make of the same values
 _GROUPS = ("activations", "gradients", "parameters")  # as they come to be in a step
 
 
@@ -68,8 +70,10 @@ def compare(
 ) -> Comparison:
     """Compare two runs, step by step and in the order of execution.
 
-    In a step the training comes before evaluations, activations before gradients, these from the last module to the
-    first, and parameters at the end. A step that only one run has is a difference, and ends nothing.
+    In a step the training comes before evaluations; the values of parameters, which are there before the step, come
+    before activations, these before gradients, from the last module to the first, and what the optimiser makes of them
+    at the end. The values of step 0 nothing has been computed for, so they are to be the same whatever the tolerance. A
+    step that only one run has is a difference, and ends nothing.
 
     Args:
         one: A run.
@@ -89,14 +93,14 @@ def compare(
     pairs = list(_pairs(one, other, recorder, stage, differences))
     for pair in pairs:
         differences += _differences(pair)
-    ordered = [(pair, pair.partings(tolerance)) for pair in pairs]
+    ordered = [(pair, [*_initial(pair), *pair.partings(tolerance)]) for pair in pairs]
     first = _earliest(ordered)
     bits = Tolerance(exact=True, histograms=False)
     steps = sorted({step for pair in pairs for step in pair.steps})
     before = [step for step in steps if first is None or step < first.step]
     if not pairs or not steps:
         differences = differences or [Difference("step", "", "none in common", "", "")]
-    sites = sorted((each for _, found in ordered for each in found), key=lambda each: -each.furthest.distance)
+    sites = sorted((each for _, found in ordered for each in _once(found)), key=lambda each: -each.furthest.distance)
     return Comparison(
         first=first,
         last_same=before[-1] if before else None,
@@ -127,7 +131,7 @@ def _pairs(
         group = _group(one[label])
         for key in mine:
             if key in theirs:
-                pair = SeriesPair(label, one[label].of(*key), other[label].of(*key), is_backward=group == _GROUPS[1])
+                pair = SeriesPair(label, one[label].of(*key), other[label].of(*key), group=group)
                 rank = _GROUPS.index(group) if group in _GROUPS else len(_GROUPS)
                 found.append(((key[0] != "train", rank), pair))
     found.sort(key=lambda each: each[0])
@@ -148,10 +152,30 @@ def _group(series: Series) -> str:
     return said if isinstance(said, str) else series.path.stem.partition("-")[0]
 
 
+def _initial(pair: SeriesPair) -> list[SiteParting]:
+    """The parameters that are not the same at step 0, before anything was computed that could be rounded."""
+    if not pair.held or pair.steps[:1] != [0]:
+        return []
+    values = SeriesPair(pair.recorder, pair.one, pair.other, group=pair.group, without=[_UPDATE_RATIO])
+    return [each for each in values.partings(_UNTOUCHED) if each.first.step == 0 and each.first.site in pair.held]
+
+
+def _once(found: Iterable[SiteParting]) -> list[SiteParting]:
+    """Each site once; one that parts from the beginning as it does there."""
+    sites: dict[tuple[str, str], SiteParting] = {}
+    for each in found:
+        sites.setdefault(each.first.site, each)
+    return list(sites.values())
+
+
 def _earliest(ordered: Iterable[tuple[SeriesPair, list[SiteParting]]]) -> Parting | None:
     # Pairs, and the sites in them, are in the order of execution, and of equals min takes the first.
-    firsts = [each.first for _, found in ordered for each in found]
-    return min(firsts, key=lambda parting: parting.step, default=None)
+    firsts = [
+        (each.first.step, each.first.site not in pair.held or each.first.statistic == _UPDATE_RATIO, each.first)
+        for pair, found in ordered
+        for each in found
+    ]
+    return min(firsts, key=lambda each: each[:2], default=(0, True, None))[2]
 
 
 def _differences(pair: SeriesPair) -> Iterator[Difference]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_recorder.dumps.manifest import MANIFEST, read_manifest
+from lightning_recorder.dumps.manifest import MANIFEST, manifests, read_manifest
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.names import closest_names
 from lightning_recorder.recordings.files import is_inside
@@ -113,7 +113,8 @@ def find_dumps(log_dir: Path) -> list[DumpEntry]:
     found: list[DumpEntry] = []
     for folder, folders, files in os.walk(log_dir):
         folders.sort()
-        if MANIFEST in files and is_inside(Path(folder, MANIFEST), log_dir):
+        names = [path.name for path in manifests(Path(folder))]
+        if names and all(name in files and is_inside(Path(folder, name), log_dir) for name in names):
             found += _listed(Path(folder), log_dir)
     return sorted(found, key=lambda dump: (dump.step is None, dump.step or 0))
 

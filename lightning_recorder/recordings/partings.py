@@ -17,6 +17,7 @@ __all__ = ["Parting", "SeriesPair", "SiteParting", "Tolerance", "in_execution_or
 
 _OF_VALUES = ("mean", "std", "rms", "min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _HISTOGRAM = "histogram"
+_MADE = ("grad", "update")  # behind a dot in the path: what a step makes of a parameter
 _FOLLOWING = ("sum", "variance")  # they follow from the others, and their size is another one
 
 
@@ -88,22 +89,37 @@ class SeriesPair:
 
     Args:
         recorder: Their label.
-        is_backward: Whether it is of gradients, which are executed in the reverse order.
+        group: What it is of: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         one: The series of the first run.
         other: That of the second.
+        without: Statistics that are not compared.
     """
 
-    def __init__(self, recorder: str, one: Series, other: Series, *, is_backward: bool = False) -> None:
-        self.recorder = recorder
+    def __init__(
+        self, recorder: str, one: Series, other: Series, *, group: str = "activations", without: Iterable[str] = ()
+    ) -> None:
+        self.recorder, self.group = recorder, group
         self.one, self.other = one, other
         theirs = set(other.steps)
         self.steps = [step for step in one.steps if step in theirs]
+        is_backward = group == "gradients"  # which come to the modules in reverse
         self.sites = in_execution_order((site for site in one.sites if site in other), is_backward=is_backward)
         self._picks = [_picks(series, self.steps, self.sites) for series in (one, other)]
         # The rms first, since it is what people speak in: among equals the first one counts.
-        names = [name for name in one.statistics if name in other.statistics and name not in _FOLLOWING]
+        left_out = {*_FOLLOWING, *without}
+        names = [name for name in one.statistics if name in other.statistics and name not in left_out]
         self.statistics = sorted(names, key=lambda name: name != "rms")
         """Those that both have and that are compared."""
+
+    @cached_property
+    def held(self) -> frozenset[Site]:
+        """Of parameters the sites of their values, which are there before the step; of anything else none."""
+        if self.group != "parameters":
+            return frozenset()
+        known = set(self.sites)
+        parts = {site: site.path.rpartition(".") for site in known}
+        of_others = {site for site, (of, _, last) in parts.items() if last in _MADE or Site(site.name, of) in known}
+        return frozenset(known - of_others)
 
     @cached_property
     def both(self) -> Tensor:

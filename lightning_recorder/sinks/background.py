@@ -112,6 +112,7 @@ class BackgroundQueue:
                         return
                 continue
             self._do(job)
+            del job  # which may hold what takes much memory, until the next one comes
 
     def _do(self, job: Job) -> None:
         self._doing = threading.get_ident()

@@ -57,6 +57,10 @@ class Sink:
     def __str__(self) -> str:
         return type(self).__name__
 
+    def supports(self, verb: str) -> bool:
+        """Whether the sink overrides a verb, as ``"write_files"``; it may answer ``False`` nevertheless."""
+        return getattr(type(self), verb) is not getattr(Sink, verb)
+
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
         """Write numbers by tag."""
         return False

@@ -45,6 +45,10 @@ class DeferredSink(Sink):
         """As the sink counts them."""
         return self._sink.written_bytes
 
+    @override
+    def supports(self, verb: str) -> bool:
+        return self._sink.supports(verb)
+
     def replay(self) -> None:
         """Write what was put off; to be called by the thread that may."""
         while not self._waiting.empty():
@@ -52,7 +56,7 @@ class DeferredSink(Sink):
             write()
 
     def _put_off(self, verb: str, step: int, values: Mapping[str, object]) -> bool:
-        if getattr(type(self._sink), verb) is getattr(Sink, verb):
+        if not self.supports(verb):
             return False
         self._waiting.put((verb, partial(getattr(self._sink, verb), step, values)))
         return True
@@ -75,7 +79,15 @@ class DeferredSink(Sink):
 
     @override
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
-        return self._put_off("write_files", step, files)
+        if not self.supports("write_files"):
+            return False
+        self._waiting.put(("write_files", partial(self._write_files, step, files)))
+        return True
+
+    def _write_files(self, step: int, files: Mapping[str, Path]) -> None:
+        there = {name: path for name, path in files.items() if path.exists()}  # others were pruned meanwhile
+        if there:
+            self._sink.write_files(step, there)
 
     @override
     def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:

@@ -59,6 +59,10 @@ class MultiSink(Sink):
         counted = [each.written_bytes for each in self._all() if each.written_bytes is not None]
         return sum(counted) if counted else None
 
+    @override
+    def supports(self, verb: str) -> bool:
+        return any(sink.supports(verb) for sink in self._all())
+
     def replay(self) -> None:
         """Have what was put off written, by the thread that may."""
         self._each("replay", _replay, self._all())

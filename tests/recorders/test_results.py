@@ -102,11 +102,15 @@ def test_a_failing_outlet_costs_nothing_but_itself() -> None:
     """One warning names it; the sink and the others are given all records."""
     sink, bad, good = MemorySink(), Noting(fails_at=1), Noting()
     made = results(sink, bad, good)
-    with pytest.warns(RecorderWarning, match="^it writes no more Noting: OSError: disk full$") as told:
+
+    def go() -> None:
         for step in range(3):
             made.add(record(step))
             made.wait()
         made.end()
+
+    with pytest.warns(RecorderWarning, match="^it writes no more Noting: OSError: disk full$") as told:
+        go()
     assert len(told) == 1
     assert (bad.told, good.told) == ([0, 1], [0, 1, 2, "end"])
     assert list(sink.scalars["activations/m/mean"]) == [0, 1, 2]

@@ -230,13 +230,13 @@ def train_convolutions(log_dir: Path) -> None:
     chosen = dict(net.named_children())
     recorders = {
         "activations": StatisticsRecorder(chosen),
-        "parameters": StatisticsRecorder(chosen, ParameterGradientTap),
+        "gradients": StatisticsRecorder(chosen, ParameterGradientTap),
     }
     writers = {label: RecordWriter(records_path(log_dir / "recorder", label)) for label in recorders}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     for step in range(10):
         optimizer.zero_grad()
-        with recorders["activations"], recorders["parameters"]:
+        with recorders["activations"], recorders["gradients"]:
             nn.functional.cross_entropy(net(images), target).backward()
         for label, recorder in recorders.items():
             writers[label].write({"step": step}, site_records(recorder.collect()))
@@ -254,3 +254,43 @@ def test_the_training_parts_before_an_evaluation(tmp_path: Path) -> None:
     first = compared(tmp_path / "a", tmp_path / "b").first
     assert first is not None
     assert (first.recorder, first.stage) == ("gradients", "train")
+
+
+def write_parameters(log_dir: Path, scale: float = 1.0, *, update: float = 1.0) -> None:
+    """Two steps of a run whose parameter begins at a scale, and of what its module gives and the optimiser makes."""
+    for label, sites in (
+        ("activations", [SiteRecord("fc", "out", {"rms": 1.0})]),
+        (
+            "parameters",
+            [
+                SiteRecord("fc", "weight", {"rms": scale, "update_ratio": update}),
+                SiteRecord("fc", "weight.update", {"rms": update}),
+            ],
+        ),
+    ):
+        writer = RecordWriter(records_path(log_dir / "recorder", label))
+        writer.begin(label=label, group=label)
+        for step in range(2):
+            writer.write({"step": step}, sites)
+
+
+def test_parameters_that_differ_from_the_beginning_are_said_whatever_the_tolerance(tmp_path: Path) -> None:
+    """At step 0 nothing has been computed that could be rounded, so a weight that is another one is no rounding."""
+    write_parameters(tmp_path / "a")
+    write_parameters(tmp_path / "b", 1 + 1e-6)
+    write_parameters(tmp_path / "c", 1 + 1e-12)
+    first = compared(tmp_path / "a", tmp_path / "b").first
+    assert first is not None
+    assert (first.step, first.recorder, first.site, first.statistic) == (0, "parameters", ("fc", "weight"), "rms")
+    assert compared(tmp_path / "a", tmp_path / "c").same
+
+
+def test_parameters_come_before_what_is_computed_from_them(tmp_path: Path) -> None:
+    """In a step the values of parameters are first, and what the optimiser makes of them last."""
+    write_parameters(tmp_path / "a")
+    write_parameters(tmp_path / "b", 2.0, update=3.0)
+    write_parameters(tmp_path / "c", update=3.0)
+    found = {name: compared(tmp_path / "a", tmp_path / name) for name in "bc"}
+    firsts = {name: each.first and (each.first.site.path, each.first.statistic) for name, each in found.items()}
+    assert firsts == {"b": ("weight", "rms"), "c": ("weight", "update_ratio")}
+    assert {each.first.site.path for each in found["b"].sites} == {"weight", "weight.update"}

@@ -66,10 +66,12 @@ def test_missing_keys(run: Path) -> None:
 
 
 def test_files_of_others(run: Path) -> None:
-    """A safetensors file that this package has not written is no dump."""
+    """A safetensors file that this package has not written is no dump, and is listed as none."""
+    dump = next(each for each in open_recording(run).dumps if each.path.name == "a.safetensors")
     save_file(TENSORS, run / "recorder" / "dumps" / "a.safetensors", metadata={"format": "pt"})
     with pytest.raises(DumpError, match="was not written by lightning_recorder"):
-        _ = open_recording(run).dumps[0].names
+        _ = dump.names
+    assert "a.safetensors" not in [each.path.name for each in open_recording(run).dumps]
 
 
 def test_a_dump_that_is_gone(run: Path) -> None:

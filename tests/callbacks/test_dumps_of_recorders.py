@@ -1,0 +1,363 @@
+"""The statistics that the recorders dump, beside checkpoints and by themselves."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import resource
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder import (
+    ActivationRecorder,
+    ArgumentError,
+    ChannelMoments,
+    GradientRecorder,
+    MemorySink,
+    ParameterRecorder,
+    RecorderWarning,
+    SiteStatistics,
+    read_dump,
+    read_manifest,
+)
+from lightning_recorder.callbacks.statistics import StatisticsCallback
+from tests.callbacks.models import Classifier, digits, fit, hooks_left
+
+KINDS: list[type[StatisticsCallback]] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
+
+
+def recorder(kind: type[StatisticsCallback] = ActivationRecorder, **options: Any) -> StatisticsCallback:
+    """One of the head that records each step and raises what goes wrong."""
+    return kind("head", **{"every_n_train_steps": 1, "strict": True, "dump": "records", "plots": False, **options})
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    (manifest,) = folder.rglob("recorder-manifest.jsonl")
+    return read_manifest(manifest.parent)
+
+
+def opened(folder: Path, line: dict[str, Any]) -> dict[str, Tensor]:
+    (path,) = folder.rglob(line["file"])
+    return read_dump(path).tensors
+
+
+@contextmanager
+def telling() -> Iterator[list[str]]:
+    """What our warnings say, when it is over; those of others are not looked at."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(each.message) for each in told if issubclass(each.category, RecorderWarning)]
+
+
+class Kept(Classifier):
+    """Keeps its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits: list[Tensor] = []
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        self.logits.append(logits.detach().double())
+        return logits
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_dump_has_the_statistics_of_its_record(accumulated: int, tmp_path: Path) -> None:
+    """Mean, extrema, count and bins are those of all batches of the step, in float64 at once."""
+    model = Kept()
+    fit(model, tmp_path, [recorder()], accumulate_grad_batches=accumulated, logger=False)
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == list(range(6 // accumulated))
+    for line in lines:
+        first = line["step"] * accumulated
+        values = torch.cat(model.logits[first : first + accumulated])
+        found = opened(tmp_path, line)
+        assert line["sites"] == {"head": values.numel()}
+        assert int(found["head/count"]) == values.numel() == int(found["head/histogram"].sum())
+        assert float(found["head/min"]) == float(values.min())
+        assert float(found["head/max"]) == float(values.max())
+        assert float(found["head/mean"]) == pytest.approx(float(values.mean()), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_manifest_agrees_with_the_files(kind: type[StatisticsCallback], tmp_path: Path) -> None:
+    """Each line has the names, dtypes and shapes that are in its file, those of channels included."""
+    # The mean of a channel is no statistic of a bias.
+    made = recorder(kind, extra=[] if kind is ParameterRecorder else [ChannelMoments()])
+    made.selection = type(made.selection)(["encoder.conv1", "head"], None, None)
+    fit(Classifier(), tmp_path, [made], logger=False, loader=digits(2))
+    lines = lines_of(tmp_path)
+    assert [(line["kind"], line["group"], line["reason"]) for line in lines] == [
+        ("statistics", made.group, "record")
+    ] * 2
+    for line in lines:
+        for name, tensor in opened(tmp_path, line).items():
+            site, _, statistic = name.rpartition("/")
+            assert site in line["sites"]
+            said = line["statistics"][statistic]
+            assert said["dtype"] == str(tensor.dtype).removeprefix("torch.")
+            assert said["shape"] in (list(tensor.shape), None), name
+
+
+@pytest.mark.parametrize(
+    ("dump", "found"),
+    [
+        ("records", [(step, "record") for step in range(12)]),
+        ("epochs", [(5, "epoch"), (11, "epoch")]),
+        (("records", "epochs"), [(step, "epoch" if step in (5, 11) else "record") for step in range(12)]),
+    ],
+)
+def test_when_statistics_are_dumped(dump: Any, found: list[tuple[int, str]], tmp_path: Path) -> None:
+    """Each record, or the latest one of each epoch, with the epoch that it is of."""
+    fit(Classifier(), tmp_path, [recorder(dump=dump)], logger=False, max_epochs=2)
+    lines = lines_of(tmp_path)
+    assert [(line["step"], line["reason"]) for line in lines] == found
+    assert [line["epoch"] for line in lines] == [step // 6 for step, _ in found]
+
+
+@pytest.mark.parametrize(("reduce", "steps"), [(2, [1, 3, 5]), ("epoch", [5])])
+def test_a_record_of_several_steps_is_one_dump(reduce: Any, steps: list[int], tmp_path: Path) -> None:
+    """Its step is the last one that it is of."""
+    fit(Classifier(), tmp_path, [recorder(reduce=reduce)], logger=False)
+    assert [line["step"] for line in lines_of(tmp_path)] == steps
+
+
+@pytest.mark.parametrize("dump", [False, True, "records"])
+def test_true_is_beside_checkpoints_and_false_nowhere(dump: Any, tmp_path: Path) -> None:
+    """Files lie where ``dump`` says and nowhere else."""
+    saver = ModelCheckpoint(tmp_path / "kept")
+    fit(Classifier(), tmp_path, [recorder(dump=dump), saver], logger=False, enable_checkpointing=True)
+    beside = len(list((tmp_path / "kept").glob("*.safetensors")))
+    apart = len(list((tmp_path / "recorder").rglob("*.safetensors")))
+    assert (beside, apart) == {False: (0, 0), True: (1, 0), "records": (0, 6)}[dump]
+
+
+class Burst(Callback):
+    """Makes the weights of the head large in one batch."""
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            cast("Any", pl_module).head.weight.mul_({3: 1e6, 4: 1e-6}.get(batch_idx, 1.0))
+
+
+def large(seen: SiteStatistics) -> bool:
+    """What the tests ask."""
+    return seen.abs_max > 1e4
+
+
+@pytest.mark.parametrize("condition", [large, "tests.callbacks.test_dumps_of_recorders.large"])
+@pytest.mark.parametrize("dump", [False, "records"])
+def test_an_event_is_dumped(condition: Any, dump: Any, tmp_path: Path) -> None:
+    """A record of which the condition is true is dumped, and the line says where it was true."""
+    made = recorder(dump=dump, dump_when=condition)
+    made.selection = type(made.selection)(["encoder.conv1", "head"], None, None)
+    fit(Classifier(), tmp_path, [Burst(), made], logger=False)
+    lines = lines_of(tmp_path)
+    events = [(line["step"], line["event"]) for line in lines if line["reason"] == "event"]
+    assert events == [(3, [["head", "out"]])]
+    assert [line["step"] for line in lines] == ([3] if dump is False else list(range(6)))
+    assert set(opened(tmp_path, lines[-1] if dump is False else lines[3])) >= {"head/max", "encoder.conv1/max"}
+
+
+def test_a_condition_that_raises_is_one_warning(tmp_path: Path) -> None:
+    """The run goes on, as do the dumps that are due otherwise."""
+    model = Classifier()
+    with telling() as told:
+        made = recorder(dump_when=lambda seen: seen.no_such, strict=False)
+        fit(model, tmp_path, [made], logger=False)
+    assert [each.partition(",")[0] for each in told] == ["dump_when is not asked any more"]
+    assert len(model.losses) == len(lines_of(tmp_path)) == 6
+
+
+def test_the_limit_is_told_once(tmp_path: Path) -> None:
+    """No more than ``max_total_bytes`` lie in the folder, and one warning says from which step on nothing is dumped."""
+    limit = 60_000
+    with telling() as told:
+        fit(Classifier(), tmp_path, [recorder(max_total_bytes=limit)], logger=False)
+    sizes = [line["bytes"] for line in lines_of(tmp_path)]
+    assert sum(sizes) <= limit < sum(sizes) + sizes[0]
+    about = f"from step {len(sizes)} on, which would be more than max_total_bytes={limit}"
+    assert told == [f"ActivationRecorder writes no more dumps {about}"]
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file may be larger, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
+    """Dumps end with one warning, and records go on to be shown."""
+    sink, model = MemorySink(), Classifier()
+    with telling() as told, room_for(10_000):
+        fit(model, tmp_path, [recorder(strict=False, records=False, sinks=[sink])], logger=False)
+    assert [each.partition(": ")[0] for each in told] == ["ActivationRecorder writes no more dumps"]
+    assert list(sink.scalars["activations/head/mean"]) == list(range(6))
+    assert len(model.losses) == 6
+
+
+def test_strict_raises_what_fails(tmp_path: Path) -> None:
+    """With ``strict`` a dump that cannot be written ends the run with its error."""
+    (tmp_path / "recorder").mkdir()
+    (tmp_path / "recorder" / "dumps").write_text("in the way")
+    model = Classifier()
+    with pytest.raises(OSError, match="dumps"):
+        fit(model, tmp_path, [recorder()], logger=False)
+    assert hooks_left(model) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dump": "steps"}, "dump takes some of 'checkpoints', 'records', 'epochs'; got 'steps'"),
+        ({"dump": []}, "dump takes some of .*got none"),
+        ({"dump": 1}, "dump takes some of"),
+        ({"dump": None}, "dump takes some of"),
+        ({"dump_when": 3}, "dump_when takes a function of the statistics of a site, got 3"),
+        ({"dump_when": "no.such.thing"}, "the dump_when 'no.such.thing' cannot be imported"),
+        ({"max_total_bytes": -1}, "max_total_bytes must be an integer of at least 0"),
+        ({"max_total_bytes": 1e9}, "max_total_bytes must be an integer"),
+        ({"max_upload_bytes": -1}, "max_upload_bytes must be an integer of at least 0"),
+        ({"upload": "yes"}, "upload must be True or False"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
+    """The error names the argument and what is allowed."""
+    with pytest.raises(ArgumentError, match=message):
+        ActivationRecorder(**options)
+
+
+def test_an_epochs_checkpoint_in_a_second_fit_has_nothing_of_the_first(tmp_path: Path) -> None:
+    """Where a second run has no record yet, its checkpoint has no dump, rather than one of another model."""
+    made = recorder(dump=True, reduce="epoch")
+    for run in ("first", "second"):
+        saver = ModelCheckpoint(tmp_path / run, save_top_k=-1, every_n_train_steps=2)
+        fit(Classifier(), tmp_path, [made, saver], logger=False, enable_checkpointing=True)
+        assert len(list((tmp_path / run).glob("*.ckpt"))) == 3
+        assert [path.name for path in (tmp_path / run).glob("epoch=0-step=2.*.safetensors")] == []
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+@pytest.mark.parametrize("upload", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_copy_dumps_as_the_original(
+    duplicate: Callable[[Any], Any], upload: bool, after: bool, tmp_path: Path
+) -> None:
+    """A copy that was made before a run or behind one, by copying or by pickling, does the same again."""
+    original: Any = recorder(dump=("records", "checkpoints"), dump_when=large, upload=upload)
+    if after:
+        fit(Classifier(), tmp_path / "first", [original])
+    copied = duplicate(original)
+    trainer = fit(Classifier(), tmp_path / "second", [copied])
+    assert [line["step"] for line in lines_of(Path(str(trainer.log_dir)))] == list(range(6))
+
+
+def test_a_run_is_not_kept(tmp_path: Path) -> None:
+    """When a run has ended, its model, its trainer and its logger are free though the recorder is not."""
+    made = recorder(dump=("records", "checkpoints"), upload=True)
+    model = Classifier()
+    logger = TensorBoardLogger(tmp_path)
+    trainer = fit(model, tmp_path, [made], logger=logger)
+    left: list[weakref.ref[Any]] = [weakref.ref(model), weakref.ref(trainer), weakref.ref(logger)]
+    del model, trainer, logger
+    gc.collect()
+    assert [each() for each in left] == [None, None, None]
+
+
+def test_fast_dev_run_leaves_nothing(tmp_path: Path) -> None:
+    """No file, and nothing is told, since there is nothing that one could do."""
+    with telling() as told:
+        fit(Classifier(), tmp_path, [recorder(dump=("records", "epochs"))], fast_dev_run=True)
+    assert told == []
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_named_recorders_have_files_of_their_own(tmp_path: Path) -> None:
+    """Each name, and each number of those without one, is in the names of the files."""
+    made = [recorder(name="a"), recorder(histograms=False), ActivationRecorder("dropout", dump="records", strict=True)]
+    fit(Classifier(), tmp_path, made, logger=False, loader=digits(1))
+    assert {line["file"]: list(line["sites"]) for line in lines_of(tmp_path)} == {
+        "activations-a-step=0.safetensors": ["head"],
+        "activations-step=0.safetensors": ["head"],
+        "activations-2-step=0.safetensors": ["dropout"],
+    }
+
+
+# Uploads.
+
+
+def test_uploads_reach_who_keeps_files(tmp_path: Path) -> None:
+    """A sink that keeps files has each dump, with the table of them."""
+    sink = MemorySink()
+    fit(Classifier(), tmp_path, [recorder(upload=True, sinks=[sink])], logger=False)
+    assert list(sink.files) == [f"dumps/activations-step={step}.safetensors" for step in range(6)]
+    assert list(sink.texts["recorder/activations/dumps"]) == list(range(6))
+
+
+@pytest.mark.parametrize("limit", [0, 50_000])
+def test_uploads_have_a_limit(limit: int, tmp_path: Path) -> None:
+    """So many bytes are given and no more, which is told once; the files are written all the same."""
+    sink = MemorySink()
+    with telling() as told:
+        made = recorder(upload=True, sinks=[sink], max_upload_bytes=limit)
+        fit(Classifier(), tmp_path, [made], logger=False)
+    lines = lines_of(tmp_path)
+    assert len(lines) == 6
+    given = limit // lines[0]["bytes"]
+    assert [line["bytes"] for line in lines[:2]] == [lines[0]["bytes"]] * 2
+    assert len(sink.files) == given
+    assert told == [
+        f"ActivationRecorder uploads no dumps from step {given} on, which would be more than max_upload_bytes={limit}"
+    ]
+
+
+def test_tensorboard_has_a_table(tmp_path: Path) -> None:
+    """The event file of a real logger has a row for each dump, not said to be uploaded."""
+    trainer = fit(Classifier(), tmp_path, [recorder(upload=True, every_n_train_steps=3)])
+    accumulator = EventAccumulator(str(trainer.log_dir), size_guidance={"tensors": 0})
+    accumulator.Reload()
+    found = accumulator.Tensors("recorder/activations/dumps/text_summary")
+    assert [event.step for event in found] == [0, 2, 5]
+    rows = found[-1].tensor_proto.string_val[0].decode().splitlines()[2:]
+    lines = lines_of(Path(str(trainer.log_dir)) / "recorder")
+    assert rows == [
+        f"| {line['step']} | `{line['file']}` | record | {len(opened(tmp_path, line))} | {line['bytes']:,} | - |"
+        for line in lines
+    ]
+
+
+class OneThread(MemorySink):
+    """May be written to from the training thread alone."""
+
+    any_thread = False
+
+
+def test_a_sink_of_one_thread_has_the_dumps_too(tmp_path: Path) -> None:
+    """What is dumped in the background is uploaded from the training thread."""
+    sink = OneThread()
+    fit(Classifier(), tmp_path, [recorder(upload=True, sinks=[sink])], logger=False)
+    assert list(sink.files) == [f"dumps/activations-step={step}.safetensors" for step in range(6)]

@@ -1,0 +1,155 @@
+"""A process that is killed while it dumps leaves nothing that lies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the writers are forked, since torch starts slowly")
+
+# Each dump says by its values of which step it is. What is killed is a fork, so that 200 of them need no 200 imports.
+WRITER = """
+import os, random, signal, sys, time
+from pathlib import Path
+
+import torch
+
+from lightning_recorder import read_dump, read_manifest
+from lightning_recorder.recorders import DumpFolder, TensorDumps
+from lightning_recorder.recorders.tensors import Captured
+
+FOLDER = Path(sys.argv[1])
+SHAPES = {"a/out": (7,), "b/out[0]": (50, 100), "b/out[1]": (0, 3), "c/in.mask": ()}
+
+
+def tensors(step):
+    return {name: torch.full(shape, float(step + index)) for index, (name, shape) in enumerate(SHAPES.items())}
+
+
+def dump(first, steps):
+    dumps = TensorDumps(
+        DumpFolder("tensors", group="tensors", directory=FOLDER), ("steps", "checkpoints"), strict=True
+    )
+    for step in range(first, first + steps):
+        dumps.add(step, 0, Captured(tensors(step)))
+        dumps.write_beside(FOLDER / "last.ckpt")
+        dumps.write_beside(FOLDER / f"{step}.ckpt")
+        dumps.remove_beside(FOLDER / f"{step - 2}.ckpt")
+    dumps.wait()
+
+
+def check(first=0):
+    lines = [line for line in read_manifest(FOLDER) if line["step"] >= first or line["file"].startswith("last")]
+    for line in lines:
+        read = read_dump(FOLDER / line["file"])
+        said = (line["step"], line["bytes"], line["reason"], set(line["tensors"]))
+        size = (FOLDER / line["file"]).stat().st_size
+        found = (int(read.about["step"]), size, read.about["reason"], set(read.tensors))
+        assert said == found, f"{line['file']}: the manifest says {said}, the file is {found}"
+        for name, tensor in tensors(line["step"]).items():
+            assert torch.equal(read.tensors[name], tensor), (line, name)
+            assert line["tensors"][name] == {"dtype": "float32", "shape": list(tensor.shape)}
+    return len(lines)
+
+
+def forked(job):
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        job()
+        os._exit(0)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(1)
+"""
+
+AT_RANDOM = """
+draw = random.Random(20)
+killed = 0
+for number in range(200):
+    pid = forked(lambda: dump(number * 100_000, 100_000))
+    time.sleep(draw.uniform(0.0, 0.05))
+    os.kill(pid, signal.SIGKILL)
+    killed += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    check(number * 100_000)
+print(killed)
+"""
+
+AT_EACH = """
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.truncate")
+
+
+def killed_at(place):
+    left = place
+
+    def see(event, passed):
+        nonlocal left
+        if event in EVENTS and str(FOLDER) in str(passed[0]):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(see)
+    dump(100, 4)
+
+
+dump(0, 3)
+place = 0
+while True:
+    pid = forked(lambda: killed_at(place))
+    if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
+        break
+    check()
+    place += 1
+print(place)
+"""
+
+
+def run(body: str, folder: Path) -> int:
+    """What a script of writers prints, a number."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", WRITER + body, str(folder)]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return int(done.stdout)
+
+
+def check_folder(folder: Path) -> None:
+    """Every file is whole, whether the manifest has it or not, and but for hidden ones there is nothing else."""
+    from lightning_recorder import read_dump
+
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            assert path.name.endswith(".tmp")
+        elif path.suffix == ".safetensors":
+            assert len(read_dump(path).tensors) == 4
+        else:
+            assert path.name == "recorder-manifest.jsonl"
+
+
+@pytest.mark.slow
+def test_killed_at_200_random_moments_no_line_lies(tmp_path: Path) -> None:
+    """Of writers that are killed, each line opens, has the values of its step, and no file has half of its bytes."""
+    assert run(AT_RANDOM, tmp_path) == 200
+    check_folder(tmp_path)
+
+
+@pytest.mark.slow
+def test_killed_before_each_change_of_the_folder_no_line_lies(tmp_path: Path) -> None:
+    """Wherever between two changes of the folder a writer is killed, no line says what another file was."""
+    # Four steps: of three dumps each at least one file is opened and renamed and one line written; one goes.
+    assert run(AT_EACH, tmp_path) >= 4 * (3 * 3 + 1)
+    check_folder(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_a_killed_writer_left_half_does_not_pile_up(tmp_path: Path) -> None:
+    """The next writer into the folder removes what those before it had begun."""
+    run(AT_EACH.replace("    check()\n", ""), tmp_path)  # whose last writer ends by itself
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
