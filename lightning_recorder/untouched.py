@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -172,6 +171,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 @contextmanager
 def same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
     """Leave the generators of torch, Python and NumPy as they were."""
+    import numpy as np  # here, since reading a graph again needs none of it
+
     places: dict[str, set[int]] = {}
     for device in devices:
         if device.type not in ("cpu", "meta"):

@@ -40,8 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 
-# The libraries that a user may not have, or that take long to import. graphviz is a dependency and imports nothing, so
-# it may stand at the top of its file.
+# The libraries that a user may not have, or that take long to import.
 BACKENDS = (
     "PIL",
     "comet_ml",
@@ -54,7 +53,6 @@ BACKENDS = (
     "torch.utils.tensorboard",
     "wandb",
 )
-AT_THE_TOP = {"graphviz": "graph.graphviz"}
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,7 @@ def test_a_back_end_is_imported_in_one_file_of_a_folder(library: str) -> None:
 def test_a_back_end_is_imported_when_it_is_used(library: str) -> None:
     """A library that writes or draws is imported inside functions, so that it may be absent until then."""
     early = [each.importer for each in users_of(library) if not each.in_function]
-    assert set(early) <= {AT_THE_TOP.get(library)}
+    assert early == []
 
 
 @pytest.mark.parametrize("name", ["_C.", "_functorch", "_backward_hooks", "._version", "_sequence_nr", "_call_impl"])

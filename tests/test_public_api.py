@@ -104,7 +104,7 @@ def test_recording_without_a_trainer_needs_no_lightning() -> None:
     """What works in a plain loop, sinks and dumps included, loads no Lightning and no back end that is not used."""
     names = [name for name, home in lightning_recorder._HOME.items() if home != "callbacks"]
     code = "import warnings; warnings.simplefilter('ignore'); from lightning_recorder import " + ", ".join(names)
-    allowed = {"torch", "numpy", "typing_extensions", "graphviz"}
+    allowed = {"torch", "numpy", "typing_extensions"}
     assert loaded_after(code) & set(HEAVY) <= allowed
 
 

@@ -7,13 +7,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from lightning_recorder.errors import ArgumentError, check_integer
 from lightning_recorder.graph.containers import gather
-from lightning_recorder.graph.graphviz import Digraph, Direction, GraphvizRenderer, GraphvizStyler, check_direction
+from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, GraphvizStyler, check_direction
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import record
@@ -21,6 +21,9 @@ from lightning_recorder.graph.roll import roll as rolled
 from lightning_recorder.graph.tensors import show_tensors
 from lightning_recorder.graph.views import collapse, drop_isolated, fit, fold_repeats, without
 from lightning_recorder.inputs import shapes_in
+
+if TYPE_CHECKING:
+    from graphviz import Digraph
 
 __all__ = ["Drawing", "draw", "make_dot", "render_network"]
 

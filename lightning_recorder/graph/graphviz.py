@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-import graphviz
-from graphviz import Digraph
 from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError
@@ -15,7 +13,10 @@ from lightning_recorder.graph import labels
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.render import BaseRenderer
 
-__all__ = ["Digraph", "Direction", "GraphvizRenderer", "GraphvizStyler", "Shapes"]
+if TYPE_CHECKING:
+    from graphviz import Digraph
+
+__all__ = ["Direction", "GraphvizRenderer", "GraphvizStyler", "Shapes"]
 
 Direction = Literal["TB", "LR", "BT", "RL"]
 Shapes = Literal["nodes", "edges", "none"]
@@ -123,7 +124,7 @@ class GraphvizStyler:
         return {**style, "label": f"<{_detail(' '.join(['', *words, '']))}>"} if words else style
 
 
-class GraphvizRenderer(BaseRenderer[Digraph]):
+class GraphvizRenderer(BaseRenderer["Digraph"]):
     """Renders a graph as a ``graphviz.Digraph``.
 
     Args:
@@ -165,6 +166,8 @@ class GraphvizRenderer(BaseRenderer[Digraph]):
 
     @override
     def make_canvas(self) -> Digraph:
+        from graphviz import Digraph
+
         canvas = Digraph("graph")
         canvas.attr(
             "graph",
@@ -311,7 +314,9 @@ def _text(text: str) -> str:
 def _plain(text: str) -> str:
     """Text as the value of an attribute."""
     # Entities are read in attributes as well as in labels, and backslashes twice over, of which the library knows once.
-    return graphviz.escape(html.escape(labels.printable(text), quote=False).replace("\\", "\\\\")) or " "
+    from graphviz import escape
+
+    return escape(html.escape(labels.printable(text), quote=False).replace("\\", "\\\\")) or " "
 
 
 def _bold(text: str) -> str:

@@ -102,16 +102,14 @@ class Run:
         """The graph that was recorded, if one was.
 
         Raises:
-            DumpError: If its file is damaged, or graphviz is not installed.
+            DumpError: If its file is damaged.
         """
         data = self._json("graph.json")
         if data is None:
             return None
+        from lightning_recorder.graph.model import Graph
+
         path = self.directory / "graph.json"
-        try:
-            from lightning_recorder.graph.model import Graph
-        except ImportError as error:  # the folder of the graph brings the renderers
-            raise DumpError(f"{path} cannot be read without {error.name}: pip install {error.name}") from error
         try:
             graph = Graph.from_json(data)
             _check_graph(graph)

@@ -38,6 +38,7 @@ found = {
     "dump": [dump.load("fc/mean").item() for dump in recording.dumps],
     "same": compare(recording.run, recording.run, Tolerance(exact=True)).same,
     "receipt": recording.receipt,
+    "graph": recording.graph.to_json(),
     "status": [main(["ls", sys.argv[1]]), main(["diff", sys.argv[1], sys.argv[1]])],
     "exported": [main(["export", sys.argv[1], sys.argv[1] + f"/x.{suffix}"]) for suffix in ("csv", "pt", "parquet")],
 }
@@ -56,7 +57,7 @@ def test_without_libraries(tmp_path: Path) -> None:
     expected = record_run(tmp_path, steps=range(2))["activations"]
     write_dump(tmp_path / "checkpoints" / "a.safetensors", {"fc/mean": torch.tensor(0.25)}, {"fc": 1}, step=1)
     graph = capture_graph(make_net(), torch.ones(1, 6)).to_json()
-    (tmp_path / "recorder" / "graph.json").write_text(json.dumps(graph))  # hides nothing where it cannot be read
+    (tmp_path / "recorder" / "graph.json").write_text(json.dumps(graph))
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -68,4 +69,5 @@ def test_without_libraries(tmp_path: Path) -> None:
     assert found["errors"][0] == "ArgumentError: a frame needs pandas: pip install pandas"
     assert found["errors"][1] == "ModuleNotFoundError: No module named 'numpy'"
     assert found["loaded"] == []
+    assert found["graph"] == json.loads(json.dumps(graph))
     assert "a Parquet file needs pyarrow: pip install pyarrow" in done.stderr
