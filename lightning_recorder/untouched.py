@@ -82,7 +82,7 @@ class ModuleState:
                 self._generators.setdefault(id(value), (value.set_state, value.get_state()))
             elif isinstance(value, random.Random):
                 self._generators.setdefault(id(value), (value.setstate, value.getstate()))
-            elif isinstance(value, np.random.Generator):
+            elif isinstance(value, _numpy().random.Generator):
                 bits = value.bit_generator
                 self._generators.setdefault(id(bits), (partial(setattr, bits, "state"), bits.state))
 
@@ -168,16 +168,22 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
+def _numpy() -> Any:
+    """NumPy, imported where a model is run: a graph that was recorded is read without it."""
+    import numpy as np
+
+    return np
+
+
 @contextmanager
 def same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
     """Leave the generators of torch, Python and NumPy as they were."""
-    import numpy as np  # here, since reading a graph again needs none of it
-
+    numpy = _numpy().random
     places: dict[str, set[int]] = {}
     for device in devices:
         if device.type not in ("cpu", "meta"):
             places.setdefault(device.type, set()).add(device.index or 0)
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one is what nets draw from
+    python, legacy = random.getstate(), numpy.get_state()  # the global ones are what nets draw from
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
         for kind, indices in places.items():
@@ -186,7 +192,7 @@ def same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
             yield
         finally:
             random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002 - see above
+            numpy.set_state(legacy)
 
 
 @contextmanager

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from lightning_recorder.commands.text import printable
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.graph import Drawing, draw, to_mermaid, to_text
-from lightning_recorder.recordings import open_recording
+from lightning_recorder.plots import colour_graph
+from lightning_recorder.recordings import Run, open_recording
 
 __all__ = ["run"]
 
 _MOST_NODES = 150  # as GraphRecorder draws without further arguments
+_WHOLE = ("out", "weight")  # the tensors that stand for their modules
 _TEXTS = {"text": "text", "txt": "text", "mermaid": "mermaid", "mmd": "mermaid", "dot": "dot"}
 
 
@@ -28,13 +31,31 @@ def run(arguments: Namespace, out: TextIO) -> int:
     if arguments.format and suffix and form not in _TEXTS and form != suffix.lower():
         raise ArgumentError(f"the format {form!r} and the file {arguments.output!r} say two different things")
     most = _MOST_NODES if arguments.max_nodes is None and arguments.depth is None else arguments.max_nodes
-    drawing = draw(graph, depth=arguments.depth, max_nodes=most, graph_dir=arguments.direction)
+    options: dict[str, Any] = {"depth": arguments.depth, "max_nodes": most, "graph_dir": arguments.direction}
+    if arguments.colour:
+        values, statistic, caption = _values(recorded, arguments.colour, arguments.step)
+        drawing = colour_graph(graph, values, statistic=statistic, caption=caption, **options)
+    else:
+        drawing = draw(graph, **options)
     if form in _TEXTS:
         return _write(_text(drawing, _TEXTS[form]).rstrip("\n") + "\n", arguments.output, out)
     path = Path(arguments.output or f"graph.{form}")
     path = drawing.save(path if path.suffix else path.with_name(f"{path.name}.{form}"))
     out.write(f"{printable(str(path))}\n")
     return 0
+
+
+def _values(run: Run, asked: str, step: int | None) -> tuple[dict[str, float], str, str]:
+    """A statistic of each module's output, or of its weight, at a step, and what to call it in short and in full."""
+    recorder, _, statistic = asked.partition("/")
+    series, statistic = run[recorder], statistic or "rms"
+    table = series.values(statistic)  # refuses what was not recorded, and names what was
+    step = series.steps[-1] if step is None and series.steps else step
+    series.about(step or 0)  # the same of a step
+    row = table[series.steps.index(step or 0)].tolist()
+    whole = {site.name: value for site, value in zip(series.sites, row, strict=True) if site.path in _WHOLE}
+    known = {name: value for name, value in whole.items() if not math.isnan(value)}
+    return known, statistic, f"{recorder} {statistic} at step {step}"
 
 
 def _text(drawing: Drawing, form: str) -> str:

@@ -138,6 +138,12 @@ def _add_graph(commands: Any) -> None:
     graph.add_argument("--depth", type=int, help="down to which depth modules are opened; by default what can be read")
     graph.add_argument("--direction", choices=("TB", "LR", "BT", "RL"), default="TB", help="where the data flows")
     graph.add_argument("--format", help="svg, png, pdf, dot, mermaid or text; by default that of OUTPUT, or svg")
+    graph.add_argument(
+        "--colour",
+        metavar="RECORDER/STATISTIC",
+        help="fill the modules with the colours of a statistic, as activations/rms or gradients/zero_fraction",
+    )
+    graph.add_argument("--step", type=int, help="the step of that statistic; by default the latest")
     graph.add_argument("--output", help="the file; by default graph.<format> here, and the terminal for texts")
     graph.add_argument("--max-nodes", type=int, help="make it smaller until it has no more; without --depth 150")
 

@@ -38,6 +38,7 @@ class StatisticStyler(GraphvizStyler):
     Args:
         values: By the modules' dotted names; the numbers of modules that are drawn as frames stand in their titles.
         statistic: What they are, with a unit if there is one.
+        caption: What the legend says of them; by default the statistic.
         log: Whether the scale is logarithmic; by default it is for positive numbers that span more than a factor of 50,
             and around 0 for signed ones.
         shapes: As for :class:`~lightning_recorder.GraphvizStyler`.
@@ -58,6 +59,7 @@ class StatisticStyler(GraphvizStyler):
         values: Mapping[str, float],
         *,
         statistic: str,
+        caption: str = "",
         log: bool | None = None,
         shapes: Shapes = "nodes",
         **attributes: str,
@@ -68,6 +70,7 @@ class StatisticStyler(GraphvizStyler):
         except (AttributeError, TypeError, ValueError) as error:
             raise ArgumentError(f"values must be numbers by module name, got {error}") from error
         self.statistic = statistic
+        self.caption = caption or statistic
         self.scale = scale_of(np.array([*self.values.values()], dtype=np.float64), log=log)
 
     def colour(self, value: float) -> str:
@@ -125,7 +128,7 @@ class StatisticStyler(GraphvizStyler):
         """The cells of the legend."""
         known = [value for value in self.values.values() if math.isfinite(value)]
         kind = {"linear": "", "log": ", log scale", "symlog": ", symlog scale"}[self.scale.kind]
-        cells = [f'<td border="0">{_text(self.statistic + kind)}</td>']
+        cells = [f'<td border="0">{_text(self.caption + kind)}</td>']
         steps = self.scale.values(np.linspace(0, 1, _STEPS)).tolist() if known else []
         cells += [_cell(number(value), self.colour(value)) for value in steps]
         cells += [_cell("not recorded", _NOT_RECORDED)]
@@ -135,7 +138,13 @@ class StatisticStyler(GraphvizStyler):
 
 
 def colour_graph(
-    graph: Graph, values: Mapping[str, float], *, statistic: str, log: bool | None = None, **options: Any
+    graph: Graph,
+    values: Mapping[str, float],
+    *,
+    statistic: str,
+    caption: str = "",
+    log: bool | None = None,
+    **options: Any,
 ) -> Drawing:
     """A recorded graph with its modules coloured by a statistic.
 
@@ -143,6 +152,7 @@ def colour_graph(
         graph: What was recorded, or a view of it.
         values: As for :class:`StatisticStyler`.
         statistic: As for :class:`StatisticStyler`.
+        caption: As for :class:`StatisticStyler`.
         log: As for :class:`StatisticStyler`.
         options: As for :func:`~lightning_recorder.draw`, as ``depth=2`` or ``max_nodes=60``; by default all calls are
             opened, since it is leaves of which there are statistics.
@@ -155,7 +165,7 @@ def colour_graph(
         name = next(iter(values))
         raise ArgumentError(f"the graph has no module {name!r} nor another of values; {closest_names(name, calls)}")
     shapes: Shapes = "nodes" if options.pop("show_shapes", True) else "none"
-    styler = StatisticStyler(values, statistic=statistic, log=log, shapes=shapes)
+    styler = StatisticStyler(values, statistic=statistic, caption=caption, log=log, shapes=shapes)
     return draw(graph, styler=styler, **{"depth": None, **options})
 
 

@@ -211,8 +211,25 @@ def test_graph_as_a_picture(runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "step", "statistic"),
+    [(["activations/mean"], 3, "mean"), (["activations"], 3, "rms"), (["activations/rms", "--step", "1"], 1, "rms")],
+)
+def test_graph_with_the_colours_of_a_statistic(arguments: list[str], step: int, statistic: str, runs: Path) -> None:
+    """Each module has its number of the step, the latest by default, and the legend says what it is."""
+    said = run("graph", runs / "version_0", "--format", "dot", "--colour", *arguments)
+    assert said.status == 0
+    assert f"activations {statistic} at step {step}" in said.out
+    series = open_recording(runs / "version_0")["activations"]
+    for name in ("encoder.fc", "head"):
+        assert f"{statistic} {series[name].scalars(step)[statistic]:.3g}" in said.out
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["version_0", "--colour", "activations/rmx"], "there is no statistic 'rmx'"),
+        (["version_0", "--colour", "activation"], "activations"),
+        (["version_0", "--colour", "activations/rms", "--step", "77"], "step 77 was not recorded"),
         (["version_1"], "has no graph.json"),
         (["."], "there are 2 runs; choose one of 'version_0', 'version_1'"),
         (["version_0", "--depth", "0"], "depth must be an integer of at least 1"),
