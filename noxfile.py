@@ -69,6 +69,13 @@ def bench_capture(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_writing(session: nox.Session) -> None:
+    """Measures what writing records and dumps costs: python -m tests.benchmarks.writing."""
+    install(session, *group("test"), constraints=group("pins"))
+    session.run("python", "-m", "tests.benchmarks.writing", *session.posargs)
+
+
+@nox.session
 def pictures(session: nox.Session) -> None:
     """Makes the pictures of the README from a run of the demo; needs a Chromium."""
     install(session, *group("test"), constraints=group("pins"))
