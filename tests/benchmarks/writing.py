@@ -55,7 +55,7 @@ def step_of_gpt2() -> Callable[[], None]:
 
 
 def flushing(repeats: int) -> list[str]:
-    """What a flush of 200 sites takes of the training thread, and until all is written, beside 50 steps of the GPT-2."""
+    """What a flush of 200 sites takes of the training thread and until all is written, beside 50 steps of the GPT-2."""
     modules: dict[str, nn.Module] = {f"layers.{number}": nn.Identity() for number in range(SITES)}
     recorder = StatisticsRecorder(modules)
     step = step_of_gpt2()
