@@ -9,7 +9,7 @@ __all__ = ["blank"]
 
 
 def blank(title: str, why: str) -> Image:
-    """A small picture that says why there is no other, ``[120, 900, 3]``."""
-    canvas = new_canvas(120, title)
-    canvas.text(WIDTH / 2, 74, why, anchor="mm", colour=GREY)
+    """A small picture that says why there is no other, ``[100, 350, 3]``."""
+    canvas = new_canvas(100, title)
+    canvas.text(WIDTH / 2, 60, why, anchor="mm", colour=GREY)
     return canvas.pixels()

@@ -20,8 +20,8 @@ __all__ = ["DETAIL_PX", "GREY", "INK", "TEXT_PX", "TITLE_PX", "Canvas", "Image",
 Image = NDArray[np.uint8]
 """A picture, ``[height, width, 3]``, RGB."""
 
-# Heights of the letters' em, in pixels; at 100 dots per inch 13 px are 9.4 pt.
-TITLE_PX, TEXT_PX, DETAIL_PX = 18, 15, 13
+# Heights of the letters' em, in pixels, as TensorBoard shows them: its pictures have the width of a card.
+TITLE_PX, TEXT_PX, DETAIL_PX = 13, 12, 11
 
 INK = "#222222"
 GREY = "#8c8c8c"

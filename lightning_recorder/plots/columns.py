@@ -13,7 +13,7 @@ from lightning_recorder.plots.scale import Scale
 
 __all__ = ["Columns", "columns_of", "furthest"]
 
-_MOST_COLUMNS = 300  # two pixels each; more would not be told apart, and would make the file larger
+_MOST_COLUMNS = 97  # two pixels each beside the longest names; more would hardly be told apart
 
 
 @dataclass(frozen=True)

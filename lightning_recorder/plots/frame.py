@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from lightning_recorder.plots.canvas import DETAIL_PX, GREY, INK, TEXT_PX, TITLE_PX, Canvas, Image, text_width
 from lightning_recorder.plots.colours import MARKS, Mark, Table, pattern
 from lightning_recorder.plots.scale import Scale
-from lightning_recorder.plots.words import every_nth, fitted, shortened
+from lightning_recorder.plots.words import every_nth, fitted, shortened, wrapped
 
 __all__ = [
     "BAR_ROOM",
+    "MARGIN",
+    "RIGHT",
     "TOP",
     "WIDTH",
     "Area",
     "bottom_room",
     "colour_bar",
     "evenly",
+    "fitting_ticks",
     "new_canvas",
     "notes_below",
     "numbers_below",
@@ -29,104 +33,125 @@ __all__ = [
     "swatch",
 ]
 
-WIDTH = 900
-TOP = 48  # room for the title
-BAR_ROOM = 118  # room for the row of colours, at the right
-_BAR_PX = 16
-_TICK_PX = 5
-_AXIS_PX = 52  # room for the numbers and the title of the axis below
-_NOTE_PX = 20
-_MOST_ROOM = 300  # for names, at the left
+# The width of a card under Images of TensorBoard, whatever the window's. There a picture of another width loses or
+# repeats rows and columns of its pixels (``image-rendering: pixelated``), and so the strokes of its letters.
+WIDTH = 350
+MARGIN = 4
+TOP = 28  # room for the title
+BAR_ROOM = 47  # room for the row of colours, above the data: beside them it would take a fifth of their width
+RIGHT = 12  # room beside the data, for half of the last number of the axis
+_BAR_PX = 9
+_TICK_PX = 3
+_AXIS_PX = 33  # room for the numbers and the title of the axis below
+_NOTE_PX = 15
+_MOST_ROOM = 134  # for names, at the left: with their margins two fifths of the width
+_ROW_GAP = 6  # from a name to the data
 
 Area = tuple[int, int, int, int]
 """Where the data lies: left, top, width and height in pixels."""
 
 
-def new_canvas(height: int, title: str, width: int = WIDTH) -> Canvas:
+def new_canvas(height: int, title: str) -> Canvas:
     """An empty picture with its title."""
-    canvas = Canvas(width, height)
+    canvas = Canvas(WIDTH, height)
     # A bold letter is at most a sixth wider than another.
-    canvas.text(16, 25, shortened(title, (width - 32) / 1.17, px=TITLE_PX, head=0.6), px=TITLE_PX, bold=True)
+    room = (WIDTH - 2 * MARGIN) / 1.17
+    canvas.text(MARGIN, 14, shortened(title, room, px=TITLE_PX, head=0.6), px=TITLE_PX, bold=True)
     return canvas
 
 
 def bottom_room(notes: Sequence[str], marks: Iterable[Mark] = (), *, axis: bool = True) -> int:
     """How many pixels :func:`numbers_below` and :func:`notes_below` need."""
-    return (_AXIS_PX if axis else 8) + _NOTE_PX * (len(notes) + bool(list(marks))) + 10
+    return (_AXIS_PX if axis else 4) + _NOTE_PX * (len(_lines(notes)) + bool(list(marks))) + 6
 
 
 def numbers_below(canvas: Canvas, area: Area, axis: Scale, title: str) -> None:
     """The axis below the data."""
     left, top, width, height = area
-    bottom = top + height
-    end = -1e9
-    for place, text in axis.ticks(9):
-        x = left + place * width
-        canvas.line([(x, bottom), (x, bottom + _TICK_PX)], GREY)
+    _numbers_along(canvas, (left, top + height, width), axis)
+    title = shortened(title, WIDTH - 2 * MARGIN, px=TEXT_PX)
+    half = text_width(title) / 2
+    canvas.text(min(left + width / 2, WIDTH - MARGIN - half), top + height + 25, title, anchor="mm")
+
+
+def fitting_ticks(axis: Scale, width: int) -> list[tuple[float, str]]:
+    """At most seven places and their numbers on an axis, as many as stand side by side without touching."""
+    for most in range(7, 2, -1):
+        ticks = axis.ticks(most)
+        ends = [(place * width, text_width(text, DETAIL_PX) / 2) for place, text in ticks]
+        if all(b - a >= before + behind + 8 for (a, before), (b, behind) in pairwise(ends)):
+            return ticks
+    return axis.ticks(2)
+
+
+def _numbers_along(canvas: Canvas, line: tuple[int, int, int], axis: Scale) -> None:
+    """Numbers below a line, which is given by left, top and width."""
+    left, top, width = line
+    for place, text in fitting_ticks(axis, width):
+        x = left + place * (width - 1)
+        canvas.line([(x, top), (x, top + _TICK_PX)], GREY)
         half = text_width(text, DETAIL_PX) / 2
-        if x - half > end + 8:
-            canvas.text(x, bottom + 15, text, px=DETAIL_PX, anchor="mm")
-            end = x + half
-    canvas.text(left + width / 2, bottom + 37, title, anchor="mm")
+        canvas.text(max(half + 2, min(x, canvas.width - half - 2)), top + 10, text, px=DETAIL_PX, anchor="mm")
 
 
 def numbers_left(canvas: Canvas, area: Area, axis: Scale, title: str) -> None:
     """The axis at the left of the data, growing upwards."""
     left, top, _, height = area
     last = 1e9
-    for place, text in axis.ticks(max(2, min(13, height // 34))):
+    for place, text in axis.ticks(max(2, min(9, height // 30))):
         y = top + (1 - place) * height
         canvas.line([(left - _TICK_PX, y), (left - 1, y)], GREY)
         if y < last - DETAIL_PX - 2:
-            canvas.text(left - 9, y, text, px=DETAIL_PX, anchor="rm")
+            canvas.text(left - _ROW_GAP, y, text, px=DETAIL_PX, anchor="rm")
             last = y
-    canvas.upright_text(16, top + height / 2, title)
+    canvas.upright_text(MARGIN + 5, top + height / 2, shortened(title, height, px=TEXT_PX))
 
 
 def rows_room(names: Sequence[str]) -> int:
     """How many pixels the names of rows take at the left."""
     widest = max((text_width(name, DETAIL_PX) for name in names), default=0.0)
-    return int(min(widest, _MOST_ROOM)) + 26
+    return int(min(widest, _MOST_ROOM)) + MARGIN + _ROW_GAP
 
 
 def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float) -> None:
     """The names of rows, at the left of their middles; as many as there is room for."""
     left, top, _, _ = area
-    shown = fitted(names, left - 24)
+    shown = fitted(names, left - MARGIN - _ROW_GAP + 1)
     for row in every_nth(len(names), distance, DETAIL_PX + 1):
         y = top + (row + 0.5) * distance
         canvas.line([(left - _TICK_PX, y), (left - 1, y)], GREY)
-        canvas.text(left - 9, y, shown[row], px=DETAIL_PX, anchor="rm")
+        canvas.text(left - _ROW_GAP, y, shown[row], px=DETAIL_PX, anchor="rm")
 
 
 def colour_bar(canvas: Canvas, area: Area, scale: Scale, table: Table, label: str) -> None:
-    """The row of colours at the right of the data, with its numbers and what they are of."""
-    left, top, width, height = area
-    length = min(height, 420)
-    colours = table[np.linspace(255, 0, length).round().astype(int)]
-    x = left + width + 22
-    canvas.image(x, top, np.repeat(colours[:, None], _BAR_PX, axis=1))
-    canvas.frame(x, top, _BAR_PX, length)
-    last = 1e9
-    for place, text in scale.ticks(max(2, min(9, length // 30))):
-        y = top + (1 - place) * (length - 1)
-        canvas.line([(x + _BAR_PX, y), (x + _BAR_PX + 4, y)], GREY)
-        if y < last - DETAIL_PX - 2:
-            canvas.text(x + _BAR_PX + 7, y, text, px=DETAIL_PX)
-            last = y
-    canvas.upright_text(canvas.width - 14, top + length / 2, shortened(label, max(length, 150), px=TEXT_PX))
+    """The row of colours above the data, with its numbers and what they are of."""
+    left, top, width, _ = area
+    y = top - BAR_ROOM + 16
+    colours = table[np.linspace(0, 255, width).round().astype(int)]
+    canvas.image(left, y, np.repeat(colours[None], _BAR_PX, axis=0))
+    canvas.frame(left, y, width, _BAR_PX)
+    _numbers_along(canvas, (left, y + _BAR_PX, width), scale)
+    label = shortened(label, WIDTH - 2 * MARGIN)
+    # Above the left end of the colours, unless it is too long for that.
+    canvas.text(max(MARGIN, min(left, WIDTH - MARGIN - text_width(label, DETAIL_PX))), y - 9, label, px=DETAIL_PX)
 
 
-def notes_below(canvas: Canvas, y: float, notes: Sequence[str], marks: Iterable[Mark] = ()) -> None:
+def notes_below(
+    canvas: Canvas, area: Area, notes: Sequence[str], marks: Iterable[Mark] = (), *, axis: bool = True
+) -> None:
     """What the patterns mean, and what else there is to say of a picture."""
-    x = 16.0
+    x, y = float(MARGIN), area[1] + area[3] + (_AXIS_PX if axis else 4) + _NOTE_PX // 2
     shown = list(marks)
     for mark in shown:
-        x = swatch(canvas, x, y, pattern(mark, 14, 22), MARKS[mark])
+        x = swatch(canvas, x, y, pattern(mark, 10, 16), MARKS[mark])
     y += _NOTE_PX * bool(shown)
-    for note in notes:
-        canvas.text(16, y, shortened(note, canvas.width - 32), px=DETAIL_PX, colour="#4d4d4d")
+    for note in _lines(notes):
+        canvas.text(MARGIN, y, note, px=DETAIL_PX, colour="#4d4d4d")
         y += _NOTE_PX
+
+
+def _lines(notes: Sequence[str]) -> list[str]:
+    return [line for note in notes for line in wrapped(note, WIDTH - 2 * MARGIN)]
 
 
 def swatch(canvas: Canvas, x: float, y: float, pixels: Image, meaning: str) -> float:
@@ -135,8 +160,8 @@ def swatch(canvas: Canvas, x: float, y: float, pixels: Image, meaning: str) -> f
     left, top = round(x), round(y - height / 2)
     canvas.image(left, top, pixels)
     canvas.frame(left, top, width, height)
-    canvas.text(x + width + 7, y, meaning, px=DETAIL_PX, colour=INK)
-    return x + width + 7 + text_width(meaning, DETAIL_PX) + 24
+    canvas.text(x + width + 5, y, meaning, px=DETAIL_PX, colour=INK)
+    return x + width + 5 + text_width(meaning, DETAIL_PX) + 12
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -145,6 +170,6 @@ def evenly(count: int, most: int) -> list[int]:
     return places
 
 
-def plain(colour: tuple[int, int, int], height: int = 14, width: int = 22) -> Image:
+def plain(colour: tuple[int, int, int], height: int = 10, width: int = 16) -> Image:
     """A sample of one colour."""
     return np.full((height, width, 3), colour, dtype=np.uint8)

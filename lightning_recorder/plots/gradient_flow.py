@@ -13,11 +13,13 @@ from lightning_recorder.plots.blank import blank
 from lightning_recorder.plots.canvas import Canvas, Image
 from lightning_recorder.plots.colours import Mark, pattern
 from lightning_recorder.plots.frame import (
+    MARGIN,
+    RIGHT,
     TOP,
     WIDTH,
-    Area,
     bottom_room,
     evenly,
+    fitting_ticks,
     new_canvas,
     notes_below,
     numbers_below,
@@ -27,13 +29,14 @@ from lightning_recorder.plots.frame import (
     swatch,
 )
 from lightning_recorder.plots.scale import Scale
+from lightning_recorder.plots.words import shortened
 
 __all__ = ["gradient_flow"]
 
 # Blue and orange of Okabe and Ito, told apart with any kind of sight, and light against dark.
 _MEAN, _LARGEST = (0, 114, 178), (245, 196, 118)
-_RIGHT = 28
-_MOST_ROWS = 280
+_LEGEND_PX = 34  # above the bars, where it is seen before them
+_MOST_ROWS = 260
 _TALLEST_PX = 1400
 
 
@@ -50,7 +53,7 @@ def gradient_flow(
     """Two bars for each layer on one logarithmic axis, from top to bottom in the order in which the layers run.
 
     A layer at which nothing but 0 arrives has a hollow square at the left end; a bar whose value is not finite goes
-    over all of the width, striped for NaN and black for infinite. Of more than 280 layers so many are drawn, evenly
+    over all of the width, striped for NaN and black for infinite. Of more than 260 layers so many are drawn, evenly
     spread, and the picture says so.
 
     Args:
@@ -63,7 +66,7 @@ def gradient_flow(
         largest: What ``maxima`` are.
 
     Returns:
-        ``[height, 900, 3]``, at most 1,600 pixels high.
+        ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
         ArgumentError: If the shapes do not agree.
@@ -86,30 +89,27 @@ def _drawn(
     title: str, names: list[str], means: Floats, maxima: Floats, words: tuple[str, str], notes: list[str]
 ) -> Image:
     axis = _axis(np.concatenate((means, maxima)))
-    row_px = int(np.clip(min(_TALLEST_PX // len(names), max(420 // len(names), 15)), 5, 30))
-    left = rows_room(names)
-    area = (left, TOP, WIDTH - _RIGHT - left, len(names) * row_px)
+    row_px = int(np.clip(min(_TALLEST_PX // len(names), max(260 // len(names), 14)), 5, 24))
+    left, top = rows_room(names), TOP + _LEGEND_PX
+    area = (left, top, WIDTH - RIGHT - left, len(names) * row_px)
     both = np.stack((means, maxima))
     kinds: dict[Mark, bool] = {"nan": bool(np.isnan(both).any()), "inf": bool(np.isinf(both).any())}
     marks = [mark for mark, is_there in kinds.items() if is_there]
-    canvas = new_canvas(TOP + area[3] + bottom_room(["legend", *notes], marks), title)
-    canvas.image(left, TOP, _bars(means, maxima, axis, row_px, area[2]))
-    for place, _ in axis.ticks(9):
-        x = left + place * area[2]
-        canvas.line([(x, TOP + area[3]), (x, TOP + area[3] + 5)], "#222222")
+    canvas = new_canvas(top + area[3] + bottom_room(notes, marks), title)
+    canvas.image(left, top, _bars(means, maxima, axis, row_px, area[2]))
     canvas.frame(*area)
     row_names(canvas, area, names, row_px)
-    numbers_below(canvas, area, axis, "magnitude of the gradient (log scale)")
-    _legend(canvas, area, words)
-    notes_below(canvas, TOP + area[3] + 82, notes, marks)
+    numbers_below(canvas, area, axis, "magnitude (log scale)")
+    _legend(canvas, words)
+    notes_below(canvas, area, notes, marks)
     return canvas.pixels()
 
 
-def _legend(canvas: Canvas, area: Area, words: tuple[str, str]) -> None:
-    y = area[1] + area[3] + 62
-    x = swatch(canvas, 16, y, plain(_MEAN), words[0])
-    x = swatch(canvas, x, y, plain(_LARGEST), words[1])
-    swatch(canvas, x, y, _square(14), "0: no gradient arrives")
+def _legend(canvas: Canvas, words: tuple[str, str]) -> None:
+    mean, largest = (shortened(word, WIDTH / 2 - 40) for word in words)
+    x = swatch(canvas, MARGIN, TOP + 6, plain(_MEAN), mean)
+    swatch(canvas, x, TOP + 6, plain(_LARGEST), largest)
+    swatch(canvas, MARGIN, TOP + 22, _square(10), "0: no gradient arrives")
 
 
 def _axis(magnitudes: Floats) -> Scale:
@@ -132,7 +132,7 @@ def _square(size: int) -> Image:
 def _bars(means: Floats, maxima: Floats, axis: Scale, row_px: int, width: int) -> Image:
     """The bars as pixels, the wide one of the maximum behind the narrow one of the mean."""
     pixels = np.full((len(means) * row_px, width, 3), 255, dtype=np.uint8)
-    for place, _ in axis.ticks(9):
+    for place, _ in fitting_ticks(axis, width):
         pixels[:, min(int(place * width), width - 1)] = 225
     gap, thin = max(row_px // 8, 1), max(row_px // 3, 1)
     for row, (mean, largest) in enumerate(zip(means, maxima, strict=True)):

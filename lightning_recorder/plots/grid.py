@@ -14,6 +14,8 @@ from lightning_recorder.plots.canvas import DETAIL_PX, Image
 from lightning_recorder.plots.colours import cover, marks_of, paint, table_for
 from lightning_recorder.plots.frame import (
     BAR_ROOM,
+    MARGIN,
+    RIGHT,
     TOP,
     WIDTH,
     bottom_room,
@@ -27,11 +29,10 @@ from lightning_recorder.plots.words import shortened
 
 __all__ = ["chosen", "grid_of", "pooled"]
 
-_MARGIN = 16
-_GAP = 6
-_CAPTION_PX = 17
-_COMFORTABLE_PX, _TALLEST_PX = 540, 1400
-_NARROWEST_PX, _WIDEST_PX = 36, 280  # of one panel
+_GAP = 5
+_CAPTION_PX = 14
+_HEIGHTS_PX = (430, 900, 1350)  # of all panels, in the order in which they are tried
+_NARROWEST_PX, _WIDEST_PX = 48, 280  # of one panel
 _LONGEST = 8.0  # times the other side: what is longer is stretched across
 _MOST_VALUES = 40_000  # of all panels together; it bounds the size of the file
 
@@ -63,34 +64,33 @@ def grid_of(
         notes: What else there is to say.
 
     Returns:
-        ``[height, 900, 3]``, at most 1,600 pixels high.
+        ``[height, 350, 3]``, at most 1,600 pixels high.
     """
     if not panels.size:
         return blank(title, "there is nothing to show")
     plane = panels.ndim == 3
     if plane and not shared:
         panels, label = _normed(panels), f"{label} / largest |{label}| of the panel"
-    across, box = _layout(len(panels), panels.shape[1], panels.shape[2], WIDTH - 2 * _MARGIN - BAR_ROOM * plane)
+    across, box = _layout(len(panels), panels.shape[1], panels.shape[2], WIDTH - 2 * MARGIN)
     panels, block = pooled(panels, box, max(_MOST_VALUES // (len(panels) * (1 if plane else 2)), 1))
     notes = [*notes, *([f"each pixel is the mean of {block[0]} × {block[1]} values"] if max(block) > 1 else [])]
-    zoom = _zoom(panels.shape[1:3], box)
-    values = panels.repeat(zoom[0], axis=1).repeat(zoom[1], axis=2)
+    height, width = _size(panels.shape[1:3], box)
+    values = panels[:, np.arange(height) * panels.shape[1] // height][:, :, np.arange(width) * panels.shape[2] // width]
     scale = scale_of(values, log=False) if plane else Scale("linear", 0.0, 1.0)
     marks = marks_of(values if plane else values.mean(axis=-1), scale)
     pixels = paint(values, scale, table_for(scale)) if plane else _coloured(values)
     row = pixels.shape[1] + _CAPTION_PX + _GAP
-    height = max(math.ceil(len(pixels) / across) * row, 160 * plane)
-    canvas = new_canvas(TOP + height + bottom_room(notes, marks, axis=False), title)
+    top, below = TOP + BAR_ROOM * plane, math.ceil(len(pixels) / across) * row
+    canvas = new_canvas(top + below + bottom_room(notes, marks, axis=False), title)
     for index, panel in enumerate(pixels):
-        x, y = _MARGIN + index % across * (box[1] + _GAP), TOP + index // across * row
+        x, y = MARGIN + index % across * (box[1] + _GAP), top + index // across * row
         cover(panel, {mark: where[index] for mark, where in marks.items()})
-        canvas.text(x, y + 7, shortened(captions[index], box[1]), px=DETAIL_PX)
+        canvas.text(x, y + 6, shortened(captions[index], box[1]), px=DETAIL_PX)
         canvas.image(x, y + _CAPTION_PX, panel)
         canvas.frame(x, y + _CAPTION_PX, panel.shape[1], panel.shape[0], "#cfcfcf")
     if plane:
-        beside = (0, TOP + _CAPTION_PX, WIDTH - BAR_ROOM, height - _CAPTION_PX - _GAP)
-        colour_bar(canvas, beside, scale, table_for(scale), label)
-    notes_below(canvas, TOP + height + 14, notes, marks)
+        colour_bar(canvas, (RIGHT, top, WIDTH - 2 * RIGHT, below), scale, table_for(scale), label)
+    notes_below(canvas, (MARGIN, top, WIDTH - 2 * MARGIN, below), notes, marks, axis=False)
     return canvas.pixels()
 
 
@@ -108,11 +108,11 @@ def _layout(count: int, rows: int, columns: int, width: int) -> tuple[int, tuple
     """How many panels stand side by side, and how high and wide each may be: the largest ones that have room."""
     aspect = float(np.clip(rows / columns, 1 / _LONGEST, _LONGEST))
     best = (1, (1, 1))
-    for limit in (_COMFORTABLE_PX, _TALLEST_PX):
+    for limit in _HEIGHTS_PX:
         for across in range(1, count + 1):
-            wide = min((width - _GAP * (across - 1)) // across, _WIDEST_PX, int(_COMFORTABLE_PX / aspect))
+            wide = min((width - _GAP * (across - 1)) // across, _WIDEST_PX, int(_HEIGHTS_PX[0] / aspect))
             best = (across, (max(int(wide * aspect), 8), max(wide, 8)))
-            if wide < _NARROWEST_PX and limit == _COMFORTABLE_PX:
+            if wide < _NARROWEST_PX and limit < _HEIGHTS_PX[-1]:
                 break
             if math.ceil(count / across) * (best[1][0] + _CAPTION_PX + _GAP) <= limit:
                 return best
@@ -151,9 +151,12 @@ def _is_long(height: int, width: int) -> bool:
     return not 1 / _LONGEST <= height / width <= _LONGEST
 
 
-def _zoom(shape: tuple[int, ...], box: tuple[int, int]) -> tuple[int, int]:
-    """How many pixels high and wide a value is."""
-    down, across = max(box[0] // shape[0], 1), max(box[1] // shape[1], 1)
-    if _is_long(*shape):
-        return down, across
-    return min(down, across), min(down, across)
+def _size(shape: tuple[int, ...], box: tuple[int, int]) -> tuple[int, int]:
+    """How many pixels high and wide a panel is: values of four pixels or more are all equally large."""
+    down, across = (max(room / size, 1.0) for room, size in zip(box, shape, strict=True))
+    if not _is_long(*shape):
+        down = across = min(down, across)
+    height, width = (
+        int(size * (int(each) if each >= 4 else each) + 1e-9) for size, each in zip(shape, (down, across), strict=True)
+    )
+    return height, width

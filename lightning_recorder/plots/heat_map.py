@@ -16,6 +16,7 @@ from lightning_recorder.plots.colours import cover, marks_of, paint, table_for
 from lightning_recorder.plots.columns import Columns, columns_of, furthest
 from lightning_recorder.plots.frame import (
     BAR_ROOM,
+    RIGHT,
     TOP,
     WIDTH,
     bottom_room,
@@ -30,10 +31,9 @@ from lightning_recorder.plots.scale import Scale, number, scale_of
 
 __all__ = ["heat_map"]
 
-_MOST_ROWS = 280
-_MOST_CELLS = 18_000  # it bounds the size of the file, which noise fills
-_ROW_PX = (5, 30)  # the thinnest and the thickest row
-_COMFORTABLE_PX = 15  # a row with its name, which all of them get while the picture stays below its bound
+_MOST_ROWS = 260
+_ROW_PX = (5, 24)  # the thinnest and the thickest row
+_COMFORTABLE_PX = 14  # a row with its name; 12 are enough, which each of up to 116 rows has
 _TALLEST_PX = 1400
 
 
@@ -51,9 +51,9 @@ def heat_map(
 
     Positive values that span more than a factor of 50 are shown on a logarithmic scale, signed ones on a symmetric one;
     a statistic whose name ends with ``fraction`` from 0 to 1. What is not finite, was not recorded, or is 0 on a
-    logarithmic scale, has a pattern, which is explained below. At most 280 rows, 300 columns and 18,000 cells are
-    drawn: where several values share a cell, it shows the one that is furthest from 0, and any that is not finite
-    before that. So a PNG of it has at most 300 KB, of noise; of a training it has about 100.
+    logarithmic scale, has a pattern, which is explained below. At most 260 rows and 97 columns are drawn: where
+    several values share a cell, it shows the one that is furthest from 0, and any that is not finite before that. So a
+    PNG of it has at most 300 KB, of noise; of a training of 40 layers it has about 30.
 
     Args:
         steps: ``[steps]``, ascending.
@@ -65,7 +65,7 @@ def heat_map(
         log: Whether the scale of the colours is logarithmic; by default the values decide.
 
     Returns:
-        ``[height, 900, 3]``, at most 1,600 pixels high.
+        ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
         ArgumentError: If shapes do not agree or steps do not ascend.
@@ -79,7 +79,7 @@ def heat_map(
             raise ArgumentError(f"{what} must have the shape [{len(names)}, {len(steps)}], got {list(shape)}")
     if not recorded.any():
         return blank(title, "nothing was recorded")
-    columns = columns_of(steps, min(300, _MOST_CELLS // min(len(names), _MOST_ROWS)))
+    columns = columns_of(steps)
     names, cells, there, joined = _joined(names, values, recorded, columns)
     scale = Scale("linear", 0.0, 1.0) if _is_share(statistic, cells) else scale_of(cells[there], log=log)
     notes = _notes(joined, columns.most, scale, cells[there])
@@ -108,13 +108,13 @@ def _joined(
 
 def _notes(layers: int, steps: int, scale: Scale, values: Floats) -> list[str]:
     notes = []
-    shared = [f"{count:,} {what}" for count, what in ((layers, "neighbouring layers"), (steps, "steps")) if count > 1]
+    shared = [f"{count:,} {what}" for count, what in ((layers, "layers"), (steps, "steps")) if count > 1]
     if shared:
-        notes.append(f"each cell shows the value furthest from 0 of up to {' × '.join(shared)}")
+        notes.append(f"each cell: the value furthest from 0 of up to {' × '.join(shared)}")
     if scale.kind == "symlog":
         notes.append(f"colours: logarithmic on both sides of 0, linear below {number(scale.threshold)}")
     if scale.kind == "log" and (values[values > 0] < scale.low).any():
-        notes.append("colours: what is less than the smallest number of the scale has its colour")
+        notes.append("colours: below the scale as at its low end")
     return notes
 
 
@@ -128,21 +128,21 @@ def _drawn(
     scale: Scale,
     notes: list[str],
 ) -> Image:
-    row_px = int(np.clip(min(_TALLEST_PX // len(names), max(420 // len(names), _COMFORTABLE_PX)), *_ROW_PX))
-    left = rows_room(names)
-    area = (left, TOP, WIDTH - BAR_ROOM - left, len(names) * row_px)
+    row_px = int(np.clip(min(_TALLEST_PX // len(names), max(260 // len(names), _COMFORTABLE_PX)), *_ROW_PX))
+    left, top = rows_room(names), TOP + BAR_ROOM
+    area = (left, top, WIDTH - RIGHT - left, len(names) * row_px)
     # On the pixels and not on the cells, so that the patterns stay what they are.
     across = columns.spread(area[2])
     wide = np.repeat(cells[:, across], row_px, axis=0)
     marks = marks_of(wide, scale, np.repeat(there[:, across], row_px, axis=0))
-    canvas = new_canvas(TOP + area[3] + bottom_room(notes, marks), title)
+    canvas = new_canvas(top + area[3] + bottom_room(notes, marks), title)
     pixels = np.repeat(paint(cells, scale, table_for(scale))[:, across], row_px, axis=0)
     cover(pixels, marks)
-    canvas.image(left, TOP, pixels)
+    canvas.image(left, top, pixels)
     canvas.frame(*area)
     row_names(canvas, area, names, row_px)
     numbers_below(canvas, area, columns.axis, "step")
     kind = {"linear": "", "log": " (log scale)", "symlog": " (symlog)"}[scale.kind]
     colour_bar(canvas, area, scale, table_for(scale), statistic + kind)
-    notes_below(canvas, TOP + area[3] + 62, notes, marks)
+    notes_below(canvas, area, notes, marks)
     return canvas.pixels()

@@ -34,7 +34,7 @@ def kernels(
         shared: Whether one scale of colours holds for all kernels; of kernels in colour each has its own.
 
     Returns:
-        ``[height, 900, 3]``, at most 1,600 pixels high.
+        ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
         ArgumentError: If the shape is another, or the inputs of a linear layer are no picture.

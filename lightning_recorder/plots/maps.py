@@ -22,7 +22,7 @@ def feature_maps(tensor: Any, *, title: str, max_maps: int = 64, shared: bool = 
         shared: Whether one scale of colours holds for all channels; otherwise each has its own, and weak ones are seen.
 
     Returns:
-        ``[height, 900, 3]``, at most 1,600 pixels high.
+        ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
         ArgumentError: If the shape is another.
@@ -49,7 +49,7 @@ def attention_maps(tensor: Any, *, title: str, max_maps: int = 16, shared: bool 
             a single key would darken all others.
 
     Returns:
-        ``[height, 900, 3]``, at most 1,600 pixels high.
+        ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
         ArgumentError: If the shape is another.

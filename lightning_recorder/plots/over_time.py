@@ -14,6 +14,7 @@ from lightning_recorder.plots.colours import VIRIDIS, Mark, cover, paint
 from lightning_recorder.plots.columns import Columns, columns_of
 from lightning_recorder.plots.frame import (
     BAR_ROOM,
+    RIGHT,
     TOP,
     WIDTH,
     bottom_room,
@@ -28,8 +29,8 @@ from lightning_recorder.plots.scale import Scale, number
 
 __all__ = ["histogram_over_time"]
 
-_BINS, _BIN_PX = 145, 3  # odd, so that 0 lies inside a bin where the axis is symmetric
-_LEFT = 92
+_BINS, _BIN_PX = 145, 2  # odd, so that 0 lies inside a bin where the axis is symmetric
+_LEFT = 60
 _LEAST_SHARE = 1e-5  # what is rarer has the colour of that
 
 
@@ -50,7 +51,7 @@ def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str =
         value: What the values are, with a unit if there is one.
 
     Returns:
-        ``[565, 900, 3]``, or somewhat more where there is something to explain.
+        ``[404, 350, 3]``, or somewhat more where there is something to explain.
 
     Raises:
         ArgumentError: If there are not as many histograms as steps, or these do not ascend.
@@ -78,21 +79,21 @@ def _mean(some: Floats) -> Floats:
 def _drawn(title: str, value: str, cells: Floats, columns: Columns, axis: Scale) -> Image:
     largest = float(np.nanmax(cells))
     colours = Scale("log", min(_LEAST_SHARE, largest / 10), largest)
-    area = (_LEFT, TOP, WIDTH - BAR_ROOM - _LEFT, _BINS * _BIN_PX)
+    area = (_LEFT, TOP + BAR_ROOM, WIDTH - RIGHT - _LEFT, _BINS * _BIN_PX)
     across = columns.spread(area[2])
     cells = np.where(cells == 0, np.nan, np.where(np.isnan(cells), -1.0, cells))
     pixels = np.repeat(paint(cells, colours, VIRIDIS)[:, across], _BIN_PX, axis=0)
     missing = np.repeat((cells == -1.0)[:, across], _BIN_PX, axis=0)
     marks: list[Mark] = ["missing"] if missing.any() else []
     cover(pixels, {"missing": missing})
-    notes = [f"each column shows the mean of up to {columns.most:,} steps"] if columns.most > 1 else []
+    notes = [f"each column: the mean of up to {columns.most:,} steps"] if columns.most > 1 else []
     if axis.kind == "symlog":
         notes.append(f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}")
-    canvas = new_canvas(TOP + area[3] + bottom_room(notes, marks), title)
-    canvas.image(area[0], TOP, pixels)
+    canvas = new_canvas(area[1] + area[3] + bottom_room(notes, marks), title)
+    canvas.image(area[0], area[1], pixels)
     canvas.frame(*area)
     numbers_left(canvas, area, axis, f"{value} (symlog)" if axis.kind == "symlog" else value)
     numbers_below(canvas, area, columns.axis, "step")
     colour_bar(canvas, area, colours, VIRIDIS, "share of the values in a bin (log scale)")
-    notes_below(canvas, TOP + area[3] + 62, notes, marks)
+    notes_below(canvas, area, notes, marks)
     return canvas.pixels()

@@ -33,12 +33,14 @@ def overview(
 
     Those are ``<group>_plots/heat_map/<statistic>`` for each statistic, ``<group>_plots/ridge`` of the latest
     histograms, ``<group>_plots/over_time/<site>`` for some sites evenly spread and, of gradients,
-    ``<group>_plots/flow`` of the latest step. A statistic that was never recorded has no picture, nor has what has no
-    histogram.
+    ``<group>_plots/flow`` of the latest step. Gradients of parameters have no pictures over time, since those of the
+    parameters would stand beside them under the same names. A statistic that was never recorded has no picture, nor
+    has what has no histogram.
 
     Args:
         history: What was recorded.
-        group: As ``activations``; one that begins with ``gradients`` has a picture of their flow.
+        group: As ``activations``; what begins with ``gradients`` has a picture of their flow, and what ends with
+            ``_grad``, as the gradients of parameters do.
         statistics: Of which heat maps are made.
         max_images: The most pictures of single sites over time.
 
@@ -50,7 +52,9 @@ def overview(
     found: dict[str, Image] = {}
     if not len(steps) or not sites:
         return found
-    names = [_name(site) for site in sites]
+    of_parameters = group.endswith("_grad")
+    # The group says already that they are gradients.
+    names = [_name(site).removesuffix(".grad") if of_parameters else _name(site) for site in sites]
     for statistic in statistics:
         values = history.table(statistic)
         if not np.isnan(values).all():
@@ -62,9 +66,9 @@ def overview(
         found[make_tag(f"{group}_plots", "ridge", "")] = ridge(
             list(latest), list(latest.values()), title=f"{group}: histograms", step=int(steps[-1])
         )
-    if group.startswith("gradients") and {"rms", "min", "max"} <= set(history.statistics):
+    if (group.startswith("gradients") or of_parameters) and {"rms", "min", "max"} <= set(history.statistics):
         found[make_tag(f"{group}_plots", "flow", "")] = _flow(history, names, group)
-    places = history.histogram_sites
+    places = [] if of_parameters else history.histogram_sites
     for place in evenly(len(places), max_images):
         name = _name(places[place])
         tag = _free(make_tag(f"{group}_plots", "over_time", name), found)

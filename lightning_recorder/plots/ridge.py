@@ -13,6 +13,7 @@ from lightning_recorder.plots.blank import blank
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.colours import VIRIDIS
 from lightning_recorder.plots.frame import (
+    RIGHT,
     TOP,
     WIDTH,
     bottom_room,
@@ -24,12 +25,11 @@ from lightning_recorder.plots.frame import (
     rows_room,
 )
 from lightning_recorder.plots.rebin import edges_along, shares, to_histograms, value_axis
-from lightning_recorder.plots.scale import number
+from lightning_recorder.plots.scale import Scale, number
 
 __all__ = ["ridge"]
 
-_BINS = 181  # odd, so that 0 lies inside a bin where the axis is symmetric
-_RIGHT = 28
+_BINS = 121  # odd, so that 0 lies inside a bin where the axis is symmetric
 _MOST_LAYERS = 80
 _OVERLAP = 1.6  # how many rows high a curve is
 
@@ -45,7 +45,7 @@ def ridge(
 ) -> Image:
     """A curve for each layer, the first one on top, on one axis of values.
 
-    The height is the square root of the share of values in each of 181 bins of equal width in the picture, so that
+    The height is the square root of the share of values in each of 121 bins of equal width in the picture, so that
     what is rare is seen beside a peak; each curve reaches the same height. Of more than ``max_layers`` layers so many
     are drawn, evenly spread, and the picture says so.
 
@@ -59,7 +59,7 @@ def ridge(
         max_layers: The most curves, up to 80.
 
     Returns:
-        ``[height, 900, 3]``, at most 1,600 pixels high.
+        ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
         ArgumentError: If there are not as many names as histograms.
@@ -68,42 +68,42 @@ def ridge(
     found = to_histograms(histograms)
     names = checked_names(names, len(found), "histograms")
     chosen = evenly(len(found), min(max_layers, _MOST_LAYERS))
-    shown = [found[row] for row in chosen]
-    axis = value_axis(shown)
+    axis = value_axis([found[row] for row in chosen])
     title = title if step is None else f"{title}, step {step:,}"
     if axis is None:
         return blank(title, "no finite value was recorded")
-    edges = edges_along(axis, _BINS)
-    notes = ["height: square root of the share of the values in a bin; each layer reaches the same height"]
+    notes = ["height: root of the share, scaled for each layer"]
     if len(chosen) < len(found):
         notes.append(f"{len(chosen)} of {len(found):,} layers, evenly spread from the first to the last")
     if axis.kind == "symlog":
-        notes.append(
-            f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}; wider bells have two humps"
-        )
-    distance = int(np.clip(420 // len(shown), 15, 44))
-    names = [name if each.count else f"{name} (none)" for name, each in ((names[r], found[r]) for r in chosen)]
-    left = rows_room(names)
-    head = round(distance * (_OVERLAP - 1))
-    area = (left, TOP + head, WIDTH - _RIGHT - left, len(shown) * distance)
-    canvas = new_canvas(sum(area[1::2]) + bottom_room(notes), title)
-    curves = [_curve(shares(each, edges), row, distance, head, area[2]) for row, each in enumerate(shown)]
-    inside = VIRIDIS[np.linspace(40, 215, len(curves)).round().astype(int)]
+        notes.append(f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}")
+        notes.append("a bell that is wider than the linear part has two humps")
+    names = [names[row] if found[row].count else f"{names[row]} (none)" for row in chosen]
+    edges = edges_along(axis, _BINS)
+    parts = [shares(found[row], edges) for row in chosen]
+    return _drawn(title, names, parts, axis, f"{value} (symlog)" if axis.kind == "symlog" else value, notes)
+
+
+def _drawn(title: str, names: list[str], parts: list[Floats], axis: Scale, value: str, notes: list[str]) -> Image:
+    distance = int(np.clip(300 // len(names), 14, 34))
+    left, head = rows_room(names), round(distance * (_OVERLAP - 1))
+    area = (left, TOP + head, WIDTH - RIGHT - left, len(names) * distance)
+    canvas = new_canvas(area[1] + area[3] + bottom_room(notes), title)
+    curves = [_curve(each, row, distance, head, area[2]) for row, each in enumerate(parts)]
+    inside = VIRIDIS[np.linspace(40, 215, len(curves)).round().astype(int)].tolist()
+    colours = ["#{:02x}{:02x}{:02x}".format(*each) for each in inside]
     canvas.ridges(
         left,
         TOP,
         area[2],
         area[3] + head,
-        [
-            (curve, "#{:02x}{:02x}{:02x}".format(*colour), "#ffffff")
-            for curve, colour in zip(curves, inside, strict=True)
-        ],
+        [(curve, colour, "#ffffff") for curve, colour in zip(curves, colours, strict=True)],
     )
     canvas.frame(left, TOP, area[2], area[3] + head)
     # Names stand at the ground lines of their curves.
-    row_names(canvas, (left, area[1] + distance // 2 - 6, *area[2:]), names, distance)
-    numbers_below(canvas, area, axis, f"{value} (symlog)" if axis.kind == "symlog" else value)
-    notes_below(canvas, area[1] + area[3] + 62, notes)
+    row_names(canvas, (left, area[1] + distance // 2 - 5, *area[2:]), names, distance)
+    numbers_below(canvas, area, axis, value)
+    notes_below(canvas, area, notes)
     return canvas.pixels()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_recorder.plots.canvas import DETAIL_PX, literal, text_width
 
-__all__ = ["every_nth", "fitted", "shortened"]
+__all__ = ["every_nth", "fitted", "shortened", "wrapped"]
 
 # Which share of what is kept of a name stands before the gap, in the order in which they are tried.
 _SPLITS = (0.3, 0.5, 0.1, 0.7, 0.9)
@@ -46,7 +46,7 @@ def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX) -> list[st
 
     Example:
         >>> fitted(["encoder.layers.11.attention", "head"], 120)
-        ['enco…1.attention', 'head']
+        ['encod….11.attention', 'head']
     """
     shown = [shortened(name, room, px=px) for name in names]
     for head in (*_SPLITS[1:], None):
@@ -58,6 +58,23 @@ def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX) -> list[st
                 ending = "" if head is not None else f" #{row}"
                 shown[row] = shortened(name, room, px=px, head=_SPLITS[0] if head is None else head, ending=ending)
     return shown
+
+
+def wrapped(text: str, room: float, *, px: int = DETAIL_PX) -> list[str]:
+    """A text in lines that fit, broken between words; a word that is too long for a line is shortened.
+
+    Example:
+        >>> wrapped("each channel has its own scale", 120)
+        ['each channel has its', 'own scale']
+    """
+    lines: list[str] = []
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and text_width(longer, px) <= room:
+            lines[-1] = longer
+        else:
+            lines.append(shortened(word, room, px=px))
+    return lines
 
 
 def every_nth(count: int, distance: float, needed: float) -> range:

@@ -16,7 +16,7 @@ __all__ = ["Plotter"]
 
 _FIRST = 10  # records; then at twice as many, and so on, so that drawing takes no more of a longer run
 
-_PICTURE_BYTES = 40_000  # of one, until there are some; those of 6 layers take 10 KB and those of 100 take 80
+_PICTURE_BYTES = 20_000  # of one, until there are some; those of 6 layers take 5 to 10 KB and those of 100 up to 75
 
 _HEAT_MAPS = {
     "activations": ("rms", "mean", "zero_fraction"),
@@ -76,7 +76,8 @@ class Plotter(Outlet):
         for part, of_part in self._by_part(sites).items():
             if part not in self._histories:
                 self._histories[part] = History(
-                    statistics=tuple(dict.fromkeys((*_HEAT_MAPS[part], *_FLOW))), max_histograms=self._max_images
+                    statistics=tuple(dict.fromkeys((*_HEAT_MAPS[part], *_FLOW))),
+                    max_histograms=0 if part.endswith("_grad") else self._max_images,  # of which none is drawn
                 )
             self._histories[part].add(record.step, {site: (found[site].scalars, found[site].bins) for site in of_part})
         self._records += 1

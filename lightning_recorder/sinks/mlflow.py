@@ -37,11 +37,11 @@ _FOLDER = "recorder"  # among the artifacts of the run
 class MlflowSink(Sink):
     """Writes scalars as metrics, images as logged images, everything else as artifacts under ``recorder/``.
 
-    Images have a slider over the steps in MLflow's page, and artifacts are shown there as they are: texts as Markdown,
-    SVG and HTML as pages, JSON with its lines. The histograms of a call are one JSON file,
-    ``recorder/histograms/<group>/step<step>-<tags>.json``, with the edges and counts of each tag in at most 64 bins:
-    exact, and read by ``mlflow.artifacts.load_dict``. A picture of each would be two artifacts a site and step, and
-    minutes of drawing in a long run.
+    Images have a slider over the steps in MLflow's page, and lie under ``recorder/images/`` as well. Artifacts are
+    shown there as they are: texts as Markdown, SVG and HTML as pages, JSON with its lines. The histograms of a call are
+    one JSON file, ``recorder/histograms/<group>/step<step>-<tags>.json``, with the edges and counts of each tag in at
+    most 64 bins: exact, and read by ``mlflow.artifacts.load_dict``. A picture of each would be two artifacts a site and
+    step, and minutes of drawing in a long run.
 
     In keys, characters that MLflow refuses become ``_`` and the part that had them gets a digest, so that
     ``lstm/out[1]`` is ``lstm/out_1_-d5a985103d8a``; keys of more than 250 characters are shortened. A database keeps
@@ -86,7 +86,8 @@ class MlflowSink(Sink):
         for tag, pixels in images.items():
             key = self._key(tag, _LONGEST_IMAGE_KEY)
             self._client.log_image(self._run_id, pixels, key=key, step=step, synchronous=True)
-        return True
+        # The page's slider begins at step 0, where most have none; among the artifacts they have plain names.
+        return self._write_artifacts(lambda files: files.write_images(step, images))
 
     @override
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:

@@ -24,13 +24,17 @@ def png_bytes(image: Image) -> int:
 
 
 def data_in(image: Image, colour: int = 0x8C) -> Image:
-    """What lies inside the first frame of a picture."""
+    """What lies inside the first frame of a picture that is higher than a row of colours."""
     grey = (image == colour).all(axis=-1)
     runs = [_longest_run(row) for row in grey]
-    top = next(row for row, (_, length) in enumerate(runs) if length > 100)
-    left, length = runs[top]
-    height = next(row for row in range(1, len(grey) - top) if grey[top + row, left : left + length].all())
-    return image[top + 1 : top + height, left + 1 : left + length - 1]
+    for top, (left, length) in enumerate(runs):
+        if length > 50:
+            below = grey[top + 1 :, left : left + length].all(axis=-1)
+            height = int(below.argmax()) if below.any() else 0
+            # From the row of colours to the data there are no lines at the sides.
+            if height > 12 and grey[top : top + height, [left, left + length - 1]].all():
+                return image[top + 1 : top + 1 + height, left + 1 : left + length - 1]
+    raise AssertionError("the picture has no frame")
 
 
 def _longest_run(row: NDArray[np.bool_]) -> tuple[int, int]:

@@ -34,7 +34,7 @@ NAMES = st.one_of(st.text(max_size=60), st.sampled_from(["$x_1$", "$\\frac{", "<
 def check(image: Image) -> None:
     height, width, channels = image.shape
     assert image.dtype == np.uint8
-    assert (width, channels) == (900, 3)
+    assert (width, channels) == (350, 3)
     assert 100 <= height <= 1600
 
 
@@ -130,15 +130,15 @@ def hard_maps(count: int) -> Image:
     return feature_maps(noise(count, 90, 70), title="t", max_maps=999)
 
 
-SIZES = ((6, 10_000), (60, 300), (93, 300), (200, 10_000), (280, 300), (2_000, 300))
+SIZES = ((6, 10_000), (60, 300), (93, 300), (116, 300), (200, 10_000), (260, 300), (2_000, 300))
 
 HARD: dict[str, Callable[[], Image]] = {
     **{f"heat map of {rows} × {steps}": partial(hard_heat_map, rows, steps) for rows, steps in SIZES},
-    **{f"heat map of {rows} with holes": partial(holed_heat_map, rows) for rows in (66, 93, 200, 280)},
+    **{f"heat map of {rows} with holes": partial(holed_heat_map, rows) for rows in (66, 116, 200, 260)},
     **{f"{count} feature maps": partial(hard_maps, count) for count in (1, 5, 16, 64, 300)},
     "histograms over time": lambda: histogram_over_time(range(900), full_bins(900), title="t"),
     "ridge": lambda: ridge(letters(300), full_bins(300), title="t", max_layers=300),
-    "flow of 93": lambda: gradient_flow(letters(93), noise(93), noise(93), title="t"),
+    "flow of 116": lambda: gradient_flow(letters(116), noise(116), noise(116), title="t"),
     "flow of 1000": lambda: gradient_flow(letters(1_000), noise(1_000), noise(1_000), title="t"),
     "feature maps with holes": lambda: feature_maps(holed(64, 40, 40), title="t"),
     "long feature maps": lambda: feature_maps(noise(64, 1, 5_000), title="t"),

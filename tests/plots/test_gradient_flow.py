@@ -31,7 +31,7 @@ def test_bars_end_at_their_values() -> None:
     means, maxima = [1.5e-5, 1e-4, 1e-3], [1e-3, 1e-2, 0.9]
     shown = ends(gradient_flow(["a", "b", "c"], means, maxima, title="t", step=3), 3)
     expected = (np.log10(np.array([means, maxima]).T) + 5) / 5
-    assert np.array(shown) == pytest.approx(expected, abs=1.5 / 600)
+    assert np.array(shown) == pytest.approx(expected, abs=1 / 320)
 
 
 def test_a_layer_without_gradient_has_a_square() -> None:
@@ -50,21 +50,21 @@ def test_what_is_not_finite_goes_over_the_width() -> None:
     image = gradient_flow(["a", "b", "c"], [1.0, np.nan, 1.0], [np.inf, 2.0, 2.0], title="t")
     data = data_in(image)
     assert (data[4] == 0).all()
-    middle = data[30 + 10 : 60 - 10]
-    assert (middle == pattern("nan", 10, data.shape[1])).all()
+    middle = data[24 + 8 : 48 - 8]
+    assert (middle == pattern("nan", 8, data.shape[1])).all()
 
 
 def test_of_many_layers_some_are_drawn() -> None:
-    """Of 1,000 layers 280 have bars, five pixels each, the last one among them."""
+    """Of 1,000 layers 260 have bars, five pixels each, the last one among them."""
     means = np.full(1_000, 0.1)
     means[-1] = 0.5
-    shown = ends(gradient_flow(names_of(1_000), means, means, title="t"), 280)
+    shown = ends(gradient_flow(names_of(1_000), means, means, title="t"), 260)
     assert [round(mean, 2) for mean, _ in (shown[0], shown[-2], shown[-1])] == [0.5, 0.5, 0.85]
 
 
 def test_no_layer_is_a_line() -> None:
     """Without a layer the picture says so."""
-    assert gradient_flow([], [], [], title="t").shape == (120, 900, 3)
+    assert gradient_flow([], [], [], title="t").shape == (100, 350, 3)
 
 
 def test_wrong_shapes_are_refused() -> None:

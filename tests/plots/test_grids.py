@@ -49,8 +49,17 @@ def test_the_first_sample_is_shown() -> None:
     """Of a batch the picture is that of its first sample, but for the line that says so."""
     batch = torch.rand(3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
     one, many = feature_maps(batch[0], title="t"), feature_maps(batch.to(torch.float64), title="t")
-    assert (one[:400] == many[:400]).all()
-    assert many.shape[0] == one.shape[0] + 20
+    assert (one[:380] == many[:380]).all()
+    assert many.shape[0] == one.shape[0] + 15
+
+
+def test_a_map_fills_its_place() -> None:
+    """Of 64 maps six stand side by side, 52 pixels wide, in which each of 20 values has two pixels or three."""
+    values = np.tile(np.arange(20.0), (64, 20, 1))
+    data = data_in(feature_maps(values, title="t"), FRAME)
+    assert data.shape == (52, 52, 3)
+    _, widths = np.unique([place_of(colour, VIRIDIS) for colour in data[10]], return_counts=True)
+    assert (len(widths), set(widths.tolist())) == (20, {2, 3})
 
 
 def test_attention_has_queries_down_and_keys_across() -> None:
@@ -137,6 +146,6 @@ def test_the_number_of_panels_is_at_least_one() -> None:
 def test_nothing_to_show_is_said() -> None:
     """Without channels, samples or pixels the picture is a line of text."""
     for shape in ((0, 4, 4), (0, 3, 4, 4), (2, 0, 4)):
-        assert feature_maps(np.ones(shape), title="t").shape == (120, 900, 3)
-    assert kernels(np.ones((0, 3, 2, 2)), title="t").shape == (120, 900, 3)
-    assert kernels(np.ones((2, 0, 2, 2)), title="t").shape == (120, 900, 3)
+        assert feature_maps(np.ones(shape), title="t").shape == (100, 350, 3)
+    assert kernels(np.ones((0, 3, 2, 2)), title="t").shape == (100, 350, 3)
+    assert kernels(np.ones((2, 0, 2, 2)), title="t").shape == (100, 350, 3)

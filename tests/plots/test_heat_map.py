@@ -77,9 +77,9 @@ def test_a_spike_among_many_steps_is_seen() -> None:
     data = data_in(heat_map(range(10_000), ["a", "b"], values, statistic="std", title="t"))
     upper, lower = data[5], data[-5]
     brightest = np.flatnonzero((upper == VIRIDIS[-1]).all(axis=-1))
-    assert brightest.mean() / data.shape[1] == pytest.approx(0.1234, abs=0.004)
+    assert brightest.mean() / data.shape[1] == pytest.approx(0.1234, abs=0.006)
     black = np.flatnonzero((lower == 0).all(axis=-1))
-    assert black.mean() / data.shape[1] == pytest.approx(0.5432, abs=0.004)
+    assert black.mean() / data.shape[1] == pytest.approx(0.5432, abs=0.006)
 
 
 def test_a_row_among_many_layers_is_seen() -> None:
@@ -99,7 +99,7 @@ def test_nothing_recorded_is_said() -> None:
         heat_map([1], [], np.zeros((0, 1)), statistic="rms", title="t"),
         heat_map([1, 2], ["a"], [[1.0, 2.0]], statistic="rms", title="t", recorded=none),
     ):
-        assert image.shape == (120, 900, 3)
+        assert image.shape == (100, 350, 3)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,11 @@ def test_each_bin_has_the_colour_of_its_share() -> None:
     counts = [[1] * 144 + [856], [10] * 100 + [0] * 45]
     found = [histogram(edges, each) for each in counts]
     data = data_in(histogram_over_time([3, 4], found, title="t"))
-    assert data.shape[0] == 145 * 3
+    assert data.shape[0] == 145 * 2
     for column, each in zip((10, -10), counts, strict=True):
         share = np.array(each) / sum(each)
         for value in (0, 50, 99, 120, 144):
-            colour = data[data.shape[0] - 2 - 3 * value, column]
+            colour = data[data.shape[0] - 1 - 2 * value, column]
             if share[value] == 0:
                 assert (colour == 255).all()
                 continue
@@ -56,9 +56,9 @@ def test_a_step_without_values_is_grey() -> None:
 
 
 def test_steps_that_share_a_column_are_averaged() -> None:
-    """Of 600 steps every second has all values below and the others above: each half has the mean, a half."""
+    """Of 388 steps, four to a column, every second has its values below, the others above: each half has a half."""
     low, high = histogram([0.0, 1.0, 2.0], [4, 0]), histogram([0.0, 1.0, 2.0], [0, 4])
-    data = data_in(histogram_over_time(range(600), [low, high] * 300, title="t"))
+    data = data_in(histogram_over_time(range(388), [low, high] * 194, title="t"))
     # All bins but the middle one, which 1 divides, are equally full.
     (colours,) = ({data[row].tobytes() for row in (5, data.shape[0] - 5)},)
     assert len(colours) == 1
@@ -66,8 +66,8 @@ def test_steps_that_share_a_column_are_averaged() -> None:
 
 def test_without_a_value_the_picture_is_a_line() -> None:
     """Counts of nothing are said to be so."""
-    assert histogram_over_time([0, 1], np.zeros((2, 2048)), title="t").shape == (120, 900, 3)
-    assert histogram_over_time([], [], title="t").shape == (120, 900, 3)
+    assert histogram_over_time([0, 1], np.zeros((2, 2048)), title="t").shape == (100, 350, 3)
+    assert histogram_over_time([], [], title="t").shape == (100, 350, 3)
 
 
 def test_there_are_as_many_histograms_as_steps() -> None:

@@ -91,6 +91,36 @@ def test_pictures_are_those_of_the_values(history: History) -> None:
     }
 
 
+@pytest.mark.parametrize("group", ["parameters_grad", "parameters-slow_grad"])
+def test_gradients_of_parameters_have_their_flow(group: str) -> None:
+    """With the names of the parameters alone; their values over time are shown elsewhere, under the same names."""
+    history = History()
+    for step in range(2):
+        history.add(step, {Where("head", f"{name}.grad"): measured(step, row) for row, name in enumerate(("w", "b"))})
+    found = overview(history, group=group, statistics=("rms",))
+    assert list(found) == [f"{group}_plots/{kind}" for kind in ("heat_map/rms", "ridge", "flow")]
+    latest = [measured(1, row)[0]["rms"] for row in range(2)]
+    largest = [float(values(1, row).abs().max()) for row in range(2)]
+    expected = gradient_flow(
+        ["head w", "head b"],
+        latest,
+        largest,
+        title=f"{group}: flow",
+        step=1,
+        statistic="rms",
+        largest="largest magnitude",
+    )
+    assert (found[f"{group}_plots/flow"] == expected).all()
+
+
+@pytest.mark.parametrize("group", ["activations", "parameters", "parameters-slow"])
+def test_what_is_no_gradient_has_no_flow(history: History, group: str) -> None:
+    """But pictures over time."""
+    tags = overview(history, group=group, statistics=())
+    assert f"{group}_plots/flow" not in tags
+    assert sum("over_time" in tag for tag in tags) == 4
+
+
 @pytest.mark.parametrize("most", [0, 1, 2, 9])
 def test_pictures_of_single_sites_are_limited(history: History, most: int) -> None:
     """There are at most ``max_images`` of them."""
@@ -116,4 +146,4 @@ def test_what_was_not_recorded_is_marked(history: History) -> None:
     """A site that is absent from a step is grey there, and not NaN."""
     history.add(3, {SITES[0]: measured(3, 0)})
     image = overview(history, group="activations", statistics=("rms",))["activations_plots/heat_map/rms"]
-    assert (image == np.uint8(200)).all(axis=-1).sum() > 3 * 20 * 100
+    assert (image == np.uint8(200)).all(axis=-1).sum() > 3 * 20 * 60

@@ -30,7 +30,7 @@ def test_curves_stand_where_their_values_are() -> None:
     """Of three layers over 0 … 1, 1 … 2 and 2 … 3 each fills its third of the width."""
     image = ridge(["a", "b", "c"], [histogram(row, row + 1) for row in range(3)], title="t", step=5)
     data = data_in(image)
-    width, distance = data.shape[1], 44
+    width, distance = data.shape[1], 34
     for row, colour in enumerate(VIRIDIS[[40, 128, 215]]):
         # Just above the ground line of the layer, and at half of its height.
         ground = data.shape[0] - 1 - (2 - row) * distance
@@ -45,13 +45,13 @@ def test_of_many_layers_some_are_drawn() -> None:
     """Two hundred layers are as high as the sixty that are drawn, and one line of text more than sixty."""
     many = ridge(names_of(200), [histogram(0, 1)] * 200, title="t")
     sixty = ridge(names_of(60), [histogram(0, 1)] * 60, title="t")
-    assert many.shape[0] == sixty.shape[0] + 20
+    assert many.shape[0] == sixty.shape[0] + 15
 
 
 def test_without_a_value_the_picture_is_a_line() -> None:
     """No layer, or none with a value, is said to be so."""
-    assert ridge([], [], title="t").shape == (120, 900, 3)
-    assert ridge(["a"], np.zeros((1, 2048)), title="t").shape == (120, 900, 3)
+    assert ridge([], [], title="t").shape == (100, 350, 3)
+    assert ridge(["a"], np.zeros((1, 2048)), title="t").shape == (100, 350, 3)
 
 
 def test_there_are_as_many_names_as_histograms() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recorder.plots.canvas import text_width
-from lightning_recorder.plots.words import every_nth, fitted, shortened
+from lightning_recorder.plots.words import every_nth, fitted, shortened, wrapped
 from tests.plots.pixels import names_of
 
 
@@ -24,7 +26,7 @@ def test_the_ends_of_a_long_name_stay() -> None:
     assert name.startswith(head)
     assert name.endswith(tail)
     assert len(head) / (len(head) + len(tail)) == pytest.approx(0.3, abs=0.03)
-    assert 185 < text_width(short, 13) <= 200
+    assert 185 < text_width(short, 11) <= 200
 
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=60), min_size=1, max_size=8, unique=True))
@@ -32,7 +34,7 @@ def test_different_names_stay_different(names: list[str]) -> None:
     """Also where what tells them apart is in the middle; and all of them fit."""
     shown = fitted(names, 120)
     assert len(set(shown)) == len(names)
-    assert all(text_width(each, 13) <= 120 for each in shown)
+    assert all(text_width(each, 11) <= 120 for each in shown)
 
 
 def test_names_that_differ_in_their_middle_move_the_gap() -> None:
@@ -40,6 +42,16 @@ def test_names_that_differ_in_their_middle_move_the_gap() -> None:
     names = [f"{'encoder.' * 6}{layer}{'.linear' * 6}" for layer in (1, 2)]
     shown = fitted(names, 250)
     assert shown[0] != shown[1]
+
+
+@given(st.lists(st.text("ab.", min_size=1, max_size=30), min_size=1, max_size=12), st.integers(60, 300))
+def test_a_note_is_broken_between_its_words(words: list[str], room: int) -> None:
+    """All lines fit, words that fit are whole and in their order, and no line has room for the word after it."""
+    lines = wrapped(" ".join(words), room)
+    assert " ".join(lines).split(" ") == [shortened(word, room) for word in words]
+    assert all(text_width(line, 11) <= room for line in lines)
+    for line, after in pairwise(lines):
+        assert text_width(f"{line} {after.split(' ')[0]}", 11) > room
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_of_what_no_pictures_are_drawn(about: dict[str, Any]) -> None:
 def test_what_pictures_will_take(options: dict[str, Any], drawings: int) -> None:
     """Of 50 records: those drawn on the way and at the end, by what a drawing has taken, before by a usual size."""
     plotter = Plotter("activations", **options, max_images=1, show=lambda step, images: 700)
-    assert plotter.logged_bytes(50) == drawings * 5 * 40_000
+    assert plotter.logged_bytes(50) == drawings * 5 * 20_000
     given = record(0)
     plotter.take(given, given.snapshot.statistics())
     plotter.finish()

@@ -99,7 +99,7 @@ def test_odd_tags_are_keys_of_their_own(run: Run, tmp_path: Path) -> None:
         assert read[tag] == [(3, float(ODD_TAGS.index(tag)))]
     assert read["activations/lstm/out_1__0_-ce91dbe7ee59/mean"] == [(3, 0.0)]
     assert all(re.fullmatch(r"[A-Za-z0-9_. \-/]{1,250}", key) for key in read)
-    images = [name for name in artifacts(tmp_path) if name.endswith(".png")]
+    images = [name for name in artifacts(tmp_path) if name.startswith("images/") and name.endswith(".png")]
     assert len({name.partition("+")[0] for name in images}) == len(ODD_TAGS)
 
 
@@ -149,11 +149,13 @@ def test_a_histogram_with_many_bins(run: Run, tmp_path: Path) -> None:
 
 
 def test_images(run: Run, tmp_path: Path) -> None:
-    """A picture is a logged image, which the page shows with a slider over the steps, with the same pixels."""
+    """A picture is a logged image, shown with a slider over the steps, with the same pixels, and a file of its name."""
     sink = MlflowSink(*run)
     sink.write_images(3, {"maps/conv1": picture(1)})
     sink.write_images(4, {"maps/conv1": picture(2)})
-    files = sorted(path for path in (tmp_path / "artifacts").rglob("*.png"))
+    plain = tmp_path.glob("artifacts/**/recorder/images/maps/*.png")
+    assert sorted(path.name for path in plain) == ["conv1-step3.png", "conv1-step4.png"]
+    files = sorted(path for path in tmp_path.glob("artifacts/**/*+*.png"))
     assert [path.name.split("+")[:3] for path in files] == [["maps~conv1", "step", "3"], ["maps~conv1", "step", "4"]]
     for path, seed in zip(files, (1, 2), strict=True):
         with Image.open(path) as read:
@@ -321,6 +323,7 @@ def test_over_http(server: str, tmp_path: Path) -> None:
     assert set(read) == {*recorded, *ODD_TAGS}
     check_histograms(recorded, {tag: read[tag] for tag in recorded})
     assert files["recorder/pictures/graph.svg"] == bytes(range(256))
-    assert sum(name.startswith("recorder/texts/") for name in files) == len(ODD_TAGS)
+    texts = [name for name in files if name.startswith("recorder/texts/")]
+    assert len(texts) == len(ODD_TAGS) + 1  # and the receipt of the fit
     assert sum(name.startswith("recorder/graphs/") for name in files) == len(ODD_TAGS)
-    assert sum(name.startswith("images/") and name.endswith(".png") for name in files) == len(ODD_TAGS)
+    assert sum("+step+3+" in name and name.endswith(".png") for name in files) == len(ODD_TAGS)

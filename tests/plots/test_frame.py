@@ -1,0 +1,78 @@
+"""The frame: what stands around the data at the size at which it is shown."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_recorder.plots import Image, heat_map
+from lightning_recorder.plots.canvas import DETAIL_PX, TEXT_PX, TITLE_PX, text_width
+from lightning_recorder.plots.frame import WIDTH, bottom_room, fitting_ticks, rows_room
+from lightning_recorder.plots.scale import Scale
+from tests.plots.pixels import data_in, names_of
+
+GREY = 0x8C
+
+
+def named_rows(image: Image) -> list[int]:
+    """The rows of the picture at which a name has its tick, at the left of the data."""
+    grey = (image == GREY).all(axis=-1)
+    data = data_in(image)
+    left = WIDTH - 12 - data.shape[1]
+    # Beside the frame of the data, and not beside that of the row of colours, which has no ticks at its sides.
+    found: list[int] = np.flatnonzero(grey[:, left - 3 : left].all(axis=-1)).tolist()
+    return [row for row in found if not grey[row, left : left + data.shape[1]].all()]
+
+
+def picture(rows: int) -> Image:
+    values = np.random.default_rng(0).uniform(0.5, 1.0, (rows, 3))
+    return heat_map(range(3), names_of(rows), values, statistic="rms", title="t")
+
+
+def test_letters_can_be_read_on_a_card() -> None:
+    """TensorBoard's cards are 350 pixels wide, and no letter's em is less than 9 of them."""
+    assert [px * 350 / WIDTH for px in (DETAIL_PX, TEXT_PX, TITLE_PX)] == [11, 12, 13]
+
+
+@pytest.mark.parametrize(("rows", "named", "distance"), [(1, 1, 0), (40, 40, 14), (116, 116, 12), (200, 100, 14)])
+def test_every_row_has_its_name_while_there_is_room(rows: int, named: int, distance: int) -> None:
+    """Up to 116 rows each has one, 12 pixels from the next or more; of 200 every second has."""
+    found = named_rows(picture(rows))
+    assert len(found) == named
+    assert {below - above for above, below in pairwise(found)} <= {distance}
+
+
+def test_names_leave_room_for_the_data() -> None:
+    """However long they are, with their margins they take 144 of the 350 pixels."""
+    assert rows_room(names_of(3)) == 144
+    assert data_in(picture(3)).shape[1] == 350 - 144 - 12
+
+
+@given(st.floats(-1e30, 1e30), st.floats(1e-30, 1e30), st.integers(150, 320))
+def test_numbers_of_an_axis_never_touch(low: float, length: float, width: int) -> None:
+    """There are at most seven, and between each two there are eight pixels."""
+    axis = Scale("linear", low, max(low + length, np.nextafter(low, np.inf)))
+    ticks = fitting_ticks(axis, width)
+    assert len(ticks) <= 7
+    for (place, text), (after, behind) in pairwise(ticks):
+        gap = (after - place) * width - text_width(text, DETAIL_PX) / 2 - text_width(behind, DETAIL_PX) / 2
+        assert gap >= 8 - 1e-6
+
+
+def test_an_axis_has_as_many_numbers_as_there_is_room_for() -> None:
+    """From 0 to 1 these are six on 300 pixels, and three on 70."""
+    axis = Scale("linear", 0.0, 1.0)
+    assert [text for _, text in fitting_ticks(axis, 300)] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert [text for _, text in fitting_ticks(axis, 70)] == ["0", "0.5", "1"]
+
+
+def test_long_notes_have_more_lines() -> None:
+    """Each line takes 15 pixels, as does the row of the patterns."""
+    none = bottom_room([])
+    assert bottom_room(["short"]) - none == 15
+    assert bottom_room(["twenty letters here " * 5]) - none == 30
+    assert bottom_room([], ["nan", "inf"]) - none == 15
