@@ -25,6 +25,7 @@ Parameters = ParamSpec("Parameters")
 Compiled = Literal["eager", "skip"]
 """What becomes of compiled modules on a recorded step."""
 
+_LONGEST_NAME = 200  # bytes, of 255 that a file may have with the name of a checkpoint before it
 _SWITCH = "LIGHTNING_RECORDER"
 
 
@@ -84,6 +85,10 @@ class RecorderCallback(Callback):
             raise ArgumentError(f"name must be a string, got {name!r}")
         if name and (Path(name).name != name or "\\" in name):
             raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")
+        if "\0" in name or "\ufffd" in (text := name.encode("utf-8", "surrogatepass").decode("utf-8", "replace")):
+            raise ArgumentError(f"name must be that of a file, without such characters, got {name!r}")
+        if len(text.encode()) > _LONGEST_NAME:
+            raise ArgumentError(f"name must be that of a file, of at most {_LONGEST_NAME} bytes, got {name!r:.80}")
         self.name = name
         self.compiled = compiled
         self.strict = strict

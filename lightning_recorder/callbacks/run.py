@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 
 __all__ = ["gradient_factor", "logged_step", "recorder_directory", "stepped"]
 
@@ -21,15 +22,33 @@ def logged_step(trainer: Trainer) -> int:
 def recorder_directory(trainer: Trainer) -> Path | None:
     """The folder of the run's recordings.
 
-    It lies in ``trainer.log_dir``, or where the logger has no folder in ``default_root_dir``. The answer is ``None`` in
-    a ``fast_dev_run`` or a bare-bones run, which leave nothing behind, and where the folder is no local one.
+    It lies in ``trainer.log_dir``, or where the logger has no folder in ``default_root_dir``. Where the first logger
+    has one folder for all of its runs, as that of W&B, it lies in ``<name>/<version>`` there, beside the checkpoints.
+    The answer is ``None`` in a ``fast_dev_run`` or a bare-bones run, which leave nothing behind, and where the folder
+    is no local one.
 
     Note:
         Every rank must ask: Lightning broadcasts the folder.
     """
     directory = trainer.log_dir or trainer.default_root_dir
     bare = trainer.fast_dev_run or trainer.barebones  # type: ignore[attr-defined]  # set in Trainer.__init__
-    return None if bare or "://" in directory else Path(directory) / "recorder"
+    if bare or "://" in directory:
+        return None
+    if trainer.loggers and not _has_folder_of_run(trainer.loggers[0]):
+        directory = trainer.strategy.broadcast(str(Path(directory, *_run_of(trainer.loggers[0]))))
+    return Path(directory) / "recorder"
+
+
+def _has_folder_of_run(logger: Logger) -> bool:
+    """Whether ``trainer.log_dir`` is that of one run."""
+    return any(each.__name__ in ("CSVLogger", "TensorBoardLogger") for each in type(logger).__mro__)
+
+
+def _run_of(logger: Logger) -> list[str]:
+    """What a logger calls the run, in the way in which Lightning names the folder of its checkpoints."""
+    version = logger.version
+    named = version if isinstance(version, str) or version is None else f"version_{version}"
+    return [str(part) for part in (logger.name, named) if part]
 
 
 def stepped(trainer: Trainer, batch_idx: int) -> bool:

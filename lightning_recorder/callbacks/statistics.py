@@ -14,20 +14,20 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_recorder.callbacks.arguments import checked_statistics, in_words, recorder_options
 from lightning_recorder.callbacks.base import Compiled, guarded
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
 from lightning_recorder.callbacks.keeping import Keeping
+from lightning_recorder.callbacks.ranks import agree, decline
 from lightning_recorder.callbacks.run import logged_step, stepped
 from lightning_recorder.callbacks.scale import LossScale
 from lightning_recorder.callbacks.state import KeptState
 from lightning_recorder.compiled import compiled_modules
 from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, check_integer, describe_error, tell
 from lightning_recorder.recorders import (
-    SHOWN_STATISTICS,
     Budget,
     EvaluationRecorder,
-    Exchange,
     Record,
     Report,
     Results,
@@ -153,7 +153,7 @@ class StatisticsCallback(EvaluationCallback):
         if max_overhead is not None:
             check_overhead(max_overhead)
         self.max_overhead = max_overhead
-        self.statistics = _checked_statistics(statistics)
+        self.statistics = checked_statistics(statistics)
         check_bool("histograms", histograms)
         self.keeping = Keeping(
             dump=dump,
@@ -167,7 +167,7 @@ class StatisticsCallback(EvaluationCallback):
             max_images=max_images,
             strict=strict,
         )
-        self.options = _options(extra, quantiles, histogram_sample, strict)
+        self.options = recorder_options(extra, quantiles, histogram_sample, strict)
         """What the recorders of this callback are made with."""
         recorder = self.make_recorder({}, "train")  # raises what is wrong now and not when the fit starts
         self.histograms = histograms
@@ -178,7 +178,9 @@ class StatisticsCallback(EvaluationCallback):
         tags, budget = "-".join(filter(None, [self.group, name])), TagBudget(max_tags, str(self))
         report = Report(tags, self.statistics, histograms=histograms, budget=budget)
         self._results = Results(report, name=str(self), say=rank_zero_info, summarize=self.summarize, strict=strict)
-        self._checkpoints = CheckpointWatch(self.checkpoint_saved, self.checkpoint_removed, name=str(self))
+        self._checkpoints = CheckpointWatch(
+            self.checkpoint_saved, self.checkpoint_removed, self._no_more, name=str(self)
+        )
         self._run: RunRecorder | None = None
         self.evaluations: dict[str, EvaluationRecorder] = {}
         self._watched: Watched | None = None
@@ -225,7 +227,8 @@ class StatisticsCallback(EvaluationCallback):
             raise
         except Exception as caught:  # noqa: BLE001 - raised again, when the other ranks know
             error, modules = caught, None
-        exchange = self._agree(trainer, modules)
+        about = f"{self.state_key} {self._settings} {None if modules is None else list(modules)}"
+        exchange = agree(trainer, takes_part=modules is not None, about=about, name=str(self))
         for worker in self._workers:
             worker.exchange = exchange
         if exchange is not None and self.evaluations and getattr(pl_module, _MAY_BE_EMPTY, False):
@@ -330,26 +333,9 @@ class StatisticsCallback(EvaluationCallback):
         self._watched = Watched(pl_module, modules, (), skipped=skipped, of=self.group)
         return modules or None
 
-    def _agree(self, trainer: Trainer, modules: SelectedModules | None) -> Exchange | None:
-        """Find out whether the ranks of the run can be merged."""
-        if trainer.world_size == 1:
-            return None
-        if not Exchange.is_needed():
-            if trainer.is_global_zero:
-                kind = type(trainer.strategy).__name__
-                tell(f"{self}: {kind} has no processes of torch.distributed, rank 0 records alone")
-            return None
-        exchange = Exchange(trainer.strategy.root_device)
-        about = f"{self.state_key} {self._settings} {None if modules is None else list(modules)}"
-        reason = exchange.agree(modules is not None, about)
-        if reason and trainer.is_global_zero and modules is not None:
-            tell(f"{self}: statistics are those of rank 0 alone, since {reason}")
-        return exchange
-
     @override
     def stay_away(self, trainer: Trainer) -> None:
-        if trainer.world_size > 1 and Exchange.is_needed():
-            Exchange(trainer.strategy.root_device).agree(False, "")
+        decline(trainer)
 
     @override
     def release(self, trainer: Trainer | None) -> None:
@@ -371,6 +357,8 @@ class StatisticsCallback(EvaluationCallback):
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():
             self._results.end()
+        if trainer is None or not trainer.interrupted:  # else the checkpoint of the exception is still to come
+            self.keeping.dumps.end()
 
     # Batches.
 
@@ -515,11 +503,15 @@ class StatisticsCallback(EvaluationCallback):
         job = partial(self.keeping.dumps.remove_beside, path)
         job() if self._run is None else self._results.remove(job)
 
+    def _no_more(self) -> None:
+        if self._run is None:  # the run has failed, and its exception's checkpoint is saved
+            self.keeping.dumps.end()
+
     @property
     @override
     def state_key(self) -> str:
         chosen = {"name": self.name, **vars(self.selection), **vars(self.sampling), "reduce": self.reduce}
-        named = {key: _in_words(value) for key, value in chosen.items() if value not in (None, "", 0) and key != "when"}
+        named = {key: in_words(value) for key, value in chosen.items() if value not in (None, "", 0) and key != "when"}
         return self._generate_state_key(**named, stages=list(self.stages))
 
     @override
@@ -569,52 +561,3 @@ class StatisticsCallback(EvaluationCallback):
             "_watched": None,
             **({} if self._run is None else {"_kept": KeptState(self._settings)}),
         }
-
-
-def _checked_statistics(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The scalars that are to be shown, if there are such."""
-    names = (given,) if isinstance(given, str) else _listed("statistics", given)
-    unknown = [name for name in names if name not in SHOWN_STATISTICS]
-    if unknown:
-        hint = "; histograms are chosen by histograms=True or False" if "histogram" in unknown else ""
-        hint = hint or "; further ones are given by extra=[…]"
-        known, got = ", ".join(SHOWN_STATISTICS), ", ".join(map(repr, unknown))
-        raise ArgumentError(f"statistics knows {known}; got {got}{hint}")
-    return names
-
-
-def _options(extra: object, quantiles: object, sample: int | None, strict: bool) -> dict[str, Any]:
-    """What a recorder is made with."""
-    if sample is not None:
-        check_integer("histogram_sample", sample, 1)
-    return {
-        "extra": (extra,) if isinstance(extra, Reduction) else _reductions(_listed("extra", extra)),
-        "quantiles": _listed("quantiles", quantiles),
-        "sample": sample,
-        "strict": strict,
-    }
-
-
-def _in_words(value: object) -> object:
-    """A setting in a form that is the same in every process."""
-    if isinstance(value, type):
-        return value.__name__
-    if isinstance(value, (tuple, list)):
-        return [_in_words(each) for each in value]
-    return value
-
-
-def _reductions(given: tuple[Any, ...]) -> tuple[Reduction, ...]:
-    """The further reductions, if they are that."""
-    for each in given:
-        if not isinstance(each, Reduction):
-            called = f"the class {each.__name__}: write {each.__name__}()" if isinstance(each, type) else repr(each)
-            raise ArgumentError(f"extra takes reductions, which are instances of Reduction, got {called}")
-    return given
-
-
-def _listed(name: str, given: object) -> tuple[Any, ...]:
-    """What was given as a tuple, so that each fit finds all of it, also where it can be gone through only once."""
-    if not isinstance(given, Iterable) or isinstance(given, str):
-        raise ArgumentError(f"{name} takes a list, got {given!r}")
-    return tuple(given)

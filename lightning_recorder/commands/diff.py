@@ -32,10 +32,10 @@ def run(arguments: Namespace, out: TextIO) -> int:
 
 def _lines(found: Comparison, *, exact: bool) -> list[str]:
     lines = [_headline(found, exact=exact)]
-    if found.sites:
-        lines += ["", *_table(found)]
     if found.differences:
         lines += ["", *_differences(found.differences)]
+    if found.sites:
+        lines += ["", *_table(found)]
     return [*lines, *([""] if found.notes else []), *map(printable, found.notes)]
 
 
@@ -62,7 +62,7 @@ def _place(parting: Parting) -> str:
 
 def _apart(one: float, other: float) -> tuple[str, str]:
     """Two numbers with as many digits as it takes to tell them apart."""
-    for digits in (2, 3, 4, 6, 9, 17):
+    for digits in (3, 4, 6, 9, 17):
         texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
         if texts[0] != texts[1]:
             break

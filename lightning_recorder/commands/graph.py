@@ -17,6 +17,7 @@ __all__ = ["run"]
 
 _MOST_NODES = 150  # as GraphRecorder draws without further arguments
 _WHOLE = ("out", "weight")  # the tensors that stand for their modules
+_PICTURES = ("svg", "png", "pdf", "jpg", "jpeg", "gif", "webp", "ps", "eps")
 _TEXTS = {"text": "text", "txt": "text", "mermaid": "mermaid", "mmd": "mermaid", "dot": "dot"}
 
 
@@ -25,13 +26,19 @@ def run(arguments: Namespace, out: TextIO) -> int:
     recorded = open_recording(arguments.path).run
     graph = recorded.graph
     if graph is None:
-        raise DumpError(f"{str(recorded.directory)!r} has no graph.json")
+        raise DumpError(
+            f"{str(recorded.directory)!r} has no graph.json: GraphRecorder writes it, but not in a run that is resumed"
+        )
     suffix = Path(arguments.output).suffix[1:] if arguments.output else ""
     form = (arguments.format or suffix or "svg").lower()
+    if form not in _TEXTS and form not in _PICTURES:
+        known = ", ".join([*_PICTURES, *dict.fromkeys(_TEXTS.values())])
+        raise ArgumentError(f"{form!r} is no format that is drawn; there are {known}")
     if arguments.format and suffix and form not in _TEXTS and form != suffix.lower():
         raise ArgumentError(f"the format {form!r} and the file {arguments.output!r} say two different things")
     most = _MOST_NODES if arguments.max_nodes is None and arguments.depth is None else arguments.max_nodes
     options: dict[str, Any] = {"depth": arguments.depth, "max_nodes": most, "graph_dir": arguments.direction}
+    values, caption = dict[str, float](), ""
     if arguments.colour:
         values, statistic, caption = _values(recorded, arguments.colour, arguments.step)
         drawing = colour_graph(graph, values, statistic=statistic, caption=caption, **options)
@@ -42,6 +49,11 @@ def run(arguments: Namespace, out: TextIO) -> int:
     path = Path(arguments.output or f"graph.{form}")
     path = drawing.save(path if path.suffix else path.with_name(f"{path.name}.{form}"))
     out.write(f"{printable(str(path))}\n")
+    if arguments.colour:
+        drawn = {node.name for node in drawing.view.module_calls()}
+        out.write(
+            f"{len(drawn & values.keys())} of the {len(drawn)} modules that are drawn have {printable(caption)}\n"
+        )
     return 0
 
 
@@ -53,7 +65,9 @@ def _values(run: Run, asked: str, step: int | None) -> tuple[dict[str, float], s
     step = series.steps[-1] if step is None and series.steps else step
     series.about(step or 0)  # the same of a step
     row = table[series.steps.index(step or 0)].tolist()
-    whole = {site.name: value for site, value in zip(series.sites, row, strict=True) if site.path in _WHOLE}
+    whole: dict[str, float] = {}
+    for site, value in sorted(zip(series.sites, row, strict=True), key=lambda each: each[0].path not in _WHOLE):
+        whole.setdefault(site.name, value)  # of a module that gives several tensors the first
     known = {name: value for name, value in whole.items() if not math.isnan(value)}
     return known, statistic, f"{recorder} {statistic} at step {step}"
 

@@ -1,6 +1,5 @@
 """Pictures of what was recorded: arrays and names go in, pixels come out."""
 
-from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.coloured import StatisticStyler, colour_graph
 from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.heat_map import heat_map
@@ -13,7 +12,6 @@ from lightning_recorder.plots.ridge import ridge
 
 __all__ = [
     "History",
-    "Image",
     "StatisticStyler",
     "attention_maps",
     "colour_graph",

@@ -79,6 +79,13 @@ class StatisticsDumps(Outlet):
         """Begin with a run."""
         self.folder, self._latest = folder, None
 
+    def end(self) -> None:
+        """Let go of the folder, which may know the loggers of the run."""
+        self.folder = self._latest = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "folder": None, "_latest": None}  # what belongs to a run stays with it
+
     @override
     def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         if record.stage != "train" or record.overflowed or not found or self.folder is None:

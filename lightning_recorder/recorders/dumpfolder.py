@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +138,8 @@ class DumpFolder:
         if folder in self._cleaned or not folder.is_dir():
             return
         self._cleaned.add(folder)
-        for pattern in (f"{self._place}-step=*.safetensors", f"*.{self._place}.safetensors"):
+        place = glob.escape(self._place)
+        for pattern in (f"{place}-step=*.safetensors", f"*.{place}.safetensors"):
             for path in folder.glob(temporary_name(pattern)):
                 path.unlink(missing_ok=True)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 from typing_extensions import override
 
-from lightning_recorder.plots import History, Image, overview
+from lightning_recorder.plots import History, overview
+from lightning_recorder.plots.canvas import Image
 from lightning_recorder.recorders.outlet import Outlet
 from lightning_recorder.recorders.record import Record
 from lightning_recorder.recorders.sites import SiteStatistics
@@ -16,6 +17,7 @@ __all__ = ["Plotter"]
 
 _FIRST = 10  # records; then at twice as many, and so on, so that drawing takes no more of a longer run
 
+_MOST_SITES = 1000
 _PICTURE_BYTES = 20_000  # of one, until there are some; those of 6 layers take 5 to 10 KB and those of 100 up to 75
 
 _HEAT_MAPS = {
@@ -41,7 +43,8 @@ class Plotter(Outlet):
 
     Note:
         Of the past it keeps numbers for at most 256 records, evenly spread; see
-        :class:`~lightning_recorder.plots.History`. Drawing takes a tenth of a second for each picture, of the thread
+        :class:`~lightning_recorder.plots.History`. Of more than 1,000 sites, more than a picture has rows for, every
+        second, third, … one is kept. Drawing takes a tenth of a second for each picture, of the thread
         that writes.
     """
 
@@ -60,6 +63,7 @@ class Plotter(Outlet):
         self._max_images = max_images
         self._show = show
         self._histories: dict[str, History] = {}
+        self._left_out: set[Site] = set()
         self._records = self._drawn = 0
         self._step = 0
         self._drawings = 0
@@ -79,7 +83,10 @@ class Plotter(Outlet):
                     statistics=tuple(dict.fromkeys((*_HEAT_MAPS[part], *_FLOW))),
                     max_histograms=0 if part.endswith("_grad") else self._max_images,  # of which none is drawn
                 )
-            self._histories[part].add(record.step, {site: (found[site].scalars, found[site].bins) for site in of_part})
+                every = -(-len(of_part) // _MOST_SITES)
+                self._left_out |= set(of_part) - set(of_part[::every])
+            kept = [site for site in of_part if site not in self._left_out]
+            self._histories[part].add(record.step, {site: (found[site].scalars, found[site].bins) for site in kept})
         self._records += 1
         self._step = record.step
         if self._is_due(self._records):

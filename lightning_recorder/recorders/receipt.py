@@ -145,7 +145,8 @@ class Receipt:
         """The same with all modules, as loggers show text."""
         rows = [f"| {_cell(name)} | {', '.join(map(_cell, paths))} |" for name, paths in self.sites.items()]
         rows += [f"| {_cell(name)} | {why} |" for name, why in self.missing.items()]
-        return "\n".join([f"{self.summary}.", "", "| module | recorded |", "|---|---|", *rows])
+        text = "\n".join([f"{self.summary}.", "", "| module | recorded |", "|---|---|", *rows])
+        return text.encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair is no text
 
     def to_json(self) -> dict[str, Any]:
         """As plain data, each module with whether it fired."""

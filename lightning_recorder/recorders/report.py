@@ -40,6 +40,11 @@ class Report:
         self.nonfinite: set[Site] = set()
         """The sites that have had NaN or infinities."""
 
+    def begin(self) -> None:
+        """Begin with a run."""
+        if self._budget is not None:
+            self._budget.clear()
+
     def write(self, sink: Sink, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         """Write a record."""
         if record.overflowed:

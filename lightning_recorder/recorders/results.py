@@ -76,6 +76,7 @@ class Results:
         """
         self.sink, self.directory, self.label = sink, directory, label
         self.keepers = keepers
+        self.report.begin()
         self.outlets = []
         self._was_announced = False
         self._receipt, self._records, self._bytes = None, 0, 0

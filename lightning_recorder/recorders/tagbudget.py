@@ -27,6 +27,11 @@ class TagBudget:
         self._chosen: set[Site] = set()
         self._left_out: set[Site] = set()
 
+    def clear(self) -> None:
+        """Forget what was chosen, for another run."""
+        self._chosen.clear()
+        self._left_out.clear()
+
     def within(self, found: Mapping[Site, SiteStatistics], tags_per_site: int) -> Mapping[Site, SiteStatistics]:
         """Those of the sites that were chosen.
 

@@ -179,7 +179,8 @@ def _earliest(ordered: Iterable[tuple[SeriesPair, list[SiteParting]]]) -> Partin
 
 
 def _differences(pair: SeriesPair) -> Iterator[Difference]:
-    one, other, label = pair.one, pair.other, pair.recorder
+    one, other = pair.one, pair.other
+    label = pair.recorder if one.stage == "train" else f"{pair.recorder} {_stage_name((one.stage, one.loader))}"
     yield from _only("step", label, map(str, one.steps), map(str, other.steps))
     yield from _only("site", label, map(_site_name, one.sites), map(_site_name, other.sites))
     yield from _only("statistic", label, one.statistics, other.statistics)

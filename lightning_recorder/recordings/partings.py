@@ -102,8 +102,10 @@ class SeriesPair:
         self.one, self.other = one, other
         theirs = set(other.steps)
         self.steps = [step for step in one.steps if step in theirs]
+        shared = [site for site in one.sites if site in other]
         is_backward = group == "gradients"  # which come to the modules in reverse
-        self.sites = in_execution_order((site for site in one.sites if site in other), is_backward=is_backward)
+        # Parameters are there before anything runs, in the order of their modules.
+        self.sites = shared if group == "parameters" else in_execution_order(shared, is_backward=is_backward)
         self._picks = [_picks(series, self.steps, self.sites) for series in (one, other)]
         # The rms first, since it is what people speak in: among equals the first one counts.
         left_out = {*_FOLLOWING, *without}

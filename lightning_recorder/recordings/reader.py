@@ -47,7 +47,13 @@ class Recording:
 
     def __getitem__(self, name: str) -> Any:
         """A run by its name; where there is only one, a recorder of it by its label."""
-        return self.runs[name] if name in self.runs else self.run[name]
+        if name in self.runs:
+            return self.runs[name]
+        run = self.run
+        if name not in run:
+            there, only = ", ".join(map(repr, run)) or "none", next(iter(self.runs))
+            raise ArgumentError(f"there is no run nor recorder {name!r}; the only run is {only!r} with {there}")
+        return run[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.runs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -32,9 +33,16 @@ class Dashboard:
         self._directory = Path(directory)
         self._charts: dict[str, dict[str, str]] = {}
         self._is_ours: bool | None = None
+        self._lock = threading.Lock()  # recorders write in threads of their own, and the last layout counts
 
-    def update(self, tags: Iterable[str]) -> dict[str, dict[str, str]] | None:
-        """The layout, if it is another one than before, else ``None``; group to title to a pattern of tags."""
+    def update(self, tags: Iterable[str], write: Callable[[dict[str, dict[str, str]]], object]) -> None:
+        """Have the layout written, if it is another one than before: group to title to a pattern of tags."""
+        with self._lock:
+            if self._take(tags):
+                write(dict(sorted(self._charts.items())))
+
+    def _take(self, tags: Iterable[str]) -> bool:
+        """Whether the layout is another one with these tags, and ours to write."""
         is_new = False
         for tag in tags:
             group, title, pattern = _chart(tag)
@@ -44,7 +52,7 @@ class Dashboard:
                 is_new = True
         if is_new and self._is_ours is None:
             self._is_ours = not _has_layout(self._directory)
-        return dict(sorted(self._charts.items())) if is_new and self._is_ours else None
+        return is_new and bool(self._is_ours)
 
 
 def _chart(tag: str) -> tuple[str, str, str]:
@@ -69,9 +77,16 @@ def _chart(tag: str) -> tuple[str, str, str]:
 def _has_layout(directory: Path) -> bool:
     """Whether the run has a layout already."""
     try:
-        return any(_TAG in path.read_bytes() for path in directory.glob("events.out.tfevents.*"))
+        return any(_holds_layout(path) for path in directory.glob("events.out.tfevents.*"))
     except OSError:
         return False
+
+
+def _holds_layout(path: Path) -> bool:
+    if not path.stat().st_size:
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(_TAG) >= 0
 
 
 _DASHBOARDS: WeakKeyDictionary[SummaryWriter, Dashboard] = WeakKeyDictionary()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -65,7 +66,9 @@ class MultiSink(Sink):
 
     def replay(self) -> None:
         """Have what was put off written, by the thread that may."""
-        self._each("replay", _replay, self._all())
+        # Without their turns: another thread may be inside a long write, for which this one must not wait.
+        putting_off = [sink for sink in self._all() if isinstance(sink, (DeferredSink, MultiSink))]
+        self._each("replay", _replay, putting_off, in_turn=False)
 
     def _write(self, verb: str, call: Callable[[Sink], bool]) -> bool:
         shown = self._each(verb, call, self.sinks)
@@ -77,14 +80,20 @@ class MultiSink(Sink):
         return shown
 
     def _each(
-        self, verb: str, call: Callable[[Sink], bool | None], sinks: Iterable[Sink], *, closing: bool = False
+        self,
+        verb: str,
+        call: Callable[[Sink], bool | None],
+        sinks: Iterable[Sink],
+        *,
+        closing: bool = False,
+        in_turn: bool = True,
     ) -> bool:
         shown, errors = False, []
         for sink in sinks:
             if id(sink) in self._failed and not closing:
                 continue
             try:
-                with _turn(sink):
+                with _turn(sink) if in_turn else nullcontext():
                     shown |= bool(call(sink))
             except Exception as error:  # noqa: BLE001 - a back end may raise anything
                 errors.append(error)

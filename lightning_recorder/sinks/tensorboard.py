@@ -63,14 +63,16 @@ class TensorBoardSink(Sink):
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._add(step, Summary(value=values))
-        layout = self._dashboard.update(scalars)
-        if layout is not None:
-            lines = {
-                group: {title: ["Multiline", [each]] for title, each in charts.items()}
+        self._dashboard.update(scalars, self._write_layout)
+        return True
+
+    def _write_layout(self, layout: Mapping[str, Mapping[str, str]]) -> None:
+        self._writer.add_custom_scalars(
+            {
+                group: {title: ["Multiline", [pattern]] for title, pattern in charts.items()}
                 for group, charts in layout.items()
             }
-            self._writer.add_custom_scalars(lines)
-        return True
+        )
 
     @override
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:

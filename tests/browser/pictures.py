@@ -10,10 +10,11 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from tests.browser.chromium import open_page
-from tests.browser.server import get_json, tensorboard
+from tests.browser.server import get, get_json, tensorboard
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "examples" / "pictures"
+HEAT_MAP = "gradients_plots/heat_map/rms"
 
 
 def shoot(page: Page, address: str, tab: str, ready: str, target: Path) -> None:
@@ -42,6 +43,8 @@ def main() -> None:
             get_json(address, "histograms/tags")
             shoot(page, address, "histograms", "tf-histogram-loader", PICTURES / "tensorboard-histograms.png")
             shoot(page, address, "images", "tf-image-loader img", PICTURES / "tensorboard-images.png")
+            (*_, latest) = get_json(address, "images/images", run="version_0", tag=HEAT_MAP, sample=0)
+            (PICTURES / "digits-heat-map.png").write_bytes(get(address, f"images/individualImage?{latest['query']}&"))
     for picture in PICTURES.glob("*.png"):
         shrink(picture)
 

@@ -86,9 +86,11 @@ def keep(page: Page, name: str) -> None:
 
 def test_custom_scalars_have_all_layers_in_one_chart(page: Page, deep_address: str) -> None:
     """There is a chart for each statistic of each group, and the first has a line for every leaf."""
-    layout = get_json(deep_address, "custom_scalars/layout")
-    while len(layout["category"]) < len(GROUPS):  # the server reads the file in parts
+    for _ in range(100):  # the server reads the file in parts
         layout = get_json(deep_address, "custom_scalars/layout")
+        if len(layout["category"]) == len(GROUPS):
+            break
+        page.wait_for_timeout(100)
     titles = {each["title"]: [chart["title"] for chart in each["chart"]] for each in layout["category"]}
     assert list(titles) == GROUPS
     assert titles["activations"] == ["mean", "std", "rms", "min", "max", "zero_fraction"]

@@ -260,7 +260,7 @@ def test_diff_of_one_weight(runs: Path) -> None:
     )
     assert said.status == 1
     lines = said.out.splitlines()
-    assert lines[2] == (f"same until step 1, part at step 2 in head (activations, rms {one:.2g} vs {other:.2g})")
+    assert lines[2] == (f"same until step 1, part at step 2 in head (activations, rms {one:.3g} vs {other:.3g})")
     assert lines[4].split()[:3] == ["site", "recorder", "stage"]
     assert {line.split()[0] for line in lines[5:]} == {"head", "encoder.act", "encoder.fc"}
 

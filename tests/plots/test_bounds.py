@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from lightning_recorder import Histogram
 from lightning_recorder.plots import (
-    Image,
     attention_maps,
     feature_maps,
     gradient_flow,
@@ -22,6 +21,7 @@ from lightning_recorder.plots import (
     kernels,
     ridge,
 )
+from lightning_recorder.plots.canvas import Image
 from tests.plots.pixels import MAX_PNG_BYTES, png_bytes
 
 FLOATS = st.one_of(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.plots import Image, gradient_flow
+from lightning_recorder.plots import gradient_flow
+from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.colours import pattern
 from tests.plots.pixels import data_in, names_of
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.plots import Image, attention_maps, feature_maps, kernels
+from lightning_recorder.plots import attention_maps, feature_maps, kernels
+from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.colours import PURPLE_ORANGE, VIRIDIS
 from lightning_recorder.plots.grid import pooled
 from tests.plots.pixels import data_in, place_of

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.plots import Image, heat_map
+from lightning_recorder.plots import heat_map
+from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.colours import PURPLE_ORANGE, VIRIDIS, pattern
 from tests.plots.pixels import data_in, names_of, place_of
 

@@ -209,6 +209,17 @@ def test_which_pictures_are_drawn() -> None:
     ]
 
 
+def test_of_very_many_sites_some_are_kept() -> None:
+    """Of 2,500 sites every third one, in all records, so that memory is bounded."""
+    plotter = Plotter("activations", show=lambda step, images: None)
+    seen = SiteStatistics({"rms": 1.0, "mean": 0.0, "zero_fraction": 0.0, "min": 0.0, "max": 1.0}, torch.zeros(2048))
+    found = {Site(f"m{number}", "out"): seen for number in range(2500)}
+    for step in range(2):
+        plotter.take(record(step), found)
+    (history,) = plotter._histories.values()
+    assert history.sites == [Site(f"m{number}", "out") for number in range(0, 2500, 3)]
+
+
 @pytest.mark.parametrize("about", [{"stage": "validate"}, {"overflowed": True}])
 def test_of_what_no_pictures_are_drawn(about: dict[str, Any]) -> None:
     """Evaluations and steps that overflowed are in no picture of the training."""

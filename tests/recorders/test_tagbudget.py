@@ -46,6 +46,14 @@ def test_a_choice_stays() -> None:
         assert names(budget.within(found("y", "b", "z", "x"), 2)) == ["b", "x"]
 
 
+def test_another_run_begins_anew() -> None:
+    """What was chosen of one model takes no room of the next one's."""
+    budget = TagBudget(4)
+    budget.within(found("a", "b"), 2)
+    budget.clear()
+    assert names(budget.within(found("x", "y"), 2)) == ["x", "y"]
+
+
 def test_a_budget_for_less_than_one_site() -> None:
     """No site is shown in parts."""
     with pytest.warns(RecorderWarning, match="0 of 1 sites"):

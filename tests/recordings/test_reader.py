@@ -189,7 +189,7 @@ def test_what_is_not_there_is_named(recorded: tuple[Path, Expected]) -> None:
     """A wrong recorder, site, statistic or step is an error that says what there is."""
     recording = open_recording(recorded[0])
     series: Series = recording["activations"]
-    with pytest.raises(ArgumentError, match="'activation' in 'version_0'; there are 'activations', 'gradients'"):
+    with pytest.raises(ArgumentError, match="recorder 'activation'; the only run is 'version_0' with 'activations'"):
         recording["activation"]
     with pytest.raises(ArgumentError, match=r"closest names are 'encoder\.fc'"):
         series["encoder.f"]

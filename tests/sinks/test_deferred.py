@@ -99,6 +99,29 @@ def test_several_sinks_are_replayed_together(tmp_path: Path) -> None:
     assert kinds(good) == ALL
 
 
+def test_a_long_write_of_another_thread_is_not_waited_for(tmp_path: Path) -> None:
+    """While a sink is inside a write in another thread, the others are replayed at once."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow(MemorySink):
+        @override
+        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+            begun.set()
+            return may_end.wait(60)
+
+    waiting = OfOneThread()
+    deferred = DeferredSink(waiting)
+    sink = MultiSink([MultiSink([Slow()]), deferred])
+    thread = threading.Thread(target=sink.write_scalars, args=(1, {"s": 0.5}))
+    thread.start()
+    assert begun.wait(60)
+    deferred.write_scalars(0, {"before": 1.0})
+    sink.replay()
+    assert list(waiting.scalars) == ["before"]
+    may_end.set()
+    thread.join()
+
+
 def test_what_the_sink_raises_comes_when_it_is_written(tmp_path: Path) -> None:
     """A fault shows where it can be handled, and what waits behind it is not lost."""
 

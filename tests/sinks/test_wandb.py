@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from PIL import Image
 
-from lightning_recorder import ActivationRecorder, Graph, Histogram, MemorySink
+from lightning_recorder import ActivationRecorder, Graph, Histogram, MemorySink, open_recording
 from lightning_recorder.sinks import WandbSink, sink_for_logger
 from tests.callbacks.models import Classifier, fit
 from tests.sinks.back_ends import wandb_run
@@ -244,3 +244,15 @@ def test_in_a_fit(tmp_path: Path) -> None:
     assert sum(any(tag.startswith("activations/") for tag in row) for row in rows) == 2 * 6
     found = {event.step: event.value for event in read_events(Path(board.log_dir)).Scalars("activations/head/rms")}
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}
+
+
+def test_each_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Two runs of loggers that share a folder leave two recordings, each beside the checkpoints of its run."""
+    folders = []
+    for _ in range(2):
+        logger = WandbLogger(save_dir=tmp_path, offline=True, project="mine")
+        fit(Classifier(), tmp_path, [ActivationRecorder(plots=False)], logger=logger, enable_checkpointing=True)
+        folders.append(tmp_path / "mine" / str(logger.version))
+        logger.experiment.finish()
+    assert sorted(open_recording(tmp_path)) == sorted(f"mine/{folder.name}" for folder in folders)
+    assert [sorted(path.name for path in folder.iterdir()) for folder in folders] == [["checkpoints", "recorder"]] * 2
