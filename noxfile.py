@@ -43,7 +43,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Runs everything CI asks for: ruff, mypy, doctests, README and tests; arguments go to the tests."""
-    install(session, *group("test"), *group("check"), constraints=group("pins"))
+    install(session, *group("test"), *group("loggers"), *group("check"), constraints=group("pins"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy")
@@ -91,4 +91,6 @@ def minimums(session: nox.Session) -> None:
     install(session, *group("test"), "setuptools<82", constraints=bounds)
     # An old release warns of what newer ones of its own dependencies deprecate.
     quiet = ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
-    session.run("python", "-m", "pytest", "-m", "not slow and not browser", *quiet, *session.posargs)
+    # They read back what libraries write which want newer dependencies.
+    without = [f"--ignore=tests/sinks/test_{name}.py" for name in ("comet", "contract", "loggers", "mlflow", "wandb")]
+    session.run("python", "-m", "pytest", "-m", "not slow and not browser", *quiet, *without, *session.posargs)
