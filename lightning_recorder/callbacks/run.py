@@ -46,9 +46,12 @@ def _has_folder_of_run(logger: Logger) -> bool:
 
 def _run_of(logger: Logger) -> list[str]:
     """What a logger calls the run, in the way in which Lightning names the folder of its checkpoints."""
-    version = logger.version
+    try:
+        name, version = logger.name, logger.version
+    except Exception:  # noqa: BLE001 - the other ranks wait for the answer, whatever a logger of the user's raises
+        return []
     named = version if isinstance(version, str) or version is None else f"version_{version}"
-    return [str(part) for part in (logger.name, named) if part]
+    return [str(part) for part in (name, named) if part]
 
 
 def stepped(trainer: Trainer, batch_idx: int) -> bool:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -653,3 +653,25 @@ def test_what_can_be_gone_through_once_serves_every_fit(tmp_path: Path) -> None:
     for run in ("first", "second"):
         fit(Classifier(), tmp_path / run, [recorder], logger=False)
         assert {"l2_norm", "quantile_0.5"} <= set(recorder.latest[Site("head", "out")].scalars)
+
+
+class Nameless(Logger):
+    """A logger of the user's that cannot say what its run is called."""
+
+    name = "mine"
+
+    @property
+    def version(self) -> str:
+        raise RuntimeError("there is no run yet")
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Take numbers."""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Take settings."""
+
+
+def test_a_logger_that_cannot_name_its_run(tmp_path: Path) -> None:
+    """Its recordings lie in the folder of the trainer, and nothing is said."""
+    fit(Classifier(), tmp_path, [ActivationRecorder(plots=False)], logger=Nameless())
+    assert (tmp_path / "recorder" / "records" / "activations.jsonl").is_file()
