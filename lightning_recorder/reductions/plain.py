@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["as_plain"]
+__all__ = ["PLAIN_TYPES", "as_plain"]
+
+PLAIN_TYPES = (Tensor, nn.Parameter)
+"""The types of tensors that have nothing of their own beside their values."""
 
 _MOST_DENSE = 1 << 28  # values that a sparse tensor may have when it is made dense: a gibibyte of float32
 
@@ -23,7 +26,9 @@ def as_plain(tensor: Tensor) -> Tensor:
     Raises:
         ArgumentError: If a sparse tensor is so large that making it dense could take memory that training needs.
     """
-    if hasattr(tensor, "to_local"):  # a DTensor, without importing torch.distributed.tensor
+    if type(tensor) not in PLAIN_TYPES and hasattr(
+        tensor, "to_local"
+    ):  # a DTensor, without importing torch.distributed.tensor
         tensor = tensor.to_local()
     if tensor.is_nested:
         # One with gaps between its parts, as torch.nested.narrow makes it, has values that are no part of it.

@@ -15,6 +15,7 @@ from lightning_recorder.reductions.edges import between_edges
 from lightning_recorder.reductions.extrema import Extrema
 from lightning_recorder.reductions.fused import add_statistics, prepare
 from lightning_recorder.reductions.histogram import ExponentHistogram
+from lightning_recorder.reductions.host import add_statistics_on_host
 from lightning_recorder.reductions.moments import RunningMoments
 from lightning_recorder.reductions.tallies import Tallies
 from lightning_recorder.reductions.values import Values
@@ -24,6 +25,9 @@ __all__ = ["SCALAR_STATISTICS", "Statistics", "to_histogram"]
 SCALAR_STATISTICS = ("count", "mean", "std", "rms", "min", "max", "zero_fraction", "nan_count", "inf_count")
 """Names of the statistics of which recorders keep the numbers by default."""
 
+
+# What computes them of a tensor together, where it can: each answers whether it did.
+_QUICK = (add_statistics, add_statistics_on_host)
 
 _ROUNDING = 1e-10  # relative, of sums in float64 that were added in another order
 
@@ -55,7 +59,9 @@ class Statistics(Combined):
 
     @override
     def begin(self, state: Tensor, values: Values) -> Tensor | None:
-        return None if add_statistics(state, values, self._sample) else super().begin(state, values)
+        if any(add(state, values, self._sample) for add in _QUICK):
+            return None
+        return super().begin(state, values)
 
     def means(self, state: Tensor) -> Tensor:
         """The means alone of states, ``[..., width]``, each ``[...]``; NaN where there is none."""

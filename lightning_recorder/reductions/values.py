@@ -14,7 +14,9 @@ from lightning_recorder.reductions.plain import as_plain
 
 __all__ = [
     "BINS",
+    "BIN_SHIFT",
     "Values",
+    "bins_of",
     "count_bins",
     "count_where",
     "finite_or_zero",
@@ -23,8 +25,9 @@ __all__ = [
 ]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_BIN_SHIFT = 21  # drops all but sign, exponent and the first two bits of the mantissa of a float32
-BINS = 1 << (32 - _BIN_SHIFT)
+BIN_SHIFT = 21
+"""Drops all but sign, exponent and the first two bits of the mantissa of a float32."""
+BINS = 1 << (32 - BIN_SHIFT)
 # Values of which the temporaries of the passes fit into a cache of a CPU, and on a GPU into 128 MiB.
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 24
@@ -103,7 +106,7 @@ class Values:
 
     def at(self, places: Tensor) -> Tensor:
         """The values at those places of :attr:`flat`, ``[k]``."""
-        return self._widened(self.real.reshape(-1)[places])
+        return self._widened(self.real.reshape(-1).index_select(0, places))
 
     @cached_property
     def finite(self) -> Tensor:
@@ -166,19 +169,14 @@ _FEW_PLACES = 1 << 14
 
 
 def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> None:
-    """Add the number of values per bin to counts; the bin is the upper eleven bits of the value as a float32.
-
-    A finite float64 beyond the range of float32 goes to the end bin of its sign and one too small for it to the bin of
-    its signed zero.
+    """Add the number of values per bin to counts.
 
     Args:
         counts: ``[2048 or more]`` float64.
         values: ``[numel]`` float32 or float64.
         copies: Into how many copies of the bins neighbouring values are counted; by default one, on a GPU several.
     """
-    if values.dtype == torch.float64:
-        values = torch.where(values.isfinite(), values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX), values).float()
-    index = (values.contiguous().view(torch.int32) >> _BIN_SHIFT) & (BINS - 1)
+    index = bins_of(values)
     if copies is None:
         copies = _COPIES.get(values.device.type, 1)
     # index_add_ and not bincount: bincount looks at the largest value first, which makes a GPU wait and fails on meta
@@ -190,6 +188,20 @@ def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> 
     index += (torch.arange(values.numel(), dtype=torch.int32, device=values.device) % copies) * BINS
     several = counts.new_zeros(copies * BINS).index_add_(0, index, one)
     counts[:BINS].add_(several.view(copies, BINS).sum(0))
+
+
+def bins_of(values: Tensor) -> Tensor:
+    """The bins of values, ``[numel]`` int32: the upper eleven bits of each as a float32.
+
+    A finite float64 beyond the range of float32 goes to the end bin of its sign and one too small for it to the bin of
+    its signed zero.
+
+    Args:
+        values: ``[numel]`` float32 or float64.
+    """
+    if values.dtype == torch.float64:
+        values = torch.where(values.isfinite(), values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX), values).float()
+    return (values.contiguous().view(torch.int32) >> BIN_SHIFT) & (BINS - 1)
 
 
 def finite_or_zero(values: Tensor) -> Tensor:
