@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 __all__ = ["make_tag"]
 
 
+@lru_cache(maxsize=1 << 15)  # the same ones come with every record
 def make_tag(group: str, name: str, path: str, statistic: str = "") -> str:
     """The tag of a site's statistic.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -32,12 +32,16 @@ class Dashboard:
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
         self._charts: dict[str, dict[str, str]] = {}
+        self._seen: set[str] = set()
         self._is_ours: bool | None = None
         self._lock = threading.Lock()  # recorders write in threads of their own, and the last layout counts
 
-    def update(self, tags: Iterable[str], write: Callable[[dict[str, dict[str, str]]], object]) -> None:
+    def update(self, tags: Collection[str], write: Callable[[dict[str, dict[str, str]]], object]) -> None:
         """Have the layout written, if it is another one than before: group to title to a pattern of tags."""
         with self._lock:
+            if self._seen.issuperset(tags):  # as nearly always
+                return
+            self._seen.update(tags)
             if self._take(tags):
                 write(dict(sorted(self._charts.items())))
 
