@@ -34,6 +34,8 @@ RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
 SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
 """What can be chosen to be shown of any site."""
 
+_BINS = "histogram"
+
 _UNSHOWN = ("sum", "variance")  # they follow from the others
 
 
@@ -109,7 +111,7 @@ class Snapshot:
                     if site in self.rank_means:
                         scalars |= zip(RANK_STATISTICS, self.rank_means[site], strict=True)
                     kind = self.kinds.get(site, (None, None))
-                    found[site] = SiteStatistics(scalars, tensors["histogram"].long(), {}, *kind)
+                    found[site] = SiteStatistics(scalars, tensors[_BINS], {}, *kind)
         for place, groups in list(enumerate(self.groups))[1:]:
             for site, scalars, tensors in self._summaries(place, groups):
                 if site in found and site not in self.left_out[place]:
@@ -303,14 +305,23 @@ class SiteStates:
             left_out.update(Site(*site) for site in sites)
 
 
+# torch shares operations on more words than these among its threads; in the thread that writes they would compete with
+# those of the training.
+_FEW_WORDS = (1 << 15) - 1
+
+
 def _by_site(group: Collected[Site]) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
     """By site the numbers and the tensors of states that are summarised together."""
-    summary = group.reduction.summarize(group.states)
-    columns = {name: value.tolist() for name, value in summary.items() if value.dim() == 1 and name not in _UNSHOWN}
-    tensors = {name: value for name, value in summary.items() if value.dim() > 1}
-    for row, site in enumerate(group.keys):
-        yield (
-            site,
-            {name: column[row] for name, column in columns.items()},
-            {name: value[row] for name, value in tensors.items()},
-        )
+    some = max(1, _FEW_WORDS // max(1, group.reduction.width))
+    for first in range(0, len(group.keys), some):
+        summary = group.reduction.summarize(group.states[first : first + some])
+        if _BINS in summary:
+            summary[_BINS] = summary[_BINS].long()
+        columns = {name: value.tolist() for name, value in summary.items() if value.dim() == 1 and name not in _UNSHOWN}
+        tensors = {name: value.unbind() for name, value in summary.items() if value.dim() > 1}
+        for row, site in enumerate(group.keys[first : first + some]):
+            yield (
+                site,
+                {name: column[row] for name, column in columns.items()},
+                {name: parts[row] for name, parts in tensors.items()},
+            )
