@@ -20,6 +20,7 @@ from lightning_recorder.reductions import (
     StateBank,
     Statistics,
     Values,
+    add_tensor,
     row_state,
     to_histogram,
 )
@@ -186,6 +187,7 @@ class SiteStates:
             self._banks: list[StateBank[Site]] = [StateBank(reduction) for reduction in reductions]
         self._left_out: list[set[Site]] = [set() for _ in reductions]
         self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
+        self._rows: dict[Site, Tensor] = {}
         self._told: set[int] = set()
 
     def fresh(self) -> SiteStates:
@@ -224,6 +226,23 @@ class SiteStates:
         for place in range(1, len(self._banks)):
             if site not in self._left_out[place]:
                 self._add_further(place, site, values)
+
+    def add_at_once(self, site: Site, tensor: Tensor, factor: float = 1.0) -> bool:
+        """Take a tensor, which may be part of a graph, without any operation of torch, and answer whether it was taken.
+
+        It can be where there is nothing but the default statistics, which are computed on the CPU in one pass.
+        """
+        row = self._rows.get(site)
+        if row is None:
+            row = None if len(self._banks) > 1 else self._banks[0].row(site)
+            if row is None:
+                return False
+            self._rows[site] = row
+        kind = tensor.dtype, tensor.shape  # raises before anything is taken, if it does
+        if not add_tensor(row, tensor, factor, self._sample):
+            return False
+        self._kinds[site] = kind
+        return True
 
     def _add_further(self, place: int, site: Site, values: Values) -> None:
         try:

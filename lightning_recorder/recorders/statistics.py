@@ -68,6 +68,10 @@ class StatisticsRecorder(SiteRecorder):
         """What each tensor is multiplied by before it is reduced: the inverse of a loss scale, for gradients."""
         self.tap = tap(modules, self._receive, condition=condition, strict=strict)
         """What brings the tensors."""
+        self.tap.at_once = self._take_at_once
+
+    def _take_at_once(self, site: Site, tensor: Tensor) -> bool:
+        return self.states.add_at_once(site, tensor, self.factor)
 
     def _receive(self, site: Site, tensor: Tensor) -> None:
         self.states.add(site, tensor, self.factor)

@@ -8,7 +8,7 @@ from lightning_recorder.reductions.channels import ChannelMoments, DeadChannels
 from lightning_recorder.reductions.combined import Combined
 from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum
 from lightning_recorder.reductions.extrema import Extrema
-from lightning_recorder.reductions.fused import prepare
+from lightning_recorder.reductions.fused import add_tensor, prepare
 from lightning_recorder.reductions.higher_moments import HigherMoments
 from lightning_recorder.reductions.histogram import ExponentHistogram
 from lightning_recorder.reductions.last import LastValue
@@ -48,6 +48,7 @@ __all__ = [
     "Statistics",
     "Tallies",
     "Values",
+    "add_tensor",
     "prepare",
     "row_state",
     "to_histogram",

@@ -33,6 +33,8 @@ _log = logging.getLogger("lightning_recorder")
 # They hold their states on the CPU, and each tensor is copied there, which waits.
 _WITHOUT_FLOAT64 = ("mps",)
 
+_CPU = torch.device("cpu")
+
 
 class _Row(NamedTuple):
     reduction: Reduction
@@ -48,6 +50,8 @@ class _Row(NamedTuple):
 class _Block(Generic[Key]):
     states: Tensor
     """``[rows, width]`` float64."""
+    initial: Tensor
+    """That of an empty stream, ``[width]``, on the same device."""
     rows: list[_Row]
     """Those that are taken."""
     keys: list[Key]
@@ -110,6 +114,11 @@ class StateBank(Generic[Key]):
             if len(row.heads) == _MOST_HEADS:
                 _settle([row])
 
+    def row(self, key: Key) -> Tensor | None:
+        """The state of what a key has seen on the CPU, where it lies; ``None`` if there is none."""
+        row = self._rows.get((key, _CPU))
+        return None if row is None else row.state
+
     def _allocate(self, key: Key, values: Values) -> _Row:
         seen_on = values.raw.device
         with self._lock:
@@ -128,7 +137,8 @@ class StateBank(Generic[Key]):
                 _log.info("%s are kept for each site: %s", f"{reduction.nbytes:,} bytes", reduction)
             if not blocks or len(blocks[-1].keys) == len(blocks[-1].states):
                 rows = min(_MOST_ROWS, max(1, _BLOCK_WORDS // max(1, reduction.width)))
-                blocks.append(_Block(reduction.initial().to(device).repeat(rows, 1), [], []))
+                initial = reduction.initial().to(device)
+                blocks.append(_Block(initial.repeat(rows, 1), initial, [], []))
             block = blocks[-1]
             row = _Row(reduction, block.states[len(block.keys)], moves, [])
             block.keys.append(key)
@@ -142,7 +152,7 @@ class StateBank(Generic[Key]):
         Waits for the devices, once for all states of one kind on each; on the device itself for nothing.
         """
         groups: list[Collected[Key]] = []
-        places: dict[Key, Tensor] = {}
+        places: dict[Key, tuple[Tensor, int]] = {}
         for blocks in self._blocks.values():
             rows = [row for block in blocks for row in block.rows]
             keys = [key for block in blocks for key in block.keys]
@@ -152,13 +162,15 @@ class StateBank(Generic[Key]):
             new = []
             for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
                 if key not in places:
+                    places[key] = states, index
                     new.append(index)
-                    places[key] = states[index]
-                elif len(places[key]) == len(states[index]):  # of another shape on another device: one is enough
-                    row.reduction.merge_states(places[key], states[index])
+                    continue
+                there, place = places[key]
+                if there.shape[1] == states.shape[1]:  # of another shape on another device: one is enough
+                    row.reduction.merge_states(there[place], states[index])
             if len(new) < len(keys):
                 states = states[new]
-                places.update(zip([keys[index] for index in new], states, strict=True))
+                places.update({keys[index]: (states, place) for place, index in enumerate(new)})
             if new:
                 groups.append(Collected(rows[0].reduction, [keys[index] for index in new], states))
         return groups
@@ -227,8 +239,11 @@ class StateBank(Generic[Key]):
             for block in blocks:
                 for row in block.rows:
                     row.heads.clear()
-                if block.rows:
-                    block.rows[0].reduction.restart(block.states[: len(block.keys)])
+                states = block.states[: len(block.keys)]
+                if block.rows and self.reduction.ordered:
+                    block.rows[0].reduction.restart(states)
+                else:
+                    states.copy_(block.initial)
 
 
 def row_state(reduction: Reduction, state: Tensor) -> dict[str, Tensor]:

@@ -109,7 +109,11 @@ class Reduction(ABC):
         state += other
 
     def restart(self, state: Tensor) -> None:
-        """Begin a new stream in the states, ``[..., width]``, in place: what recorders do after each result."""
+        """Begin a new stream in the states, ``[..., width]``, in place: what recorders do after each result.
+
+        A reduction that is :attr:`ordered` may have something go on. The states of others become those of
+        :meth:`initial`, whoever does it.
+        """
         state.copy_(self.initial())
 
     @abstractmethod

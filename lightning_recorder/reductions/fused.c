@@ -10,7 +10,6 @@
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define BINS 2048
@@ -18,15 +17,24 @@
 #define LANES 16
 #define PAD 32 /* so that equal places of two tables are not taken for one another by the processor */
 #define FEW 32768 /* values for which another thread is not worth its start */
+#define MOST_THREADS 256
+#define FEWER 1024 /* values for which tables are not worth their reading */
+#define LINE 32 /* bins of a table in a line of the cache */
 
+enum { FEW_VALUES, ALL_VALUES, SAMPLED_VALUES }; /* how they are counted */
 enum { COUNT, MEAN, M2, MIN, MAX, NUMEL, ZEROS, NANS, INFINITIES, HISTOGRAM };
+
+typedef struct {
+  int64_t count; /* no table has got more than a fourth of it */
+  uint16_t tables[4][BINS + PAD]; /* several, so that equal neighbours do not wait for each other, and small to stay near */
+} Tables;
 
 typedef struct {
   double count, mean, m2, min, max;
   int64_t zeros, nans, infinities;
   const int64_t *place, *last; /* of the sampled values those that are still to come */
-  int64_t in_tables, bins[BINS];
-  uint16_t tables[4][BINS + PAD]; /* several, so that equal neighbours do not wait for each other, and small to stay near */
+  double *bins;
+  Tables *tables;
 } Part;
 
 static void merge(double *count, double *mean, double *m2, double n, double mu, double q) {
@@ -124,46 +132,71 @@ static void merge(double *count, double *mean, double *m2, double n, double mu, 
 DEFINE_BLOCK(block_of_floats, float, uint32_t, 0x7f800000u, 0x7fffffffu)
 DEFINE_BLOCK(block_of_doubles, double, uint64_t, 0x7ff0000000000000u, 0x7fffffffffffffffu)
 
+/* Adds the tables to the bins, of which it touches no more than needed: they have long left the cache. */
 static void empty_tables(Part *part) {
-  for (int bin = 0; bin < BINS; bin++)
-    part->bins[bin] +=
-        (uint32_t)part->tables[0][bin] + part->tables[1][bin] + part->tables[2][bin] + part->tables[3][bin];
-  memset(part->tables, 0, sizeof part->tables);
-  part->in_tables = 0;
+  uint16_t(*tables)[BINS + PAD] = part->tables->tables;
+  if (!part->tables->count) return;
+#pragma omp critical(lightning_recorder_bins)
+  for (int from = 0; from < BINS; from += LINE) {
+    uint32_t sums[LINE], any = 0;
+    for (int i = 0; i < LINE; i++) {
+      sums[i] = (uint32_t)tables[0][from + i] + tables[1][from + i] + tables[2][from + i] + tables[3][from + i];
+      any |= sums[i];
+    }
+    if (!any) continue;
+    for (int i = 0; i < LINE; i++) part->bins[from + i] += sums[i];
+    for (int table = 0; table < 4; table++) memset(tables[table] + from, 0, LINE * sizeof **tables);
+  }
+  part->tables->count = 0;
 }
 
-static void count_bins(const float *x, int n, Part *part) {
+static void count_all(const float *x, int n, Part *part) {
+  uint16_t(*tables)[BINS + PAD] = part->tables->tables;
   uint32_t bits[BLOCK];
   memcpy(bits, x, n * sizeof *x);
-  if (part->in_tables + n > 4 * UINT16_MAX) empty_tables(part);
+  if (part->tables->count + n > 4 * UINT16_MAX) empty_tables(part);
   int i = 0;
   for (; i + 3 < n; i += 4) {
-    part->tables[0][bits[i] >> 21]++;
-    part->tables[1][bits[i + 1] >> 21]++;
-    part->tables[2][bits[i + 2] >> 21]++;
-    part->tables[3][bits[i + 3] >> 21]++;
+    tables[0][bits[i] >> 21]++;
+    tables[1][bits[i + 1] >> 21]++;
+    tables[2][bits[i + 2] >> 21]++;
+    tables[3][bits[i + 3] >> 21]++;
   }
-  for (int table = 0; i < n; i++, table++) part->tables[table][bits[i] >> 21]++;
-  part->in_tables += BLOCK; /* as if the block had been full, so that no table gets more than a fourth */
+  for (int table = 0; i < n; i++, table++) tables[table][bits[i] >> 21]++;
+  part->tables->count += BLOCK; /* as if the block had been full */
 }
 
 /* Of a block whose first value is the at-th of the array, the sampled ones, while it lies in the cache. */
 static void count_places(const float *x, int64_t at, int n, Part *part) {
+  uint16_t(*tables)[BINS + PAD] = part->tables->tables;
+  if (part->tables->count + 4 * n > 4 * UINT16_MAX) empty_tables(part);
   for (; part->place < part->last && *part->place < at + n; part->place++) {
     uint32_t bits;
     memcpy(&bits, x + (*part->place - at), sizeof bits);
-    part->bins[bits >> 21]++;
+    tables[*part->place & 3][bits >> 21]++;
+    part->tables->count += 4; /* as if each table had got it */
   }
 }
 
-static void count_block(const float *x, int64_t at, int n, int exact, Part *part) {
-  if (exact)
-    count_bins(x, n, part);
+/* Values so few that they are counted where the bins are: reading all tables would take longer. */
+static void count_few(const float *x, int n, double *bins) {
+  for (int i = 0; i < n; i++) {
+    uint32_t bits;
+    memcpy(&bits, x + i, sizeof bits);
+    bins[bits >> 21]++;
+  }
+}
+
+static void count_block(const float *x, int64_t at, int n, int how, Part *part) {
+  if (how == FEW_VALUES)
+    count_few(x, n, part->bins);
+  else if (how == ALL_VALUES)
+    count_all(x, n, part);
   else
     count_places(x, at, n, part);
 }
 
-static void part_of_floats(const void *data, int64_t from, int64_t to, double factor, int exact, Part *part) {
+static void part_of_floats(const void *data, int64_t from, int64_t to, double factor, int how, Part *part) {
   const float *values = data;
   float scale = (float)factor, scaled[BLOCK];
   for (int64_t at = from; at < to; at += BLOCK) {
@@ -174,11 +207,11 @@ static void part_of_floats(const void *data, int64_t from, int64_t to, double fa
       x = scaled;
     }
     block_of_floats(x, n, part);
-    count_block(x, at, n, exact, part);
+    count_block(x, at, n, how, part);
   }
 }
 
-static void part_of_doubles(const void *data, int64_t from, int64_t to, double factor, int exact, Part *part) {
+static void part_of_doubles(const void *data, int64_t from, int64_t to, double factor, int how, Part *part) {
   const double *values = data;
   double scaled[BLOCK];
   float narrow[BLOCK];
@@ -190,11 +223,11 @@ static void part_of_doubles(const void *data, int64_t from, int64_t to, double f
       narrow[i] = fabs(x) == INFINITY || x != x ? (float)x : x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
     }
     block_of_doubles(scaled, n, part);
-    count_block(narrow, at, n, exact, part);
+    count_block(narrow, at, n, how, part);
   }
 }
 
-static void part_of_bfloats(const void *data, int64_t from, int64_t to, double factor, int exact, Part *part) {
+static void part_of_bfloats(const void *data, int64_t from, int64_t to, double factor, int how, Part *part) {
   const uint16_t *values = data;
   float scale = (float)factor, wide[BLOCK];
   uint32_t bits[BLOCK];
@@ -205,7 +238,7 @@ static void part_of_bfloats(const void *data, int64_t from, int64_t to, double f
     if (scale != 1)
       for (int i = 0; i < n; i++) wide[i] *= scale;
     block_of_floats(wide, n, part);
-    count_block(wide, at, n, exact, part);
+    count_block(wide, at, n, how, part);
   }
 }
 
@@ -218,23 +251,21 @@ static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats}
    places, and one word more tells how many values there were. */
 void add_statistics(const void *data, int64_t numel, int kind, double factor, const int64_t *places, int64_t sampled,
                     int threads, double *row) {
-  int exact = sampled < 0 || !places;
-  static _Thread_local Part own; /* not on the stack, which a thread of Python's may have little of */
+  int how = sampled >= 0 && places ? SAMPLED_VALUES : numel < FEWER ? FEW_VALUES : ALL_VALUES;
   if (numel < FEW || threads < 1) threads = 1;
-  Part *parts = threads > 1 ? malloc(threads * sizeof *parts) : &own;
-  if (!parts) threads = 1, parts = &own;
+  if (threads > MOST_THREADS) threads = MOST_THREADS;
+  Part parts[threads];
   int64_t share = ((numel + threads - 1) / threads + BLOCK - 1) / BLOCK * BLOCK;
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int t = 0; t < threads; t++) {
     int64_t from = t * share, to = from + share < numel ? from + share : numel;
-    memset(parts + t, 0, sizeof *parts);
-    parts[t].min = INFINITY;
-    parts[t].max = -INFINITY;
-    parts[t].place = places;
-    parts[t].last = exact ? places : places + sampled;
-    while (parts[t].place < parts[t].last && *parts[t].place < from) parts[t].place++;
-    if (from < to) PARTS[kind](data, from, to, factor, exact, parts + t);
-    empty_tables(parts + t);
+    static _Thread_local Tables own; /* of each thread, and empty between two calls */
+    Part part = {.min = INFINITY, .max = -INFINITY, .place = places, .last = places, .bins = row + HISTOGRAM, .tables = &own};
+    if (how == SAMPLED_VALUES) part.last += sampled;
+    while (part.place < part.last && *part.place < from) part.place++;
+    if (from < to) PARTS[kind](data, from, to, factor, how, &part);
+    empty_tables(&part);
+    parts[t] = part;
   }
   row[NUMEL] += (double)numel;
   for (int t = 0; t < threads; t++) {
@@ -245,8 +276,6 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, co
     row[ZEROS] += (double)part->zeros;
     row[NANS] += (double)part->nans;
     row[INFINITIES] += (double)part->infinities;
-    for (int bin = 0; bin < BINS; bin++) row[HISTOGRAM + bin] += (double)part->bins[bin];
   }
   if (sampled >= 0) row[HISTOGRAM + BINS] += (double)numel;
-  if (parts != &own) free(parts);
 }

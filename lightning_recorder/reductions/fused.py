@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_recorder.reductions.plain import PLAIN_TYPES
 from lightning_recorder.reductions.values import Values, sample_places
 
-__all__ = ["add_statistics", "prepare"]
+__all__ = ["add_statistics", "add_tensor", "prepare"]
 
 _log = logging.getLogger("lightning_recorder")
 
@@ -39,8 +40,6 @@ _NO_THREADS = ("-fopenmp-simd",)
 _TIMEOUT_S = 60
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
-
-_PLAIN = (Tensor, nn.Parameter)
 
 _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
 
@@ -79,11 +78,21 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
         Whether it was done. If not, nothing has changed: there is no function, or the tensor is not on the CPU, not of
         float32, float64 or bfloat16, or more than a plain array.
     """
-    kernel, tensor = _Loaded.kernel, values.raw
+    return add_tensor(row, values.raw, values.factor, sample)
+
+
+def add_tensor(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool:
+    """The same of a tensor, which may be part of a graph, times a factor.
+
+    No operation of torch runs that autograd or a mode would see, unless the tensor has to be copied into order.
+    """
+    kernel = _Loaded.kernel
     kind = _KINDS.get(tensor.dtype)
-    if kernel is None or kind is None or type(tensor) not in _PLAIN:
+    if kernel is None or kind is None or type(tensor) not in PLAIN_TYPES:
         return False
-    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_neg() or not row.is_contiguous():
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_nested:
+        return False
+    if not row.is_contiguous():
         return False
     # The order of the values matters to a sample alone; else what is dense in another order is read as it lies.
     if not tensor.is_contiguous() and (
@@ -101,7 +110,7 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
     if sample is not None:
         sampled = min(sample, numel)
         places = sample_places(numel, sample).ctypes.data if numel > sample else 0
-    kernel(pointer, numel, kind, values.factor, places, sampled, torch.get_num_threads(), row.data_ptr())
+    kernel(pointer, numel, kind, factor, places, sampled, torch.get_num_threads(), row.data_ptr())
     return True
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.autograd import in_transform, is_transformed
+from lightning_recorder.autograd import in_transform, is_tracing, is_transformed
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, tell
 from lightning_recorder.hooks import ModuleHook
 from lightning_recorder.stance import EagerStance
@@ -95,6 +95,9 @@ class Tap(ABC):
         """Whether compiled code runs eagerly while the hooks are on."""
         self.stopwatch: Stopwatch | None = None
         """What measures the time inside the hooks, if anything does."""
+        self.at_once: Callable[[Site, Tensor], bool] | None = None
+        """What is asked before ``receive`` about a plain tensor that is not detached: it takes the tensor without any
+        operation of torch and answers whether it did."""
         self.called: set[str] = set()
         """The names of the modules of which a hook was called; may be cleared."""
         self._quiet: set[str] = set()
@@ -197,6 +200,24 @@ class Tap(ABC):
             if watch is not None and started is not None:
                 watch.stop(started)
 
+    def _taken_at_once(self, site: Site, tensor: Tensor) -> bool:
+        """Whether nothing is left to be done for a tensor: nearly all the time that a hook takes is for other cases."""
+        if (
+            self.at_once is None
+            or type(tensor) is not Tensor
+            or self._condition is not None
+            or self.stopwatch is not None
+            or not self._attached
+            or site.name in self._quiet
+            or in_transform()
+            or is_unrecorded()
+        ):
+            return False
+        try:
+            return self.at_once(site, tensor)
+        except Exception:  # noqa: BLE001 - what went wrong does so again where it is told
+            return False
+
     def _hand_over(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._condition is not None and not self._condition():
             return
@@ -246,7 +267,7 @@ class TapHook(ModuleHook):
 
     def __call__(self, module: nn.Module, *passed: Any) -> None:
         # Under torch.compile the hook would be traced into the graph; what is compiled is recorded in eager steps only.
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]  # public, though not declared so
-            if self._tap.attached:
-                self._tap.called.add(self._name)
-            self._tap._guarded(self._name, self._method, module, *passed)
+        if torch.compiler.is_compiling() or is_tracing() or not self._tap.attached:
+            return
+        self._tap.called.add(self._name)
+        self._tap._guarded(self._name, self._method, module, *passed)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.autograd import in_backward
-from lightning_recorder.taps.base import Receiver, Tap, TapHook
+from lightning_recorder.autograd import in_backward, is_tracing
+from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
 __all__ = ["InputTap", "OutputTap"]
 
@@ -77,8 +78,25 @@ class OutputTap(Tap):
 
     @override
     def _put_on(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_hook(TapHook(self, name, self._see)))
+        self._keep(module.register_forward_hook(_OutputHook(self, name, self._see)))
 
     def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not in_backward():
             self._hand_over(name, self._tensors(name, output, "out"))
+
+
+class _OutputHook(TapHook):
+    """A hook that has an output which is one tensor taken at once."""
+
+    def __init__(self, tap: Tap, name: str, method: Callable[..., None]) -> None:
+        super().__init__(tap, name, method)
+        self._site = Site(name, "out")
+
+    @override
+    def __call__(self, module: nn.Module, *passed: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not in_backward() and not is_tracing() and self._tap._taken_at_once(self._site, passed[-1]):
+            self._tap.called.add(self._name)
+            return
+        super().__call__(module, *passed)

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_recorder.autograd import hooks_of_leaf
 from lightning_recorder.errors import tell
-from lightning_recorder.taps.base import Receiver, Tap, TapHook
+from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 from lightning_recorder.taps.living import LIVING_NODES, MOST_NODES
 
 __all__ = ["GradientHook", "GradientTap", "OutputGradientTap"]
@@ -95,11 +95,12 @@ class OutputGradientTap(GradientTap):
         self._keep(module.register_forward_hook(TapHook(self, name, self._see)))
 
     def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found = list(self._tensors(name, output, "out"))
-        if found and not any(tensor.requires_grad for _, tensor in found):
+        found = tuple(self._tensors(name, output, "out"))
+        needing = [(path, tensor) for path, tensor in found if tensor.requires_grad]
+        if found and not needing:
             self.without_gradient.add(name)
-        for path, tensor in found:
-            if tensor.requires_grad and self._may_look_at(1):
+        for path, tensor in needing:
+            if self._may_look_at(1):
                 self._put_on_tensor(tensor, GradientHook(self, name, path))
 
 
@@ -112,16 +113,19 @@ class GradientHook:
 
     def __init__(self, tap: GradientTap, name: str, path: str) -> None:
         self.tap = tap
-        self.name = name
-        self.path = path
+        self.site = Site(name, path)
 
     @property
-    def place(self) -> tuple[Tap, str, str]:
+    def place(self) -> tuple[Tap, Site]:
         """What tells it from the hooks of other sites and taps."""
-        return self.tap, self.name, self.path
+        return self.tap, self.site
 
     def __call__(self, grad: Tensor | None) -> None:
         """Hand the gradient over."""
         # torch calls the hook of an output that took no part in the loss with None.
-        if grad is not None:
-            self.tap._bring(self.name, self.tap._hand_over, [(self.path, grad)])
+        if grad is None:
+            return
+        if self.tap._taken_at_once(self.site, grad):
+            LIVING_NODES.expect_less()
+            return
+        self.tap._bring(self.site.name, self.tap._hand_over, [(self.site.path, grad)])

@@ -230,7 +230,7 @@ class _CompleteHook(GradientHook):
 
     @override
     def __call__(self, grad: object) -> None:
-        self.tap._bring(self.name, self._complete)
+        self.tap._bring(self.site.name, self._complete)
 
     def _complete(self, name: str) -> None:
         for total in list(self._totals.values()):
@@ -240,7 +240,7 @@ class _CompleteHook(GradientHook):
         """Hand a sum over, if this backward pass has brought anything."""
         grad = total.take()
         if grad is not None:
-            self.tap._hand_over(self.name, [(self.path, grad)])
+            self.tap._hand_over(self.site.name, [(self.site.path, grad)])
 
 
 _COUNTER = itertools.count()
@@ -256,7 +256,7 @@ class _TakerHook:
         self._alone = alone
 
     def __call__(self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
-        self._complete.tap._bring(self._complete.name, self._add, grad_inputs)
+        self._complete.tap._bring(self._complete.site.name, self._add, grad_inputs)
 
     def _add(self, name: str, grad_inputs: tuple[Tensor | None, ...]) -> None:
         for place in self._places:
