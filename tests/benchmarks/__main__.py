@@ -17,6 +17,12 @@ import torch
 from tests.benchmarks.models import CASES, Case
 from tests.benchmarks.styles import STYLES, Step
 
+# Styles take turns after so many steps: a machine that is busy with something else for a second is so for all of them.
+_TURN = 10
+# Steps of a few milliseconds are repeated until the bare ones have taken so long, as their noise is larger.
+_LEAST_S = 8.0
+_MOST_REPEATS = 40
+
 # Each of them is slow enough that fifty steps could not be repeated in reasonable time.
 _FEW_STEPS = {
     ".item() and histc": 10,
@@ -44,7 +50,7 @@ class Cost:
     """What steps of one style took.
 
     Args:
-        step_s: Seconds of a step.
+        step_s: Seconds of a step, of a turn those of all.
         memory_mib: Most memory that the process had in its own hands while they ran.
     """
 
@@ -78,16 +84,32 @@ class Course:
         for number in range(3):
             self.run(number, self.train)
 
-    def measure(self) -> None:
-        """Run a round; the number of its first step is divisible by all cadences."""
+    def measure(self, first: int) -> Cost | None:
+        """Run a turn, from that step of a round on; nothing if the round has ended for this style."""
+        numbers = range(first, min(first + _TURN, self.steps))
+        if not numbers:
+            return None
         gc.collect()
         # What the style before this one has left in the caches and allocators is not to be paid by this one.
         self.train()
         peak_memory_mib(forget=True)
         start = time.perf_counter()
-        for number in range(self.steps):
+        for number in numbers:
             self.run(number, self.train)
-        self.costs.append(Cost((time.perf_counter() - start) / self.steps, peak_memory_mib()))
+        return Cost(time.perf_counter() - start, peak_memory_mib())
+
+
+def run_round(running: list[Course], steps: int) -> None:
+    """Run a round of steps of each style, in turns; the number of the first step is divisible by all cadences."""
+    turns: dict[str, list[Cost]] = {course.style: [] for course in running}
+    for first in range(0, steps, _TURN):
+        for course in running:
+            if (cost := course.measure(first)) is not None:
+                turns[course.style].append(cost)
+    for course in running:
+        costs = turns[course.style]
+        step_s = sum(cost.step_s for cost in costs) / course.steps
+        course.costs.append(Cost(step_s, max(cost.memory_mib for cost in costs)))
 
 
 def courses(make: Callable[[], Case], styles: Iterable[str], steps: int, stack: ExitStack) -> list[Course]:
@@ -105,8 +127,7 @@ def failure(make: Callable[[], Case], style: str) -> str | None:
     """What a style raises on a model, which is a result, too."""
     try:
         with ExitStack() as stack:
-            for course in courses(make, [style], 2, stack):
-                course.measure()
+            run_round(courses(make, [style], 2, stack), 2)
     except Exception as error:  # noqa: BLE001 - other packages raise what they like
         return type(error).__name__
     return None
@@ -120,10 +141,10 @@ def table(make: Callable[[], Case], styles: list[str], repeats: int, steps: int)
         running = courses(make, [style for style in styles if style not in failed], steps, stack)
         for course in running:
             course.warm_up()
-        for _ in range(repeats):
-            # Interleaved, so that a machine that grows slower does so for all styles.
-            for course in running:
-                course.measure()
+        run_round(running, steps)
+        (first,) = (course.costs[0].step_s for course in running if course.style == "bare")
+        for _ in range(max(repeats, min(_MOST_REPEATS, math.ceil(_LEAST_S / (first * steps)))) - 1):
+            run_round(running, steps)
     (bare,) = (course.costs for course in running if course.style == "bare")
     rows = []
     for course in running:
@@ -145,7 +166,7 @@ def median(costs: list[Cost], what: str) -> float:
 def main() -> None:
     """Measure all models and write the table to the terminal and to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="at least; of short steps more")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--models", nargs="*", choices=[make.__name__ for make in CASES], help="default: all")
@@ -156,7 +177,8 @@ def main() -> None:
     styles = ["bare", *(style for style in STYLES if style != "bare" and any(part in style for part in options.styles))]
     lines = [
         "Every leaf's output and its gradient, on the CPU; peak memory is what the process took beyond the bare steps.",
-        f"torch {torch.__version__}, {options.threads} threads, {options.repeats} repeats of {options.steps} steps.",
+        f"torch {torch.__version__}, {options.threads} threads.",
+        f"At least {options.repeats} repeats of {options.steps} steps, the styles in turns of {_TURN} steps.",
         "",
         "| model | style | ms per step | ratio of medians to bare | median of ratios | their range | peak MiB |",
         "|---|---|---|---|---|---|---|",
