@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -177,10 +178,11 @@ def test_every_module_says_what_it_is() -> None:
 
 def test_every_file_can_be_imported_first() -> None:
     """Each file can be the first of the package to be imported, whatever it imports in turn."""
+    without = () if importlib.util.find_spec("triton") else ("triton_kernels",)  # which few CPUs have
     names = [
         ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
         for path in sorted(ROOT.rglob("*.py"))
-        if "callbacks" not in path.parts
+        if "callbacks" not in path.parts and path.stem not in without
     ]
     code = "\n".join(
         [

@@ -147,6 +147,7 @@ class OptimizerRecorder(SiteRecorder):
 
     @override
     def attach(self) -> None:
+        self.prepare()
         if not self._attached:
             self._attached = True
             for optimizer in self.optimizers:

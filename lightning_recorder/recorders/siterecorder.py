@@ -11,6 +11,7 @@ from torch import nn
 from typing_extensions import Self
 
 from lightning_recorder.recorders.sites import SiteStates, SiteStatistics, Snapshot
+from lightning_recorder.reductions import prepare_device
 from lightning_recorder.stopwatch import Stopwatch
 from lightning_recorder.taps import Site
 
@@ -29,6 +30,7 @@ class SiteRecorder(ABC):
     def __init__(self, states: SiteStates) -> None:
         self.states = states
         """Where the tensors go; may be replaced by others between two calls of the model."""
+        self._is_prepared = False
 
     @property
     @abstractmethod
@@ -48,6 +50,16 @@ class SiteRecorder(ABC):
     @abstractmethod
     def attach(self) -> None:
         """Put the hooks on."""
+
+    def prepare(self) -> None:
+        """Have ready what computes the statistics where the modules' parameters are; the first :meth:`attach` does so.
+
+        On a GPU that may take seconds, and waits for the device; there it is done once in a process. Nothing is raised.
+        """
+        if not self._is_prepared:
+            self._is_prepared = True
+            for device in {parameter.device for each in self.modules.values() for parameter in each.parameters()}:
+                prepare_device(device)
 
     @abstractmethod
     def pause(self) -> None:

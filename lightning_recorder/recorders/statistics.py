@@ -107,6 +107,7 @@ class StatisticsRecorder(SiteRecorder):
 
     @override
     def attach(self) -> None:
+        self.prepare()
         self.tap.attach()
 
     @override

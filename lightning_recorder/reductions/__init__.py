@@ -9,6 +9,7 @@ from lightning_recorder.reductions.combined import Combined
 from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum
 from lightning_recorder.reductions.extrema import Extrema
 from lightning_recorder.reductions.fused import add_tensor, prepare
+from lightning_recorder.reductions.fused_cuda import prepare_device
 from lightning_recorder.reductions.higher_moments import HigherMoments
 from lightning_recorder.reductions.histogram import ExponentHistogram
 from lightning_recorder.reductions.last import LastValue
@@ -50,6 +51,7 @@ __all__ = [
     "Values",
     "add_tensor",
     "prepare",
+    "prepare_device",
     "row_state",
     "to_histogram",
 ]

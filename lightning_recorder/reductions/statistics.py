@@ -14,6 +14,7 @@ from lightning_recorder.reductions.combined import Combined
 from lightning_recorder.reductions.edges import between_edges
 from lightning_recorder.reductions.extrema import Extrema
 from lightning_recorder.reductions.fused import add_statistics, prepare
+from lightning_recorder.reductions.fused_cuda import add_statistics_on_device
 from lightning_recorder.reductions.histogram import ExponentHistogram
 from lightning_recorder.reductions.host import add_statistics_on_host
 from lightning_recorder.reductions.moments import RunningMoments
@@ -27,7 +28,7 @@ SCALAR_STATISTICS = ("count", "mean", "std", "rms", "min", "max", "zero_fraction
 
 
 # What computes them of a tensor together, where it can: each answers whether it did.
-_QUICK = (add_statistics, add_statistics_on_host)
+_QUICK = (add_statistics, add_statistics_on_device, add_statistics_on_host)
 
 _ROUNDING = 1e-10  # relative, of sums in float64 that were added in another order
 
@@ -36,7 +37,8 @@ class Statistics(Combined):
     """Moments, extrema, tallies and the histogram, side by side in one row of 2057 words (16.5 KB).
 
     Statistics: those of :class:`RunningMoments`, :class:`Extrema`, :class:`Tallies` and :class:`ExponentHistogram`,
-    under the same names. On a CPU with a C compiler they are computed in one pass; see :func:`prepare`.
+    under the same names. On a CPU with a C compiler and on a GPU with Triton they are computed in one pass; see
+    :func:`prepare` and :func:`prepare_device`.
 
     Args:
         sample: As for :class:`ExponentHistogram`; all but the histogram and its quantiles stays exact.
