@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from lightning_recorder.recorders.record import Record
@@ -11,7 +12,7 @@ from lightning_recorder.taps import Site
 __all__ = ["Outlet"]
 
 
-class Outlet:
+class Outlet(ABC):
     """Takes each record with its statistics, in the thread that writes.
 
     What it raises costs the run nothing but this outlet: one warning, after which it is given no more.
@@ -21,6 +22,7 @@ class Outlet:
         """What warnings call it, as ``"the file of records"``."""
         return type(self).__name__
 
+    @abstractmethod
     def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         """Take a record.
 
@@ -28,14 +30,13 @@ class Outlet:
             record: The record.
             found: Its statistics, in the order of the modules; may be empty.
         """
-        raise NotImplementedError
 
     def logged_bytes(self, records: int) -> int:
         """How many bytes it will have given to the loggers after so many records, as far as is known."""
         return 0
 
-    def end_epoch(self) -> None:
+    def end_epoch(self) -> None:  # noqa: B027 - most have nothing to do
         """Do what is due at the end of an epoch."""
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 - most have nothing to do
         """Do what is due at the end of the run."""
