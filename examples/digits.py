@@ -1,7 +1,6 @@
-"""Train a small convolutional network on real images of digits and look inside while it trains.
+"""Train a small convolutional network on real images of digits and record it.
 
-The 1,797 images are scikit-learn's digits, which lie inside that package. Runs in well under a minute on two CPU
-cores::
+The 1,797 images are the digits data set that is included in scikit-learn. Takes about half a minute on two CPU cores::
 
     python examples/digits.py [folder for the results, by default lightning_logs]
 """
@@ -12,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from _terminal import print_commands, progress_bar
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -22,9 +22,16 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder
 
+LOOK_AT = """\
+The recordings are in the run that ends with /recorder. In the tab Images, look at
+  graph                            the execution graph of a training step; it is the last heading
+  activations_plots/heat_map/rms   the size of each layer's output at each recorded step
+  gradients_plots/heat_map/rms     the same of gradients: a dark row is a layer that learns little
+The tab Histograms has the distributions, the tab Scalars each statistic of each layer."""
+
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with a way around them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -35,13 +42,13 @@ class ResidualBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images in, images of the same shape out."""
+        """Transform feature maps and keep their shape."""
         inner = self.relu(self.norm1(self.conv1(x)))
         return F.relu(x + self.norm2(self.conv2(inner)))
 
 
 class Encoder(nn.Module):
-    """From images of 8×8 to 32 numbers each."""
+    """Encodes 8×8 images as vectors of 32 features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +58,13 @@ class Encoder(nn.Module):
         self.widen = nn.Conv2d(16, 32, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[batch, 1, 8, 8]`` in, ``[batch, 32]`` out."""
+        """Encode images ``[batch, 1, 8, 8]`` as features ``[batch, 32]``."""
         x = self.pool(self.blocks(self.stem(x)))
         return F.relu(self.widen(x)).mean(dim=(2, 3))
 
 
 class Digits(LightningModule):
-    """Tells ten digits apart."""
+    """Classifies images of the ten digits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,25 +73,25 @@ class Digits(LightningModule):
         self.head = nn.Linear(32, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[batch, 1, 8, 8]`` in, ``[batch, 10]`` logits out."""
+        """Return logits ``[batch, 10]`` for images ``[batch, 1, 8, 8]``."""
         logits: Tensor = self.head(self.dropout(self.encoder(images)))
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The loss of a batch of images and their digits."""
+        """Return the cross-entropy loss of a batch of images and digits."""
         images, digits = batch
         loss = F.cross_entropy(self(images), digits)
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """The share of digits that are told right."""
+        """Log the fraction of correctly classified digits."""
         images, digits = batch
         accuracy = (self(images).argmax(dim=1) == digits).float().mean()
         self.log("val_accuracy", accuracy, prog_bar=True, batch_size=len(digits))
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Adam whose learning rate rises and falls once, so that the last epochs are calm."""
+        """Return Adam with a one-cycle learning rate, so that the last epochs are stable."""
         optimizer = torch.optim.Adam(self.parameters())
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps)
@@ -92,7 +99,9 @@ class Digits(LightningModule):
 
 
 def main(folder: Path) -> float:
-    """Train, say where the results lie, and give the accuracy on the 360 images that were held out."""
+    """Train, print the location of the results, and return the accuracy on the 360 held-out images."""
+    print("Training a small convolutional network on 1,437 images of digits for 12 epochs, with its execution graph,")
+    print("activations and gradients recorded. This takes about half a minute on two CPU cores.", flush=True)
     seed_everything(7, verbose=False)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -103,8 +112,7 @@ def main(folder: Path) -> float:
         accelerator="cpu",
         log_every_n_steps=10,
         logger=TensorBoardLogger(folder, name="digits"),
-        callbacks=[GraphRecorder(), ActivationRecorder(), GradientRecorder("encoder.**")],
-        enable_progress_bar=False,
+        callbacks=[GraphRecorder(), ActivationRecorder(), GradientRecorder("encoder.**"), progress_bar()],
         enable_model_summary=False,
     )
     trainer.fit(Digits(), DataLoader(train, batch_size=64, shuffle=True), DataLoader(held_out, batch_size=360))
@@ -115,7 +123,7 @@ def main(folder: Path) -> float:
     print(f"picture of the graph {log_dir / 'recorder' / 'graph.svg'}")
     for dump in sorted(log_dir.glob("checkpoints/*.safetensors")):
         print(f"dump                 {dump}")
-    print(f"\nlook at it with      tensorboard --logdir {folder}")
+    print_commands(folder, log_dir, LOOK_AT, site="encoder.stem")
     return accuracy
 
 

@@ -1,7 +1,7 @@
-"""Train a small GPT-2 on this repository's README and look inside while it trains.
+"""Train a small GPT-2 on this repository's README and record it.
 
-The model is built from a configuration, so nothing is downloaded, and reads the text byte by byte. Its output is a
-``ModelOutput`` that carries a cache object beside the logits. Runs in under a minute on two CPU cores::
+The model is built from a configuration, so nothing is downloaded. It reads the text byte by byte. Its output is a
+``ModelOutput`` that contains a cache object and the logits. Runs in under a minute on two CPU cores::
 
     python examples/transformer.py [folder for the results, by default lightning_logs]
 """
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from _terminal import print_commands, progress_bar
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
@@ -21,6 +22,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, ParameterRecorder
 
 TOKENS = 64
+
+LOOK_AT = """\
+The recordings are in the run that ends with /recorder. In the tab Images, look at
+  graph                           the execution graph of a training step: four equal blocks are drawn once, ×4
+  activations_plots/heat_map/rms  the size of the output of each block at each recorded step"""
 
 
 class ByteGPT(LightningModule):
@@ -34,25 +40,27 @@ class ByteGPT(LightningModule):
         self.gpt2 = GPT2LMHeadModel(config)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """The mean loss of predicting each byte of ``[batch, tokens]`` from those before it, in nats."""
+        """Return the mean loss, in nats, of predicting each byte of ``[batch, tokens]`` from the previous bytes."""
         output = self.gpt2(input_ids=batch, labels=batch)
         loss: Tensor = output.loss
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW with a plain learning rate."""
+        """Return AdamW with a constant learning rate."""
         return torch.optim.AdamW(self.parameters(), lr=2e-3)
 
 
 def windows(text: bytes) -> list[Tensor]:
-    """Stretches of the text of equal length, half overlapping, ``[tokens]`` int64 each."""
+    """Split the text into windows of equal length that overlap by half, each ``[tokens]`` int64."""
     data = torch.tensor(list(text))
     return [data[start : start + TOKENS] for start in range(0, len(data) - TOKENS, TOKENS // 2)]
 
 
 def main(folder: Path) -> float:
-    """Train, say where the results lie, and give the loss of the last step in nats per byte."""
+    """Train, print the location of the results, and return the loss of the last step in nats per byte."""
+    print("Training a GPT-2 of four blocks for 120 steps, with its blocks recorded.")
+    print("This takes about half a minute on two CPU cores.", flush=True)
     seed_everything(7, verbose=False)
     text = (Path(__file__).parent.parent / "README.md").read_bytes()
     trainer = Trainer(
@@ -60,24 +68,24 @@ def main(folder: Path) -> float:
         accelerator="cpu",
         log_every_n_steps=20,
         logger=TensorBoardLogger(folder, name="transformer"),
-        # The output of every block beside those of its leaves, the gradients of the attention's parts, and how fast the
-        # weights of the blocks change.
+        # Record the outputs of every block and of its leaves, the gradients of the parts of the attention, and the
+        # update-to-weight ratios of the blocks.
         callbacks=[
             GraphRecorder(),
             ActivationRecorder(["**.ln_*", "**.h.*"]),
             GradientRecorder("**.attn.*"),
             ParameterRecorder("**.h.**", types="Conv1D", parts=["values", "updates"]),
+            progress_bar(),
         ],
-        enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(ByteGPT(), DataLoader(windows(text), batch_size=16, shuffle=True, drop_last=True))  # type: ignore[arg-type]  # a list is a dataset
+    trainer.fit(ByteGPT(), DataLoader(windows(text), batch_size=16, shuffle=True, drop_last=True))  # type: ignore[arg-type]  # a list works as a dataset
 
     loss = float(trainer.callback_metrics["train_loss"])
     log_dir = Path(str(trainer.log_dir))
     print(f"\ntraining loss        {loss:.2f} nats per byte (5.55 without having learned anything)")
     print(f"picture of the graph {log_dir / 'recorder' / 'graph.svg'}")
-    print(f"\nlook at it with      tensorboard --logdir {folder}")
+    print_commands(folder, log_dir, LOOK_AT, site="gpt2.transformer.h.0")
     return loss
 
 

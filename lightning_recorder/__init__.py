@@ -1,9 +1,8 @@
-"""See the inside of a model while it trains: its execution graph, its activations, gradients and parameters.
+"""Record the internals of a model while it trains: execution graph, activations, gradients and parameters.
 
 The callbacks are :class:`GraphRecorder`, :class:`ActivationRecorder`, :class:`GradientRecorder` and
-:class:`ParameterRecorder`. Everything
-below them works in a bare PyTorch loop. Importing this package imports nothing: each name is loaded when it is first
-used.
+:class:`ParameterRecorder`. Everything else also works in a plain PyTorch loop. Importing this package is cheap: each
+name is loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line, as ``python -m lightning_recorder``."""
+"""Entry point of ``python -m lightning_recorder``."""
 
 from __future__ import annotations
 

@@ -1,24 +1,29 @@
-"""What can go wrong, as one tree of exceptions.
+"""The tree of exceptions.
 
 ::
 
-    RecorderError                    anything this package raises on purpose
-    ├── ArgumentError    (ValueError)    an argument that can never work; raised at construction
-    ├── SelectionError   (ValueError)    a selection that matches no module; raised at fit start
+    RecorderError                    base of every error that this package raises on purpose
+    ├── ArgumentError    (ValueError)    an argument has an invalid value; raised at construction
+    │   └── UnknownArgumentError (TypeError) an argument does not exist; the message names the closest one
+    ├── SelectionError   (ValueError)    a selection matches no module; raised at fit start
     ├── FlowError        (RuntimeError)  a run's calls differ from the labelled ones
     ├── RecordingError   (RuntimeError)  recording a site failed; raised only with ``strict=True``
     ├── ForwardError     (RuntimeError)  the model raised while its graph was recorded; has the graph up to there
     ├── RenderError      (RuntimeError)  no renderer was found, or it failed
-    └── DumpError        (ValueError)    a dump that cannot be read
-    RecorderWarning      (UserWarning)   the same faults, told once while training goes on
+    └── DumpError        (ValueError)    a dump cannot be read
+    RecorderWarning      (UserWarning)   the same faults as a single warning while training continues
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import pkgutil
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 __all__ = [
@@ -31,12 +36,17 @@ __all__ = [
     "RecordingError",
     "RenderError",
     "SelectionError",
+    "UnknownArgumentError",
     "check_bool",
     "check_callable",
     "check_integer",
     "check_number",
     "check_some",
+    "closest",
+    "describe_call",
     "describe_error",
+    "describe_missing",
+    "did_you_mean",
     "imported",
     "tell",
 ]
@@ -49,7 +59,11 @@ class RecorderError(Exception):
 
 
 class ArgumentError(RecorderError, ValueError):
-    """An argument has a value that can never work; the message names the allowed ones."""
+    """An argument has an invalid value; the message names the allowed values."""
+
+
+class UnknownArgumentError(ArgumentError, TypeError):
+    """An argument does not exist; the message names the closest one."""
 
 
 class SelectionError(RecorderError, ValueError):
@@ -68,8 +82,9 @@ class ForwardError(RecorderError, RuntimeError):
     """The model raised while its graph was recorded.
 
     Args:
-        message: What it raised, and in which module.
-        graph: A :class:`lightning_recorder.graph.Graph` of what was done until then, the failed nodes marked.
+        message: The model's error and the module that raised it.
+        graph: A :class:`lightning_recorder.graph.Graph` of the operations up to the error, with the failed nodes
+            marked.
     """
 
     def __init__(self, message: str, graph: Any) -> None:
@@ -81,100 +96,207 @@ class ForwardError(RecorderError, RuntimeError):
 
 
 class RenderError(RecorderError, RuntimeError):
-    """A graph could not be drawn; the message says how to get a picture."""
+    """A graph could not be rendered; the message explains how to get an image."""
 
 
 class DumpError(RecorderError, ValueError):
-    """A dump is damaged or is not one of ours."""
+    """A dump is damaged or was not written by this package."""
 
 
 class RecorderWarning(UserWarning):
-    """A fault of the recorder that cost a record or a picture, never the run."""
+    """A recorder fault that costs a record or an image but never the run."""
 
 
 def tell(message: str) -> None:
-    """Warn with :class:`RecorderWarning`, even where warnings are turned into errors.
+    """Warn with :class:`RecorderWarning`, even if warnings are turned into errors.
 
     Note:
-        Under ``python -W error`` a warning is an exception. Raised from a hook it would end the training run that the
-        warning only comments on, so there it is logged as an error of the logger ``lightning_recorder`` instead.
+        Under ``python -W error`` a warning is an exception. Raised from a hook, it would end the training run, so it is
+        logged as an error of the logger ``lightning_recorder`` instead.
     """
     try:
         warnings.warn(message, RecorderWarning, stacklevel=2)
-    except Exception:  # noqa: BLE001 - the warning itself, or what an application puts in the place of showing it raises
+    except Exception:  # noqa: BLE001 - the warning itself raises, or an application's replacement for showing it does
         _log.error(message)
 
 
 def check_bool(name: str, value: object) -> None:
-    """Refuse an argument that is neither True nor False, such as a text that says no and counts as yes.
+    """Raise if an argument is not a bool, for example the string ``"no"``, which is truthy.
 
     Raises:
-        ArgumentError: Naming the argument and what is allowed.
+        ArgumentError: Names the argument and the allowed values.
     """
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {value!r}")
 
 
 def check_integer(name: str, value: object, least: int) -> None:
-    """Refuse an argument that is no integer of at least ``least``.
+    """Raise if an argument is not an integer of at least ``least``.
 
     Raises:
-        ArgumentError: Naming the argument and what is allowed.
+        ArgumentError: Names the argument and the allowed values.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
+        hint = f": write {value:.0f}" if isinstance(value, float) and value.is_integer() and value >= least else ""
+        raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}{hint}")
 
 
 def check_number(name: str, value: object, least: float) -> None:
-    """Refuse an argument that is no number of at least ``least``.
+    """Raise if an argument is not a number of at least ``least``.
 
     Raises:
-        ArgumentError: Naming the argument and what is allowed.
+        ArgumentError: Names the argument and the allowed values.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
         raise ArgumentError(f"{name} must be a number of at least {least:g}, got {value!r}")
 
 
-def check_callable(name: str, value: object, arguments: str) -> None:
-    """Refuse an argument that is no function.
+def check_callable(name: str, value: object, arguments: str, purpose: str = "") -> None:
+    """Raise if an argument is not a function, or cannot be called with these arguments.
+
+    Args:
+        name: The argument.
+        value: The value passed for it.
+        arguments: The names of the positional arguments of a call, such as ``"site, tensor"``; empty if there are none.
+        purpose: The purpose of the function, appended to the message.
 
     Raises:
-        ArgumentError: Naming the argument and what it is called with.
+        ArgumentError: Names the argument, the call, and the line that defines the function.
     """
+    wanted = f"{name} takes a function ({arguments}){purpose}"
     if not callable(value):
-        raise ArgumentError(f"{name} takes a function {arguments}, got {value!r}")
+        raise ArgumentError(f"{wanted}, got {value!r}")
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    try:
+        signature.bind(*filter(None, arguments.split(", ")))
+    except TypeError:
+        raise ArgumentError(f"{wanted}; {_described(value)} takes {signature}") from None
 
 
-def check_some(name: str, value: object, known: Sequence[str]) -> tuple[str, ...]:
-    """Some of the known words, of which a single one may stand alone.
+def check_some(
+    name: str, value: object, known: Sequence[str], synonyms: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Return a tuple of known words; a single word may be passed without a list.
+
+    Args:
+        name: The argument.
+        value: The value passed for it.
+        known: The allowed words.
+        synonyms: Other common words, mapped to the known words that they mean.
 
     Raises:
-        ArgumentError: Naming the argument and what is allowed.
+        ArgumentError: Names the argument, the allowed words and the closest one.
     """
     chosen = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
-    if not chosen or not all(each in known for each in chosen):
+    wrong = [each for each in chosen if each not in known]
+    if wrong or not chosen:
         got = ", ".join(map(repr, chosen)) or "none"
-        raise ArgumentError(f"{name} takes some of {', '.join(map(repr, known))}; got {got}")
+        hint = did_you_mean(wrong[0], known, synonyms) if wrong else ""
+        raise ArgumentError(f"{name} takes some of {', '.join(map(repr, known))}; got {got}{hint}")
     return tuple(str(each) for each in chosen)
 
 
+def did_you_mean(word: object, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str:
+    """Return the end of a message about a wrong word: the closest known word, or an empty string.
+
+    Example:
+        >>> did_you_mean("checkpoint", ["checkpoints", "steps"])
+        ": did you mean 'checkpoints'?"
+        >>> did_you_mean("val", ["train", "validate"], {"val": "validate"})
+        ": did you mean 'validate'?"
+        >>> did_you_mean(3, ["train", "validate"])
+        ''
+    """
+    found = closest(word, known, synonyms)
+    return f": did you mean {found!r}?" if found else ""
+
+
+def closest(word: object, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str:
+    """Return the known word that a wrong one probably means; empty if none is close."""
+    if not isinstance(word, str):
+        return ""
+    by_lower = {each.lower(): each for each in known}
+    meant = (synonyms or {}).get(word.lower())
+    if meant is not None and meant.lower() in by_lower:
+        return meant
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[near[0]] if near else ""
+
+
 def imported(name: str, value: object) -> object:
-    """The object itself, where it is given by its import path, as ``"package.module.function"``.
+    """Return an object, imported first if it is given by its import path, such as ``"package.module.function"``.
 
     Raises:
-        ArgumentError: If a path leads nowhere; naming the argument.
+        ArgumentError: If the path cannot be imported; names the argument.
     """
     if not isinstance(value, str):
         return value
     try:
         return pkgutil.resolve_name(value)
     except Exception as error:
-        raise ArgumentError(f"the {name} {value!r} cannot be imported: {describe_error(error)}") from error
+        raise ArgumentError(f"{name}={value!r} cannot be imported: {describe_error(error)}") from error
 
 
 def describe_error(error: BaseException) -> str:
-    """The class and the text of an error, which may be one that has no text to give."""
+    """Return the class and the text of an error, or only the class if its ``__str__`` raises."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - whatever an error's own __str__ raises
+    except Exception:  # noqa: BLE001 - an error's own __str__ may raise anything
         return type(error).__name__
+
+
+def describe_call(function: Callable[..., object], error: BaseException) -> str:
+    """Return the end of a sentence about an error that a user function raised, with the line in the user's code.
+
+    Example:
+        >>> def is_due(step):
+        ...     return step / 0
+        >>> try:
+        ...     is_due(1)
+        ... except ZeroDivisionError as error:
+        ...     describe_call(is_due, error)  # doctest: +ELLIPSIS
+        'raised at ...:2: ZeroDivisionError: division by zero'
+    """
+    code = getattr(function, "__code__", None)
+    lines = [line for frame, line in _frames(error.__traceback__) if frame.f_code is code]
+    place = f" at {code.co_filename}:{lines[-1]}:" if code is not None and lines else ""
+    return f"raised{place} {describe_error(error)}"
+
+
+def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """Return the frames of a traceback with their line numbers, innermost last."""
+    found = []
+    while traceback is not None:
+        found.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return found
+
+
+def _described(function: object) -> str:
+    """Return the name of a function and the line that defines it."""
+    name = getattr(function, "__name__", None)
+    code = getattr(function, "__code__", None)
+    called = "the lambda" if name == "<lambda>" else repr(name or function)
+    return called if code is None else f"{called} at {code.co_filename}:{code.co_firstlineno}"
+
+
+def describe_missing(path: str | Path) -> str:
+    """Return the end of a message about a missing path: its first missing part and a close match.
+
+    Example:
+        >>> describe_missing("/lightning_logs/version_0")
+        "there is no 'lightning_logs' in '/'"
+    """
+    path = Path(path)
+    gone, parent = path, path.parent
+    while not parent.exists() and parent != parent.parent:
+        gone, parent = parent, parent.parent
+    try:
+        near = closest(gone.name, (each.name for each in parent.iterdir()))
+    except OSError:
+        near = ""
+    here = "the current folder" if parent == Path() else repr(str(parent))
+    return f"there is no {gone.name!r} in {here}" + (f": did you mean {str(parent / near)!r}?" if near else "")

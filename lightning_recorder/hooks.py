@@ -1,4 +1,4 @@
-"""A hook on a module that belongs to one recording, and to no copy of the module."""
+"""Module hooks that belong to one recording and become no-ops in copies of the module."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ __all__ = ["ModuleHook"]
 
 
 class ModuleHook:
-    """Base of the hooks that this package puts on modules.
+    """Base of the hooks that this package registers on modules.
 
-    A module may be copied or pickled while hooks are on it, as an averaged or a target network is. The copy belongs to
-    nobody's recording: in it the hook is a function that does nothing, and neither the recording nor the original hangs
-    on it.
+    A module may be copied or pickled while it has hooks, for example as an averaged or a target network. The copy does
+    not belong to any recording: its hook is a no-op function that references neither the recording nor the original.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -24,7 +23,7 @@ class ModuleHook:
 
 
 def _inert(*args: Any) -> None:
-    """What a hook is in a copy of its module."""
+    """The no-op that replaces a hook in a copy of its module."""
 
 
 def _make_inert() -> Callable[..., None]:

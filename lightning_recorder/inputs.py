@@ -1,4 +1,4 @@
-"""What a model is run with once, given or made up from shapes."""
+"""The inputs for a single run of a model, either given or generated from shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ __all__ = ["arguments", "make_inputs", "shapes_in"]
 
 
 def arguments(data: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of a run."""
+    """Return the positional and keyword arguments of a run.
+
+    Raises:
+        ArgumentError: If an argument has an unsupported type.
+    """
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ArgumentError(f"input_kwargs takes a dictionary of keyword arguments, got {type(kwargs).__name__}")
     more = dict(kwargs or {})
@@ -31,10 +35,10 @@ def arguments(data: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, .
 
 
 def make_inputs(net: nn.Module, input_size: Any, dtypes: Any, *, name: str = "input_size") -> tuple[Tensor, ...]:
-    """Tensors of the given shapes: zeros for integers and booleans, else random numbers.
+    """Return tensors of the given shapes: zeros for integers and booleans, otherwise random numbers.
 
     Raises:
-        ArgumentError: If a shape or dtype is none; calls the shapes by ``name``.
+        ArgumentError: If a shape or dtype is invalid. The message calls the shapes ``name``.
     """
     sizes = shapes_in(input_size, name)
     tensors = [*net.parameters(), *net.buffers()]
@@ -50,7 +54,7 @@ def make_inputs(net: nn.Module, input_size: Any, dtypes: Any, *, name: str = "in
         return tuple(
             torch.empty(size, device=device, dtype=dtype) for size, dtype in zip(sizes, each_dtype, strict=True)
         )
-    # One of its own, so that nobody else's numbers change.
+    # A separate generator leaves the state of the default generators unchanged.
     generator = torch.Generator().manual_seed(0)
     return tuple(
         (
@@ -63,16 +67,16 @@ def make_inputs(net: nn.Module, input_size: Any, dtypes: Any, *, name: str = "in
 
 
 def shapes_in(input_size: Any, name: str) -> list[tuple[int, ...]]:
-    """Each shape of one or several.
+    """Return a list of shapes for one shape or several.
 
     Raises:
-        ArgumentError: If it is none; calls it by ``name``.
+        ArgumentError: If the argument is invalid. The message calls it ``name``.
     """
     sequence = isinstance(input_size, (tuple, list))
     several = sequence and len(input_size) > 0 and all(isinstance(size, (tuple, list)) for size in input_size)
     sizes = list(input_size) if several else [input_size]
     for size in sizes:
-        # An empty list is no list of shapes; the shape of a scalar is an empty tuple.
+        # An empty list is not a list of shapes; an empty tuple is the shape of a scalar.
         valid = isinstance(size, (tuple, list)) and size != []
         if not valid or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in size):
             raise ArgumentError(

@@ -1,27 +1,36 @@
-"""The names of a model's modules: as the user knows them, as globs match them, and those nearest to a wrong one."""
+"""Module names: lookup, glob matching and suggestions for wrong names."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-__all__ = ["closest_names", "compile_glob", "is_never_called", "leaf_modules", "named_submodules"]
+__all__ = [
+    "closest_names",
+    "compile_glob",
+    "corrected_glob",
+    "default_modules",
+    "is_never_called",
+    "named_submodules",
+    "own_parameters",
+]
 
-# Parts of a name that torch puts in when it wraps a module in another: by torch.compile, FSDP, checkpoint_wrapper.
+# Segments that torch.compile, FSDP and checkpoint_wrapper insert into the names of the modules that they wrap.
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
-# Modules that read the parameters of their children without calling them: to a hook they are leaves.
+# Modules that use the parameters of their children without calling them; to a hook they are leaves.
 _OPAQUE = (nn.MultiheadAttention,)
 
 
 def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
-    """The modules of ``named_modules()``, the root included, by the names that they have in the user's code.
+    """Return the modules of ``named_modules()``, including the root, by their names in the user's code.
 
-    What ``torch.compile``, FSDP and ``checkpoint_wrapper`` put into the names is left out, and of a wrapper and what it
-    wraps, which then share a name, what it wraps is taken: hooks on both would see each call twice.
+    Name segments inserted by ``torch.compile``, FSDP and ``checkpoint_wrapper`` are removed. A wrapper and the module
+    it wraps then share a name; the wrapped module is returned, since hooks on both would fire twice for each call.
 
     Example:
         >>> import torch
@@ -35,41 +44,87 @@ def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dic
     }
 
 
-def leaf_modules(module: nn.Module) -> list[str]:
-    """Names of the submodules that call no other module, in the order of ``named_modules()``.
+def default_modules(module: nn.Module) -> list[str]:
+    """Return the names of the submodules to record by default: leaves, and every module that owns parameters.
 
-    ``nn.MultiheadAttention`` counts as a leaf: it uses its projection's weight and never calls the projection. So does
-    a module whose only children make its parameters, by ``torch.nn.utils.parametrize``. The root is left out: who calls
-    it, and with what, depends on the trainer's strategy.
+    A leaf calls no other module. ``nn.MultiheadAttention`` counts as a leaf, since it uses the weight of its projection
+    but never calls the projection. A module whose only children are parametrizations (``torch.nn.utils.parametrize``)
+    also counts as a leaf. Any other module owns the parameters that :func:`own_parameters` yields.
+
+    Metrics of torchmetrics are excluded together with everything below them. The root is excluded even if it owns
+    parameters, since under DDP a call of a LightningModule is its ``training_step`` and its output is the loss.
 
     Example:
-        >>> leaf_modules(nn.Sequential(nn.MultiheadAttention(4, 2), nn.ModuleList([nn.ReLU()])))
-        ['0', '1.0']
+        >>> block = nn.Sequential(nn.MultiheadAttention(4, 2), nn.ModuleList([nn.ReLU()]))
+        >>> default_modules(nn.ModuleDict({"block": block}))
+        ['block.0', 'block.1.0']
+        >>> block.register_parameter("gain", nn.Parameter())
+        >>> default_modules(nn.ModuleDict({"block": block}))
+        ['block', 'block.0', 'block.1.0']
     """
-    names: list[str] = []
-    opaque: list[str] = []
-    for name, each in named_submodules(module).items():
-        if not name or is_never_called(each) or any(name.startswith(prefix) for prefix in opaque):
+    found: dict[nn.Module, str] = {}
+    closed: list[str] = []  # modules below which nothing is recorded
+    for name, each in named_submodules(module, remove_duplicate=False).items():
+        if not name or each in found or is_never_called(each) or any(name.startswith(prefix) for prefix in closed):
+            continue
+        if _is_metric(each):
+            closed.append(name + ".")
             continue
         if isinstance(each, _OPAQUE):
-            opaque.append(name + ".")
-        elif any(child != "parametrizations" for child, _ in each.named_children()):
+            closed.append(name + ".")
+        elif any(child != "parametrizations" for child, _ in each.named_children()) and not _owns_parameters(each):
             continue
-        names.append(name)
-    return names
+        found[each] = name
+    return list(found.values())
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that a call of the module uses itself, with their names in the module.
+
+    These are the parameters registered on the module, those in its parameter lists and dictionaries, and those of
+    children that it never calls: parametrizations and the projection of ``nn.MultiheadAttention``.
+
+    Example:
+        >>> [name for name, _ in own_parameters(nn.MultiheadAttention(4, 2))]
+        ['in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias']
+        >>> net = nn.Sequential(nn.Linear(1, 1))
+        >>> net.scales = nn.ParameterList([nn.Parameter(), nn.Parameter()])
+        >>> [name for name, _ in own_parameters(net)]
+        ['scales.0', 'scales.1']
+    """
+    yield from module.named_parameters(recurse=False)
+    for name, child in module.named_children():
+        if name == "parametrizations" or isinstance(module, _OPAQUE):
+            yield from child.named_parameters(prefix=name)
+        elif is_never_called(child):
+            for path, parameter in own_parameters(child):
+                yield f"{name}.{path}", parameter
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    # The original tensor of a parametrization belongs to the module that it is registered on.
+    return not isinstance(module, ParametrizationList) and any(True for _ in own_parameters(module))
+
+
+def _is_metric(module: nn.Module) -> bool:
+    """Return True if the module is a torchmetrics metric; torchmetrics need not be installed."""
+    return any(
+        base.__name__ in ("Metric", "MetricCollection") and base.__module__.partition(".")[0] == "torchmetrics"
+        for base in type(module).__mro__
+    )
 
 
 def is_never_called(module: nn.Module) -> bool:
-    """Whether the module is one of torch's lists and dictionaries: whoever selects one means its entries.
+    """Return True for torch's module and parameter containers, which stand for their entries when selected.
 
-    A subclass with a ``forward`` of its own is a module like any other.
+    A subclass with its own ``forward`` is an ordinary module.
     """
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     return isinstance(module, containers) and type(module).forward is nn.Module.forward
 
 
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """The glob as a regular expression.
+    """Compile a glob to a regular expression.
 
     Example:
         >>> [bool(compile_glob(glob).fullmatch("a.b.c")) for glob in ("**.c", "a.*", "a.**", "a.*.c", "a.**.b.c", "*")]
@@ -78,7 +133,7 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     expression = ""
     segments: list[str] = []
     for segment in pattern.split("."):
-        # Two neighbouring ** are one.
+        # Adjacent ** segments are equivalent to one.
         if segment != "**" or segments[-1:] != ["**"]:
             segments.append(segment)
     for position, segment in enumerate(segments):
@@ -87,7 +142,7 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
             expression += "".join({"*": "[^.]*", "?": "[^.]"}.get(char, re.escape(char)) for char in segment)
             expression += "" if last else r"\."
         elif last and position:
-            # ``a.**`` also matches ``a``: the dot before belongs to what may be absent.
+            # ``a.**`` also matches ``a``, so the dot is part of the optional group.
             expression = expression.removesuffix(r"\.") + r"(?:\.[^.]+)*"
         else:
             expression += r"(?:[^.]+\.)*" + ("[^.]+" if last else "")
@@ -95,17 +150,17 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
 
 
 def closest_names(pattern: str, names: Iterable[str]) -> str:
-    """The end of a message about a name or glob that is not among the names: the three that are nearest to it.
+    """Return the end of a message about an unknown name or glob, with the three closest names.
 
     Example:
         >>> closest_names("encoder.conv", ["", "encoder", "encoder.conv1", "head"])
         "the closest names are 'encoder.conv1', 'encoder', 'head'"
-        >>> closest_names("**.atn", ["", "stem", "block", "block.attn", "block.mlp"])
-        "the closest names are 'block.attn', 'stem', 'block'"
+        >>> closest_names("blocks.*.attn", ["", "stem", "block", "block.0", "block.0.attn"])
+        "did you mean 'block.*.attn'? The closest names are 'block.0.attn', 'block.0', 'block'"
     """
     known = [name for name in names if name]
-    # Most mistakes are in one segment: so names with nearly the same last segment, or the same first one, come before
-    # what merely looks alike.
+    # Most mistakes affect one segment, so names with a similar last segment or the same first segment come before names
+    # that are merely similar as a whole.
     near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
     head, tail = pattern.partition(".")[0], pattern.rpartition(".")[2]
     tails = difflib.get_close_matches(tail, {name.rpartition(".")[2] for name in known}, n=3, cutoff=0.7)
@@ -115,4 +170,78 @@ def closest_names(pattern: str, names: Iterable[str]) -> str:
     closest = list(dict.fromkeys(ordered))[:3]
     if not closest:
         return "the model has no submodules"
-    return "the closest names are " + ", ".join(map(repr, closest))
+    listed = "he closest names are " + ", ".join(map(repr, closest))
+    glob = corrected_glob(pattern, known)
+    return f"did you mean {glob!r}? T{listed}" if glob else f"t{listed}"
+
+
+def corrected_glob(pattern: str, names: Iterable[str]) -> str:
+    """Return the glob that was probably meant by one that matches nothing; empty if there is none, or for a plain name.
+
+    Only segments that do not exist are replaced, each by the closest one at its position. If that is not enough, a
+    prefix is added or the first segment is removed.
+
+    Example:
+        >>> names = ["encoder", "encoder.layers", "encoder.layers.0", "encoder.layers.0.attn"]
+        >>> wrong = ["encoder.layer.*.atn", "layers.*.attn", "model.encoder.**", "x.*"]
+        >>> [corrected_glob(each, names) for each in wrong]
+        ['encoder.layers.*.attn', '**.layers.*.attn', 'encoder.**', '']
+    """
+    if not {"*", "?"}.intersection(pattern):
+        return ""
+    known = list(names)
+    plain = re.sub(r"\[(\w+|\*)\]", r".\1", pattern.replace("/", "."))  # accepts paths and indices as written in code
+    # Candidates are tried in order of their similarity to the original.
+    found = plain if _matches(plain, known) else ""
+    found = found or _with_closest_parts(plain, known)
+    if not found and _matches(f"**.{plain}", known):
+        found = f"**.{plain}"
+    tail = plain.partition(".")[2]
+    if not found and tail.strip("*.?"):
+        found = tail if _matches(tail, known) else _with_closest_parts(tail, known)
+    return found
+
+
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    return any(map(compile_glob(pattern).fullmatch, names))
+
+
+def _with_closest_parts(pattern: str, names: Iterable[str]) -> str:
+    """Replace the segments that do not exist by the closest ones; return an empty string if there are none."""
+    children: dict[str, dict[str, str]] = {}  # by module name, "" for the root
+    for name in names:
+        parts = name.split(".")
+        for depth, part in enumerate(parts):
+            children.setdefault(".".join(parts[:depth]), {})[part] = ".".join(parts[: depth + 1])
+    # Each corrected prefix of the glob, with its distance from the original and the modules that it matches.
+    ways: dict[str, tuple[float, set[str]]] = {"": (0.0, {""})}
+    for part in pattern.split("."):
+        further: dict[str, tuple[float, set[str]]] = {}
+        for way, (distance, places) in ways.items():
+            for meant, apart, reached in _steps(part, places, children):
+                further[f"{way}.{meant}" if way else meant] = distance + apart, reached
+        ways = further
+    reaching = {way: distance for way, (distance, _) in ways.items() if _matches(way, names)}
+    return min(reaching, key=lambda way: (reaching[way], way)) if reaching else ""
+
+
+def _steps(part: str, places: set[str], children: dict[str, dict[str, str]]) -> Iterator[tuple[str, float, set[str]]]:
+    """Yield the name segments that a glob segment may mean, each with its distance and the modules that it matches."""
+    below = [(child, name) for place in places for child, name in children.get(place, {}).items()]
+    if part == "**":
+        reached, new = set(places), set(places)
+        while new:
+            new = {name for place in new for name in children.get(place, {}).values()}
+            reached |= new
+        yield part, 0.0, reached
+        return
+    fits = compile_glob(part).fullmatch
+    exact = {name for child, name in below if fits(child)}
+    if exact:
+        yield part, 0.0, exact
+        return
+    there = {child: child.lower() for child, _ in below}
+    for near in difflib.get_close_matches(part.lower(), set(there.values()), n=3, cutoff=0.6):
+        apart = 1.0 + (1.0 - difflib.SequenceMatcher(None, part.lower(), near).ratio())
+        for meant in sorted(child for child, lower in there.items() if lower == near):
+            yield meant, apart, {name for child, name in below if child == meant}

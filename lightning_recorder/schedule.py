@@ -1,38 +1,46 @@
-"""When to record: a schedule is a function from a step to whether that step is recorded."""
+"""Schedules: functions that decide whether a step is recorded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from typing_extensions import Self
 
-from lightning_recorder.errors import ArgumentError, check_callable, check_integer, imported
+from lightning_recorder.errors import (
+    ArgumentError,
+    RecordingError,
+    check_callable,
+    check_integer,
+    describe_call,
+    did_you_mean,
+    imported,
+)
+from lightning_recorder.portable import Portable, unwrap
 
 __all__ = ["EveryNSteps", "Reduce", "Sampling", "Schedule", "check_reduce", "ends_window"]
 
 Schedule = Callable[[int], bool]
-"""A function of the 0-based optimiser step."""
+"""A function from the 0-based optimiser step to a bool."""
 
 Reduce = int | Literal["step", "epoch"]
-"""What becomes one record: each recorded step, those of a window of so many steps, or those of an epoch."""
+"""The span of one record: each recorded step, a window of the given number of steps, or an epoch."""
 
 
 @dataclass(frozen=True)
 class EveryNSteps:
-    """The first step, and from then on every step on which ``self.log`` would log with the same cadence.
+    """Select the first step and every step at which ``self.log`` would log with the same interval.
 
-    Lightning logs step ``k`` when ``(k + 1) % n == 0``. Step 0 is added because a run that ends before step ``n``
-    should leave a record, and because the first step shows which sites never fire while there is still somebody
-    watching.
+    Lightning logs step ``k`` when ``(k + 1) % n == 0``. Step 0 is added so that a run that ends before step ``n``
+    leaves a record, and so that sites that never fire show up early.
 
     Args:
-        n: The cadence in optimiser steps; 0 records nothing, as ``Trainer(log_every_n_steps=0)`` logs nothing.
+        n: The interval in optimiser steps; 0 records nothing, as ``Trainer(log_every_n_steps=0)`` logs nothing.
 
     Raises:
-        ArgumentError: If ``n`` is negative or no integer.
+        ArgumentError: If ``n`` is negative or not an integer.
 
     Example:
         >>> [step for step in range(10) if EveryNSteps(4)(step)]
@@ -47,28 +55,28 @@ class EveryNSteps:
         check_integer("every_n_train_steps", self.n, 0)
 
     def __call__(self, step: int) -> bool:
-        """Whether the 0-based optimiser step is recorded."""
+        """Return True if the 0-based optimiser step is recorded."""
         return _is_nth(step, self.n)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which optimiser steps of a run are recorded; what is given must hold together.
+    """Selection of the optimiser steps of a run to record; all given conditions must be met.
 
     Args:
-        every_n_train_steps: The first step and then each n-th, as :class:`EveryNSteps`. If it is ``None``, whoever
-            asks decides by :meth:`with_default`; with a window or a predicate it is then every step.
-        every_n_epochs: The first epoch and then each n-th.
-        first_n_steps: So many steps at the beginning of the run are recorded as well, whatever the cadence.
-        step_window: ``(start, stop)``: nothing before step ``start`` and nothing from step ``stop`` on.
-        when: A function of the step, or its import path; asked last of all.
+        every_n_train_steps: The first step and then every n-th, as in :class:`EveryNSteps`. If ``None``, the caller
+            chooses the interval with :meth:`with_default`; with a window or a predicate it is then every step.
+        every_n_epochs: The first epoch and then every n-th.
+        first_n_steps: The number of steps at the start of the run that are recorded regardless of the interval.
+        step_window: ``(start, stop)``; no step before ``start`` and none from ``stop`` on is recorded.
+        when: A function of the step, or its import path; called last, only for steps that meet the other conditions.
 
     Raises:
-        ArgumentError: If an argument can never work; names it.
+        ArgumentError: If an argument has an invalid value; names the argument.
 
     Note:
-        A function of the step and the epoch alone, so that all ranks record the same steps; ``when`` has to be one,
-        too.
+        The result depends only on the step and the epoch, so that all ranks record the same steps. ``when`` must not
+        depend on anything else either.
 
     Example:
         >>> sampling = Sampling(4, first_n_steps=2, step_window=(1, 8))
@@ -83,6 +91,8 @@ class Sampling:
     when: Callable[[int], object] | str | None = None
 
     def __post_init__(self) -> None:
+        if self.every_n_train_steps is True:
+            raise ArgumentError("every_n_train_steps must be an integer, got True: write 1 to record every step")
         if self.every_n_train_steps is not None:
             check_integer("every_n_train_steps", self.every_n_train_steps, 0)
         check_integer("every_n_epochs", self.every_n_epochs, 1)
@@ -91,34 +101,72 @@ class Sampling:
             object.__setattr__(self, "step_window", _checked_window(self.step_window))
         object.__setattr__(self, "when", imported("when", self.when))
         if self.when is not None:
-            check_callable("when", self.when, "(step) that says whether the step is recorded")
+            check_callable("when", self.when, "step", " that returns whether to record the step")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "when": None if self.when is None else Portable(self.when, "when")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, when=None if state["when"] is None else unwrap(state["when"]))
 
     def with_default(self, every_n_train_steps: int) -> Self:
-        """The same with a cadence, if it has none yet: every step where a window or a predicate is given."""
+        """Return a copy with an interval if none is set: 1 if there is a window or a predicate, else the given one."""
         if self.every_n_train_steps is not None:
             return self
         chosen = self.step_window is not None or self.when is not None
         return replace(self, every_n_train_steps=1 if chosen else every_n_train_steps)
 
     def widened(self, every_n_train_steps: int) -> Self:
-        """The same with another cadence."""
+        """Return a copy with another interval."""
         return replace(self, every_n_train_steps=every_n_train_steps)
 
     def in_epoch(self, epoch: int) -> bool:
-        """Whether anything of the 0-based epoch is recorded."""
+        """Return True if the 0-based epoch has recorded steps."""
         return _is_nth(epoch, self.every_n_epochs)
 
     def __call__(self, step: int, epoch: int = 0) -> bool:
-        """Whether the 0-based optimiser step of that epoch is recorded."""
+        """Return True if the 0-based optimiser step of that epoch is recorded."""
         first, stop = self.step_window or (0, math.inf)
-        due = step < self.first_n_steps or _is_nth(step, self.every_n_train_steps or 0)
+        n = self.every_n_train_steps or 0
+        # Same as _is_nth, inlined because this runs for every batch.
+        due = step < self.first_n_steps or (n > 0 and (step == 0 or (step + 1) % n == 0))
         return due and first <= step < stop and self.in_epoch(epoch) and self._is_wanted(step)
 
+    def why_none(self, steps: range, epochs: range) -> str:
+        """Return the reason why none of these steps is recorded, or an empty string if one of them should have been.
+
+        Example:
+            >>> Sampling(0).why_none(range(10), range(1))
+            'every_n_train_steps=0 records no step'
+            >>> Sampling(100).why_none(range(1, 10), range(1))
+            'none of steps 1 to 9 was due with every_n_train_steps=100'
+            >>> Sampling(1, step_window=(20, 30)).why_none(range(10), range(1))
+            'steps 0 to 9 lie outside of step_window=(20, 30)'
+        """
+        cadence = self.every_n_train_steps or 0
+        if not cadence and not self.first_n_steps:
+            return "every_n_train_steps=0 records no step"
+        span = f"steps {steps.start} to {steps.stop - 1}" if len(steps) > 1 else f"step {steps.start}"
+        first, stop = self.step_window or (0, steps.stop)
+        inside = range(max(first, steps.start), min(stop, steps.stop))
+        if not inside:
+            return f"{span} lie{'' if len(steps) > 1 else 's'} outside of step_window={self.step_window}"
+        if not any(map(self.in_epoch, epochs)):
+            return f"no epoch was due with every_n_epochs={self.every_n_epochs}"
+        if not any(step < self.first_n_steps or _is_nth(step, cadence) for step in inside):
+            return f"none of {span} was due with every_n_train_steps={cadence}"
+        return "" if self.when is None else "when= was true of none of the steps that were due"
+
     def _is_wanted(self, step: int) -> bool:
-        return not callable(self.when) or bool(self.when(step))
+        if not callable(self.when):
+            return True
+        try:
+            return bool(self.when(step))
+        except Exception as error:
+            raise RecordingError(f"when {describe_call(self.when, error)}, for step {step}") from error
 
     def count_records(self, reduce: Reduce, steps: int) -> int:
-        """How many records so many steps give in the long run, as if there were no window, predicate and epochs."""
+        """Return the approximate number of records for a number of steps, ignoring window, predicate and epochs."""
         cadence = self.every_n_train_steps or 0
         if reduce == "step":
             return steps // cadence if cadence else 0
@@ -126,33 +174,37 @@ class Sampling:
 
 
 def _is_nth(number: int, n: int) -> bool:
-    """Whether a 0-based number is the first or an n-th one; with ``n`` zero none is."""
+    """Return True if a 0-based number is the first or an n-th one; never for ``n = 0``."""
     return n > 0 and (number == 0 or (number + 1) % n == 0)
 
 
 def _checked_window(window: object) -> tuple[int, int]:
-    """A window of steps, if it is one."""
+    """Return the window of steps as a tuple, or raise if it is invalid."""
     bounds = tuple(window) if isinstance(window, Sequence) else ()
+    hint = ""
     if len(bounds) == 2:
         first, stop = bounds
         if isinstance(first, int) and isinstance(stop, int) and 0 <= first < stop:
             return first, stop
-    raise ArgumentError(f"step_window must be (start, stop), two integers with 0 <= start < stop, got {window!r}")
+        if isinstance(first, int) and isinstance(stop, int) and 0 <= stop < first:
+            hint = f": write ({stop}, {first})"
+    raise ArgumentError(f"step_window must be (start, stop), two integers with 0 <= start < stop, got {window!r}{hint}")
 
 
 def check_reduce(reduce: object) -> None:
-    """Refuse what says not what becomes one record.
+    """Raise if the value is not a valid ``reduce`` argument.
 
     Raises:
-        ArgumentError: Naming what is allowed.
+        ArgumentError: Names the allowed values.
     """
     is_count = isinstance(reduce, int) and not isinstance(reduce, bool) and reduce >= 1
     if not is_count and reduce not in ("step", "epoch"):
-        raise ArgumentError(f"reduce must be 'step', 'epoch' or a number of steps of at least 1, got {reduce!r}")
+        hint = did_you_mean(reduce, ("step", "epoch"))
+        raise ArgumentError(f"reduce must be 'step', 'epoch' or a number of steps of at least 1, got {reduce!r}{hint}")
 
 
 def ends_window(reduce: Reduce, step: int) -> bool:
-    """Whether what was recorded up to the 0-based step becomes a record behind it; an epoch's is not ended by a step.
+    """Return True if a record is complete after the 0-based step; a step never completes the record of an epoch.
 
     Example:
         >>> [step for step in range(8) if ends_window(4, step)]

@@ -1,4 +1,4 @@
-"""Which modules to record, said as data and resolved against ``named_modules()``."""
+"""Declarative selection of modules, resolved against ``named_modules()``."""
 
 from __future__ import annotations
 
@@ -10,53 +10,64 @@ from typing import Any, NamedTuple, TypeGuard
 
 from torch import nn
 
-from lightning_recorder.errors import ArgumentError, SelectionError, imported
-from lightning_recorder.names import closest_names, compile_glob, is_never_called, leaf_modules, named_submodules
+from lightning_recorder.errors import (
+    ArgumentError,
+    SelectionError,
+    check_callable,
+    describe_call,
+    did_you_mean,
+    imported,
+)
+from lightning_recorder.names import closest_names, compile_glob, default_modules, is_never_called, named_submodules
 
 __all__ = ["SelectedModules", "Selection", "is_of_types"]
 
 
-# What tags call the root, which has no name.
+# The name of the root in tags; its real name is empty.
 _ROOT = "(root)"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A choice of submodules by name, place, type, predicate and exclusion; what is given must hold together.
+    """Selection of submodules by name, position, type, predicate and exclusion; all given criteria must be met.
 
-    A name is the dotted name of ``named_modules()``. In a name ``*`` stands for any run of characters within one
-    segment, ``?`` for one character, and a segment ``**`` for any number of segments, none included: ``encoder.*`` are
-    the children of ``encoder``, ``encoder.**`` is ``encoder`` with everything below it, ``**.attn`` is every module
-    called ``attn``.
+    A name is the dotted name of ``named_modules()``. In a name ``*`` matches any characters within one segment, ``?``
+    matches one character, and a segment ``**`` matches any number of segments, including none: ``encoder.*`` matches
+    the children of ``encoder``, ``encoder.**`` matches ``encoder`` and everything below it, and ``**.attn`` matches
+    every module called ``attn``.
 
-    A place is an index, a label or a depth in ``named_modules()``, where each module occurs once and the root comes
-    first: a module that is registered under several names has the place of the first. Wrappers, as of
-    ``torch.compile``, have neither names nor places of their own.
+    A position is an index, a label or a depth in ``named_modules()``, where each module occurs once and the root comes
+    first. A module that is registered under several names has the position of the first one. Wrappers, such as those of
+    ``torch.compile``, have neither names nor positions.
 
-    A ``ModuleList`` or ``ModuleDict`` is never called itself. Selected by name, index or label it stands for its
-    entries; depths, types and predicates pass it over. The root is selected where its index, its label, its depth or a
-    predicate asks for it, or the name ``""``; globs and types alone leave it out. If nothing is given, or only
-    ``exclude``, the selection is the leaves of the tree.
+    A ``ModuleList`` or ``ModuleDict`` is never called itself. If it is selected by name, index or label, its entries
+    are selected instead; depths, types and predicates ignore it. The root is selected only by its index, label or
+    depth, by a predicate, or by the name ``""``; globs and types alone exclude it.
+
+    If nothing or only ``exclude`` is given, the selection is every leaf of the tree and every other module that owns
+    parameters, without the root and without torchmetrics metrics. A module owns the parameters that are registered on
+    it, directly or in a ``ParameterList`` or ``ParameterDict``.
 
     Args:
-        names: Names or globs; a module is chosen when any of them matches.
-        types: Classes, or class names as ``"Linear"`` or ``"torch.nn.Linear"``; base classes count.
-        exclude: Names or globs of modules to leave out, by any of their names. A pattern here may match nothing.
-        indices: Positions in ``enumerate(module.modules())``, from 0, the root.
-        labels: Pairs ``(depth, idx)``: the ``idx``-th module, from 1, of those at that depth. Those of a
-            :class:`~lightning_recorder.RecordedNet` count calls and not modules; ``net.labels[label]`` is a name.
-        depth: Depths of nesting: 0 is the root, 1 its children. The entries of a ``ModuleList`` lie one deeper than it.
-        predicate: Takes a module's name and the module and says whether to record it, or the dotted import path of
-            such a function, as ``"mypackage.mymodule.is_wanted"``. It is asked last before ``exclude``, once for each
-            module that everything else holds for.
+        names: Names or globs; a module is selected if any of them matches.
+        types: Classes, or class names such as ``"Linear"`` or ``"torch.nn.Linear"``; subclasses match too.
+        exclude: Names or globs of modules to exclude, by any of their names. A pattern here may match nothing.
+        indices: Positions in ``enumerate(module.modules())``, starting at 0 for the root.
+        labels: Pairs ``(depth, idx)``: the ``idx``-th module at that depth, starting at 1. Labels of a
+            :class:`~lightning_recorder.RecordedNet` count calls, not modules; ``net.labels[label]`` is a name.
+        depth: Nesting depths: 0 is the root, 1 its children. The entries of a ``ModuleList`` are one deeper than the
+            list.
+        predicate: A function that takes a module's name and the module and returns True to record it, or its dotted
+            import path, such as ``"mypackage.mymodule.is_wanted"``. It runs after all other criteria except
+            ``exclude``, once for each module that meets them.
 
     Raises:
-        ArgumentError: If an entry is not of the kind that its argument takes, a list that chooses is empty, or the
+        ArgumentError: If an entry has the wrong type for its argument, a list other than ``exclude`` is empty, or the
             predicate cannot be imported or called.
 
     Note:
-        Each argument takes one entry or several. What YAML can say, strings, integers and lists of them, is enough for
-        every choice.
+        Each argument takes one entry or several. Every selection can be written in YAML with strings, integers and
+        lists of them.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
@@ -91,16 +102,16 @@ class Selection:
         object.__setattr__(self, "predicate", _imported(self.predicate))
 
     def resolve(self, module: nn.Module) -> SelectedModules:
-        """The selected submodules by name, in the order of ``named_modules()``.
+        """Return the selected submodules by name, in the order of ``named_modules()``.
 
-        A module that is registered under several names appears once, under the first of them that ``names`` matches.
-        Printing the result shows what was selected.
+        A module that is registered under several names appears once, under the first name that ``names`` matches.
+        Printing the result shows the selection.
 
         Raises:
-            ArgumentError: If it is no module.
+            ArgumentError: If ``module`` is not a module.
             SelectionError: If nothing is selected, if a single name or glob matches nothing, if there is no module at
-                an index or label, or if the predicate raises. The message gives the closest names, or says which
-                argument left nothing over.
+                an index or label, or if the predicate raises. The message has the closest names, or names the argument
+                that left nothing.
         """
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"a selection is resolved against a torch.nn.Module, got {type(module).__name__}")
@@ -108,26 +119,28 @@ class Selection:
         chosen = self._candidates(tree)
         for field, holds in self._criteria(tree):
             left = {name: each for name, each in chosen.items() if holds(name, each)}
-            # A model of a single module has no leaves, and excluding some of none is no mistake.
-            if not left and (chosen or not self._is_of_leaves):
+            # A model of a single module has no default selection, and excluding from an empty selection is not a
+            # mistake.
+            if not left and (chosen or not self.is_default):
                 raise SelectionError(self._nothing_left(field, tree, chosen))
             chosen = left
         return SelectedModules(chosen, tree.names)
 
     @property
     def _is_placed(self) -> bool:
-        """Whether something is given that can ask for the root."""
+        """True if an argument is given that can select the root."""
         return any(given is not None for given in (self.indices, self.labels, self.depth, self.predicate))
 
     @property
-    def _is_of_leaves(self) -> bool:
+    def is_default(self) -> bool:
+        """True if no argument selects modules; ``exclude`` may still be given."""
         return self.names is None and self.types is None and not self._is_placed
 
     def _candidates(self, tree: _Tree) -> dict[str, nn.Module]:
-        """The modules with the names, or without names all that could be meant."""
+        """Return the modules that match the names, or all possible modules if no names are given."""
         if self.names is not None:
             return self._named(tree)
-        names = leaf_modules(tree.root) if self._is_of_leaves else [names[0] for names in tree.names.values()]
+        names = default_modules(tree.root) if self.is_default else [names[0] for names in tree.names.values()]
         modules = {name: tree.modules[name] for name in names if name or self._is_placed}
         return {name: each for name, each in modules.items() if not is_never_called(each)}
 
@@ -146,8 +159,8 @@ class Selection:
         return {name: each for each, name in first_names.items()}
 
     def _criteria(self, tree: _Tree) -> Iterator[tuple[str, Callable[[str, nn.Module], bool]]]:
-        """What must hold beside the names, by argument."""
-        given = vars(self)  # as normalised, which the annotations of the fields do not say
+        """Yield each criterion other than the names, with the name of its argument."""
+        given = vars(self)  # normalised, which the field annotations do not express
         if given["indices"] is not None:
             indexed = tree.at_indices(given["indices"])
             yield "indices", lambda name, each: each in indexed
@@ -157,6 +170,7 @@ class Selection:
         if given["depth"] is not None:
             yield "depth", lambda name, each: tree.places[each].depth in given["depth"]
         if given["types"] is not None:
+            tree.check_types(given["types"])
             yield "types", lambda name, each: is_of_types(each, given["types"])
         if given["predicate"] is not None:
             yield "predicate", self._is_wanted
@@ -168,11 +182,11 @@ class Selection:
         try:
             return bool(vars(self)["predicate"](name, module))
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            raise SelectionError(f"the predicate failed for module {name!r}: {told}") from error
+            raised = describe_call(vars(self)["predicate"], error)
+            raise SelectionError(f"the predicate failed for module {name!r}: it {raised}") from error
 
     def _nothing_left(self, field: str, tree: _Tree, chosen: dict[str, nn.Module]) -> str:
-        """That a criterion holds for none of the modules that those before it had left, and what would hold."""
+        """Return a message that a criterion excludes all remaining modules, with values that would match."""
         given = getattr(self, field)
         if field == "types":
             wanted = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in given)
@@ -190,13 +204,13 @@ class Selection:
 
 
 class SelectedModules(dict[str, nn.Module]):
-    """The modules that a selection has chosen, by name; printed they show what was chosen, one line for each.
+    """The modules chosen by a selection, by name. Printing them shows one line per module.
 
-    The printed count is of all modules of the model, the root included. A module that calls no other is shown with its
-    arguments, one that is registered under several names with those other names.
+    The printed count covers all modules of the model, including the root. A module that calls no other is shown with
+    its arguments, and one that is registered under several names with its other names.
 
     Args:
-        modules: The chosen modules by name.
+        modules: The selected modules by name.
         names: All modules of the model, each with all its names.
 
     Example:
@@ -227,12 +241,12 @@ def _described(module: nn.Module) -> str:
     kind = type(module).__name__
     if any(True for _ in module.children()):
         return kind
-    # Some classes write their arguments over several lines.
+    # Some classes format their arguments over several lines.
     return f"{kind}({' '.join(module.extra_repr().split())})"
 
 
 class _Place(NamedTuple):
-    """Where a module stands in ``named_modules()``, by the arguments of a selection that ask for it."""
+    """The position of a module in ``named_modules()``, by the arguments of a selection that refer to it."""
 
     indices: int
     labels: tuple[int, int]
@@ -240,7 +254,7 @@ class _Place(NamedTuple):
 
 
 class _Tree:
-    """The modules of a model with all their names and their places, in the order of ``named_modules()``."""
+    """The modules of a model with all their names and positions, in the order of ``named_modules()``."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -256,15 +270,33 @@ class _Tree:
             self.places[each] = _Place(index, (depth, self._widths[depth]), depth)
 
     def matching(self, pattern: str) -> set[str]:
-        """The names that are the pattern or fit it."""
+        """Return the names that equal or match the pattern."""
         if not {"*", "?"}.intersection(pattern):
             return {pattern} & self.modules.keys()
-        # The root has no name, so that no glob means it.
+        # The root's name is empty and must not match a glob.
         fits = compile_glob(pattern).fullmatch
         return {name for name in self.modules if name and fits(name)}
 
+    def check_types(self, types: Iterable[type[nn.Module] | str]) -> None:
+        """Raise if a class name is probably misspelled.
+
+        A class that the model does not have is allowed, since one selection may serve several models.
+
+        Raises:
+            SelectionError: If no module has a class of that name, torch has none, and the model has one with a similar
+                name.
+        """
+        present = {base.__name__ for each in self.names for base in type(each).__mro__ if issubclass(base, nn.Module)}
+        for kind in types:
+            if not isinstance(kind, str) or hasattr(nn, kind) or any(_is_a(each, kind) for each in self.names):
+                continue
+            hint = did_you_mean(kind.rpartition(".")[2], sorted(present))
+            if hint:
+                classes = ", ".join(sorted({type(each).__name__ for each in self.names}))
+                raise SelectionError(f"no selected module is a {kind}; the model has {classes}{hint}")
+
     def opened(self, names: Iterable[str]) -> list[str]:
-        """The names in order, with those of the entries for those of lists and dictionaries that are never called."""
+        """Return the names in order, with containers that are never called replaced by their entries."""
         found = set(names)
         for name, each in self.modules.items():
             if name in found and is_never_called(each):
@@ -272,7 +304,7 @@ class _Tree:
         return [name for name, each in self.modules.items() if name in found and not is_never_called(each)]
 
     def at_indices(self, indices: Iterable[int]) -> set[nn.Module]:
-        """The modules that are meant by these indices."""
+        """Return the modules at these indices."""
         modules = list(self.names)
         for index in indices:
             if index >= len(modules):
@@ -280,7 +312,7 @@ class _Tree:
         return self._meant(modules[index] for index in indices)
 
     def at_labels(self, labels: Iterable[tuple[int, int]]) -> set[nn.Module]:
-        """The modules that are meant by these labels."""
+        """Return the modules with these labels."""
         labelled = {place.labels: each for each, place in self.places.items()}
         for label in labels:
             if label not in labelled:
@@ -302,7 +334,7 @@ def _listed(texts: Iterable[str], most: int = 5) -> str:
 
 
 def _shown(given: Any) -> str:
-    """What was given for an argument, as in a message."""
+    """Return the value of an argument as shown in a message."""
     return str(list(given)) if isinstance(given, tuple) else getattr(given, "__qualname__", repr(given))
 
 
@@ -318,7 +350,7 @@ def _is_label(entry: object) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and _is_count(entry[0]) and _is_count(entry[1], 1)
 
 
-# What each argument that takes one or several expects, in words and as a check of one entry.
+# The expected entries of each argument that takes one or several: a description and a check of one entry.
 _NAMES = ("module names or globs", lambda entry: isinstance(entry, str))
 _ENTRIES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "names": _NAMES,
@@ -331,17 +363,34 @@ _ENTRIES: dict[str, tuple[str, Callable[[object], bool]]] = {
 
 
 def _entries(field: str, value: object) -> tuple[Any, ...] | None:
-    """The entries of a field that takes one or several, each checked."""
+    """Return the checked entries of a field that takes one or several."""
     if value is None:
         return None
     expected, is_allowed = _ENTRIES[field]
+    if isinstance(value, nn.Module):  # some modules are iterable
+        raise ArgumentError(f"{field} takes {expected}, got {_given(field, value)}")
     entries = _pairs(value) if field == "labels" else tuple(value) if _is_several(value) else (value,)
     for entry in entries:
         if not is_allowed(entry):
-            raise ArgumentError(f"{field} takes {expected}, got {entry!r}")
+            raise ArgumentError(f"{field} takes {expected}, got {_given(field, entry)}")
     if not entries and field != "exclude":
         raise ArgumentError(f"{field} is empty; leave it out to record what is recorded by default")
     return entries or None
+
+
+def _given(field: str, entry: object) -> str:
+    """Return a wrong entry as shown in a message, with the replacement for a module or a class."""
+    if isinstance(entry, nn.Module):
+        kind = type(entry).__name__
+        if field == "types":
+            return f"a module: write types={kind!r} for all modules of its class"
+        return (
+            f"the module {kind} itself: write its name in the model, which is the attribute that it is assigned to "
+            f"(for self.encoder 'encoder', with all that is in it 'encoder.**')"
+        )
+    if field in ("names", "exclude") and isinstance(entry, type) and issubclass(entry, nn.Module):
+        return f"the class {entry.__name__}" + (f": write types={entry.__name__!r}" if field == "names" else "")
+    return repr(entry)
 
 
 def _is_several(value: object) -> TypeGuard[Iterable[Any]]:
@@ -349,7 +398,7 @@ def _is_several(value: object) -> TypeGuard[Iterable[Any]]:
 
 
 def _pairs(value: object) -> tuple[Any, ...]:
-    """The labels, which YAML gives as lists, as tuples; a pair of integers is one label."""
+    """Return labels as tuples, since YAML has only lists; a pair of integers is one label."""
     if not _is_several(value):
         return (value,)
     entries = [tuple(entry) if _is_several(entry) else entry for entry in value]
@@ -357,15 +406,15 @@ def _pairs(value: object) -> tuple[Any, ...]:
 
 
 def _imported(predicate: object) -> object:
-    """The predicate itself, if it is given by its import path."""
+    """Return the predicate, imported first if it is given by its import path."""
     predicate = imported("predicate", predicate)
-    if predicate is not None and not callable(predicate):
-        raise ArgumentError(f"predicate takes a function (name, module) -> bool or its import path, got {predicate!r}")
+    if predicate is not None:
+        check_callable("predicate", predicate, "name, module", " or its import path")
     return predicate
 
 
 def is_of_types(module: nn.Module, types: type[nn.Module] | str | Iterable[type[nn.Module] | str]) -> bool:
-    """Whether the module is of one of these classes or class names, as :class:`Selection` reads its ``types``.
+    """Return True if the module has one of these classes or class names, as in the ``types`` of :class:`Selection`.
 
     Example:
         >>> is_of_types(nn.Linear(1, 1), ["Conv2d", "torch.nn.Linear"]), is_of_types(nn.ReLU(), [nn.Linear])
@@ -377,7 +426,7 @@ def is_of_types(module: nn.Module, types: type[nn.Module] | str | Iterable[type[
 def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
     if isinstance(kind, type):
         return isinstance(module, kind)
-    # By the name of every base, so that FSDP's ``FSDPLinear`` is still a ``Linear``.
+    # Compared with the name of every base, so that FSDP's ``FSDPLinear`` is still a ``Linear``.
     return any(
         kind in (base.__name__, f"{base.__module__}.{base.__qualname__}", _public_name(base))
         for base in type(module).__mro__
@@ -385,6 +434,6 @@ def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:
 
 
 def _public_name(kind: type) -> str:
-    """``torch.nn.Linear`` rather than ``torch.nn.modules.linear.Linear``: the name that people write."""
+    """Return the public name of a class: ``torch.nn.Linear`` instead of ``torch.nn.modules.linear.Linear``."""
     package = "torch.nn" if kind.__module__.startswith("torch.nn.modules") else kind.__module__
     return f"{package}.{kind.__qualname__}"

@@ -1,4 +1,4 @@
-"""How long our own work takes, on the host and on a GPU."""
+"""Stopwatch for the recorder's own work on the host and on a GPU."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["Stopwatch"]
 
 
 class Started(NamedTuple):
-    """When a span began."""
+    """The start of a span."""
 
     at: float
     event: Any
 
 
 class Stopwatch:
-    """Adds up spans of time, of any thread.
+    """Accumulate spans of time across threads.
 
     Args:
-        device: Where the work is done. On a GPU, where the host only orders it, the time between two events in its
-            stream is measured as well.
-        clock: Seconds of the host, ever growing.
+        device: The device of the work. On a GPU, where the host only enqueues the work, the time between two events in
+            its stream is measured as well.
+        clock: A monotonic clock of the host, in seconds.
 
     Note:
-        Starting and stopping wait for nothing. :meth:`take_ms` reads events, so it belongs behind something that has
-        waited for the device anyway.
+        Starting and stopping never synchronise the device. :meth:`take_ms` reads events, so call it after something
+        that has already synchronised.
 
     Example:
         >>> ticks = iter([1.0, 1.5, 2.0, 2.25])
@@ -45,12 +45,12 @@ class Stopwatch:
     def __init__(self, device: torch.device | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._on_gpu = device is not None and device.type == "cuda"
         self._clock = clock
-        self._spans: list[float] = []  # seconds; appending to a list is one step for all threads
+        self._spans: list[float] = []  # seconds; list.append is atomic across threads
         self._events: list[tuple[Any, Any]] = []
         self._open: list[Started] = []
 
     def start(self) -> Started:
-        """Begin a span."""
+        """Start a span."""
         event = None
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
@@ -76,11 +76,11 @@ class Stopwatch:
 
     @property
     def host_ms(self) -> float:
-        """Milliseconds of the host since the last :meth:`take_ms`."""
+        """Host time in milliseconds since the last :meth:`take_ms`."""
         return 1000 * sum(self._spans)
 
     def take_ms(self) -> float:
-        """Milliseconds of all spans since the last time: of the host or of the GPU, whichever are more."""
+        """Return the milliseconds of all spans since the last call, on the host or on the GPU, whichever is larger."""
         spans, self._spans = self._spans, []
         events, self._events = self._events, []
         on_gpu: float = sum(first.elapsed_time(last) for first, last in events if last.query())

@@ -1,4 +1,4 @@
-"""Whether a tensor has memory yet, and which."""
+"""Tensor storage, including tensors that are not initialised yet."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["is_uninitialized", "storage_of"]
 
-# Of these a look at the class is enough, which is made for every tensor that a capture meets.
+# Fast path for the common classes, since this check runs for every tensor in a capture.
 _WITH_VALUES = (Tensor, Parameter)
 
 
 def is_uninitialized(value: object) -> bool:
-    """Whether this is a parameter or buffer of a lazy module that has no shape yet."""
+    """Return True for a parameter or buffer of a lazy module that has no shape yet."""
     return type(value) not in _WITH_VALUES and isinstance(value, Tensor) and bool(is_lazy(value))
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage | None:
-    """The memory in which the values of a tensor lie; ``None`` where it has none of its own, as a sparse one."""
+    """Return the storage of a tensor; ``None`` if it has none of its own, such as a sparse tensor."""
     if is_uninitialized(tensor):
         return None
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # whichever torch raises for the layout or the wrapper
+    except (NotImplementedError, RuntimeError):  # the exception depends on the layout or the wrapper
         return None

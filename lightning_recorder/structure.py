@@ -20,12 +20,12 @@ from lightning_recorder.errors import ArgumentError
 
 __all__ = ["describe_unknown", "iter_tensors", "register_container"]
 
-# What is deeper or has more parts is no output but some object with the whole world in it; a list of a thousand linked
-# cells must not end in a RecursionError, nor one of shared halves of halves in no end at all.
+# Beyond these limits an object is not a plausible output. A linked list of a thousand cells must not end in a
+# RecursionError, nor a nest of shared halves in an endless walk.
 _MAX_DEPTH = 32
 _MAX_PARTS = 100_000
 
-# How many attributes of an unknown object, and entries of each, are asked whether they are tensors.
+# The number of attributes of an unknown object, and of entries of each, that are checked for tensors.
 _MAX_LOOKS = 100
 
 _Parts = Callable[[Any], Iterable[tuple[str, Any]]]
@@ -35,21 +35,21 @@ _Unknown = Callable[[str, Any, Exception | None], object]
 def iter_tensors(value: Any, path: str = "out", *, unknown: _Unknown | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the path and the tensor of every tensor in a nested value.
 
-    Looks into tuples, named tuples, lists, deques, mappings, dataclasses (so into the ``ModelOutput`` of transformers),
-    classes of attrs, the ``data`` of a ``PackedSequence``, the caches of transformers and what
-    :func:`register_container` was told of. ``None``, numbers, strings and objects of other types are passed over. A
-    path depends on the structure alone, so it is the same on every step.
+    Supported containers are tuples, named tuples, lists, deques, mappings, dataclasses (including the ``ModelOutput``
+    of transformers), attrs classes, the ``data`` of a ``PackedSequence``, the caches of transformers and classes
+    registered with :func:`register_container`. ``None``, numbers, strings and objects of other types are ignored. A
+    path depends only on the structure, so it is the same at every step.
 
     Args:
-        value: What a module took or gave.
-        path: The path of the value itself; the ones of its parts grow from it.
-        unknown: Called with the path, the object and ``None`` for each object that is passed over although it holds
-            tensors: an attribute that is one, or a list, tuple or dictionary of them. No code of the object runs to
-            find out, and functions, classes and modules are not meant. Called with the path, the object and the error
-            for each container that raises when it is taken apart, which is then passed over.
+        value: The input or output of a module.
+        path: The path of the value itself, which is the prefix of all other paths.
+        unknown: Called with the path, the object and ``None`` for each object that is ignored although it holds
+            tensors, either as an attribute or in a list, tuple or dictionary in an attribute. The check runs no code of
+            the object, and skips functions, classes and modules. Also called with the path, the object and the error
+            for each container that raises while it is traversed; it is then ignored.
 
     Raises:
-        Exception: What a container raises when it is taken apart, if there is no ``unknown`` to be told of it.
+        Exception: Any error of a container while it is traversed, if ``unknown`` is not given.
 
     Example:
         >>> import torch
@@ -65,19 +65,20 @@ def iter_tensors(value: Any, path: str = "out", *, unknown: _Unknown | None = No
 
 
 def register_container(kind: type | str, parts: _Parts) -> None:
-    """Say how the values of a class are taken apart, so that the tensors in them are found.
+    """Register a class as a container, so that the tensors in its instances are found.
 
-    What is registered holds for derived classes too, the nearest base first, and comes before what is known of the
-    class otherwise. Registering a class again replaces what was said of it.
+    The registration applies to subclasses too, the nearest base first, and takes precedence over built-in support.
+    Registering a class again replaces the earlier registration.
 
     Args:
-        kind: The class; or its name, with or without its module, when importing it is to be avoided.
-        parts: Takes a value and gives pairs of a suffix and a part. The suffix is what leads from the value to the
-            part, as ``".keys"`` or ``"[0]"``, each another and the same on every step. A part is a tensor or anything
-            that may hold some. If the function raises, no part of the value is found; see :func:`iter_tensors`.
+        kind: The class; or its name, with or without its module, to avoid importing it.
+        parts: A function that takes a value and returns pairs of a suffix and a part. The suffix is the path from the
+            value to the part, such as ``".keys"`` or ``"[0]"``; it must be unique and the same at every step. A part is
+            a tensor or a value that may contain some. If the function raises, no part of the value is found; see
+            :func:`iter_tensors`.
 
     Raises:
-        ArgumentError: If ``kind`` is neither a class nor a name, or a class of tensors, or ``parts`` is no function.
+        ArgumentError: If ``kind`` is neither a class nor a name, or is a tensor class, or ``parts`` is not a function.
 
     Example:
         >>> import torch
@@ -105,13 +106,13 @@ def _with_suffix(pair: tuple[str, Any]) -> tuple[str, Any]:
 
 
 def describe_unknown(name: str, path: str, value: object, error: Exception | None) -> str:
-    """What to say of an object that ``iter_tensors`` has passed over.
+    """Describe an object that ``iter_tensors`` has ignored, for a message.
 
     Args:
-        name: The name of the module that took or gave it.
-        path: As for ``unknown`` of :func:`iter_tensors`, as the next two.
+        name: The name of the module whose input or output contains it.
+        path: The path, as for ``unknown`` of :func:`iter_tensors`.
         value: The object.
-        error: Why it could not be taken apart, or ``None`` if nothing is known of its class.
+        error: The error raised while it was traversed, or ``None`` if its class is unknown.
     """
     where = f"the tensors inside the {type(value).__name__} at {path!r} of module {name!r}"
     if error is None:
@@ -120,19 +121,19 @@ def describe_unknown(name: str, path: str, value: object, error: Exception | Non
 
 
 class _Walk:
-    """One walk through a value, with the number of parts that it may still enter."""
+    """One traversal of a value, with the number of parts that it may still visit."""
 
     def __init__(self, unknown: _Unknown | None) -> None:
         self._unknown = unknown
         self._left = _MAX_PARTS
 
     def through(self, value: Any, path: str, around: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors in a value that lies inside the containers with these ids."""
-        # Not isinstance, which asks the value itself for its class when the type says no.
+        """Yield the tensors in a value; ``around`` has the ids of the containers that enclose it."""
+        # Not isinstance, which also consults the value's own ``__class__``.
         if issubclass(type(value), Tensor):
             yield path, value
             return
-        # A cell that knows its neighbour, which knows the cell, is entered once on each path.
+        # Break cycles: a container is entered once on each path.
         if value is None or len(around) == _MAX_DEPTH or id(value) in around:
             return
         for part_path, part in self._parts(value, path):
@@ -142,12 +143,13 @@ class _Walk:
             yield from self.through(part, part_path, (*around, id(value)))
 
     def _parts(self, value: Any, path: str) -> list[tuple[str, Any]]:
-        """The parts of a container with their paths; nothing for anything else."""
-        kind: type = type(value)  # declared, as mypy takes the inferred type[Any] for unhashable
+        """Return the parts of a container with their paths; empty for any other value."""
+        kind: type = type(value)  # declared, as mypy considers the inferred type[Any] unhashable
         try:
             parts = _parts_of(kind)
             if parts is not None:
-                # All at once, so that what raises half-way has no parts instead of other ones on other steps.
+                # Collected eagerly, so that a container that raises half-way yields no parts, not a varying number of
+                # them.
                 return [(path + suffix, part) for suffix, part in islice(parts(value), self._left + 1)]
             if self._unknown is not None and _holds_tensors(value):
                 self._unknown(path, value, None)
@@ -158,12 +160,12 @@ class _Walk:
         return []
 
 
-# How the parts of a container are found.
+# Decomposition of containers.
 
 
 @lru_cache(maxsize=1024)
 def _parts_of(kind: type) -> _Parts | None:
-    """How the values of a class are taken apart; None where they are no containers."""
+    """Return the function that decomposes instances of a class; None if the class is not a container."""
     for known in (_REGISTERED, _BUILT_IN):
         for base in kind.__mro__:
             for key in (base, f"{base.__module__}.{base.__qualname__}", base.__name__):
@@ -195,35 +197,35 @@ def _items(value: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, part in value.items():
         suffix = _key(key)
         seen[suffix] += 1
-        # Keys that are not equal can look alike.
+        # Unequal keys can have the same text.
         yield suffix if seen[suffix] == 1 else f"{suffix}#{seen[suffix]}", part
 
 
 def _key(key: object) -> str:
     if isinstance(key, str):
-        text = str.__str__(key)  # how an enum that is a string is formatted depends on the version of Python
+        text = str.__str__(key)  # formatting of string enums depends on the Python version
         return f".{text}" if text.isidentifier() else f"[{text!r}]"
     text = f"{type(key).__name__}.{key.name}" if isinstance(key, Enum) else repr(key)
-    # The address of an object is another one in each run.
+    # The address of an object differs in each run.
     return f"[{re.sub(' at 0x[0-9A-Fa-f]+', '', text)}]"
 
 
 def _cache(value: Any) -> list[tuple[str, Any]]:
-    # In transformers 5 a cache has a list of layers, in early releases of 4 one of keys and one of values. In between
-    # these two were properties beside the layers, so the layers are asked for first.
+    # In transformers 5 a cache has a list of layers; early releases of 4 have a list of keys and one of values. In
+    # between, the latter two were properties in addition to the layers, so the layers are checked first.
     names = ["layers"] if hasattr(value, "layers") else ["key_cache", "value_cache"]
     return [(f".{name}", getattr(value, name)) for name in names]
 
 
-# What a layer of a cache holds is None before its first call; the last two are of linear attention.
+# The fields of a cache layer are None before its first call; the last two belong to linear attention.
 _CACHE_LAYER = _attributes("keys", "values", "indexer_keys", "conv_states", "recurrent_states")
 
 _REGISTERED: dict[type | str, _Parts] = {}
 _BUILT_IN: dict[type | str, _Parts] = {
-    # The other three fields are lengths and permutations, which are no activations.
+    # The other three fields are lengths and permutations, not activations.
     PackedSequence: _attributes("data"),
-    # By name, since not everybody has transformers. Models that bring their own code have copies of the first three;
-    # other people's classes are called Cache, too.
+    # By name, since transformers may not be installed. Models with their own code have copies of the first three;
+    # ``Cache`` is qualified because other libraries use that name too.
     "DynamicCache": _cache,
     "StaticCache": _cache,
     "EncoderDecoderCache": _attributes("self_attention_cache", "cross_attention_cache"),
@@ -233,9 +235,9 @@ _BUILT_IN: dict[type | str, _Parts] = {
 }
 
 
-# Which of the objects that are passed over hold tensors.
+# Detection of ignored objects that hold tensors.
 
-# These may refer to tensors and hold none for others to use, or are a model's own.
+# These may refer to tensors without being containers, or belong to a model.
 _NO_CONTAINERS = (nn.Module, type, FunctionType, MethodType, partial)
 
 _CONTENTS: dict[type, Callable[[Any], Iterable[Any]]] = {
@@ -246,7 +248,7 @@ _CONTENTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 
 
 def _holds_tensors(value: object) -> bool:
-    """Whether an attribute is a tensor, or a list, tuple or dictionary that holds one."""
+    """Return True if an attribute is a tensor, or a list, tuple or dictionary that holds one."""
     if issubclass(type(value), _NO_CONTAINERS):
         return False
     for attribute in islice(_held(value), _MAX_LOOKS):
@@ -257,17 +259,17 @@ def _holds_tensors(value: object) -> bool:
 
 
 def _held(value: object) -> Iterator[object]:
-    """What the attributes and slots of an object hold, read without running any code of its class."""
+    """Yield the values of the attributes and slots of an object without running any code of its class."""
     kind: type = type(value)
     for each in _storage(kind):
-        with suppress(AttributeError):  # a slot that was never set
+        with suppress(AttributeError):  # an unset slot
             held = each.__get__(value)
             yield from held.values() if each.__name__ == "__dict__" else (held,)
 
 
 @lru_cache(maxsize=1024)
 def _storage(kind: type) -> tuple[GetSetDescriptorType | MemberDescriptorType, ...]:
-    """The descriptors by which Python itself reaches the slots and the ``__dict__`` of an instance."""
+    """Return Python's own descriptors of the slots and the ``__dict__`` of an instance."""
     return tuple(
         each
         for base in kind.__mro__

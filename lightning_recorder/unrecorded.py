@@ -1,4 +1,4 @@
-"""A switch per thread by which the package's own arithmetic stays out of its own recordings."""
+"""A per-thread switch that excludes the package's own arithmetic from its recordings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class _Depth(threading.local):
 _depth = _Depth()
 
 
-class unrecorded:  # noqa: N801 - read as a verb: with unrecorded()
-    """Compute without autograd and without being seen by a graph capture of this thread.
+class unrecorded:  # noqa: N801 - reads like a verb: with unrecorded()
+    """Disable autograd and graph capture in this thread.
 
-    A reduction that runs inside a hook would otherwise appear as a part of the model whose graph is captured on the
-    same step. A class and no generator, since it is entered for every tensor that is recorded.
+    Otherwise a reduction that runs inside a hook would appear in a graph that is captured at the same step. A class and
+    not a generator, for low overhead: it is entered for every recorded tensor.
     """
 
     __slots__ = ("_had_grad",)
@@ -40,5 +40,5 @@ class unrecorded:  # noqa: N801 - read as a verb: with unrecorded()
 
 
 def is_unrecorded() -> bool:
-    """Whether this thread is inside :func:`unrecorded`."""
+    """Return True if this thread is inside :func:`unrecorded`."""
     return _depth.value > 0

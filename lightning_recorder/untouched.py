@@ -1,4 +1,4 @@
-"""What a run of a model may change, kept and put back: its modules' state, its inputs, the random numbers."""
+"""Snapshots of everything that running a model may change: module state, inputs and random number generators."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["ModuleState", "own_copies", "same_gradients", "same_random_numbers"]
 
 
 class ModuleState:
-    """What a forward pass may change in a net's modules, kept in order to be put back.
+    """Snapshot of everything that a forward pass may change in a net's modules.
 
-    Put back are the attributes of each module, buffers and parameters included, as the objects that they were; what the
-    lists, dictionaries and sets among them hold, hooks included; the values of buffers and of other tensors among them;
-    and the states of generators of random numbers. The values of parameters are not copied.
+    :meth:`restore` restores the attributes of each module, including buffers and parameters, as the original objects;
+    the contents of lists, dictionaries and sets among them, including hooks; the values of buffers and of other tensors
+    among them; and the states of random number generators. The values of parameters are not copied.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.parameters: dict[int, Tensor] = {}
-        """All that were found, those of modules that are not registered included, by their ids."""
+        """All parameters that were found, by id, including those of modules that are not registered."""
         self._taken: set[nn.Module] = set()
         self._flags: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -38,18 +38,18 @@ class ModuleState:
         self._generators: dict[int, tuple[Callable[[Any], object], Any]] = {}
         for module in modules:
             self.parameters |= {id(each): each for each in module.parameters(recurse=False)}
-            if hasattr(module, "training"):  # which a frozen module of TorchScript has not
+            if hasattr(module, "training"):  # missing on a frozen TorchScript module
                 self._flags.append((module, module.training))
             if isinstance(module, torch.jit.ScriptModule):
-                # It has tables of its own, and shows no attributes.
+                # A ScriptModule has its own tables and exposes no attributes.
                 self._keep(module.buffers(recurse=False))
             elif not _is_lazy(module):
                 self.take(module)
 
     def take(self, module: nn.Module) -> None:
-        """Keep the state of a module; the second time, nothing.
+        """Save the state of a module. Idempotent.
 
-        A lazy module is left out at first, and taken when it has been initialised, right before its first call.
+        A lazy module is skipped at first, and saved right before its first call, once it has been initialised.
         """
         if module in self._taken:
             return
@@ -61,7 +61,7 @@ class ModuleState:
         self._keep((*module._buffers.values(), *vars(module).values()))
 
     def _keep(self, values: Iterable[Any]) -> None:
-        """Keep what these values hold, however deep in containers."""
+        """Save the contents of these values, at any depth of nesting."""
         todo = list(values)
         while todo:
             value = todo.pop()
@@ -71,7 +71,7 @@ class ModuleState:
                 elif not is_uninitialized(value):
                     self._values.setdefault(id(value), (value, value.detach().clone()))
             elif isinstance(value, nn.Module):
-                # One in a plain list is no submodule, but is called like one.
+                # A module in a plain list is not a submodule, but may be called like one.
                 for each in value.modules():
                     if not isinstance(each, torch.jit.ScriptModule) and not _is_lazy(each):
                         self.take(each)
@@ -87,7 +87,7 @@ class ModuleState:
                 self._generators.setdefault(id(bits), (partial(setattr, bits, "state"), bits.state))
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the saved state."""
         for table, before in self._tables:
             for key in [key for key in table if key not in before]:
                 del table[key]
@@ -98,31 +98,31 @@ class ModuleState:
             if module.training != training:
                 module.training = training
         for tensor, values in self._values.values():
-            # All of them: BatchNorm writes its running statistics without counting the tensor's version. And past that
-            # count, which would make autograd refuse graphs that have saved the tensor.
+            # All of them: BatchNorm writes its running statistics without increasing the tensor's version. Written
+            # through ``.data``, since a higher version would make autograd reject graphs that saved the tensor.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 if tensor.shape != values.shape:
                     tensor.data = values
-                elif not _same(tensor, values):  # what nobody wrote to may be a file that nobody can write to
+                elif not _same(tensor, values):  # an unchanged tensor may be mapped from a read-only file
                     tensor.data.copy_(values)
         for put_back, state in self._generators.values():
             put_back(state)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape have the same values, NaN being one."""
+    """Return True if two tensors of the same shape have equal values, with NaN equal to NaN."""
     try:
         return bool(((one == other) | ((one != one) & (other != other))).all())
-    except (NotImplementedError, RuntimeError):  # of torch: sparse, quantised and fake tensors compare in no such way
+    except (NotImplementedError, RuntimeError):  # torch cannot compare sparse, quantised and fake tensors like this
         return False
 
 
-# Not what is derived from them, which may do anything when it is filled.
+# Exact types only: a subclass may run arbitrary code when it is refilled.
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
 def _refill(container: Any, before: Any) -> None:
-    """Put back what a container held, in the order in which it did."""
+    """Restore the contents of a container in their original order."""
     if _identities(container) != _identities(before):
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(before)
@@ -138,25 +138,25 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:
-    """Copies with tensors that the net may write to.
+    """Return copies whose tensors the net may write to.
 
     Args:
-        values: Of any kind, with tensors in any nesting.
-        copied: Makes the tensor that stands in the place of one without gradient.
+        values: Values of any type, with tensors at any depth of nesting.
+        copied: A function that returns the replacement of a detached tensor.
     """
-    # copy.deepcopy refuses tensors that autograd has computed, so it is told beforehand what to put in their place.
-    # What is given twice stays one: attention asks whether its query is its key.
+    # copy.deepcopy rejects tensors computed by autograd, so the memo is filled with their replacements. An object that
+    # is passed twice remains one object: attention checks whether its query is its key.
     tensors = [tensor for _, tensor in iter_tensors(values)]
     memo = {id(each): _like(each, copied(each.detach())) for each in tensors}
     return {key: _copied(value, memo) for key, value in values.items()}
 
 
 def _like(tensor: Tensor, copied: Tensor) -> Tensor:
-    """A copy that autograd treats like the tensor."""
+    """Return a copy that autograd treats like the tensor."""
     if not tensor.requires_grad:
         return copied
     leaf = copied.requires_grad_()
-    # To a tensor that was computed a net may write in place, to a leaf that requires a gradient it may not.
+    # A net may write in place to a computed tensor, but not to a leaf that requires a gradient.
     with torch.enable_grad():
         return leaf if tensor.is_leaf else leaf.clone()
 
@@ -164,12 +164,12 @@ def _like(tensor: Tensor, copied: Tensor) -> Tensor:
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # noqa: BLE001 - an object may refuse to be copied in any way; it is then given as it is
+    except Exception:  # noqa: BLE001 - copying may raise anything; the object is then passed without a copy
         return value
 
 
 def _numpy() -> Any:
-    """NumPy, imported where a model is run: a graph that was recorded is read without it."""
+    """Return NumPy, imported only when a model is run: a recorded graph can be read without it."""
     import numpy as np
 
     return np
@@ -177,13 +177,13 @@ def _numpy() -> Any:
 
 @contextmanager
 def same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Leave the generators of torch, Python and NumPy as they were."""
+    """Restore the random number generators of torch, Python and NumPy on exit."""
     numpy = _numpy().random
     places: dict[str, set[int]] = {}
     for device in devices:
         if device.type not in ("cpu", "meta"):
             places.setdefault(device.type, set()).add(device.index or 0)
-    python, legacy = random.getstate(), numpy.get_state()  # the global ones are what nets draw from
+    python, legacy = random.getstate(), numpy.get_state()  # nets draw from the global generators
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
         for kind, indices in places.items():
@@ -197,8 +197,8 @@ def same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
 
 @contextmanager
 def same_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Leave the gradients of leaves, and whether they have one, as they were; inside there are none yet."""
-    # They are taken off and not copied: a backward pass makes new ones instead of adding to these.
+    """Restore ``grad`` and ``requires_grad`` of leaf tensors on exit; inside the block the gradients are None."""
+    # Detached instead of copied: a backward pass then creates new gradients instead of accumulating into these.
     leaves = [(each, each.requires_grad, each.grad) for each in tensors if each.is_leaf]
     for leaf, _, gradient in leaves:
         if gradient is not None:

@@ -1,4 +1,4 @@
-"""What the autograd engine is asked."""
+"""Access to private names of torch, and their fallbacks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder import autograd
-from lightning_recorder.autograd import current_function_mode, in_backward, is_transformed
-from lightning_recorder.taps import InputGradientTap, input_gradient
+from lightning_recorder.autograd import current_function_mode, in_backward, is_transformed, version_counter
+from lightning_recorder.taps import InputGradientTap, input_gradient, total
 
 
 def test_a_forward_pass_is_no_backward_pass() -> None:
-    """Outside every backward pass, before and after one, in_backward is false."""
+    """Outside of a backward pass, before and after one, ``in_backward`` returns False."""
     x = torch.ones(2, requires_grad=True)
     before = in_backward()
     x.sum().backward()
@@ -26,7 +26,7 @@ def test_a_forward_pass_is_no_backward_pass() -> None:
 
 @pytest.mark.parametrize("how", ["backward", "grad"])
 def test_a_gradient_hook_is_inside_a_backward_pass(how: str) -> None:
-    """Inside a hook that Tensor.backward or autograd.grad calls, in_backward is true."""
+    """Inside a hook called by ``Tensor.backward`` or ``autograd.grad``, ``in_backward`` returns True."""
     seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
@@ -40,7 +40,7 @@ def test_a_gradient_hook_is_inside_a_backward_pass(how: str) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputation_is_inside_a_backward_pass(use_reentrant: bool) -> None:
-    """The first run of a checkpointed function is outside a backward pass and the second one inside."""
+    """The first run of a checkpointed function is outside of a backward pass; the recomputation is inside."""
     seen: list[bool] = []
 
     def double(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def test_a_recomputation_is_inside_a_backward_pass(use_reentrant: bool) -> None:
 
 
 def test_a_wrapper_of_a_transform_is_known() -> None:
-    """A tensor inside vmap or func.grad is a wrapper, one outside, even the transform's result, is none."""
+    """A tensor inside ``vmap`` or ``func.grad`` is a wrapper; a tensor outside, even the transform's result, is not."""
     seen: list[bool] = []
 
     def function(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_a_wrapper_of_a_transform_is_known() -> None:
 
 
 def test_the_innermost_function_mode_is_known() -> None:
-    """Inside function modes the innermost is named, outside them none."""
+    """Inside function modes the innermost one is returned; outside of them, None."""
     with BaseTorchFunctionMode() as outer:
         found: list[object] = []
         with BaseTorchFunctionMode() as inner:
@@ -75,9 +75,20 @@ def test_the_innermost_function_mode_is_known() -> None:
     assert current_function_mode() is None
 
 
+def test_a_version_counter_counts_writes_and_keeps_no_memory() -> None:
+    """The counter of a view counts in-place operations on the shared memory and owns no memory itself."""
+    base = torch.zeros(1000)
+    counter = version_counter(base.view(10, 100))
+    assert counter is not None
+    before = counter._version
+    base[0] = 1
+    base.view(-1).add_(1)
+    assert (counter._version - before, counter.untyped_storage().nbytes()) == (2, 0)
+
+
 @pytest.fixture
 def older(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module as it is where torch has none of the private names."""
+    """Import the module as if torch had none of the private names."""
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     monkeypatch.delattr(torch._C._autograd, "_get_sequence_nr")
     monkeypatch.delattr(torch._C._functorch, "is_functorch_wrapped_tensor")
@@ -92,7 +103,7 @@ def older(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_torch_without_the_private_names_costs_a_detail(older: ModuleType) -> None:
-    """Where torch lacks the private names, every question is answered with no and nothing raises."""
+    """Without the private names of torch, every function returns its fallback and nothing raises."""
     seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
@@ -113,8 +124,9 @@ def test_a_torch_without_the_private_names_costs_a_detail(older: ModuleType) -> 
 def test_input_gradients_are_found_without_the_private_names(
     older: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch lacks them the gradient of an input through its module is the same, by a longer search."""
-    for name in ("graph_task", "is_transformed", "sequence_number"):
+    """Without the private names, the gradient of an input through its module is the same, found by a longer search."""
+    monkeypatch.setattr(total, "graph_task", older.graph_task)
+    for name in ("is_transformed", "sequence_number"):
         monkeypatch.setattr(input_gradient, name, getattr(older, name))
     layer = nn.Linear(2, 2)
     x = torch.ones(1, 2, requires_grad=True) * 3

@@ -1,4 +1,4 @@
-"""Which parts of a model are compiled."""
+"""Detection of the compiled parts of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def block() -> nn.Sequential:
 
 
 def by_wrapper(module: nn.Module) -> nn.Module:
-    wrapped: nn.Module = torch.compile(module, backend="eager")  # type: ignore[assignment]  # torch says a function
+    wrapped: nn.Module = torch.compile(module, backend="eager")  # type: ignore[assignment]  # torch declares a function
     return wrapped
 
 
@@ -27,7 +27,7 @@ def in_place(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("compile_it", [by_wrapper, in_place])
 def test_what_is_compiled_and_all_in_it(compile_it: object) -> None:
-    """A compiled module and all that is in it are found, its neighbours and its parent are not."""
+    """A compiled module and its descendants are found; its siblings and its parent are not."""
     assert callable(compile_it)
     inner = block()
     net = nn.Sequential(block(), compile_it(inner))
@@ -47,7 +47,7 @@ class Flexible(nn.Module):
 
 
 def test_users_of_flex_attention() -> None:
-    """They are found by the code of their forward or by the configuration that transformers keep."""
+    """Users of ``flex_attention`` are found by the code of their forward or by their transformers configuration."""
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     config._attn_implementation = "flex_attention"
     net = nn.ModuleDict({"plain": block(), "own": Flexible()})

@@ -1,4 +1,4 @@
-"""What the faults of the package are and how they are told."""
+"""Exceptions, warnings and their messages."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from lightning_recorder.errors import (
     ],
 )
 def test_an_error_is_also_the_builtin_of_its_kind(error: type[Exception], builtin: type[Exception]) -> None:
-    """Each error can be caught as the package's and as the built-in one of its kind."""
+    """Each error can be caught as the package's base class and as the matching built-in class."""
     assert error.__bases__ == (RecorderError, builtin)
 
 
 def test_a_fault_is_told_as_a_warning_at_the_caller() -> None:
-    """A fault that costs a record becomes a RecorderWarning which points at the line that told it."""
+    """A fault that costs a record becomes a RecorderWarning that points at the line of the caller."""
     with pytest.warns(RecorderWarning, match=r"^the disk is full$") as told:
         tell("the disk is full")
     assert [warning.filename for warning in told] == [__file__]
 
 
 def test_a_fault_never_raises(caplog: pytest.LogCaptureFixture) -> None:
-    """Where warnings are errors a fault is logged as an error of the package's logger and raises nothing."""
+    """If warnings are errors, a fault is logged as an error of the package's logger and nothing is raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tell("the disk is full")
@@ -51,7 +51,7 @@ def test_a_fault_never_raises(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_fault_can_be_silenced(caplog: pytest.LogCaptureFixture) -> None:
-    """A user's filter that ignores RecorderWarning silences a fault altogether."""
+    """A filter that ignores RecorderWarning silences all faults."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("ignore", RecorderWarning)
         tell("the disk is full")
@@ -60,20 +60,21 @@ def test_a_fault_can_be_silenced(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("value", [2, 3, 10**30])
 def test_an_integer_from_the_bound_on_passes(value: int) -> None:
-    """An integer that equals or exceeds the least allowed one is accepted."""
+    """An integer that equals or exceeds the minimum is accepted."""
     check_integer("depth", value, 2)
 
 
 @pytest.mark.parametrize("value", [0, -5, 2.0, "2", None, True, float("nan")])
 def test_anything_else_is_refused_by_name(value: object) -> None:
-    """A smaller number, a boolean or another type is refused with the argument's name, the bound and the value."""
+    """A smaller number, a boolean or another type is rejected with the argument's name, the bound and the value."""
     with pytest.raises(ArgumentError) as raised:
         check_integer("depth", value, 1)
-    assert str(raised.value) == f"depth must be an integer of at least 1, got {value!r}"
+    hint = ": write 2" if isinstance(value, float) and value == 2 else ""
+    assert str(raised.value) == f"depth must be an integer of at least 1, got {value!r}{hint}"
 
 
 def test_an_error_without_a_text_is_described() -> None:
-    """Of an error whose text cannot be had the class is named."""
+    """An error whose text cannot be obtained is described by its class."""
 
     class SilentError(Exception):
         def __str__(self) -> str:
@@ -84,7 +85,7 @@ def test_an_error_without_a_text_is_described() -> None:
 
 
 def test_telling_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """An application that shows warnings in a way of its own, which fails, gets the message in its log."""
+    """If an application's own way to show warnings raises, the message is logged."""
 
     def show(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError

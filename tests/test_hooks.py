@@ -1,4 +1,4 @@
-"""Hooks that belong to one recording."""
+"""Module hooks that belong to one recording."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_recorder.hooks import ModuleHook
 
 
 class Note(ModuleHook):
-    """Notes the calls of its module in a list, as a recording would."""
+    """Append the calls of its module to a list, like a recording."""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -27,23 +27,23 @@ class Note(ModuleHook):
 
 
 def deep_copy(module: nn.Module) -> nn.Module:
-    """A copy as EMA and SWA make it."""
+    """Copy a module as EMA and SWA do."""
     return copy.deepcopy(module)
 
 
 def pickled(module: nn.Module) -> nn.Module:
-    """A copy as another process gets it."""
+    """Copy a module as for another process."""
     return pickle.loads(pickle.dumps(module))  # type: ignore[no-any-return]
 
 
 def pickled_twice(module: nn.Module) -> nn.Module:
-    """A copy of a copy."""
+    """Copy a copy."""
     return pickled(pickled(module))
 
 
 @pytest.mark.parametrize("duplicate", [deep_copy, pickled, pickled_twice])
 def test_in_a_copy_the_hook_does_nothing(duplicate: Callable[[nn.Module], nn.Module]) -> None:
-    """A copy of a module with a hook on it runs without it, and the original's hook goes on to work."""
+    """A copy of a hooked module runs without the hook, and the hook on the original keeps working."""
     module = nn.ReLU()
     calls: list[str] = []
     module.register_forward_hook(Note(calls))
@@ -56,7 +56,7 @@ def test_in_a_copy_the_hook_does_nothing(duplicate: Callable[[nn.Module], nn.Mod
 
 @pytest.mark.parametrize("duplicate", [deep_copy, pickled])
 def test_a_copy_does_not_hang_on_the_recording(duplicate: Callable[[nn.Module], nn.Module]) -> None:
-    """What the hook holds is neither copied nor kept alive by the copy, and need not be able to be pickled."""
+    """The state of a hook is neither copied nor kept alive by the copy, and need not be picklable."""
 
     class Recording(list[str]):
         def __reduce__(self) -> str:

@@ -18,34 +18,36 @@ ROOT = Path(lightning_recorder.__file__).parent
 BOTTOM = (
     "autograd",
     "compiled",
+    "disk",
     "errors",
+    "fonts",
     "hooks",
     "names",
-    "schedule",
+    "portable",
     "stance",
     "stopwatch",
     "storage",
     "structure",
     "tags",
+    "temporary",
     "unrecorded",
 )
-# From the bottom to the top; what a file may import lies in a lower layer or in its own folder.
+# From bottom to top; a file may import from lower layers and from its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     BOTTOM,
-    ("graph.model", "inputs", "reductions", "selection", "untouched"),
+    ("graph.model", "inputs", "reductions", "schedule", "selection", "untouched"),
     ("dumps", "graph", "taps"),
-    ("plots", "recordings", "sinks"),  # each sink brings what it shows into the form of its back end
+    ("plots", "recordings", "sinks"),  # each sink converts data to the format of its back end
     ("recorders",),
     ("callbacks", "commands"),
     ("__main__",),
 )
 
-# The libraries that a user may not have, or that take long to import.
+# Libraries that may be missing or are slow to import.
 BACKENDS = (
     "PIL",
     "comet_ml",
     "graphviz",
-    "matplotlib",
     "mlflow",
     "pygraphviz",
     "safetensors",
@@ -57,23 +59,23 @@ BACKENDS = (
 
 @dataclass(frozen=True)
 class Import:
-    """That one module imports another."""
+    """An import of one module by another."""
 
     importer: str
-    """Inside the package, without its name: ``graph.model``; of a folder's ``__init__`` the folder."""
+    """The name relative to the package, such as ``graph.model``; a folder's ``__init__`` has the folder's name."""
     imported: str
-    """The whole dotted name."""
+    """The full dotted name."""
     in_function: bool
 
     @property
     def inner(self) -> str | None:
-        """The name inside the package of what is imported, if it lies there."""
+        """The name of the imported module inside the package, if it is part of it."""
         name = self.imported.removeprefix(PACKAGE + ".")
         return name if name != self.imported else None
 
 
 def modules() -> dict[str, ast.Module]:
-    """Every file of the package but the public face, by its name inside the package."""
+    """Return every file of the package except the public interface, by its name inside the package."""
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -83,7 +85,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def statements(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    """The imports that happen when the program runs, and whether only when a function is called."""
+    """Yield the imports that happen at run time, and a flag for those that happen only in a function call."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child, in_function
@@ -96,7 +98,7 @@ def statements(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.I
 
 
 def imports() -> list[Import]:
-    """Every import of the package, ``from folder import file`` as one of the file."""
+    """Return every import of the package, with ``from folder import file`` as an import of the file."""
     trees = modules()
     found = []
     for importer, tree in trees.items():
@@ -117,7 +119,7 @@ IMPORTS = imports()
 
 
 def layer(name: str) -> int:
-    """The number of the layer of a module, the most exact entry counting."""
+    """Return the number of a module's layer; the most specific entry applies."""
     places = {entry: number for number, entries in enumerate(LAYERS) for entry in entries}
     while name not in places:
         name, dot, _ = name.rpartition(".")
@@ -126,30 +128,30 @@ def layer(name: str) -> int:
 
 
 def folder(name: str) -> str:
-    """The folder of a module, or the module itself at the bottom."""
+    """Return the folder of a module, or the module itself at the bottom."""
     return name.partition(".")[0]
 
 
 def test_the_imports_are_found() -> None:
-    """The reading of the sources finds what is there: imports of files and folders, in functions and out of them."""
+    """The source scan finds imports of files and folders, inside and outside of functions."""
     assert Import("graph.views", f"{PACKAGE}.graph.model", False) in IMPORTS
     assert Import("taps.forward", f"{PACKAGE}.autograd", False) in IMPORTS
     assert Import("callbacks.gradient", f"{PACKAGE}.taps", False) in IMPORTS
     assert Import("sinks.files", "PIL.Image", True) in IMPORTS
     assert Import("selection", "torch.nn", False) in IMPORTS
-    # Under TYPE_CHECKING there are more, which cost nothing when the program runs.
+    # Imports under TYPE_CHECKING are excluded, since they do not happen at run time.
     assert not [each for each in IMPORTS if each.importer == "" and each.inner]
 
 
 def test_every_module_has_a_layer() -> None:
-    """No file lies outside the layers, and no layer names a file that is not there."""
+    """Every file belongs to a layer, and every file named by a layer exists."""
     names = [name for name in modules() if name]
     assert all(0 <= layer(name) < len(LAYERS) for name in names)
     assert [entry for entries in LAYERS for entry in entries if entry not in names] == []
 
 
 def test_imports_point_downward() -> None:
-    """A file imports from lower layers and its own folder only, the bottom but errors and torch's private names."""
+    """Files import only from lower layers and their own folder; bottom modules import only a few others."""
     wrong = []
     for each in IMPORTS:
         if each.inner is None or not each.importer:
@@ -158,13 +160,12 @@ def test_imports_point_downward() -> None:
         below = layer(each.inner) < layer(each.importer)
         if not below and not (own and layer(each.inner) == layer(each.importer)):
             wrong.append(each)
-    assert [
-        each for each in wrong if not (each.importer in BOTTOM and each.inner in ("autograd", "errors", "storage"))
-    ] == []
+    known = ("autograd", "compiled", "errors", "storage")
+    assert [each for each in wrong if not (each.importer in BOTTOM and each.inner in known)] == []
 
 
 def test_no_import_goes_in_a_circle() -> None:
-    """No module needs itself, also not by way of others or of an import inside a function."""
+    """No module imports itself, directly, through others, or through an import inside a function."""
     needs: dict[str, set[str]] = {}
     for each in IMPORTS:
         if each.inner is not None:
@@ -183,13 +184,13 @@ def test_only_callbacks_import_lightning() -> None:
 
 
 def users_of(library: str) -> list[Import]:
-    """The imports of a library or of something inside it."""
+    """Return the imports of a library or of its submodules."""
     return [each for each in IMPORTS if f"{each.imported}.".startswith(f"{library}.")]
 
 
 @pytest.mark.parametrize("library", BACKENDS)
 def test_a_back_end_is_imported_in_one_file_of_a_folder(library: str) -> None:
-    """Of each folder at most one file imports a library that writes or draws."""
+    """At most one file per folder imports a given library that writes or draws."""
     files = sorted({each.importer for each in users_of(library)})
     folders = [folder(file) for file in files]
     assert len(folders) == len(set(folders)), files
@@ -197,14 +198,14 @@ def test_a_back_end_is_imported_in_one_file_of_a_folder(library: str) -> None:
 
 @pytest.mark.parametrize("library", BACKENDS)
 def test_a_back_end_is_imported_when_it_is_used(library: str) -> None:
-    """A library that writes or draws is imported inside functions, so that it may be absent until then."""
+    """A library that writes or draws is imported inside functions, so that it may be missing until then."""
     early = [each.importer for each in users_of(library) if not each.in_function]
     assert early == []
 
 
 @pytest.mark.parametrize("name", ["_C.", "_functorch", "_backward_hooks", "._version", "_sequence_nr", "_call_impl"])
 def test_private_names_of_torch_are_asked_in_one_file(name: str) -> None:
-    """What torch may rename is named in one file, which says what holds if it did."""
+    """Private names of torch are used in a single file, which documents their fallbacks."""
     users = [
         path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if name in path.read_text(encoding="utf-8")
     ]

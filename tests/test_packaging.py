@@ -1,10 +1,11 @@
-"""What is installed."""
+"""The contents of the built distributions."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import lightning_recorder
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "lightning_recorder"
+FONTS_LICENSE = "lightning_recorder/fonts/LICENSE"
 
 SCRIPT = """
 import torch
@@ -32,7 +34,7 @@ print([len(kind().__class__.__mro__) > 1 for kind in (ActivationRecorder, Gradie
 
 
 def run(*arguments: str | Path, cwd: Path, **environment: str) -> str:
-    """What a Python command prints; its own complaint when it fails."""
+    """Return the output of a Python command; fail with its error output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -47,7 +49,7 @@ def run(*arguments: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the working tree with what is installed."""
+    """Build the wheel from the working tree with the installed tools."""
     folder = tmp_path_factory.mktemp("dist")
     run("-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     (path,) = folder.glob("*.whl")
@@ -56,19 +58,33 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    """The wheel holds every source file, the mark of types, the command, the licence, and no tests nor examples."""
+    """The wheel has sources, fonts, the type marker, the command and both licences, but neither tests nor examples."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
-    sources = {
-        path.relative_to(ROOT).as_posix() for path in SOURCES.rglob("*") if path.suffix in (".py", ".c", ".typed")
-    }
+    suffixes = (".py", ".c", ".typed", ".ttf")
+    sources = {path.relative_to(ROOT).as_posix() for path in SOURCES.rglob("*") if path.suffix in suffixes}
+    sources.add(FONTS_LICENSE)
     about = f"lightning_recorder-{lightning_recorder.__version__}.dist-info"
-    described = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+    licenses = ("licenses/LICENSE", f"licenses/{FONTS_LICENSE}")
+    described = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", *licenses)
     assert names == sources | {f"{about}/{name}" for name in described}
     assert "lightning_recorder/py.typed" in names
     assert f"Version: {lightning_recorder.__version__}" in metadata.splitlines()
     assert wheel.name == f"lightning_recorder-{lightning_recorder.__version__}-py3-none-any.whl"
+
+
+@pytest.mark.slow
+def test_the_source_distribution_holds_the_fonts_and_their_licence(tmp_path: Path) -> None:
+    """The source distribution has both fonts, byte for byte, next to their licence."""
+    run("-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
+    (path,) = tmp_path.glob("*.tar.gz")
+    top = f"lightning_recorder-{lightning_recorder.__version__}"
+    with tarfile.open(path) as archive:
+        for name in ("LICENSE", "DejaVuSans.ttf", "DejaVuSans-Bold.ttf"):
+            packed = archive.extractfile(f"{top}/lightning_recorder/fonts/{name}")
+            assert packed is not None
+            assert packed.read() == (SOURCES / "fonts" / name).read_bytes()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What users may rely on."""
+"""The public API that users rely on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ HEAVY = (
     "graphviz",
     "lightning",
     "lightning_fabric",
-    "matplotlib",
     "mlflow",
     "numpy",
     "pygraphviz",
@@ -40,19 +39,19 @@ HEAVY = (
 
 
 def loaded_after(code: str) -> set[str]:
-    """The top-level modules that a fresh interpreter has loaded after some code."""
+    """Return the top-level modules that a fresh interpreter has loaded after running some code."""
     script = f"{code}\nimport json, sys\nprint(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
     output = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT.parent, text=True)
     return set(json.loads(output))
 
 
 def test_all_is_sorted() -> None:
-    """The public names are listed in order, each once, so that a new one has one place."""
+    """The public names are sorted and unique."""
     assert lightning_recorder.__all__ == sorted(set(lightning_recorder.__all__))
 
 
 def test_all_is_what_can_be_loaded() -> None:
-    """Every listed name can be loaded, and every name that can be loaded lazily is listed."""
+    """Every listed name can be loaded, and every lazily loaded name is listed."""
     assert set(lightning_recorder.__all__) == set(lightning_recorder._HOME)
     for name in lightning_recorder.__all__:
         home = importlib.import_module(f"lightning_recorder.{lightning_recorder._HOME[name]}")
@@ -61,7 +60,7 @@ def test_all_is_what_can_be_loaded() -> None:
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    """The imports for type checkers name the same things from the same places as the lazy ones."""
+    """The imports for type checkers match the lazy ones."""
     tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
     (block,) = (each for each in tree.body if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING")
     seen = {
@@ -74,14 +73,14 @@ def test_type_checkers_see_the_same_names() -> None:
 
 
 def test_a_star_import_brings_every_name() -> None:
-    """``from lightning_recorder import *`` brings what is listed."""
+    """``from lightning_recorder import *`` imports all listed names."""
     namespace: dict[str, Any] = {}
     exec("from lightning_recorder import *", namespace)
     assert set(lightning_recorder.__all__) <= set(namespace)
 
 
 def test_dir_lists_every_name() -> None:
-    """``dir`` lists the names before they are loaded, for completion in a shell, in order and each once."""
+    """``dir`` lists all names in order, without duplicates, before they are loaded, for shell completion."""
     code = "import lightning_recorder, json; print(json.dumps(dir(lightning_recorder)))"
     names = json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT.parent, text=True))
     assert set(lightning_recorder.__all__) | {"__version__"} <= set(names)
@@ -89,7 +88,7 @@ def test_dir_lists_every_name() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """A name that is not there raises what any module raises."""
+    """An unknown name raises the same error as in any module."""
     with pytest.raises(AttributeError, match=r"^module 'lightning_recorder' has no attribute 'Recorders'$"):
         lightning_recorder.Recorders  # noqa: B018  # the point of the test
     with pytest.raises(ImportError, match="cannot import name 'Recorders'"):
@@ -102,7 +101,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
 
 
 def test_recording_without_a_trainer_needs_no_lightning() -> None:
-    """What works in a plain loop, sinks and dumps included, loads no Lightning and no back end that is not used."""
+    """The features for a plain loop, including sinks and dumps, load neither Lightning nor unused back ends."""
     names = [name for name, home in lightning_recorder._HOME.items() if home != "callbacks"]
     code = "import warnings; warnings.simplefilter('ignore'); from lightning_recorder import " + ", ".join(names)
     allowed = {"torch", "numpy", "typing_extensions"}
@@ -110,7 +109,7 @@ def test_recording_without_a_trainer_needs_no_lightning() -> None:
 
 
 def public_objects() -> dict[str, Any]:
-    """The public classes and functions, with the methods and properties that the package gives to the classes."""
+    """Return the public classes and functions, with the methods and properties that the package defines."""
     found = {}
     for name in lightning_recorder.__all__:
         thing = getattr(lightning_recorder, name)
@@ -127,16 +126,16 @@ def public_objects() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", public_objects())
 def test_everything_public_is_documented(name: str) -> None:
-    """Every public class, function, method and property says in a sentence what it is, of its own or by inheritance."""
+    """Every public class, function, method and property has a docstring, its own or an inherited one."""
     text = inspect.getdoc(public_objects()[name]) or ""
     first = text.partition("\n\n")[0]
-    # What dataclasses and named tuples write by themselves says nothing.
+    # Docstrings generated by dataclasses and named tuples do not count.
     assert not re.match(rf"{name}\(.*\)$", first), first
     assert re.search(r"[.:]{1,2}$", first), first
 
 
 def test_the_methods_are_found() -> None:
-    """The search for methods finds plain and class methods, properties and inherited ones."""
+    """The search for methods finds plain methods, class methods, properties and inherited ones."""
     expected = {
         "Selection.resolve",
         "Graph.from_json",
@@ -148,37 +147,40 @@ def test_the_methods_are_found() -> None:
 
 
 def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
-    """The drawing at the head of the errors shows each class under its base, with the built-in one it also is."""
+    """The diagram in the errors module shows each class under its base, with its built-in base class."""
     text = inspect.getdoc(errors) or ""
     drawn = {}
-    for branch, name, builtin in re.findall(r"^ *([├└]── )?(\w+) +(?:\((\w+)\))? +\w", text, flags=re.MULTILINE):
-        bases = ["RecorderError"] if branch else [] if builtin else ["Exception"]
+    parents: dict[int, str] = {}  # by indentation
+    pattern = r"^([ │]*)([├└]── )?(\w+) +(?:\((\w+)\))? +\w"
+    for indent, branch, name, builtin in re.findall(pattern, text, flags=re.MULTILINE):
+        bases = [parents[len(indent)]] if branch else [] if builtin else ["Exception"]
         drawn[name] = [*bases, *([builtin] if builtin else [])]
+        parents[len(indent) + len(branch)] = name
     real = {
         name: [base.__name__ for base in value.__bases__]
         for name, value in vars(errors).items()
         if inspect.isclass(value) and value.__module__ == errors.__name__
     }
     assert drawn == real
-    assert len(drawn) == 9
+    assert len(drawn) == 10
 
 
 def test_the_package_is_typed() -> None:
-    """The package says that it carries types, and its version is one."""
+    """The package has a type marker and a valid version."""
     assert (ROOT / "py.typed").read_text() == ""
     assert re.fullmatch(r"\d+\.\d+\.\d+([a-z]+\d+)?", lightning_recorder.__version__)
 
 
 def test_every_module_says_what_it_is() -> None:
-    """Every file begins with one sentence that says what it holds."""
+    """Every file begins with a one-sentence docstring."""
     for path in ROOT.rglob("*.py"):
         first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
         assert re.search(r"\.$", first), path
 
 
 def test_every_file_can_be_imported_first() -> None:
-    """Each file can be the first of the package to be imported, whatever it imports in turn."""
-    without = () if importlib.util.find_spec("triton") else ("triton_kernels",)  # which few CPUs have
+    """Each file can be the first one of the package to be imported."""
+    without = () if importlib.util.find_spec("triton") else ("triton_kernels",)  # missing on most CPU machines
     names = [
         ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
         for path in sorted(ROOT.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""On which steps is recorded."""
+"""Schedules select the steps to record."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import ArgumentError, RecordingError
 from lightning_recorder.schedule import EveryNSteps, Reduce, Sampling, check_reduce
 
 
@@ -22,19 +22,19 @@ from lightning_recorder.schedule import EveryNSteps, Reduce, Sampling, check_red
     ],
 )
 def test_the_first_step_and_each_one_that_lightning_logs(n: int, steps: list[int]) -> None:
-    """Recorded are step 0 and every step k with (k + 1) % n == 0, and none at all for n = 0."""
+    """Step 0 and every step k with (k + 1) % n == 0 are recorded, and none for n = 0."""
     assert [step for step in range(20) if EveryNSteps(n)(step)] == steps
 
 
 @pytest.mark.parametrize("n", [-1, 1.0, "2", None, True])
 def test_a_cadence_that_can_never_work_is_refused(n: object) -> None:
-    """A negative, fractional or boolean cadence is refused under the name that users give it."""
+    """A negative, fractional or boolean interval is rejected, with the name that users pass it under."""
     with pytest.raises(ArgumentError, match=r"^every_n_train_steps must be an integer of at least 0, got "):
         EveryNSteps(n)  # type: ignore[arg-type]  # the point of the test
 
 
 def test_schedules_are_values() -> None:
-    """Schedules of equal cadence are equal, and equal as keys."""
+    """Schedules with equal intervals compare and hash equal."""
     assert EveryNSteps(3) == EveryNSteps(3) != EveryNSteps(4)
     assert len({EveryNSteps(3), EveryNSteps(3), EveryNSteps(4)}) == 2
 
@@ -53,12 +53,12 @@ def test_schedules_are_values() -> None:
     ],
 )
 def test_what_is_given_holds_together(sampling: Sampling, steps: list[int]) -> None:
-    """A step is recorded if its cadence or the beginning asks for it, and no window or predicate is against it."""
+    """A step is recorded if the interval or ``first_n_steps`` includes it and no window or predicate excludes it."""
     assert list(filter(sampling.with_default(10), range(20))) == steps
 
 
 def test_only_some_epochs() -> None:
-    """The first epoch and then each n-th are recorded, whatever the steps."""
+    """The first epoch and every n-th epoch are recorded, regardless of the steps."""
     sampling = Sampling(1, every_n_epochs=3)
     assert [epoch for epoch in range(8) if sampling(100, epoch)] == [0, 2, 5]
 
@@ -75,18 +75,35 @@ def test_only_some_epochs() -> None:
         ),
         ({"step_window": 5}, "step_window must be"),
         ({"step_window": (1, 2, 3)}, "step_window must be"),
-        ({"when": 3}, r"when takes a function \(step\) that says whether the step is recorded, got 3"),
+        ({"when": 3}, r"when takes a function \(step\) that returns whether to record the step, got 3"),
+        ({"when": lambda: True}, r"when takes a function \(step\) .*; the lambda at .*test_schedule.py:\d+ takes \(\)"),
+        ({"step_window": (9, 2)}, r"got \(9, 2\): write \(2, 9\)"),
+        ({"every_n_train_steps": 2.0}, r"got 2\.0: write 2$"),
+        ({"every_n_train_steps": True}, "got True: write 1 to record every step"),
     ],
 )
 def test_sampling_that_can_never_work_is_refused(arguments: dict[str, Any], told: str) -> None:
-    """A wrong argument is refused by its name, with what is allowed."""
+    """An invalid argument is rejected with its name and the allowed values."""
     with pytest.raises(ArgumentError, match=told):
         Sampling(**arguments)
 
 
+def test_a_predicate_that_raises_names_its_line() -> None:
+    """An error of the predicate is reported with its line in the user's code and the step."""
+    sampling = Sampling(1, when=lambda step: 1 / step)
+    with pytest.raises(RecordingError, match=r"^when raised at .*test_schedule.py:\d+: ZeroDiv.*, for step 0"):
+        sampling(0)
+
+
+def test_a_window_that_is_mistyped_is_suggested() -> None:
+    """The message for a misspelled ``reduce`` value suggests a close match."""
+    with pytest.raises(ArgumentError, match=r"got 'epochs': did you mean 'epoch'\?"):
+        check_reduce("epochs")
+
+
 @pytest.mark.parametrize("reduce", [0, -1, True, "batch", 1.0, None])
 def test_what_becomes_no_record_is_refused(reduce: object) -> None:
-    """Only steps, epochs and a positive number of steps can be put together."""
+    """Only steps, epochs and a positive number of steps are valid record spans."""
     with pytest.raises(ArgumentError, match="reduce must be 'step', 'epoch' or a number of steps of at least 1, got"):
         check_reduce(reduce)
 
@@ -95,5 +112,5 @@ def test_what_becomes_no_record_is_refused(reduce: object) -> None:
     ("reduce", "cadence", "records"), [("step", 10, 100), (50, 10, 20), (50, 100, 10), ("epoch", 10, 1), ("step", 0, 0)]
 )
 def test_how_many_records_there_are(reduce: Reduce, cadence: int, records: int) -> None:
-    """In a thousand steps there are as many records as steps are recorded, or windows have any."""
+    """A thousand steps yield as many records as there are recorded steps or non-empty windows."""
     assert Sampling(cadence).count_records(reduce, 1000) == records

@@ -1,4 +1,4 @@
-"""Compiled modules run eagerly on the steps that are recorded, and compiled on the others."""
+"""Compiled modules run eagerly on recorded steps and compiled on all others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import gc
 import pickle
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import lightning_recorder
 from lightning_recorder.selection import Selection
@@ -25,7 +29,7 @@ X = torch.ones(3, 2)
 
 
 class Counter:
-    """A backend that counts how often something is compiled and how often the compiled code runs."""
+    """A backend that counts compilations and runs of compiled code."""
 
     def __init__(self) -> None:
         self.compiled = 0
@@ -43,8 +47,8 @@ class Counter:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Nothing is compiled before or after a test, and no stance is left by one."""
-    gc.collect()  # of taps that other tests have left on
+    """Start and end each test without compiled code and without a stance."""
+    gc.collect()  # of taps that other tests have left attached
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -52,7 +56,7 @@ def fresh() -> Iterator[None]:
 
 
 def stance() -> str:
-    """The stance of the process, found out by what a compiled function does."""
+    """Return the stance of the process, inferred from the behaviour of a compiled function."""
     counter = Counter()
 
     def double(x: Tensor) -> Tensor:
@@ -67,18 +71,18 @@ def stance() -> str:
 
 
 def make() -> tuple[nn.Sequential, Any, Counter]:
-    """A model, its compiled form and the counter of its compilations."""
+    """Return a model, its compiled form and the counter of its compilations."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
     counter = Counter()
     return net, torch.compile(net, backend=counter), counter
 
 
-# Holding and releasing
+# Holding and releasing.
 
 
 def test_a_hold_runs_compiled_functions_eagerly() -> None:
-    """Under a hold a compiled function runs as it is written, and after it compiled as before."""
+    """During a hold a compiled function runs eagerly; afterwards it runs compiled again."""
     hold = EagerStance()
     found = [stance()]
     hold.hold()
@@ -88,7 +92,7 @@ def test_a_hold_runs_compiled_functions_eagerly() -> None:
 
 
 def test_holders_release_in_any_order() -> None:
-    """Of several holders the last one to go restores the stance, in whatever order they come and go."""
+    """The last of several holds restores the stance, in whatever order they are acquired and released."""
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
         holds = [EagerStance() for _ in range(3)]
         for hold in holds:
@@ -101,7 +105,7 @@ def test_holders_release_in_any_order() -> None:
 
 
 def test_the_users_own_stance_is_restored() -> None:
-    """A stance that the user has set comes back when two holders have gone in the order in which they came."""
+    """The user's stance is restored after two holds are released in the order in which they were acquired."""
     with torch.compiler.set_stance("fail_on_recompile"):
         first, second = EagerStance(), EagerStance()
         first.hold()
@@ -113,7 +117,7 @@ def test_the_users_own_stance_is_restored() -> None:
 
 
 def test_a_hold_counts_once() -> None:
-    """Holding twice is holding once, a release without a hold is nothing, and a hold can be taken again."""
+    """Holding twice counts once, releasing without a hold is a no-op, and a hold can be acquired again."""
     hold, other = EagerStance(), EagerStance()
     other.release()
     for _ in range(2):
@@ -127,7 +131,7 @@ def test_a_hold_counts_once() -> None:
 
 
 def test_without_dynamo_nothing_is_done() -> None:
-    """Where nothing has imported torch._dynamo a hold does not import it, which would take seconds."""
+    """If ``torch._dynamo`` is not loaded, a hold does not import it, which would take seconds."""
     code = (
         "import sys; from lightning_recorder.stance import EagerStance; hold = EagerStance(); hold.hold(); "
         "hold.release(); print('torch._dynamo' in sys.modules)"
@@ -136,12 +140,12 @@ def test_without_dynamo_nothing_is_done() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True) == "False\n"
 
 
-# Taps on compiled models
+# Taps on compiled models.
 
 
 @pytest.mark.parametrize("kind", [OutputTap, OutputGradientTap])
 def test_a_tap_on_a_compiled_model_sees_it(kind: type[Tap]) -> None:
-    """Hooks that are put on after the first compiled call, which would never fire, do: the tap holds the stance."""
+    """Hooks registered after the first compiled call fire, because the tap holds the stance."""
     net, compiled, _ = make()
     compiled(X).sum().backward()
     seen: list[str] = []
@@ -152,7 +156,7 @@ def test_a_tap_on_a_compiled_model_sees_it(kind: type[Tap]) -> None:
 
 
 def test_the_compiled_code_is_used_again() -> None:
-    """After recorded steps the compiled code runs again, compiled once, with the results that it gave before."""
+    """After recorded steps the compiled code runs again without recompilation and returns the same results."""
     net, compiled, counter = make()
     seen: list[str] = []
     tap = OutputTap(Selection().resolve(net), lambda site, _: seen.append(site.name))
@@ -167,7 +171,7 @@ def test_the_compiled_code_is_used_again() -> None:
 
 
 def test_a_hold_that_is_forgotten_is_released() -> None:
-    """When a hold, or a tap that was never taken off, is gone, compiled functions run compiled again."""
+    """Once an abandoned hold or tap is garbage collected, compiled functions run compiled again."""
     hold = EagerStance()
     hold.hold()
     del hold
@@ -181,7 +185,7 @@ def test_a_hold_that_is_forgotten_is_released() -> None:
 
 
 def test_a_forgotten_hold_may_be_collected_at_any_moment() -> None:
-    """A hold that the garbage collector finds while another one is being taken does not wait for that one for ever."""
+    """Garbage collection of a hold while another one is being acquired does not deadlock."""
     code = (
         "import gc, torch, torch._dynamo\n"
         "from lightning_recorder.stance import EagerStance, _Shared\n"
@@ -195,12 +199,12 @@ def test_a_forgotten_hold_may_be_collected_at_any_moment() -> None:
         "print(_Shared.holders)\n"
     )
     root = Path(lightning_recorder.__file__).parents[1]
-    # Another process, which can be ended where it hangs.
+    # In a separate process, which can be killed if it hangs.
     assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True, timeout=120) == "1\n"
 
 
 def test_a_tap_that_is_on_when_the_program_ends_says_nothing() -> None:
-    """A program that ends with a tap still on ends in silence."""
+    """A program that ends with an attached tap produces no output."""
     code = (
         "import torch, torch._dynamo\n"
         "from lightning_recorder import OutputTap\n"
@@ -213,7 +217,7 @@ def test_a_tap_that_is_on_when_the_program_ends_says_nothing() -> None:
 
 
 def test_a_copy_of_a_hold_holds_nothing() -> None:
-    """A hold that was copied or pickled is released once."""
+    """A copied or pickled hold is released once."""
     hold = EagerStance()
     hold.hold()
     for twin in (copy.deepcopy(hold), pickle.loads(pickle.dumps(hold))):
@@ -224,7 +228,7 @@ def test_a_copy_of_a_hold_holds_nothing() -> None:
 
 
 class Block(nn.Module):
-    """Two layers with a forward of their own, since Module.compile passes over torch's own modules."""
+    """Two layers with a custom forward, since Module.compile ignores torch's own modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +241,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
 def test_a_compiled_part_is_recorded_under_its_own_name(how: str) -> None:
-    """The modules inside a compiled part are seen once each, under the names that they have without compilation."""
+    """Modules inside a compiled part are recorded once each, under their names without compilation."""
     counter = Counter()
     net = nn.Sequential(Block(), nn.Linear(2, 1))
     if how == "torch.compile":
@@ -255,7 +259,7 @@ def test_a_compiled_part_is_recorded_under_its_own_name(how: str) -> None:
 
 @pytest.mark.parametrize("kind", [OutputTap, OutputGradientTap])
 def test_a_model_that_is_to_be_compiled_under_a_tap_is_compiled_after_it(kind: type[Tap]) -> None:
-    """A first call under a tap is recorded in eager mode, and the model is compiled at the first call without one."""
+    """A first call under a tap is recorded eagerly, and the model is compiled at the first call without a tap."""
     net, compiled, counter = make()
     expected = net(X)
     seen: list[str] = []
@@ -266,3 +270,99 @@ def test_a_model_that_is_to_be_compiled_under_a_tap_is_compiled_after_it(kind: t
     assert (counter.compiled, sorted(seen)) == (0, ["0", "1", "2"])
     compiled(X)
     assert (counter.compiled, len(seen)) == (1, 3)
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class Scale:
+    """An object with a compiled method."""
+
+    def twice(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def names(run: Callable[[], object]) -> tuple[str, ...]:
+    """Return the names of compiled code that runs eagerly during a hold."""
+    hold = EagerStance()
+    hold.hold()
+    try:
+        run()
+        return hold.ran
+    finally:
+        hold.release()
+
+
+LINE = double.__code__.co_firstlineno
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: partial(compile_eagerly(double), X), f"double (test_stance.py:{LINE})"),
+        (lambda: lambda: compile_eagerly(double)(X), f"double (test_stance.py:{LINE})"),
+        (lambda: partial(compile_eagerly(Scale().twice), X), "Scale.twice"),
+        (lambda: partial(compile_eagerly(Block()), X), "Block.forward"),
+        (lambda: partial(compile_eagerly(nn.Linear(2, 2)), X), "Linear.forward"),
+        (lambda: partial(compiled_in_place(Block()), X), "Block.forward"),
+        (lambda: compile_eagerly(torch.optim.SGD(nn.Linear(2, 2).parameters()).step), "SGD.step"),
+    ],
+    ids=["function", "lazily", "method", "module", "module of torch", "module.compile", "optimizer"],
+)
+def test_compiled_code_that_ran_eagerly_is_named(make: Callable[[], Callable[[], object]], name: str) -> None:
+    """A hold names the compiled functions, methods and modules that ran during it."""
+    assert names(make()) == (name,)
+
+
+def compile_eagerly(function: Any) -> Any:
+    return torch.compile(function, backend="eager")
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+def test_compiled_code_of_another_thread_is_named() -> None:
+    """The stance is global to the process, so code that another thread calls is named too."""
+    compiled = compile_eagerly(double)
+
+    def run() -> None:
+        thread = threading.Thread(target=compiled, args=(X,))
+        thread.start()
+        thread.join()
+
+    assert names(run) == (f"double (test_stance.py:{LINE})",)
+
+
+def test_only_what_ran_under_a_hold_is_named() -> None:
+    """A hold does not name code that ran before it, after it, or eagerly anyway."""
+    compiled = compile_eagerly(double)
+    compiled(X)
+    first, second = EagerStance(), EagerStance()
+    first.hold()
+    compiled(X)
+    second.hold()
+    first.release()
+    compile_eagerly(Scale().twice)(X)
+    second.release()
+    compile_eagerly(Block())(X)
+    assert (first.ran, second.ran) == ((f"double (test_stance.py:{LINE})",), ("Scale.twice",))
+    q = torch.ones(1, 1, 16, 16)
+    assert names(lambda: double(X)) == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warns that it is not compiled
+        assert names(lambda: flex_attention(q, q, q)) == ()
+    with torch.compiler.set_stance("force_eager"):
+        assert names(lambda: compiled(X)) == ()
+
+
+def test_torch_is_as_before_when_no_hold_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch function replaced during a hold is restored afterwards; without it no code is named."""
+    frames: Any = torch._dynamo.eval_frame
+    before = frames._callback_from_stance
+    names(lambda: compile_eagerly(double)(X))
+    assert frames._callback_from_stance is before
+    monkeypatch.delattr(frames, "_callback_from_stance")
+    assert names(lambda: double(X)) == ()

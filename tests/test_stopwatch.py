@@ -1,4 +1,4 @@
-"""How long our own work takes."""
+"""Time measurement of the recorder's own work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_recorder.stopwatch import Stopwatch
 
 
 def test_spans_of_several_threads_add_up() -> None:
-    """Spans overlap where threads do, and each counts."""
+    """Overlapping spans of several threads are all counted."""
     now = 0.0
     watch = Stopwatch(clock=lambda: now)
     outer = watch.start()

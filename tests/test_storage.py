@@ -1,4 +1,4 @@
-"""Whether a tensor has memory yet, and which."""
+"""Tensor storage, including uninitialised tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_recorder.storage import is_uninitialized, storage_of
 
 
 def test_what_has_no_shape_yet() -> None:
-    """Parameters and buffers of a lazy module are uninitialised until its first call; nothing else is."""
+    """Parameters and buffers of a lazy module are uninitialised until its first call; other tensors never are."""
     lazy = nn.LazyBatchNorm1d()
     assert [is_uninitialized(each) for each in (lazy.weight, lazy.running_mean)] == [True, True]
     lazy(torch.ones(2, 3))
@@ -19,7 +19,7 @@ def test_what_has_no_shape_yet() -> None:
 
 
 def test_views_share_their_memory() -> None:
-    """A view has the memory of what it is a view of, and a copy has its own."""
+    """A view shares the storage of its base; a copy has its own."""
     base = torch.ones(4)
     storages = [storage_of(each) for each in (base, base[1:], base.clone())]
     one, view, copy = (address_of(each) for each in storages if each is not None)
@@ -30,6 +30,6 @@ def test_views_share_their_memory() -> None:
     "make", [lambda: torch.eye(2).to_sparse(), lambda: nn.LazyLinear(2).weight], ids=["sparse", "lazy"]
 )
 def test_tensors_without_memory_of_their_own(make: object) -> None:
-    """A sparse tensor, and one that has no shape yet, have none."""
+    """Sparse and uninitialised tensors have no storage."""
     assert callable(make)
     assert storage_of(make()) is None

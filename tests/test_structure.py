@@ -1,4 +1,4 @@
-"""Which tensors a nested value holds and how they are called."""
+"""Tensors in nested values and their paths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ONE, TWO, THREE = torch.ones(1), torch.ones(2), torch.ones(3)
 
 
 class Pair(NamedTuple):
-    """A named tuple as a module may return it."""
+    """A named tuple that a module may return."""
 
     first: Any
     second: Any
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Output:
-    """A dataclass as a module may return it."""
+    """A dataclass that a module may return."""
 
     logits: Any
     extra: Any = None
@@ -47,46 +47,46 @@ class Output:
 
 @dataclass
 class Defaulted:
-    """A dataclass whose class holds a tensor."""
+    """A dataclass with a tensor as class attribute."""
 
     kept: Tensor = ONE
 
 
 class Colour(Enum):
-    """Something that can be a key."""
+    """An enum usable as a key."""
 
     RED = 1
 
 
 class Name(str, Enum):
-    """A string that can be a key."""
+    """A string enum usable as a key."""
 
     A = "a"
 
 
 @attrs.define
 class Defined:
-    """A class of attrs, with slots, as a module may return it."""
+    """An attrs class with slots that a module may return."""
 
     kept: Any
     _more: Any
 
 
 def paths_of(value: Any, told: list[tuple[str, Any]] | None = None) -> list[str]:
-    """The paths of the tensors in a value; of objects that hold tensors and are passed over is told in the list."""
+    """Return the paths of the tensors in a value; ignored objects that hold tensors are reported in the list."""
     unknown = None if told is None else lambda path, each, error: told.append((path, each))
     return [path for path, _ in iter_tensors(value, unknown=unknown)]
 
 
 class Plain:
-    """An object of a type that nobody knows."""
+    """An object of an unknown type."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
 
 
 class Slotted:
-    """An object without a dictionary, one slot of which was never set."""
+    """An object without ``__dict__`` and with one unset slot."""
 
     __slots__ = ("__hidden", "unset")
 
@@ -129,13 +129,13 @@ def test_each_tensor_has_the_path_by_which_python_reaches_it(value: object, path
 
 
 def test_the_tensors_themselves_are_handed_over() -> None:
-    """What is yielded are the very tensors, in the order of the structure and each as often as it occurs."""
+    """The tensors themselves are yielded, in the order of the structure and as often as they occur."""
     found = [tensor for _, tensor in iter_tensors({"b": ONE, "a": (TWO, ONE)})]
     assert [id(tensor) for tensor in found] == [id(ONE), id(TWO), id(ONE)]
 
 
 def test_a_path_can_start_elsewhere() -> None:
-    """The paths of the parts grow from the path that is given for the whole."""
+    """The paths of the parts start with the path given for the whole value."""
     assert [path for path, _ in iter_tensors([ONE, {"x": TWO}], "in")] == ["in[0]", "in[1].x"]
 
 
@@ -143,12 +143,12 @@ def test_a_path_can_start_elsewhere() -> None:
     "value", [None, 1, 2.5, "text", b"bytes", {"a"}, object(), Output, Defaulted, nn.ReLU(), range(3)]
 )
 def test_what_holds_no_tensors_yields_none(value: object) -> None:
-    """None, numbers, strings, sets, classes, modules and objects of unknown types are passed over."""
+    """None, numbers, strings, sets, classes, modules and objects of unknown types are ignored."""
     assert list(iter_tensors(value)) == []
 
 
 def test_the_outputs_of_transformers_are_looked_into() -> None:
-    """A ModelOutput yields the fields that are set, under their own names, and those that are None have no path."""
+    """A ModelOutput yields the fields that are set, under their own names; fields that are None have no path."""
     output = CausalLMOutputWithPast(loss=ONE, logits=TWO, hidden_states=(THREE, ONE))
     assert [path for path, _ in iter_tensors(output)] == [
         "out.loss",
@@ -159,43 +159,43 @@ def test_the_outputs_of_transformers_are_looked_into() -> None:
 
 
 def test_a_packed_sequence_is_its_data() -> None:
-    """Of a packed sequence the data are handed over, and the batch sizes and permutations are not."""
+    """A packed sequence yields its data, but not its batch sizes and permutations."""
     packed = pack_sequence([ONE, THREE, TWO], enforce_sorted=False)
     ((path, tensor),) = iter_tensors((packed, None))
     assert (path, tensor.tolist()) == ("out[0].data", [1.0] * 6)
 
 
 def test_a_part_that_is_absent_moves_no_other_path() -> None:
-    """A path depends on the structure alone: a field that is None on one step leaves the others' paths as they are."""
+    """A path depends only on the structure: a field that is None at one step does not change the other paths."""
     paths = [[path for path, _ in iter_tensors((first, Output(TWO, first)))] for first in (ONE, None)]
     assert paths == [["out[0]", "out[1].logits", "out[1].extra"], ["out[1].logits"]]
 
 
 def test_a_dataclass_field_that_was_never_set_is_passed_over() -> None:
-    """A field without a value, as one with init=False before it is assigned, is no error."""
+    """A field without a value, such as one with init=False before it is assigned, is not an error."""
     assert [path for path, _ in iter_tensors(Output(ONE))] == ["out.logits"]
 
 
 def test_an_address_is_no_part_of_a_path() -> None:
-    """Keys that are shown by their address are told apart by their order, so that the paths are those of every run."""
+    """Keys whose text has an address are numbered in order, so that the paths are the same in every run."""
     keys = [(object(), 1), (object(), 1)]
     assert paths_of(dict.fromkeys(keys, ONE)) == ["out[(<object object>, 1)]", "out[(<object object>, 1)]#2"]
 
 
-# Caches of transformers
+# Caches of transformers.
 
 IDS = torch.tensor([[1, 2, 3]])
 LLAMA = hf.LlamaConfig(vocab_size=11, hidden_size=4, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
 
 
 def cache_paths(*indices: int, before: str = "out") -> list[str]:
-    """The paths of the keys and values in these layers of a cache."""
+    """Return the paths of the keys and values in these layers of a cache."""
     return [f"{before}.layers[{index}].{name}" for index in indices for name in ("keys", "values")]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "sliding"])
 def test_the_cache_of_a_language_model_yields_keys_and_values(kind: str) -> None:
-    """The output of a model that fills a cache has the keys and values of each layer, as the cache itself has them."""
+    """The output of a model that fills a cache has the keys and values of each layer, like the cache itself."""
     gpt2 = hf.GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     mistral = hf.MistralConfig(
         vocab_size=11,
@@ -211,22 +211,22 @@ def test_the_cache_of_a_language_model_yields_keys_and_values(kind: str) -> None
     found = dict(iter_tensors(output))
     assert list(found) == ["out.logits", *cache_paths(0, 1, before="out.past_key_values")]
     assert found["out.past_key_values.layers[1].values"] is output.past_key_values.layers[1].values
-    # A sliding window keeps what the next token sees, so one token less than it is wide.
+    # A sliding window stores the tokens visible to the next token: one fewer than its width.
     assert found["out.past_key_values.layers[1].keys"].shape == (1, 2, 2 if kind == "sliding" else 3, 2)
 
 
 def test_the_cache_of_an_encoder_and_decoder_is_two() -> None:
-    """An encoder-decoder cache yields its cache of self-attention and then its cache of cross-attention."""
+    """An encoder-decoder cache yields its self-attention cache and then its cross-attention cache."""
     config = hf.T5Config(vocab_size=11, d_model=4, d_kv=2, d_ff=8, num_layers=1, num_heads=2)
     output = hf.T5ForConditionalGeneration(config)(input_ids=IDS[:, :2], decoder_input_ids=IDS)
     found = {path: tensor for path, tensor in iter_tensors(output) if "cache" in path}
     both = [cache_paths(0, before=f"out.past_key_values.{name}_attention_cache") for name in ("self", "cross")]
     assert list(found) == both[0] + both[1]
-    assert [tensor.shape[2] for tensor in found.values()] == [3, 3, 2, 2]  # the decoder's tokens, the encoder's tokens
+    assert [tensor.shape[2] for tensor in found.values()] == [3, 3, 2, 2]  # the decoder's tokens, then the encoder's
 
 
 def test_a_layer_of_a_cache_that_was_not_filled_has_nothing() -> None:
-    """A cache that was just made yields nothing and moves no path: what is filled has the path of its own layer."""
+    """An unfilled cache yields nothing, and an unfilled layer does not change the paths of other layers."""
     dynamic, static = hf.DynamicCache(config=LLAMA), hf.StaticCache(config=LLAMA, max_cache_len=5)
     empty = [hf.DynamicCache(), dynamic, static, hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())]
     told: list[tuple[str, Any]] = []
@@ -239,11 +239,11 @@ def test_a_layer_of_a_cache_that_was_not_filled_has_nothing() -> None:
 
 
 def test_the_states_of_linear_attention_are_found() -> None:
-    """A layer of linear attention yields its convolution and recurrent states instead of keys and values."""
+    """A linear attention layer yields its convolution and recurrent states instead of keys and values."""
     layer = hf.cache_utils.LinearAttentionLayer()
     layer.update_conv_state(torch.ones(1, 4, 3))
     layer.update_recurrent_state(torch.ones(1, 2, 2))
-    # Newer releases of transformers have dictionaries of tensors there.
+    # Newer releases of transformers use dictionaries of tensors here.
     inner = "" if hasattr(layer.conv_states, "shape") else "[0]"
     assert paths_of(hf.cache_utils.Cache(layers=[layer])) == [
         f"out.layers[0].conv_states{inner}",
@@ -252,7 +252,7 @@ def test_the_states_of_linear_attention_are_found() -> None:
 
 
 def test_a_cache_of_transformers_4_is_two_lists() -> None:
-    """A cache of an older release, or a copy of one in a model's own code, yields its lists of keys and of values."""
+    """A cache of transformers 4, or a copy in a model's own code, yields its lists of keys and of values."""
     old: Any = type("DynamicCache", (Plain,), {})
     new = type("MyCache", (old,), {"key_cache": property(lambda _: pytest.fail("deprecated"))})
     key = ONE.clone()
@@ -260,15 +260,15 @@ def test_a_cache_of_transformers_4_is_two_lists() -> None:
     assert paths_of(new(layers=[Plain()])) == []
 
 
-# Containers of the user's own
+# User-defined containers.
 
 
 class Memory(Plain):
-    """A class of the user's own."""
+    """A user-defined class."""
 
 
 def test_a_registered_class_is_taken_apart() -> None:
-    """The parts of a registered class have the given suffixes and are looked into, and derived classes count."""
+    """The parts of a registered class have the given suffixes and are traversed; subclasses are included."""
     register_container(Memory, lambda memory: [(".read", memory.read), ("[written]", memory.written)])
     derived = type("Derived", (Memory,), {})
     for kind in (Memory, derived):
@@ -278,7 +278,7 @@ def test_a_registered_class_is_taken_apart() -> None:
 
 @pytest.mark.parametrize(("kind", "name"), [("OwnBare", "OwnBare"), ("OwnDotted", f"{__name__}.OwnDotted")])
 def test_a_class_can_be_registered_by_name(kind: str, name: str) -> None:
-    """A name stands for classes with it, told with their module or without, and for those derived from them."""
+    """A name registers all classes with that name, with or without their module, and their subclasses."""
     base: Any = type(kind, (Plain,), {"__module__": __name__})
     derived: Any = type("Derived", (base,), {})
     register_container(name, lambda value: [(".kept", value.kept)])
@@ -286,7 +286,7 @@ def test_a_class_can_be_registered_by_name(kind: str, name: str) -> None:
 
 
 def test_the_registration_of_a_user_comes_first() -> None:
-    """What is registered beats what is known of a class, also where it is about a base and that about the class."""
+    """A registration takes precedence over built-in support, even if it is for a base class."""
 
     class Base:
         pass
@@ -305,26 +305,26 @@ def test_the_registration_of_a_user_comes_first() -> None:
 
 @pytest.mark.parametrize("kind", [3, "", None, Tensor, nn.Parameter, Plain()])
 def test_what_is_no_class_cannot_be_registered(kind: Any) -> None:
-    """A kind that is no class or name, or is one of tensors, which are never taken apart, is refused."""
+    """A kind that is not a class or name, or is a tensor class, is rejected."""
     with pytest.raises(ArgumentError, match=r"^kind must be a class that is no tensor, or the name of one, got "):
         register_container(kind, lambda value: [])
 
 
 def test_parts_must_be_a_function() -> None:
-    """Parts that cannot be called are refused with what they should be."""
+    """Parts that are not callable are rejected with the expected signature."""
     with pytest.raises(ArgumentError, match=r"^parts must be a function from a value to pairs .*, got \['keys'\]$"):
         register_container(Memory, ["keys"])  # type: ignore[arg-type]
 
 
 def half(value: Any) -> Iterator[tuple[str, Any]]:
-    """Parts that end in an error."""
+    """A parts function that raises."""
     yield ".first", ONE
     raise LookupError("it is closed")
 
 
 @pytest.mark.parametrize("parts", [half, lambda value: None, lambda value: [ONE], lambda value: [(1, ONE)]])
 def test_a_container_that_cannot_be_taken_apart_is_told(parts: Any) -> None:
-    """A container that raises half-way, or is not taken apart into pairs, has no parts, and the others keep theirs."""
+    """A container that raises half-way, or yields something other than pairs, has no parts; others are unaffected."""
     broken = type("Broken", (), {})()
     register_container(type(broken), parts)
     told: list[tuple[str, Any]] = []
@@ -335,13 +335,13 @@ def test_a_container_that_cannot_be_taken_apart_is_told(parts: Any) -> None:
 
 
 def test_a_container_without_end_ends() -> None:
-    """Parts that never stop are followed as far as any others."""
+    """An infinite parts function is followed only up to the limit."""
     endless = type("Endless", (), {})
     register_container(endless, lambda value: ((f"[{number}]", 0) for number in itertools.count()))
     assert paths_of([endless(), ONE]) == []
 
 
-# Objects that are passed over
+# Ignored objects.
 
 
 @pytest.mark.parametrize(
@@ -359,14 +359,14 @@ def test_a_container_without_end_ends() -> None:
     ],
 )
 def test_an_unknown_object_that_holds_tensors_is_told(value: object) -> None:
-    """An object of unknown type with a tensor in an attribute or slot, or one level below, is told with its path."""
+    """An unknown object with a tensor in an attribute or slot, or one level below, is reported with its path."""
     told: list[tuple[str, Any]] = []
     assert paths_of({"a": [ONE, value]}, told) == ["out.a[0]"]
     assert [(path, each is value) for path, each in told] == [("out.a[1]", True)]
 
 
 class Exotic:
-    """An object that lets nobody near, and holds a tensor nevertheless."""
+    """An object whose special methods all raise, and which holds a tensor."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "kept", ONE)
@@ -378,7 +378,7 @@ class Exotic:
 
 
 class Shadowing:
-    """An object that answers for its attributes itself."""
+    """An object that overrides attribute access."""
 
     __slots__ = ("kept",)
 
@@ -386,23 +386,23 @@ class Shadowing:
         self.kept = ONE
 
     @property
-    def __dict__(self) -> Any:  # type: ignore[override]  # an object's own can be written to
+    def __dict__(self) -> Any:  # type: ignore[override]  # an instance's own is writable
         pytest.fail("a property was called")
 
-    @property  # type: ignore[misc]  # an object's own can be written to
+    @property  # type: ignore[misc]  # an instance's own is writable
     def __class__(self) -> Any:
         pytest.fail("a property was called")
 
 
 def test_no_code_of_an_object_runs() -> None:
-    """Neither properties nor attribute hooks of an object are called to see whether it holds tensors."""
+    """The search for tensors in an object calls neither its properties nor its attribute hooks."""
     told: list[tuple[str, Any]] = []
     assert paths_of([Exotic(), Shadowing()], told) == []
     assert [path for path, _ in told] == ["out[0]", "out[1]"]
 
 
 def test_an_iterator_is_not_consumed() -> None:
-    """Generators and iterators over tensors are passed over and left as they are."""
+    """Generators and iterators over tensors are ignored and not consumed."""
     iterators = [iter([ONE]), (each for each in [ONE]), map(id, [ONE]), zip([ONE], strict=True)]
     told: list[tuple[str, Any]] = []
     assert paths_of(iterators, told) + told == []
@@ -410,7 +410,7 @@ def test_an_iterator_is_not_consumed() -> None:
 
 
 def with_tensor(function: Any) -> Any:
-    """A function with a tensor as attribute."""
+    """A function with a tensor attribute."""
     function.kept = ONE
     return function
 
@@ -436,14 +436,14 @@ def with_tensor(function: Any) -> Any:
     ],
 )
 def test_what_holds_no_tensors_of_its_own_is_not_told(value: object) -> None:
-    """Modules, classes, functions, arrays and settings are nothing to tell of, nor is what lies deeper."""
+    """Modules, classes, functions, arrays and settings are not reported, and neither are deeper tensors."""
     told: list[tuple[str, Any]] = []
     assert paths_of([value], told) == []
     assert told == []
 
 
 def test_looking_for_tensors_is_bounded() -> None:
-    """Of an object with a great many attributes only the first hundred are looked at, and of a list the entries too."""
+    """Only the first hundred attributes of an object, and the first hundred entries of a list, are checked."""
     for count, expected in ((99, 1), (100, 0)):
         told: list[tuple[str, Any]] = []
         others = [1] * count
@@ -451,11 +451,11 @@ def test_looking_for_tensors_is_bounded() -> None:
         assert len(told) == 2 * expected
 
 
-# Laws
+# Laws.
 
 
 class Layer:
-    """What a layer of some cache may be."""
+    """A possible layer of a cache."""
 
     def __init__(self, keys: Any, values: Any) -> None:
         self.keys, self.values = keys, values
@@ -482,7 +482,7 @@ trees = st.recursive(
 
 
 def inside(value: Any) -> list[Any]:
-    """The parts of one of the containers above, written down a second time."""
+    """Return the parts of one of the containers above: an independent implementation."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, collections.deque)):
@@ -492,12 +492,12 @@ def inside(value: Any) -> list[Any]:
 
 
 def count_tensors(value: Any) -> int:
-    """The tensors in a value, counted the plain way."""
+    """Count the tensors in a value with plain recursion."""
     return 1 if isinstance(value, Tensor) else sum(map(count_tensors, inside(value)))
 
 
 def holders(value: Any) -> list[int]:
-    """The objects of unknown type in a value that hold tensors."""
+    """Return the objects of unknown type in a value that hold tensors."""
     if isinstance(value, Plain):
         (kept,) = vars(value).values()
         near = [kept, *(inside(kept) if isinstance(kept, (dict, list, tuple)) else [])]
@@ -508,7 +508,7 @@ def holders(value: Any) -> list[int]:
 @settings(max_examples=300)
 @given(trees)
 def test_every_tensor_is_found_under_a_path_of_its_own(value: object) -> None:
-    """In any nesting each occurrence of a tensor is found once, no two have the same path, and the rest is told."""
+    """In any nesting each occurrence of a tensor has one unique path, and unknown objects are reported."""
     told: list[tuple[str, Any]] = []
     paths = paths_of(value, told)
     assert paths == paths_of(value)
@@ -519,7 +519,7 @@ def test_every_tensor_is_found_under_a_path_of_its_own(value: object) -> None:
 
 
 class Counted(list[Any]):
-    """A list that ends the test when it is looked into too often, where a test without it would not end."""
+    """A list that fails the test when it is traversed too often, instead of letting it run forever."""
 
     looked = 0
 
@@ -529,11 +529,11 @@ class Counted(list[Any]):
         return super().__iter__()
 
     def __repr__(self) -> str:
-        return "Counted"  # to write out one that contains others which contain it would not end either
+        return "Counted"  # the default repr of nested cycles would not terminate either
 
 
 def test_a_value_that_contains_itself_ends() -> None:
-    """A list that contains itself ends, and the tensor in it is found where it is."""
+    """A list that contains itself terminates, and the tensor in it is found."""
     value = Counted([ONE])
     value.append(value)
     assert next(iter_tensors(value))[0] == "out[0]"
@@ -541,7 +541,7 @@ def test_a_value_that_contains_itself_ends() -> None:
 
 
 def test_a_value_that_contains_itself_twice_ends() -> None:
-    """A cycle that can be followed in two ways, as between parent and children, ends as soon as a plain one."""
+    """A cycle with two routes, as between parent and children, terminates as fast as a simple one."""
     parent, child = Counted(), Counted()
     parent += [child, child, ONE]
     child += [parent, parent]
@@ -549,13 +549,13 @@ def test_a_value_that_contains_itself_twice_ends() -> None:
 
 
 def test_a_part_that_occurs_twice_is_found_twice() -> None:
-    """A container that occurs twice without containing itself is looked into at both places."""
+    """A container that occurs twice without containing itself is traversed at both places."""
     part = [ONE]
     assert [path for path, _ in iter_tensors((part, part))] == ["out[0][0]", "out[1][0]"]
 
 
 def test_parts_that_all_know_each_other_end() -> None:
-    """Containers of which each holds all others, with more ways through them than there is time, end as well."""
+    """Containers that all contain each other, with far too many routes to follow, terminate as well."""
     parts = [Counted([ONE]) for _ in range(12)]
     for part in parts:
         part += parts
@@ -564,19 +564,19 @@ def test_parts_that_all_know_each_other_end() -> None:
 
 
 def test_a_very_deep_value_ends() -> None:
-    """A linked list of a hundred thousand cells ends without a RecursionError, and what lies near its top is found."""
+    """A linked list of a hundred thousand cells causes no RecursionError, and tensors near its top are found."""
     value: Any = None
     for _ in range(100_000):
         value = (ONE, value)
     paths = [path for path, _ in iter_tensors(value)]
     assert paths[:3] == ["out[0]", "out[1][0]", "out[1][1][0]"]
     assert len(paths) < 100
-    while value is not None:  # unwound by hand: Python itself would free so deep a tuple recursively
+    while value is not None:  # unwound by hand: Python itself would free such a deep tuple recursively
         value = value[1]
 
 
 class Bare:
-    """A class that is registered in a wrong way."""
+    """A class with an invalid registration."""
 
     def __init__(self) -> None:
         self.held = ONE
@@ -595,7 +595,7 @@ class Bare:
     ],
 )
 def test_what_was_registered_wrongly_is_told_with_its_error(parts: Any, message: str) -> None:
-    """Of parts that raise, or whose suffixes lead nowhere, the error is shown and not the advice to register them."""
+    """If parts raise or have invalid suffixes, the message has the error and not the advice to register them."""
     register_container(Bare, parts)
     told: list[str] = []
     found = list(iter_tensors(Bare(), unknown=lambda *each: told.append(describe_unknown("m", *each))))

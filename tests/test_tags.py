@@ -1,4 +1,4 @@
-"""How a statistic is called."""
+"""Tags of statistics."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ from lightning_recorder.tags import make_tag
     ],
 )
 def test_a_tag_has_one_level_for_each_part(parts: tuple[str, ...], tag: str) -> None:
-    """A tag is group/name/path/statistic without the path of a whole output; a slash in a part opens no level."""
+    """A tag is group/name/path/statistic, without the path of a whole output; a slash in a part adds no level."""
     assert make_tag(*parts) == tag

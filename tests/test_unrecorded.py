@@ -1,4 +1,4 @@
-"""The package's own arithmetic stays out of its recordings."""
+"""The package's own arithmetic is excluded from recordings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_it_is_on_inside_only() -> None:
 
 
 def test_it_nests() -> None:
-    """Leaving an inner block leaves the outer one on."""
+    """Leaving an inner block keeps the outer one active."""
     with unrecorded():
         with unrecorded():
             pass
@@ -28,14 +28,14 @@ def test_it_nests() -> None:
 
 
 def test_it_ends_with_an_exception() -> None:
-    """An exception passes through and switches off."""
+    """An exception propagates and turns the switch off."""
     with pytest.raises(IndexError), unrecorded():
         [].pop()
     assert not is_unrecorded()
 
 
 def test_autograd_is_off_inside_and_as_before_after() -> None:
-    """No gradient is tracked inside, and afterwards as before, whatever that was."""
+    """Autograd is off inside, and its previous state is restored afterwards."""
     x = torch.ones(1, requires_grad=True)
     tracked: list[bool] = []
     for outside in (torch.enable_grad, torch.no_grad):
@@ -47,7 +47,7 @@ def test_autograd_is_off_inside_and_as_before_after() -> None:
 
 
 def test_it_is_a_matter_of_one_thread() -> None:
-    """Another thread, such as that of a dataloader, is recorded while this one is not."""
+    """Other threads, such as that of a dataloader, are still recorded."""
     seen: list[bool] = []
     with unrecorded():
         thread = threading.Thread(target=lambda: seen.append(is_unrecorded()))

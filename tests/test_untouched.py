@@ -1,4 +1,4 @@
-"""What a run of a model may change, kept and put back."""
+"""Snapshot and restoration of everything that running a model may change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_recorder.untouched import ModuleState, own_copies, same_gradients
 
 
 class Part(nn.Module):
-    """Has an attribute of each kind."""
+    """A module with an attribute of each kind."""
 
     written: Tensor
     replaced: Tensor
@@ -36,11 +36,11 @@ class Part(nn.Module):
         self.act: nn.Module = nn.ReLU()
 
 
-# Modules: attributes.
+# Module attributes.
 
 
 def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
-    """What was set again, added or deleted is as before, parameters, buffers and submodules included."""
+    """Reassigned, added and deleted attributes are restored, including parameters, buffers and submodules."""
     part = Part()
     before = {**vars(part), **part._parameters, **part._buffers, **part._modules}
     state = ModuleState([part])
@@ -60,7 +60,7 @@ def test_attributes_are_put_back_as_the_objects_that_they_were() -> None:
 
 
 def test_values_of_tensors_are_put_back() -> None:
-    """Buffers and tensors in attributes get their values back, in the tensors that they were."""
+    """Values of buffers and of tensors in attributes are restored in the same tensor objects."""
     part = Part()
     state = ModuleState([part])
     for tensor in (part.written, part.plain):
@@ -70,7 +70,7 @@ def test_values_of_tensors_are_put_back() -> None:
 
 
 def test_values_of_parameters_are_left() -> None:
-    """Parameters are not copied, wherever they lie, so what is written to them stays."""
+    """Parameters are not copied wherever they are, so writes to them persist."""
     part = Part()
     part.extra = [nn.Parameter(torch.zeros(2))]
     state = ModuleState([part])
@@ -82,7 +82,7 @@ def test_values_of_parameters_are_left() -> None:
 
 
 def test_putting_back_does_not_count_as_writing() -> None:
-    """A graph that has saved a buffer can still run backward after the buffer was put back."""
+    """A graph that saved a buffer can still run backward after the buffer is restored."""
     part = Part()
     x = torch.ones(2, requires_grad=True)
     loss = (x * part.written).sum()
@@ -97,7 +97,7 @@ def test_putting_back_does_not_count_as_writing() -> None:
 
 @pytest.mark.parametrize("outside", [False, True], ids=["restored inside", "restored outside"])
 def test_tensors_of_inference_mode(outside: bool) -> None:
-    """Buffers that were made in inference mode are put back, inside of it and outside."""
+    """Buffers created in inference mode are restored inside and outside of it."""
     with torch.inference_mode():
         part = Part()
         state = ModuleState([part])
@@ -126,7 +126,7 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 @pytest.mark.parametrize(("make", "change"), CONTAINERS.values(), ids=CONTAINERS)
 def test_contents_of_containers_are_put_back(make: Callable[[], Any], change: Callable[[Any], object]) -> None:
-    """A list, dictionary or set is the same object, with the same contents in the same order."""
+    """A list, dictionary or set is the same object with the same contents in the same order."""
     part = Part()
     part.extra = notes = make()
     state = ModuleState([part])
@@ -138,7 +138,7 @@ def test_contents_of_containers_are_put_back(make: Callable[[], Any], change: Ca
 
 
 def test_a_container_that_holds_itself() -> None:
-    """A list that is among its own entries is kept like any other."""
+    """A list that contains itself is restored like any other."""
     part = Part()
     part.extra = [1]
     part.extra.append(part.extra)
@@ -150,7 +150,7 @@ def test_a_container_that_holds_itself() -> None:
 
 
 def test_derived_containers_are_left() -> None:
-    """A class that is derived from a list may do anything when it is filled, so it is left as it is."""
+    """A list subclass is not restored, since it may run arbitrary code when it is refilled."""
 
     class Log(list[int]):
         def clear(self) -> None:
@@ -165,7 +165,7 @@ def test_derived_containers_are_left() -> None:
 
 
 def test_tensors_in_containers_are_put_back() -> None:
-    """A cache in a dictionary gets its values back."""
+    """Tensor values of a cache in a dictionary are restored."""
     part = Part()
     part.extra = {"keys": [torch.zeros(2)]}
     state = ModuleState([part])
@@ -175,7 +175,7 @@ def test_tensors_in_containers_are_put_back() -> None:
 
 
 def test_hooks_are_taken_off() -> None:
-    """A hook that a forward pass put on itself is gone, and the user's own are there in their order."""
+    """A hook that a forward pass registered is removed, and the user's hooks keep their order."""
     part = Part()
     first, second = (part.register_forward_hook(lambda *_: None) for _ in range(2))
     state = ModuleState([part])
@@ -188,7 +188,7 @@ def test_hooks_are_taken_off() -> None:
 
 
 def test_modules_in_plain_lists() -> None:
-    """A module in a list is no submodule and is called like one: its buffers and train flags are put back."""
+    """Modules in a plain list may be called like submodules: their buffers and training flags are restored."""
     norm = nn.BatchNorm1d(2)
     part, hidden = Part(), nn.Sequential(norm)
     part.extra = [hidden]
@@ -203,7 +203,7 @@ def test_modules_in_plain_lists() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are in use all the same
 def test_scripted_modules() -> None:
-    """Of what TorchScript compiled the buffers and train flags are put back."""
+    """Buffers and training flags of TorchScript modules are restored."""
     scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(2)))
     state = ModuleState(scripted.modules())
     scripted(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -216,7 +216,7 @@ def test_scripted_modules() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_frozen_modules() -> None:
-    """A frozen module of TorchScript, which has no train flag, is no obstacle."""
+    """A frozen TorchScript module, which has no training flag, is supported."""
     frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.ReLU()).eval()))
     state = ModuleState(frozen.modules())
     state.restore()
@@ -224,7 +224,7 @@ def test_frozen_modules() -> None:
 
 
 def test_lazy_modules_stay_initialised() -> None:
-    """A lazy module is left as its first call made it, but for its train flag."""
+    """A lazy module stays initialised; only its training flag is restored."""
     lazy = nn.LazyLinear(3)
     state = ModuleState([lazy])
     lazy(torch.ones(1, 2))
@@ -236,7 +236,7 @@ def test_lazy_modules_stay_initialised() -> None:
 
 
 def test_a_module_is_taken_once() -> None:
-    """What is put back is the state at the first taking."""
+    """A module is restored to its state at the first snapshot."""
     part = Part()
     state = ModuleState([part])
     part.calls = 1
@@ -256,7 +256,7 @@ def test_a_module_is_taken_once() -> None:
     ids=["torch", "Python", "NumPy"],
 )
 def test_generators_of_a_module(make: Callable[[], Any], draw: Callable[[Any], float]) -> None:
-    """A module's own generator gives the same number again."""
+    """A module's own generator returns the same number again."""
     part = Part()
     part.extra = {"generator": make()}
     state = ModuleState([part])
@@ -269,7 +269,7 @@ def test_generators_of_a_module(make: Callable[[], Any], draw: Callable[[Any], f
 
 
 def test_gradients_and_requires_grad() -> None:
-    """Inside there are no gradients yet; afterwards they are the objects and values that they were."""
+    """Inside there are no gradients; afterwards the original objects and values are restored."""
     one, other, frozen = (nn.Parameter(torch.ones(2), requires_grad=flag) for flag in (True, True, False))
     one.grad = gradient = torch.tensor([5.0, 6.0])
     with same_gradients([one, other, frozen]):
@@ -285,7 +285,7 @@ def test_gradients_and_requires_grad() -> None:
 
 
 def test_gradients_after_an_error() -> None:
-    """They are there again after an error, too; computed tensors, which keep none, are passed over."""
+    """Gradients are restored after an error too; non-leaf tensors, which store none, are ignored."""
     one = nn.Parameter(torch.ones(2))
     one.grad = gradient = torch.ones(2)
     with pytest.raises(ArithmeticError), same_gradients([one, one * 2]):
@@ -303,7 +303,7 @@ class Batch:
 
 
 def test_copies_are_the_nets_own() -> None:
-    """Tensors in any nesting are others with the same values, dtype and requires_grad; a leaf's copy is a leaf."""
+    """Tensors at any depth are copied with equal values, dtype and requires_grad; a leaf's copy is a leaf."""
     given = torch.ones(2, requires_grad=True)
     computed = torch.ones(2, requires_grad=True) * 2
     values = {0: given, "k": [{"a": computed}, (torch.tensor(3),)], 1: Batch(torch.zeros(2), 5)}
@@ -319,7 +319,7 @@ def test_copies_are_the_nets_own() -> None:
 
 
 def test_a_net_may_write_to_the_copy_of_a_computed_tensor() -> None:
-    """What the net may do with the tensor it may do with the copy: write in place, and run backward through it."""
+    """Like the computed tensor, its copy can be written to in place and differentiated through."""
     leaf = torch.ones(2, requires_grad=True)
     computed = leaf * 2
     (copy,) = own_copies({0: computed}).values()
@@ -328,7 +328,7 @@ def test_a_net_may_write_to_the_copy_of_a_computed_tensor() -> None:
 
 
 def test_what_is_given_twice_stays_one() -> None:
-    """A tensor in two places, a list in two places: one copy of each."""
+    """A tensor or list that occurs twice is copied once."""
     x = torch.ones(2)
     both = [x]
     copies = own_copies({0: x, 1: both, 2: both})
@@ -338,7 +338,7 @@ def test_what_is_given_twice_stays_one() -> None:
 
 
 def test_what_refuses_to_be_copied() -> None:
-    """An object that cannot be copied is given as it is, and the tensors beside it are copied all the same."""
+    """An object that cannot be copied is passed as is, and the tensors next to it are still copied."""
     lock, x = threading.Lock(), torch.ones(2)
     copies = own_copies({0: lock, 1: x})
     assert copies[0] is lock
@@ -346,7 +346,7 @@ def test_what_refuses_to_be_copied() -> None:
 
 
 def test_copies_of_another_kind() -> None:
-    """Another function may say what stands in the place of a tensor."""
+    """A custom function can provide the replacement of a tensor."""
     x = torch.ones(2, 3)
     copies = own_copies({0: [x]}, lambda tensor: tensor.to("meta"))
     assert (copies[0][0].device.type, copies[0][0].shape) == ("meta", (2, 3))
@@ -356,12 +356,12 @@ def test_copies_of_another_kind() -> None:
 
 
 def _drawn() -> tuple[float, float, float]:
-    return torch.rand(1).item(), random.random(), float(np.random.rand())  # noqa: NPY002 - the global generator is meant
+    return torch.rand(1).item(), random.random(), float(np.random.rand())  # noqa: NPY002 - the global generator is intended
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["success", "error"])
 def test_random_numbers_go_on_as_before(failing: bool) -> None:
-    """What torch, Python and NumPy draw next is what they would have drawn, after an error too."""
+    """torch, Python and NumPy draw the same numbers as without the block, even after an error."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - see above
     expected = _drawn()
     torch.set_rng_state(states[0])

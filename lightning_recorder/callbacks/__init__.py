@@ -1,4 +1,4 @@
-"""Callbacks: thin wires between the trainer and the recorders; the only part that knows Lightning."""
+"""Lightning callbacks: a thin layer between the trainer and the recorders, which do not depend on Lightning."""
 
 from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.dumper import TensorDumper

@@ -1,4 +1,4 @@
-"""Statistics of the activations while a model trains."""
+"""Record statistics of activations during training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from typing_extensions import override
 
+from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS, checked_arguments
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import check_some
 from lightning_recorder.recorders import SiteRecorder, StatisticsRecorder
@@ -19,27 +20,29 @@ _STAGES = ("train", "validate", "test", "predict")
 
 
 class ActivationRecorder(StatisticsCallback):
-    """Records what the selected modules give, on sampled training steps, in every logger of the trainer.
+    """Records statistics of module outputs on sampled training steps and writes them to every logger of the trainer.
 
-    Without arguments it records the leaf modules on the first step and then whenever ``self.log`` logs. The tags are
-    ``activations/<module>/<statistic>``. All batches that are accumulated into a recorded step count, and all calls of
-    a module in it are merged. The statistics are computed on the device of the tensors and brought to the host once,
-    after the step.
+    By default, it records every leaf module and every module that owns parameters (see
+    :class:`~lightning_recorder.Selection`), on the first step and then whenever ``self.log`` logs. The tags are
+    ``activations/<module>/<statistic>``. A record covers all batches that are accumulated into the step and merges all
+    calls of a module. The statistics are computed on the device of the tensors and copied to the host once, after the
+    step.
 
     Args:
-        names: Module names or globs, as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
-        stages: What is recorded: some of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Of an evaluation
-            all batches are one record, under ``activations_validate/…`` and so on; the sanity check is left out.
-        options: Further arguments as for :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`.
+        names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
+        stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
+            is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
+            recorded.
+        options: Further arguments of :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`.
 
     Raises:
-        ArgumentError: At construction, if an argument can never work.
-        SelectionError: When the run starts, if a name matches no module; with the closest names.
+        ArgumentError: If an argument is invalid. Raised at construction.
+        SelectionError: If a name matches no module. Raised when the run starts; the message lists the closest names.
 
     Note:
-        Training is not changed: no value, gradient or random number, and between recorded steps no hook is on the
-        model. A recorded step of a compiled model runs eagerly. The records of all ranks are merged, exactly, and rank
-        zero writes them. Recording waits for the device once per record, after the step.
+        Recording does not change training: values, gradients and random numbers stay the same, and the model has no
+        hooks between recorded steps. A compiled model runs eagerly on recorded steps. Records are merged exactly across
+        ranks, and rank 0 writes them. Recording synchronises with the device once per record, after the step.
 
     Example::
 
@@ -48,6 +51,7 @@ class ActivationRecorder(StatisticsCallback):
 
     group = "activations"
 
+    @checked_arguments
     def __init__(
         self,
         names: str | Sequence[str] | None = None,
@@ -55,7 +59,7 @@ class ActivationRecorder(StatisticsCallback):
         stages: str | Sequence[Literal["train", "validate", "test", "predict"]] = ("train",),
         **options: Any,
     ) -> None:
-        chosen = check_some("stages", stages, _STAGES)
+        chosen = check_some("stages", stages, _STAGES, STAGE_SYNONYMS)
         self._stages = tuple(stage for stage in _STAGES if stage in chosen)
         super().__init__(names, **options)
 

@@ -1,51 +1,88 @@
-"""What all recorder callbacks share: faults stay inside, loggers get sinks, and an end always comes."""
+"""The base class of all recorder callbacks: error handling, sinks and cleanup."""
 
 from __future__ import annotations
 
 import functools
 import os
+import re
+import types
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
+import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from lightning.pytorch import Callback, LightningModule, Trainer
-from typing_extensions import Self, override
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
 
-from lightning_recorder.callbacks.run import recorder_directory
+from lightning_recorder import disk
+from lightning_recorder.callbacks.naming import check_names, labels
+from lightning_recorder.callbacks.run import Silence, logged_step, recorder_directory, why_no_training
 from lightning_recorder.compiled import compiled_modules, flex_attention_users
 from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, describe_error, tell
+from lightning_recorder.portable import Lost, Portable, unwrap
+from lightning_recorder.recorders import write_receipt
+from lightning_recorder.schedule import Sampling
 from lightning_recorder.sinks import FilesSink, MultiSink, Sink, for_any_thread, sinks_for_loggers
 
-__all__ = ["Compiled", "RecorderCallback", "guarded", "is_switched_off"]
+__all__ = ["Compiled", "RecorderCallback", "fixed_in_run", "guarded", "is_switched_off"]
 
 Owner = TypeVar("Owner", bound="RecorderCallback")
 Parameters = ParamSpec("Parameters")
 
 Compiled = Literal["eager", "skip"]
-"""What becomes of compiled modules on a recorded step."""
+"""``"eager"`` runs compiled code eagerly on recorded steps; ``"skip"`` leaves it compiled and does not record it."""
 
-_LONGEST_NAME = 200  # bytes, of 255 that a file may have with the name of a checkpoint before it
+_LONGEST_NAME = 200  # bytes; a file name may have 255, including the name of a checkpoint as its prefix
 _SWITCH = "LIGHTNING_RECORDER"
+_MOST_NAMED = 5
+
+# The names of compiled code for which the log already says that it runs eagerly, by trainer.
+_said_eager: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
+
+# Lightning sets these methods of the model on a callback. They keep a reference to the whole model.
+_LIGHTNING = ("log", "log_dict")
+
+
+class _Folder(FilesSink):
+    """Writes everything except scalars and histograms, which are in the records."""
+
+    write_scalars = Sink.write_scalars
+    write_histograms = Sink.write_histograms
 
 
 def is_switched_off() -> bool:
-    """Whether ``LIGHTNING_RECORDER=off`` is in the environment; ``0``, ``false`` and ``no`` say the same."""
+    """Return True if the environment variable ``LIGHTNING_RECORDER`` is ``off``, ``0``, ``false`` or ``no``."""
     return os.environ.get(_SWITCH, "").strip().lower() in ("off", "0", "false", "no")
 
 
 def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Concatenate[Owner, Parameters], None]:
-    """Turn what goes wrong in a hook of ours into one warning, after which the callback is off for the rest of the run.
+    """Decorate a hook so that an error in it disables the callback for the rest of the run and gives one warning.
 
-    A wrong argument or selection is raised, since it shows before the first step; with ``strict`` everything is.
+    ``ArgumentError`` and ``SelectionError`` are raised, since they occur before the first step. With ``strict``, all
+    errors are raised. Hooks are ignored if they come from a trainer that runs inside the recorded run of another one.
     """
 
     @functools.wraps(hook)
     def wrapper(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        # This runs several times per step, so the common case makes no further calls.
+        owner: object = self
+        if not isinstance(owner, RecorderCallback):
+            _refuse_class(self, hook.__name__)
+            return
+        trainer = args[0] if args else kwargs.get("trainer")
+        outer = self._trainer
+        if outer is not None and outer() is not trainer and self._is_nested(trainer, hook.__name__):
+            return
         try:
             hook(self, *args, **kwargs)
-        except (ArgumentError, SelectionError):
+        except (ArgumentError, SelectionError) as error:
             self.release(None)
+            if not str(error).startswith(str(self)):
+                error.args = (f"{self}: {error}",)
             raise
         except Exception as error:
             is_news = self.give_up()
@@ -57,19 +94,72 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
     return wrapper  # type: ignore[return-value]  # functools.wraps makes self a named argument
 
 
-class RecorderCallback(Callback):
-    """Base of the callbacks.
+def _refuse_class(trainer: Any, hook: str) -> None:
+    """Raise an error if ``callbacks`` contains a class, on which Lightning calls hooks with the trainer as ``self``.
 
-    A subclass puts on what it needs in :meth:`begin` and takes it off in :meth:`release`, which is called when the run
-    ends, at teardown and on an exception, so more than once and in any state.
+    Lightning calls ``on_exception`` after this error. That hook must not raise another one, which would replace it.
+    """
+    listed = getattr(trainer, "callbacks", [])
+    classes = [each for each in listed if isinstance(each, type) and issubclass(each, RecorderCallback)]
+    for each in classes:
+        for name in _LIGHTNING:
+            if name in vars(each):  # Lightning set it on the class
+                delattr(each, name)
+    if hook != "on_exception":
+        name = classes[0].__name__ if classes else "a recorder"
+        raise ArgumentError(f"callbacks contains the class {name} instead of an instance: write {name}()")
+
+
+class fixed_in_run(Generic[Owner]):  # noqa: N801 - named like the built-in property
+    """A property that is computed on each read, except during a run, when its value is cached.
+
+    The cached value is an attribute of the instance, which Python reads without a call. This matters because Lightning
+    reads ``state_key`` about six times per step.
+    """
+
+    def __init__(self, compute: Callable[[Owner], str]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, owner: Owner | None, kind: object = None) -> str:
+        if owner is None:  # Lightning reads it from a class that was passed instead of an instance
+            return self  # type: ignore[return-value]  # as a property does
+        return self._compute(owner)
+
+
+class RecorderCallback(Callback):
+    """Base class of the callbacks.
+
+    A subclass acquires its resources (hooks, files, sinks) in :meth:`begin` and frees them in :meth:`release`.
+    :meth:`release` must be idempotent: it is called when the run ends, at teardown and on an exception, in any state.
+
+    A copy or a pickle of a callback keeps the arguments and drops the state of a run. All attributes that belong to a
+    run are therefore listed in :meth:`idle`.
 
     Args:
-        name: Tells this callback from others of its kind.
-        compiled: What becomes of compiled modules: ``"eager"``, a recorded step runs without the compiled code;
-            ``"skip"``, they are not recorded.
-        sinks: Sinks beside those of the trainer's loggers, such as a :class:`~lightning_recorder.MemorySink`.
-        strict: Raise errors of the recorder instead of warning of them.
+        name: A name that distinguishes this callback from others of the same class.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"skip"`` leaves compiled
+            code compiled and does not record it.
+        sinks: Sinks in addition to the trainer's loggers, such as a :class:`~lightning_recorder.MemorySink`.
+        strict: Raise errors of the recorder instead of warning about them.
+
+    Raises:
+        ArgumentError: If an argument is invalid.
     """
+
+    group: ClassVar[str]
+    """The kind of recording. Callbacks of the same group in one trainer must have different names."""
+    keeps_state: ClassVar[bool] = False
+    """True if checkpoints contain a state of the callback under its ``state_key``."""
+
+    _sink: MultiSink | None
+    _keepers: MultiSink | None  # the same sinks, without the fallback of the loggers
+    _function: str
+    _began: tuple[int, int] | None
+    _lost: tuple[str, ...] = ()
+    _trainer: weakref.ref[Trainer] | None
+    _has_warned_of_nested_run: bool
+    _resumed: tuple[weakref.ref[Trainer], str] | None
 
     def __init__(
         self, *, name: str = "", compiled: Compiled = "eager", sinks: Iterable[Sink] = (), strict: bool = False
@@ -101,16 +191,30 @@ class RecorderCallback(Callback):
                 called = f"the class {sink.__name__}: write {sink.__name__}()" if isinstance(sink, type) else repr(sink)
                 raise ArgumentError(f"sinks takes Sink instances, got {called}")
         self._own_sinks = [sink for sink in given if isinstance(sink, Sink)]
-        self._sink: MultiSink | None = None
-        self._keepers: MultiSink | None = None  # the same without what stands in for the loggers
         self._enabled = True
 
     def __str__(self) -> str:
         return type(self).__name__ + (f" {self.name!r}" if self.name else "")
 
+    def idle(self) -> dict[str, Any]:
+        """Return the attributes that belong to a run, with their initial values.
+
+        A constructor sets them last. Copies and unpickled callbacks start with new ones.
+        """
+        return {
+            "_sink": None,
+            "_keepers": None,
+            "_function": "",  # the function of the trainer that is being recorded
+            "_began": None,  # the step and the epoch at which training began
+            "_trainer": None,  # the trainer of the recorded run
+            "_directory": None,  # the folder of the run's recordings
+            "_has_warned_of_nested_run": False,
+            "_resumed": None,  # the trainer and the label from the checkpoint that it resumes
+        }
+
     @abstractmethod
     def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
-        """Make ready for a run; the model is on its device and complete.
+        """Prepare for a run. The model is complete and on its device.
 
         Args:
             trainer: The trainer.
@@ -120,64 +224,132 @@ class RecorderCallback(Callback):
 
     @abstractmethod
     def release(self, trainer: Trainer | None) -> None:
-        """Take everything off the model and the trainer; must bear to be called again.
+        """Remove all hooks and wrappers from the model and the trainer. Must be idempotent.
 
-        After a fault of ours there is no trainer.
+        Args:
+            trainer: The trainer, or ``None`` after an internal error.
         """
 
     def give_up(self) -> bool:
-        """Record nothing more, since something went wrong; answers whether that was not so before."""
+        """Stop recording after an error; return True if this is the first error."""
         self.release(None)
         return True
 
+    def silences(self, trainer: Trainer, function: str) -> Iterable[Silence]:
+        """Return the reasons why the run recorded nothing, or nothing if it has recorded something.
+
+        Args:
+            trainer: The trainer, on rank 0, after a run that no exception ended.
+            function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
+        return ()
+
+    def why_no_step(self, trainer: Trainer, sampling: Sampling) -> Silence:
+        """Return the reason why no step of a fit was recorded.
+
+        Args:
+            trainer: The trainer.
+            sampling: The schedule of recorded steps, as given by the arguments of this callback.
+        """
+        first, epoch = self._began or (0, 0)
+        steps = range(first, logged_step(trainer))
+        if self._began is None or not steps:
+            return why_no_training(trainer)
+        if not self.enabled:
+            return Silence("it is disabled", "")
+        log_every_n_steps = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__
+        resolved = sampling.with_default(log_every_n_steps)
+        if not resolved.every_n_train_steps and sampling.every_n_train_steps is None and not sampling.first_n_steps:
+            why = "Trainer(log_every_n_steps=0) sets the interval, and every_n_train_steps is not given"
+            return Silence(why, "Give every_n_train_steps.")
+        why = resolved.why_none(steps, range(epoch, max(epoch + 1, trainer.current_epoch)))
+        if why:
+            is_off = not resolved.every_n_train_steps and not resolved.first_n_steps
+            fix = "Give a number of at least 1." if is_off else "Change the schedule, or train for longer."
+            return Silence(why, fix)
+        return Silence("it was disabled at every step that was due")
+
     def begins_with(self, function: str) -> bool:
-        """Whether something is recorded of ``trainer.fit``, ``validate``, ``test`` or ``predict``."""
+        """Return True if this callback records the function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
         return function == "fit"
 
     def stay_away(self, trainer: Trainer) -> None:
-        """Say to the other processes of a run that this one, in which recording is switched off, takes no part."""
+        """Tell the other ranks that recording is switched off in this process."""
 
     @property
     def enabled(self) -> bool:
-        """Whether what is due is recorded."""
+        """True unless :meth:`disable` was called. A disabled callback skips the steps that are due."""
         return self._enabled
 
     def disable(self) -> None:
-        """Record nothing from the next batch on."""
+        """Stop recording from the next batch on."""
         self._enabled = False
 
     def enable(self) -> None:
-        """Record again, from the next batch on."""
+        """Resume recording from the next batch on."""
         self._enabled = True
 
-    def alike(self, trainer: Trainer) -> list[Self]:
-        """The trainer's callbacks of this kind and name, this one included."""
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
-        return [each for each in callbacks if type(each) is type(self) and each.name == self.name]
+    def alike(self, trainer: Trainer) -> list[RecorderCallback]:
+        """Return the trainer's callbacks of this group, including this one."""
+        return [each for each in _recorders(trainer) if each.group == self.group]
 
-    def label(self, trainer: Trainer, group: str) -> str:
-        """What files call this callback: the group, its name, and its place among those that are called the same."""
-        place = next((index for index, each in enumerate(self.alike(trainer)) if each is self), 0)
-        return "-".join([group, *filter(None, [self.name]), *([str(place + 1)] if place else [])])
+    def label(self, trainer: Trainer) -> str:
+        """Return the label of this callback, which is used in file names and in tags without a module.
+
+        The label is the group followed by the callback's name. Callbacks without a name use the group alone for the
+        first one and the group and a number for the others. Labels are unique within a trainer.
+        """
+        alike = self.alike(trainer)
+        resumed = [each.resumed_label(trainer) for each in alike]
+        found = labels(self.group, [each.name for each in alike], resumed)
+        return next((label for each, label in zip(alike, found, strict=True) if each is self), self.group)
+
+    def resumed_label(self, trainer: Trainer) -> str:
+        """Return the label that the callback had in the resumed run, or an empty string if there is none."""
+        if self.name or self._resumed is None or self._resumed[0]() is not trainer:
+            return ""
+        label = self._resumed[1]
+        return label if re.fullmatch(rf"{re.escape(self.group)}(-\d+)?", label) else ""
 
     def open_sinks(self, trainer: Trainer, directory: Path | None = None) -> None:
-        """Open the sinks on rank zero.
+        """Open the sinks on rank 0; a no-op on other ranks.
 
         Args:
-            trainer: Whose loggers are served.
-            directory: A folder for what none of the loggers can show; nothing is lost because a logger has no
-                histograms, or because there is none.
+            trainer: The trainer whose loggers receive the output.
+            directory: The fallback folder for pictures, texts, graphs and files that none of the loggers can show.
+                Scalars and histograms are not written there, since the records contain them.
         """
         if trainer.is_global_zero:
-            loggers = MultiSink(map(for_any_thread, sinks_for_loggers(trainer.loggers)), strict=self.strict)
+            loggers = MultiSink(sinks_for_loggers(trainer.loggers, strict=self.strict), strict=self.strict)
             own = [for_any_thread(sink) for sink in self._own_sinks]
-            files = None if directory is None else FilesSink(directory)
+            files = None if directory is None else _Folder(directory)
             all_shown = MultiSink([loggers], fallback=files, strict=self.strict)
             self._sink = MultiSink([all_shown, *own], strict=self.strict)
             self._keepers = MultiSink([loggers, *own], strict=self.strict)
 
+    def say_ran_eagerly(self, trainer: Trainer, names: Collection[str]) -> None:
+        """Log the names of compiled code that ran eagerly, each name once per trainer."""
+        said = _said_eager.setdefault(trainer, set())
+        new = [name for name in names if name not in said]
+        if new:
+            said.update(new)
+            more = f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
+            rank_zero_info(
+                f"Recorded steps run compiled code eagerly: {', '.join(new[:_MOST_NAMED])}{more}. The last bits of "
+                "their results can differ from those of compiled steps. compiled='skip' keeps compiled code in use and "
+                "records only what is outside of it."
+            )
+
+    def write_ran_eagerly(self, trainer: Trainer, label: str, step: int, names: Collection[str]) -> None:
+        """Write the names of compiled code that ran eagerly to ``receipt.json``, if the recorder has no receipt."""
+        if names and self._directory is not None and trainer.is_global_zero:
+            try:
+                write_receipt(self._directory, label, {"step": step, "ran_eagerly": list(names)})
+            except OSError as error:
+                tell(f"{self} could not write its receipt: {describe_error(error)}")
+
     def warn_of_eager_memory(self, pl_module: LightningModule) -> None:
-        """Say so if running compiled modules eagerly takes much more memory."""
+        """Warn if running compiled modules eagerly needs much more memory."""
         if self.compiled == "eager" and compiled_modules(pl_module):
             names = flex_attention_users(pl_module)
             if names:
@@ -185,6 +357,13 @@ class RecorderCallback(Callback):
                     f"{self} runs recorded steps without compiled code, in which flex_attention of {names[0]!r} takes "
                     "the memory of all scores: compiled='skip' leaves compiled modules out"
                 )
+
+    @guarded
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        disk.begin_run()
+        if not is_switched_off():
+            check_names(self, _recorders(trainer))
 
     @guarded
     @override
@@ -209,18 +388,38 @@ class RecorderCallback(Callback):
         self._start_run(trainer, pl_module, "predict")
 
     def before_evaluation(self, trainer: Trainer) -> None:
-        """Take off what is for training batches alone."""
+        """Remove hooks that are for training batches only. Called before validation and test."""
 
     def _start_run(self, trainer: Trainer, pl_module: LightningModule, function: str) -> None:
-        """Begin with a run; a validation that is a part of a fit is none."""
-        if str(getattr(trainer.state.fn, "value", "")) != function or not self.begins_with(function):
+        """Start recording a run. A validation inside a fit is not a run of its own."""
+        if _function(trainer) != function or not self.begins_with(function):
             return
+        self.__dict__.pop("state_key", None)  # from a run that has not ended
         self.release(trainer)
+        self._function, self._began = "", None
+        self._trainer, self._has_warned_of_nested_run = weakref.ref(trainer), False
+        if self._lost and trainer.is_global_zero:
+            tell(f"{self} is a copy without {', '.join(self._lost)}, which cannot be pickled")
         directory = recorder_directory(trainer) if trainer.world_size > 1 or not is_switched_off() else None
         if is_switched_off():
+            self._say_switched_off(trainer)
             self.stay_away(trainer)
         else:
+            self._directory = directory
             self.begin(trainer, pl_module, directory)
+            self._function = function
+            self.__dict__["state_key"] = self.state_key
+
+    def _say_switched_off(self, trainer: Trainer) -> None:
+        """Log that the recorders are switched off, once per trainer."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+        if next(each for each in callbacks if isinstance(each, RecorderCallback)) is self:
+            rank_zero_info(f"{_SWITCH}={os.environ[_SWITCH]} in the environment: the recorders record nothing")
+
+    @guarded
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = logged_step(trainer), trainer.current_epoch
 
     @guarded
     @override
@@ -232,7 +431,7 @@ class RecorderCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         try:
             self._end(trainer)
-        except Exception as error:  # noqa: BLE001 - also with strict: it must not take the place of the exception
+        except Exception as error:  # noqa: BLE001 - even with strict, the user's exception must not be replaced
             self.release(None)
             tell(f"{self} could not write all that it had recorded: {describe_error(error)}")
 
@@ -241,21 +440,97 @@ class RecorderCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._end(trainer)
 
+    def _tell_silences(self, trainer: Trainer) -> None:
+        """Report why the run recorded nothing: as a warning if the user can fix it, otherwise in the log."""
+        function, self._function = self._function, ""
+        if not function or trainer.interrupted or not trainer.is_global_zero:
+            return
+        for silence in self.silences(trainer, function):
+            if silence.fix:
+                tell(f"{self} {silence.what}: {silence.why}. {silence.fix}")
+            else:
+                rank_zero_info(f"{self} {silence.what}: {silence.why}")
+
     def _end(self, trainer: Trainer) -> None:
         try:
+            self._tell_silences(trainer)
             self.release(trainer)
         finally:
-            # Lightning hangs two methods of the model on a callback, and with them all that the model holds.
-            self.__dict__.pop("log", None)
-            self.__dict__.pop("log_dict", None)
+            self._trainer = None
+            for name in (*_LIGHTNING, "state_key"):
+                self.__dict__.pop(name, None)
             sink, self._sink, self._keepers = self._sink, None, None
         if sink is not None:
             sink.flush()
             sink.replay()
 
+    def _is_nested(self, trainer: object, hook: str) -> bool:
+        """Return True if a hook belongs to another trainer's run inside the recorded run, and warn once about it."""
+        outer = None if self._trainer is None else self._trainer()
+        if outer is None or outer is trainer or outer.state.status != TrainerStatus.RUNNING:
+            return False
+        function = _function(trainer)
+        if hook.endswith("_start") and not self._has_warned_of_nested_run and self.begins_with(function):
+            self._has_warned_of_nested_run = True
+            tell(
+                f"{self} does not record the {function} of another Trainer inside the run that it records: give the "
+                f"inner Trainer its own {type(self).__name__}"
+            )
+        return True
+
     def __getstate__(self) -> dict[str, Any]:
-        # A sink holds open files and the trainer's loggers; whoever copies or sends the callback gets one that has not
-        # begun.
-        # Lightning hangs two methods of the model on it, and with them the model.
-        own = {key: value for key, value in self.__dict__.items() if key not in ("log", "log_dict")}
-        return {**own, "_sink": None, "_keepers": None}
+        of_a_run = {*self.idle(), "state_key"}
+        state = {name: each for name, each in vars(self).items() if name not in of_a_run and name not in _LIGHTNING}
+        return {**state, "_own_sinks": [Portable(sink, "sinks") for sink in self._own_sinks]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        sinks = [unwrap(sink) for sink in state["_own_sinks"]]
+        self._own_sinks = [sink for sink in sinks if isinstance(sink, Sink)]
+        self._lose(sinks)
+        self.__dict__.update(self.idle())
+
+    def _lose(self, values: Iterable[object]) -> None:
+        """Remember the objects that could not be pickled."""
+        lost = [value.what for value in values if isinstance(value, Lost)]
+        if lost:
+            self._lost = (*self._lost, *lost)
+
+
+def _function(trainer: Any) -> str:
+    """Return the function that a trainer runs: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+    return str(getattr(trainer.state.fn, "value", ""))
+
+
+def _recorders(trainer: Trainer) -> list[RecorderCallback]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+    return [each for each in callbacks if isinstance(each, RecorderCallback)]
+
+
+def _represent(dumper: Any, callback: RecorderCallback) -> Any:
+    """Represent a callback in YAML, with ``str()`` of each attribute that YAML cannot represent.
+
+    Lightning writes hyperparameters as YAML, which can include callbacks, and handles no error other than TypeError.
+    """
+    state = {name: each if _is_representable(each) else str(each) for name, each in callback.__getstate__().items()}
+    kind = type(callback)
+    return dumper.represent_mapping(f"tag:yaml.org,2002:python/object:{kind.__module__}.{kind.__qualname__}", state)
+
+
+def _represent_portable(dumper: Any, portable: Portable) -> Any:
+    is_named = isinstance(portable.value, (types.FunctionType, types.BuiltinFunctionType, type))
+    return (
+        dumper.represent_data(portable.value) if is_named and portable.is_plain else dumper.represent_str(str(portable))
+    )
+
+
+def _is_representable(value: object) -> bool:
+    try:
+        yaml.dump(value)
+    except Exception:  # noqa: BLE001 - PyYAML raises any error, such as AttributeError for a torch.dtype
+        return False
+    return True
+
+
+yaml.add_multi_representer(RecorderCallback, _represent)
+yaml.add_multi_representer(Portable, _represent_portable)

@@ -1,4 +1,4 @@
-"""Seeing where checkpoints are written and when they are removed."""
+"""Notifications of saved and removed checkpoints."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_recorder.errors import describe_error, tell
 
-__all__ = ["CheckpointWatch"]
+__all__ = ["CheckpointWatch", "why_no_checkpoint"]
 
 
 class CheckpointListener(Protocol):
-    """Who wants to know of checkpoints."""
+    """An object that is notified of checkpoints."""
 
     def checkpoint_saved(self, path: Path) -> None:
-        """A checkpoint was written to this path, by this process."""
+        """Called after this process has written a checkpoint to ``path``."""
 
     def checkpoint_removed(self, path: Path) -> None:
-        """The checkpoint at this path was removed, by this process."""
+        """Called after this process has removed the checkpoint at ``path``."""
 
     def no_more(self) -> None:
-        """No other checkpoint will come."""
+        """Called when no more checkpoints can follow."""
 
 
 class CheckpointWatch:
-    """Learns of the checkpoints of a run, also of those of which nobody tells.
+    """Watches the checkpoints of a run, including those that no checkpoint IO reports.
 
-    The trainer's checkpoint IO tells the first rank of each file. Of a checkpoint that a strategy writes in parts, and
-    on the other ranks of any, nobody tells: then the trainer's checkpoint callbacks know what there is, once they have
-    saved.
+    The trainer's checkpoint IO reports each file to rank 0. It does not report checkpoints that a strategy writes in
+    parts, and it reports nothing to the other ranks. For these, the watch reads the paths from the trainer's checkpoint
+    callbacks after they have saved.
 
     Args:
-        saved: Called with the path of each checkpoint that was saved.
-        removed: Called with the path of each that is gone.
-        ended: Called when none can come any more, behind an exception too.
-        name: What warnings call the recorder.
+        saved: Called with the path of each saved checkpoint.
+        removed: Called with the path of each removed checkpoint.
+        ended: Called when no more checkpoints can follow, also after an exception.
+        name: The name of the recorder in warnings.
     """
 
     def __init__(
@@ -54,34 +54,36 @@ class CheckpointWatch:
         self._saved, self._removed, self._ended, self._name = saved, removed, ended, name
         self._told: set[Path] = set()
         self._found: dict[Path, int] = {}
-        self._is_active = self._is_pending = self._has_failed = False
+        self._is_active = self._has_failed = False
+        self.is_pending = False
+        """True if a checkpoint was announced since the last :meth:`look`, which is a no-op otherwise."""
 
     def begin(self, trainer: Trainer) -> None:
-        """Begin with a run; of one with which it has not begun nothing is told."""
+        """Start watching a run. No callback is called before."""
         self._is_active = True
-        self._told, self._is_pending, self._has_failed = set(), False, False
+        self._told, self.is_pending, self._has_failed = set(), False, False
         self._found = {path: _written_at(path) for path in _kept(trainer)}
         if trainer.is_global_zero:
             listen(trainer, self)
 
     def end(self, trainer: Trainer) -> None:
-        """End with a run; one that has failed is still told of the checkpoint that is saved for that."""
-        # Other ranks remove a checkpoint later than this one may have looked.
-        self._is_pending |= self._is_active and bool(self._found)
+        """Stop watching a run. After a failure, the checkpoint that is saved on the exception is still reported."""
+        # The rank that removes a checkpoint may do so after this rank has looked.
+        self.is_pending |= self._is_active and bool(self._found)
         self.look(trainer)
         self._is_active = False
         if not trainer.interrupted:
             stop_listening(trainer, self)
 
     def expect(self) -> None:
-        """Say that a checkpoint is being saved."""
-        self._is_pending = self._is_active
+        """Announce that a checkpoint is being saved."""
+        self.is_pending = self._is_active
 
     def look(self, trainer: Trainer) -> None:
-        """See what was saved and removed since the last time, if anything was saved; on all ranks the same."""
-        if not self._is_pending:
+        """Report checkpoints saved and removed since the last call, if a save was announced. Equal on all ranks."""
+        if not self.is_pending:
             return
-        self._is_pending = False
+        self.is_pending = False
         kept = _kept(trainer)
         for path in sorted(kept - self._told):
             written_at = _written_at(path)
@@ -94,32 +96,42 @@ class CheckpointWatch:
                 self._call(self._removed, path)
 
     def checkpoint_saved(self, path: Path) -> None:
-        """Take what checkpoint IO tells."""
+        """Handle a save that the checkpoint IO reports."""
         self._told.add(path)
         self._call(self._saved, path)
 
     def checkpoint_removed(self, path: Path) -> None:
-        """As above."""
+        """Handle a removal that the checkpoint IO reports."""
         self._found.pop(path, None)
         self._call(self._removed, path)
 
     def no_more(self) -> None:
-        """Take it that no checkpoint can come any more."""
+        """Handle the end of the run's checkpoints."""
         if self._ended is not None:
             self._ended()
 
     def _call(self, function: Callable[[Path], object], path: Path) -> None:
-        """A dump that fails in any way must not cost the checkpoint; after that there is no other one."""
+        """Call ``function`` and warn on an error, after which no dumps are written, so that the checkpoint is kept."""
         try:
             if not self._has_failed:
                 function(path)
-        except Exception as error:  # noqa: BLE001 - as it says
+        except Exception as error:  # noqa: BLE001 - a failed dump must not lose the checkpoint
             self._has_failed = True
             tell(f"{self._name} writes no more dumps beside checkpoints: {describe_error(error)}")
 
 
+def why_no_checkpoint(trainer: Trainer) -> str:
+    """Return the reason why nothing was written beside the checkpoints of a run."""
+    if not trainer.checkpoint_callbacks:
+        return "the run saves no checkpoints"
+    folders = [str(getattr(callback, "dirpath", "") or "") for callback in trainer.checkpoint_callbacks]
+    if any("://" in folder for folder in folders):
+        return f"no dumps are written beside checkpoints in {next(each for each in folders if '://' in each)}"
+    return "no checkpoint was saved after the first recorded step"
+
+
 def _kept(trainer: Trainer) -> set[Path]:
-    """The checkpoints that the trainer's checkpoint callbacks keep."""
+    """Return the checkpoints that the trainer's checkpoint callbacks currently keep."""
     found: set[str] = set()
     for callback in trainer.checkpoint_callbacks:
         found.update(getattr(callback, "best_k_models", {}))
@@ -128,7 +140,7 @@ def _kept(trainer: Trainer) -> set[Path]:
 
 
 def _written_at(path: Path) -> int:
-    """When a file, or the newest file of a folder, was written, in nanoseconds; 0 if there is none."""
+    """Return the modification time of a file, or of the newest file in a folder, in nanoseconds; 0 if there is none."""
     try:
         files = list(path.iterdir()) if path.is_dir() else [path]
         return max((file.stat().st_mtime_ns for file in files), default=0)
@@ -137,11 +149,11 @@ def _written_at(path: Path) -> int:
 
 
 class _ObservedCheckpointIO(CheckpointIO):
-    """Passes everything on to the trainer's own checkpoint IO and tells the listeners afterwards.
+    """Wraps the trainer's checkpoint IO and notifies the listeners after each operation.
 
-    ``on_save_checkpoint`` of a callback runs before the file is written and is told no path, and nothing at all is told
-    of removals. One observer serves all callbacks of a trainer, because wrappers that are taken off in the order in
-    which they were put on would leave one behind.
+    The hook ``on_save_checkpoint`` is not enough: it runs before the file is written and receives no path, and there is
+    no hook for removals. One wrapper serves all callbacks of a trainer, because several wrappers that are removed in
+    the order in which they were added would leave one behind.
     """
 
     def __init__(self, inner: CheckpointIO, strategy: Strategy) -> None:
@@ -163,7 +175,7 @@ class _ObservedCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         self.inner.teardown()
         strategy = self._strategy()
-        if strategy is not None and strategy.checkpoint_io is self:  # behind an exception there is no hook of ours
+        if strategy is not None and strategy.checkpoint_io is self:  # after an exception, no callback hook runs
             strategy.checkpoint_io = self.inner
             for listener in self.listeners:
                 listener.no_more()
@@ -173,21 +185,21 @@ class _ObservedCheckpointIO(CheckpointIO):
 
     def _tell(self, what: Callable[[CheckpointListener], None], path: Any) -> None:
         if "://" in str(path):
-            # Beside an object in a bucket there is no file to be written with plain means.
+            # A remote checkpoint, such as an object in a bucket, has no local folder for a dump.
             return
         for listener in list(self.listeners):
             what(listener)
 
 
 def listen(trainer: Trainer, listener: CheckpointListener) -> None:
-    """Tell a listener of the checkpoints of a trainer from now on."""
+    """Notify a listener of the checkpoints of a trainer from now on."""
     strategy = trainer.strategy
     observed = strategy.checkpoint_io
     if not isinstance(observed, _ObservedCheckpointIO):
         plain, observed = observed, _ObservedCheckpointIO(observed, strategy)
         strategy.checkpoint_io = observed
         try:
-            strategy.checkpoint_io  # noqa: B018 - the XLA strategies look at the type when they are asked
+            strategy.checkpoint_io  # noqa: B018 - the property of XLA strategies checks the type on read
         except TypeError:
             strategy.checkpoint_io = plain
             tell(
@@ -199,7 +211,7 @@ def listen(trainer: Trainer, listener: CheckpointListener) -> None:
 
 
 def stop_listening(trainer: Trainer, listener: CheckpointListener) -> None:
-    """Tell the listener no more; after the last of them the trainer has its own checkpoint IO back."""
+    """Remove a listener. Removing the last one restores the trainer's own checkpoint IO."""
     observed = trainer.strategy.checkpoint_io
     if isinstance(observed, _ObservedCheckpointIO):
         if listener in observed.listeners:

@@ -1,8 +1,9 @@
-"""The tensors of a step in files, while a model trains."""
+"""Dump the tensors of training steps to files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +12,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
+from lightning_recorder.callbacks.arguments import checked_arguments
 from lightning_recorder.callbacks.base import Compiled, RecorderCallback, guarded
-from lightning_recorder.callbacks.checkpoints import CheckpointWatch
-from lightning_recorder.callbacks.run import gradient_factor, logged_step
+from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
+from lightning_recorder.callbacks.run import Silence, gradient_factor, logged_step, why_no_files
 from lightning_recorder.callbacks.scale import LossScale
 from lightning_recorder.compiled import compiled_modules
 from lightning_recorder.dumps import can_hold
-from lightning_recorder.errors import ArgumentError, check_bool, check_integer, check_some, tell
+from lightning_recorder.errors import ArgumentError, check_bool, check_integer, check_some, did_you_mean, tell
 from lightning_recorder.recorders import (
     TENSOR_DUMP_TIMES,
     TENSOR_KINDS,
@@ -34,58 +36,86 @@ from lightning_recorder.sinks import Sink
 
 __all__ = ["TensorDumper"]
 
+_KIND_SYNONYMS = {
+    "activations": "outputs",
+    "gradients": "output_gradients",
+    "grad_output": "output_gradients",
+    "grad_outputs": "output_gradients",
+    "grad_input": "input_gradients",
+    "grad_inputs": "input_gradients",
+}
+_DTYPE_SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
 
 class TensorDumper(RecorderCallback):
-    """Writes what the selected modules take and give in a step to files of tensors.
+    """Dumps the inputs, outputs and gradients of the selected modules to safetensors files.
 
-    On each sampled step the tensors of its first batch are copied; they become a safetensors file beside each
-    checkpoint, at each of these steps, at the end of each epoch, or when something is out of the ordinary. Each file
-    has a line in the ``recorder-manifest.jsonl`` beside it, and is read by :func:`~lightning_recorder.read_dump`.
+    On each sampled step, the tensors of its first batch are copied. A safetensors file (a *dump*) is written beside
+    each checkpoint, on each sampled step, at the end of each epoch, or when ``when`` returns true. Each dump has a line
+    in the ``recorder-manifest.jsonl`` beside it. Read a dump with :func:`~lightning_recorder.read_dump`.
 
     Args:
-        names: Module names or globs, as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`. By default all
-            leaf modules.
-        types: Module classes or their names; with ``names``, both must hold.
-        exclude: Names or globs to leave out.
-        tensors: Which: some of ``"inputs"``, ``"outputs"``, ``"input_gradients"`` and ``"output_gradients"``. Gradients
-            are those of the loss that ``training_step`` returned.
-        at: When they are written: ``"checkpoints"``, those of the latest sampled step beside each; ``"steps"``, each
-            sampled step, and ``"epochs"``, the latest one, into ``<log_dir>/recorder/dumps``.
-        when: A function of the statistics of a tensor, as ``lambda seen: seen.abs_max > 1e4``, or its import path; a
-            sampled step is written as well if it is true of any of its tensors, as they are before ``samples`` and
-            ``dtype``.
-        every_n_train_steps: Sample the first optimiser step and then each n-th; by default
+        names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`. The default
+            is every leaf module and every module that owns parameters.
+        types: Module classes or their names. If ``names`` is also given, a module must match both.
+        exclude: Names or globs of modules to leave out.
+        tensors: The tensors to dump: any of ``"inputs"``, ``"outputs"``, ``"input_gradients"`` and
+            ``"output_gradients"``. Gradients are those of the loss that ``training_step`` returned.
+        at: The times at which dumps are written. ``"checkpoints"`` writes the latest sampled step beside each
+            checkpoint. ``"steps"`` writes each sampled step, and ``"epochs"`` the latest one of each epoch, to
+            ``<log_dir>/recorder/dumps``. The default is ``"steps"`` if ``every_n_train_steps``, ``first_n_steps`` or
+            ``step_window`` is given, ``"epochs"`` if only ``every_n_epochs`` is given, and ``"checkpoints"`` otherwise.
+            With ``when``, the default is none of them. An explicit value takes precedence:
+            ``at="checkpoints", every_n_train_steps=10`` samples every tenth step and writes the latest sample beside
+            each checkpoint.
+        when: A function of the statistics of a tensor, such as ``lambda seen: seen.abs_max > 1e4``, or its import path.
+            A sampled step is also written if the function returns true for any of its tensors. The statistics are
+            computed before ``samples`` and ``dtype`` are applied.
+        every_n_train_steps: Sample the first optimiser step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``.
-        every_n_epochs: Sample in the first epoch and then in each n-th.
-        first_n_steps: So many steps at the beginning are sampled as well.
-        step_window: ``(start, stop)``: nothing before step ``start``, and nothing from ``stop`` on.
-        samples: So many rows of each tensor are copied; by default all of the batch.
-        dtype: What floating-point tensors are rounded to, as ``"bfloat16"``.
-        max_bytes: The most bytes of a step; what comes later in it is left out, which the manifest says.
-        max_total_bytes: So much is written, beside checkpoints apart, before one warning says that no more is.
-        per_rank: Whether each process writes its own tensors, with ``-rank1`` in the file names, or the first alone.
-        upload: Whether the loggers that keep files get the dumps as well.
-        max_upload_bytes: So much is uploaded.
-        compiled: What becomes of compiled modules: ``"eager"``, a sampled step runs without the compiled code;
-            ``"skip"``, they are left out.
-        name: Tells this callback from others of its kind, also in the names of files.
-        sinks: Further sinks, which are offered the files where ``upload`` is true.
-        strict: Raise errors of the recorder instead of warning of them.
+        every_n_epochs: Sample in the first epoch and then in every n-th one.
+        first_n_steps: The number of steps at the beginning of the run that are sampled in addition.
+        step_window: ``(start, stop)``: Sample only steps from ``start`` up to, but not including, ``stop``.
+        samples: The number of rows of each tensor to copy. By default, the whole batch is copied.
+        dtype: The dtype to which floating-point tensors are rounded, such as ``"bfloat16"``.
+        max_bytes: The maximum size of one step in bytes. Tensors that exceed it are left out, and the manifest says so.
+        max_total_bytes: The maximum size of all dumps in bytes, not counting those beside checkpoints. When it is
+            reached, one warning is given and no more dumps are written.
+        per_rank: Write the tensors of each rank, with ``-rank1`` and so on in the file names. By default, only rank 0
+            writes its tensors.
+        upload: Also pass the dumps to the loggers that store files.
+        max_upload_bytes: The maximum size of all uploads in bytes.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on sampled steps; ``"skip"`` leaves compiled
+            code compiled and does not dump the modules in it.
+        name: A name that distinguishes this callback from others of the same class. It is part of the file names.
+        sinks: Further sinks, which receive the files if ``upload`` is true.
+        strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
-        ArgumentError: At construction, if an argument can never work.
-        SelectionError: When the fit starts, if a name matches no module; with the closest names.
+        ArgumentError: If an argument is invalid. Raised at construction.
+        SelectionError: If a name matches no module. Raised when the fit starts; the message lists the closest names.
 
     Note:
-        The training thread pays the copy. Files are written in the background, one tensor at a time, while two more
-        steps may wait; with a further one the training waits. So at most four steps are held, and the latest one where
-        it may be wanted. Training is not changed. With ``when`` a sampled step waits for the device.
+        The training thread only copies the tensors. A background thread writes the files, one tensor at a time. Two
+        more steps can be queued; after that, training waits. At most four steps are held in memory, plus the latest one
+        if ``at`` can still require it. Recording does not change training. With ``when``, a sampled step synchronises
+        with the device.
 
     Example::
 
         Trainer(callbacks=[TensorDumper("encoder.*", at="steps", samples=4, dtype="bfloat16")])
     """
 
+    group = "tensors"
+
+    _scale: LossScale
+    _checkpoints: CheckpointWatch
+    _capture: TensorCapture | None
+    _dumps: TensorDumps | None
+    _schedule: Sampling
+    _step: int | None  # the latest sampled step
+
+    @checked_arguments
     def __init__(
         self,
         names: str | Sequence[str] | None = None,
@@ -113,11 +143,10 @@ class TensorDumper(RecorderCallback):
     ) -> None:
         super().__init__(name=name, compiled=compiled, sinks=sinks, strict=strict)
         self.selection = Selection(names, types, exclude)
-        self.tensors = check_some("tensors", tensors, TENSOR_KINDS)
-        self.event = None if when is None else Event(when, "when", strict=strict)
-        default = ("checkpoints",) if when is None else ()
-        self.at = default if at is None else check_some("at", at, TENSOR_DUMP_TIMES)
+        self.tensors = check_some("tensors", tensors, TENSOR_KINDS, _KIND_SYNONYMS)
+        self.event = None if when is None else Event(when, "when", name=str(self), strict=strict)
         self.sampling = Sampling(every_n_train_steps, every_n_epochs, first_n_steps, step_window)
+        self.at = self._default_at() if at is None else check_some("at", at, TENSOR_DUMP_TIMES)
         if samples is not None:
             check_integer("samples", samples, 1)
         for argument, number in (("max_bytes", max_bytes), ("max_total_bytes", max_total_bytes)):
@@ -128,14 +157,55 @@ class TensorDumper(RecorderCallback):
         self.samples, self.dtype, self.max_bytes = samples, _dtype(dtype), max_bytes
         self.max_total_bytes, self.max_upload_bytes = max_total_bytes, max_upload_bytes
         self.per_rank, self.upload = per_rank, upload
-        self._scale = LossScale()
-        self._checkpoints = CheckpointWatch(
-            self._checkpoint_saved, self._checkpoint_removed, self._no_more, name=str(self)
-        )
-        self._capture: TensorCapture | None = None
-        self._dumps: TensorDumps | None = None
-        self._schedule = self.sampling
-        self._step: int | None = None  # the latest that was sampled
+        if re.fullmatch(r"(.*-)?rank\d+", name):
+            raise ArgumentError(f"name must not end like the files of another process, such as 'rank1', got {name!r}")
+        self.__dict__.update(self.idle())
+
+    @override
+    def idle(self) -> dict[str, Any]:
+        return {
+            **super().idle(),
+            "_scale": LossScale(),
+            "_checkpoints": CheckpointWatch(
+                self._checkpoint_saved, self._checkpoint_removed, self._no_more, name=str(self)
+            ),
+            "_capture": None,
+            "_dumps": None,
+            "_schedule": self.sampling,
+            "_step": None,
+            "_ran_eagerly": 0,  # the number of compiled functions that ran eagerly so far
+        }
+
+    def _default_at(self) -> tuple[str, ...]:
+        """Return the default of ``at``, which depends on the schedule and on ``when``."""
+        if self.event is not None:
+            return ()
+        sampling = self.sampling
+        if sampling.every_n_train_steps is not None or sampling.first_n_steps or sampling.step_window is not None:
+            return ("steps",)
+        return ("epochs",) if sampling.every_n_epochs > 1 else ("checkpoints",)
+
+    @override
+    def silences(self, trainer: Trainer, function: str) -> Iterator[Silence]:
+        dumps, capture = self._dumps, self._capture
+        if dumps is None or capture is None:
+            return
+        dumps.wait()
+        if dumps.failed:
+            return  # already warned
+        what = "wrote nothing"
+        if not dumps.steps:
+            yield self.why_no_step(trainer, self.sampling)._replace(what=what)
+        elif not dumps.tensors:
+            why = "the selected modules gave none of the tensors that were asked for"
+            yield Silence(why, "Select others.", "wrote no tensors")
+        elif dumps.folder.written or dumps.folder.is_full:
+            return
+        elif self.at and (why := why_no_files(trainer, self._directory)):
+            yield Silence(why, "", what)
+        elif self.at == ("checkpoints",):
+            fix = "Save checkpoints, or give every_n_train_steps or at='steps'."
+            yield Silence(why_no_checkpoint(trainer), fix, what)
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
@@ -145,10 +215,10 @@ class TensorDumper(RecorderCallback):
         if not modules or not (self.per_rank or trainer.is_global_zero):
             return
         self.open_sinks(trainer)
-        label = self.label(trainer, "tensors")
+        label = self.label(trainer)
         folder = DumpFolder(
             label,
-            group="tensors",
+            group=self.group,
             directory=None if directory is None else directory / "dumps",
             rank=trainer.global_rank,
             max_total_bytes=self.max_total_bytes,
@@ -173,6 +243,7 @@ class TensorDumper(RecorderCallback):
             tap.eager = self.compiled == "eager"
         self._schedule = self.sampling.with_default(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__
         self._step = None
+        self._ran_eagerly = 0
         if "checkpoints" in self.at:
             self._checkpoints.begin(trainer)
 
@@ -195,7 +266,7 @@ class TensorDumper(RecorderCallback):
                 self._dumps.wait()
             finally:
                 self._replay()
-                if trainer is None or not trainer.interrupted:  # else the checkpoint of the exception is still to come
+                if trainer is None or not trainer.interrupted:  # otherwise the exception's checkpoint follows
                     self._dumps = None
 
     # Batches.
@@ -203,12 +274,15 @@ class TensorDumper(RecorderCallback):
     @guarded
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._checkpoints.look(trainer)
-        self._replay()
+        if self._checkpoints.is_pending:
+            self._checkpoints.look(trainer)
+        if self.upload:
+            self._replay()
         step = logged_step(trainer)
-        if self._capture is None or not self.enabled or step == self._step:
+        if self._capture is None or not self._enabled or step == self._step:
             return
-        self._leave(self._capture)  # a batch that had a start and no end
+        if self._capture.attached:
+            self._leave(self._capture)  # the previous batch started but did not end
         if self._schedule(step, trainer.current_epoch):
             self._step = step
             self._scale.begin_batch(trainer)
@@ -225,6 +299,11 @@ class TensorDumper(RecorderCallback):
         self._capture.remove()
         if self._dumps is not None and self._step is not None:
             self._dumps.add(self._step, trainer.current_epoch, self._capture.take())
+        names = self._capture.ran_eagerly
+        if len(names) > self._ran_eagerly:
+            self._ran_eagerly = len(names)
+            self.say_ran_eagerly(trainer, names)
+            self.write_ran_eagerly(trainer, self.label(trainer), self._step or 0, names)
 
     @override
     def before_evaluation(self, trainer: Trainer) -> None:
@@ -240,7 +319,7 @@ class TensorDumper(RecorderCallback):
             self._dumps.end_epoch()
 
     def _leave(self, capture: TensorCapture) -> None:
-        """Take off the hooks of a step that will not end."""
+        """Remove the hooks of a step that will not end, and drop its tensors."""
         if capture.attached:
             capture.remove()
             capture.drop()
@@ -259,7 +338,7 @@ class TensorDumper(RecorderCallback):
     def _checkpoint_saved(self, path: Path) -> None:
         if self._dumps is not None:
             self._dumps.write_beside(path)
-            if self._capture is None:  # behind an exception, when nobody waits any more
+            if self._capture is None:  # after an exception, nothing waits for the dumps later
                 self._dumps.wait()
 
     def _checkpoint_removed(self, path: Path) -> None:
@@ -267,26 +346,34 @@ class TensorDumper(RecorderCallback):
             self._dumps.remove_beside(path)
 
     def _no_more(self) -> None:
-        if self._capture is None:  # the run has failed, and its exception's checkpoint is saved
+        if self._capture is None:  # the run failed, and the checkpoint for its exception is saved
             self._dumps = None
 
     @guarded
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.per_rank and trainer.world_size > 1 and "checkpoints" in self.at:
-            # The first rank removes checkpoints behind the last hook but this one.
+            # Rank 0 may still remove checkpoints after the hook before this one.
             trainer.strategy.barrier("TensorDumper")
         super().on_fit_end(trainer, pl_module)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_capture": None, "_dumps": None}
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.dtype = _dtype(self.dtype)  # YAML stores it as text
 
 
 def _dtype(given: object) -> torch.dtype | None:
-    """The dtype, which may be given by its name."""
+    """Return the dtype, which may be given by its name.
+
+    Raises:
+        ArgumentError: If it is not a floating-point dtype that safetensors supports.
+    """
     found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
     if found is None and given is None:
         return None
     if not isinstance(found, torch.dtype) or not found.is_floating_point or not can_hold(found):
-        raise ArgumentError(f"dtype must be a floating-point type that safetensors has, as 'bfloat16', got {given!r}")
+        hint = did_you_mean(given, ("float64", "float32", "float16", "bfloat16"), _DTYPE_SYNONYMS)
+        raise ArgumentError(
+            f"dtype must be a floating-point type that safetensors has, as 'bfloat16', got {given!r}{hint}"
+        )
     return found

@@ -1,4 +1,4 @@
-"""What is recorded of the evaluations of a trainer."""
+"""Recording of validation, test and predict runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["EvaluationCallback"]
 
 
 class EvaluationCallback(RecorderCallback):
-    """Tells the recorders of evaluations when their batches begin and end; the sanity check is none."""
+    """Base class that tells the evaluation recorders when batches start and end. The sanity check is ignored."""
 
     sampling: Sampling
     evaluations: dict[str, EvaluationRecorder]
-    """By stage; none of those that are not recorded."""
+    """The evaluation recorders by stage. Contains recorded stages only."""
 
     def _start_evaluation_batch(self, trainer: Trainer, stage: str, loader: int) -> None:
         evaluation = self.evaluations.get(stage)
@@ -30,7 +30,7 @@ class EvaluationCallback(RecorderCallback):
             evaluation.start_batch(loader)
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Whether an evaluation is recorded: inside a fit those of its recorded epochs, alone any."""
+        """Return True if the evaluation is recorded. Inside a fit, only evaluations in recorded epochs are."""
         in_fit = trainer.state.fn == "fit"
         return not trainer.sanity_checking and not (in_fit and not self.sampling.in_epoch(trainer.current_epoch))
 
@@ -43,13 +43,15 @@ class EvaluationCallback(RecorderCallback):
         if evaluation is not None and self._is_due(trainer):
             loaders = len(batches) if isinstance(batches, Sequence) else 1
             evaluation.finish(logged_step(trainer), trainer.current_epoch, loaders)
+            self.say_ran_eagerly(trainer, evaluation.recorder.ran_eagerly)
 
     @guarded
     @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._start_evaluation_batch(trainer, "validate", dataloader_idx)
+        if self.evaluations:
+            self._start_evaluation_batch(trainer, "validate", dataloader_idx)
 
     @guarded
     @override
@@ -62,7 +64,8 @@ class EvaluationCallback(RecorderCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._end_evaluation_batch("validate")
+        if self.evaluations:
+            self._end_evaluation_batch("validate")
 
     @guarded
     @override
@@ -74,7 +77,8 @@ class EvaluationCallback(RecorderCallback):
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._start_evaluation_batch(trainer, "test", dataloader_idx)
+        if self.evaluations:
+            self._start_evaluation_batch(trainer, "test", dataloader_idx)
 
     @guarded
     @override
@@ -87,7 +91,8 @@ class EvaluationCallback(RecorderCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._end_evaluation_batch("test")
+        if self.evaluations:
+            self._end_evaluation_batch("test")
 
     @guarded
     @override
@@ -99,7 +104,8 @@ class EvaluationCallback(RecorderCallback):
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._start_evaluation_batch(trainer, "predict", dataloader_idx)
+        if self.evaluations:
+            self._start_evaluation_batch(trainer, "predict", dataloader_idx)
 
     @guarded
     @override
@@ -112,7 +118,8 @@ class EvaluationCallback(RecorderCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._end_evaluation_batch("predict")
+        if self.evaluations:
+            self._end_evaluation_batch("predict")
 
     @guarded
     @override

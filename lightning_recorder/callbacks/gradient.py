@@ -1,4 +1,4 @@
-"""Statistics of the gradients with respect to the activations while a model trains."""
+"""Record statistics of gradients with respect to module outputs during training."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["GradientRecorder"]
 
 
 class GradientRecorder(StatisticsCallback):
-    """Records the gradient of the loss with respect to what the selected modules give, on sampled training steps.
+    """Records the gradients of the loss with respect to module outputs, on sampled training steps.
 
-    The gradient is that of the loss which ``training_step`` returned: the scale of a ``GradScaler`` and the division by
-    the number of accumulated batches are taken out. The tags are ``gradients/<module>/<statistic>``. A module whose
-    output needs no gradient has no record. A step that the optimiser passes over, since gradients overflowed the half
-    precision, is in no record; ``gradients/overflow_steps`` counts them, and ``gradients_overflow/…`` says where NaN
-    and infinities were.
+    The loss is the one that ``training_step`` returned: the scale of a ``GradScaler`` and the division by the number of
+    accumulated batches are undone. The tags are ``gradients/<module>/<statistic>``. A module whose output needs no
+    gradient is not recorded. If gradients overflow in half precision, the optimiser skips the step, and the step is not
+    recorded. ``gradients/overflow_steps`` counts these steps, and ``gradients_overflow/…`` shows the modules with NaN
+    or infinite gradients.
 
     The arguments are those of :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`.
 
     Raises:
-        ArgumentError: At construction, if an argument can never work.
-        SelectionError: When the fit starts, if a name matches no module; with the closest names.
+        ArgumentError: If an argument is invalid. Raised at construction.
+        SelectionError: If a name matches no module. Raised when the fit starts; the message lists the closest names.
 
     Note:
-        The gradients are taken by hooks on the output tensors, so in-place modules, dictionaries and dataclasses do no
-        harm and the gradients stay bitwise what they are. A backward pass that is run twice in a step counts twice. On
-        several ranks they are those of each rank's own loss, before DDP takes the mean. Otherwise as
-        :class:`~lightning_recorder.ActivationRecorder`.
+        Gradients are captured by hooks on the output tensors. In-place modules and outputs that are dictionaries or
+        dataclasses are therefore supported, and the gradients stay bitwise identical. If a backward pass runs twice in
+        a step, both runs are counted. In distributed training, the gradients are those of each rank's own loss, before
+        DDP averages them. Everything else is the same as for :class:`~lightning_recorder.ActivationRecorder`.
 
     Example::
 

@@ -1,18 +1,22 @@
-"""The execution graph of the first training step, as a picture."""
+"""Record and draw the execution graph of the first training step."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_recorder.callbacks.base import Compiled, RecorderCallback, guarded
-from lightning_recorder.callbacks.run import logged_step
-from lightning_recorder.compiled import compiled_modules
+from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS, checked_arguments
+from lightning_recorder.callbacks.base import Compiled, RecorderCallback, fixed_in_run, guarded
+from lightning_recorder.callbacks.run import Silence, logged_step, why_no_files, why_no_training, why_no_validation
+from lightning_recorder.disk import attempt, has_room, is_full, warn_of_full
 from lightning_recorder.errors import (
     ArgumentError,
     RenderError,
@@ -20,55 +24,62 @@ from lightning_recorder.errors import (
     check_integer,
     check_some,
     describe_error,
+    did_you_mean,
     tell,
 )
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphPicture, GraphvizStyler, record
 from lightning_recorder.graph.graphviz import check_direction
+from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.sinks import Image, Sink
+from lightning_recorder.temporary import write_whole
 
 __all__ = ["GraphRecorder"]
 
 _FORMATS = ("svg", "png", "pdf")
 _STAGES = ("train", "validate", "example")
-# A run that ends early, or fails, does not wait longer than this for its picture.
+# The maximum time that a run waits for its picture if it ends early or fails.
 _LAST_WAIT_S = 5.0
+# Upper bounds for a graph of 150 nodes: its document, one picture, and the scratch files of the renderer.
+_DOCUMENT_BYTES = 2**17
+_PICTURE_BYTES = 2**20
+_SCRATCH_BYTES = 2**20
 
 
 class GraphRecorder(RecorderCallback):
-    """Records the execution graph of the first real training step, loss included, and renders it once.
+    """Records the execution graph of the first training step, including the loss, and renders it once.
 
-    No extra forward pass is made and no example input is needed. ``graph.json`` (all of the graph), ``graph.dot``,
-    ``graph.svg`` and ``graph.png`` (a view that can be read) are written to ``<log_dir>/recorder``, the picture to
-    every logger that shows images, under the tag ``graph``, and the graph to TensorBoard's Graphs tab. Graphviz runs in
-    a process of its own while the training goes on.
+    The graph is captured from the real step, without an extra forward pass or an example input. The full graph
+    (``graph.json``) and a readable view of it (``graph.dot``, ``graph.svg`` and ``graph.png``) are written to
+    ``<log_dir>/recorder``. Loggers that show images receive the picture under the tag ``graph``, and TensorBoard's
+    Graphs tab receives the graph. Graphviz runs in a separate process while training continues.
 
     Args:
-        depth: How many levels of modules to open at most; by default as many as ``max_nodes`` allows.
-        max_nodes: The most nodes of the picture. Repeated blocks are drawn once with their number. Where Graphviz needs
-            too long, or a bitmap would be too small to read, a smaller view is drawn.
-        stage: What is recorded: ``"train"``, the first training step; ``"validate"``, the first validation step behind
-            the sanity check; ``"example"``, a call of the model with its ``example_input_array`` when the fit starts,
-            which leaves no trace in it.
-        direction: Where the data flows: ``"TB"``, ``"LR"``, ``"BT"`` or ``"RL"``.
-        formats: Which pictures, of ``svg``, ``png`` and ``pdf``; loggers get the PNG.
+        depth: The maximum number of module levels to expand. By default, as many as ``max_nodes`` allows.
+        max_nodes: The maximum number of nodes in the picture. Repeated blocks are drawn once, with a repeat count. A
+            smaller view is drawn if Graphviz takes too long or if a bitmap would be too small to read.
+        stage: The step to record. ``"train"`` is the first training step. ``"validate"`` is the first validation step
+            after the sanity check. ``"example"`` is a call of the model with its ``example_input_array`` when the fit
+            starts; this call leaves the model unchanged.
+        direction: The direction of the data flow: ``"TB"``, ``"LR"``, ``"BT"`` or ``"RL"``.
+        formats: The formats of the pictures: any of ``svg``, ``png`` and ``pdf``. Loggers receive the PNG.
         legend: Explain colours and shapes in the picture.
-        timeout_s: Seconds that Graphviz may take.
-        styler: How nodes and edges look.
-        name: What the files and the tag are called; two of these callbacks in one trainer need two names.
-        compiled: What becomes of a model of which parts are compiled: ``"eager"``, the recorded step runs without the
-            compiled code; ``"skip"``, no graph is recorded.
-        sinks: Further sinks, beside the loggers of the trainer.
-        strict: Raise errors of the recorder instead of warning of them.
+        timeout_s: The time limit of Graphviz in seconds.
+        styler: The style of nodes and edges.
+        name: The name of the files and of the tag. Two of these callbacks in one trainer need different names.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on the recorded step, so that their contents
+            are drawn; ``"skip"`` leaves compiled code compiled and draws each call of it as one node.
+        sinks: Further sinks, in addition to the loggers of the trainer.
+        strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
-        ArgumentError: At construction, if an argument can never work; at fit start, if the model has no
-            ``example_input_array`` and is to be recorded with it.
+        ArgumentError: If an argument is invalid (at construction), or if ``stage="example"`` and the model has no
+            ``example_input_array`` (when the fit starts).
 
     Note:
-        The step's values, gradients and random numbers stay as they are. With gradient accumulation the graph is that
-        of the first batch. A compiled model runs this step eagerly. All ranks record, rank zero writes. When the step
-        raises, what was done until then is written, with what failed marked. A run that is resumed from a checkpoint
-        is not recorded again. Without a renderer the ``.dot`` file is written and one warning says how to get a
+        Recording does not change the values, gradients or random numbers of the step. With gradient accumulation, the
+        graph is that of the first batch. All ranks record, and rank 0 writes. If the step raises an exception, the
+        graph up to that point is written and the failed part is marked. A run that is resumed from a checkpoint is not
+        recorded again. If no renderer is available, the ``.dot`` file is written and one warning explains how to get a
         picture.
 
     Example::
@@ -76,6 +87,19 @@ class GraphRecorder(RecorderCallback):
         Trainer(callbacks=[GraphRecorder(depth=2, direction="LR")])
     """
 
+    group = "graph"
+
+    graph: Graph | None
+    _directory: Path | None
+    _capture: GraphCapture | None
+    _picture: GraphPicture | None
+    _step: int
+    _waiting: bool
+    _has_seen_step: bool
+    _recorded: bool
+    _is_in_checkpoint: bool
+
+    @checked_arguments
     def __init__(
         self,
         depth: int | None = None,
@@ -100,7 +124,8 @@ class GraphRecorder(RecorderCallback):
         check_direction(direction)
         self.formats = check_some("formats", formats, _FORMATS) if formats != [] and formats != () else ()
         if stage not in _STAGES:
-            raise ArgumentError(f"stage must be one of {', '.join(_STAGES)}, got {stage!r}")
+            hint = did_you_mean(stage, _STAGES, STAGE_SYNONYMS)
+            raise ArgumentError(f"stage must be one of {', '.join(_STAGES)}, got {stage!r}{hint}")
         if styler is not None and not isinstance(styler, GraphvizStyler):
             raise ArgumentError(f"styler must be a GraphvizStyler, got {styler!r}")
         given: object = timeout_s
@@ -108,6 +133,8 @@ class GraphRecorder(RecorderCallback):
             raise ArgumentError(f"timeout_s must be positive, got {timeout_s!r}")
         if not name:
             raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")
+        if name.casefold() == "receipt":
+            raise ArgumentError(f"name must not be {name!r}: the other recorders write receipt.json")
         self.depth = depth
         self.max_nodes = max_nodes
         self.stage = stage
@@ -115,30 +142,40 @@ class GraphRecorder(RecorderCallback):
         self.legend = legend
         self.timeout_s = timeout_s
         self.styler = styler
-        self.graph: Graph | None = None
-        self._directory: Path | None = None
-        self._capture: GraphCapture | None = None
-        self._picture: GraphPicture | None = None
-        self._step = 0
-        self._waiting = False
-        self._recorded = False
-        self._resumed = False
+        self.__dict__.update(self.idle())
+
+    @override
+    def idle(self) -> dict[str, Any]:
+        return {
+            **super().idle(),
+            "graph": None,
+            "_capture": None,
+            "_picture": None,
+            "_step": 0,
+            "_waiting": False,
+            "_has_seen_step": False,
+            "_recorded": False,
+            "_is_in_checkpoint": False,
+        }
 
     def __str__(self) -> str:
         return type(self).__name__ + (f" {self.name!r}" if self.name != "graph" else "")
 
-    @property
-    @override
+    @fixed_in_run
     def state_key(self) -> str:
+        """The key of this callback's state in a checkpoint."""
         return self._generate_state_key(name=self.name)
 
+    @guarded
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"recorded": self._recorded}
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Does not use state_dict; StatisticsCallback.on_save_checkpoint has the reason.
+        checkpoint.setdefault("callbacks", {}).setdefault(self.state_key, {})["recorded"] = self._recorded
 
+    @guarded
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed = bool(state_dict.get("recorded"))
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._is_in_checkpoint = bool(checkpoint.get("callbacks", {}).get(self.state_key, {}).get("recorded"))
 
     @override
     def begins_with(self, function: str) -> bool:
@@ -147,15 +184,11 @@ class GraphRecorder(RecorderCallback):
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         self.graph = None
-        self._recorded = self._waiting = False
-        self._directory = directory
+        self._recorded = self._waiting = self._has_seen_step = False
         self.open_sinks(trainer)
         self.warn_of_eager_memory(pl_module)
-        if self.compiled == "skip" and compiled_modules(pl_module):
-            tell(f"{self} records no graph, since parts of the model are compiled and compiled='skip' is given")
-            return
-        if self._resumed:
-            self._recorded, self._resumed = True, False
+        if self._is_in_checkpoint:
+            self._recorded, self._is_in_checkpoint = True, False
         elif self.stage == "example":
             self._record_example(trainer, pl_module)
         else:
@@ -167,14 +200,31 @@ class GraphRecorder(RecorderCallback):
         self._leave_capture()
         self._show(_LAST_WAIT_S)
 
-    # What is recorded.
+    @override
+    def silences(self, trainer: Trainer, function: str) -> Iterator[Silence]:
+        if not self._waiting:
+            return
+        if not self.enabled:
+            why = Silence("it is disabled")
+        elif self._has_seen_step:
+            why = Silence("no step computed anything", "Compute something in the step.")
+        elif function == "fit" and self._began is None:
+            why = why_no_training(trainer)
+        elif function == "fit" and self.stage == "validate":
+            why = why_no_validation(trainer)
+        else:
+            why = Silence("it was disabled at every step")
+        yield why._replace(what="recorded no graph")
+
+    # Recording.
 
     @guarded
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # When a model's own on_train_batch_start ends the epoch, the batch before this one had a start and no end.
-        self._leave_capture()
-        if self.stage == "train":
+        # If the model's own on_train_batch_start ended the epoch, the previous batch started but did not end.
+        if self._capture is not None:
+            self._leave_capture()
+        if self._waiting and self.stage == "train":
             self._start(trainer, pl_module, batch, "training_step")
 
     @guarded
@@ -182,15 +232,17 @@ class GraphRecorder(RecorderCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._stop(trainer)
+        if self._capture is not None or self._picture is not None:
+            self._stop(trainer)
 
     @guarded
     @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._leave_capture()
-        if self.stage == "validate" and not trainer.sanity_checking:
+        if self._capture is not None:
+            self._leave_capture()
+        if self._waiting and self.stage == "validate" and not trainer.sanity_checking:
             self._start(trainer, pl_module, batch, "validation_step")
 
     @guarded
@@ -204,7 +256,8 @@ class GraphRecorder(RecorderCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._stop(trainer)
+        if self._capture is not None or self._picture is not None:
+            self._stop(trainer)
 
     def _record_example(self, trainer: Trainer, pl_module: LightningModule) -> None:
         example = pl_module.example_input_array
@@ -218,27 +271,33 @@ class GraphRecorder(RecorderCallback):
             self._keep(trainer, record(pl_module, input_data=example))
 
     def _start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, scope: str) -> None:
-        if self._waiting and self.enabled:
+        if self.enabled:
+            self._has_seen_step = True
             self._step = logged_step(trainer)
-            self._capture = GraphCapture(pl_module, batch, name="batch", scope=scope)
+            eager = self.compiled == "eager"
+            self._capture = GraphCapture(pl_module, batch, name="batch", scope=scope, eager=eager)
             self._capture.__enter__()
 
     def _stop(self, trainer: Trainer) -> None:
         if self._capture is not None:
-            graph = self._capture.graph()
+            graph, names = self._capture.graph(), self._capture.ran_eagerly
             self._leave_capture()
             self._keep(trainer, graph)
+            self.say_ran_eagerly(trainer, names)
+            self.write_ran_eagerly(trainer, self.name, self._step, names)
         elif self._picture is not None and self._picture.done():
             self._show(0.0)
 
     def _keep(self, trainer: Trainer, graph: Graph) -> None:
-        # A step that computed nothing, whose training_step gave None at once, is not the one to be shown.
+        # A step that computed nothing, because training_step returned None at once, is not shown.
         if any(node.kind in ("op", "backward") for node in graph.nodes):
             self._waiting = False
             self._recorded = True
             self.graph = graph
             if trainer.is_global_zero:
                 self._write(graph)
+                if self._directory is None:
+                    rank_zero_info(f"{self}: {why_no_files(trainer, None)}, the graph is in the callback's graph alone")
 
     @override
     def before_evaluation(self, trainer: Trainer) -> None:
@@ -255,6 +314,7 @@ class GraphRecorder(RecorderCallback):
         self._leave_capture()
         self._show(None)
 
+    @guarded
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         capture = self._capture
@@ -263,12 +323,12 @@ class GraphRecorder(RecorderCallback):
         super().on_exception(trainer, pl_module, exception)
 
     def _leave_failed(self, trainer: Trainer, capture: GraphCapture, exception: Exception) -> None:
-        """Show the step up to where it failed; nothing that goes wrong here takes the place of the exception."""
+        """Write the graph up to the failure. Errors become warnings, so that they do not replace the exception."""
         try:
             self._leave_capture(exception)
             self._keep(trainer, capture.graph())
-            self._recorded = False  # of the run that goes on from a checkpoint the step is still to be recorded
-        except Exception as error:  # noqa: BLE001 - see above
+            self._recorded = False  # a run that resumes from a checkpoint still records the step
+        except Exception as error:  # noqa: BLE001 - must not replace the user's exception
             tell(f"the graph of the failed step could not be written: {describe_error(error)}")
 
     def _leave_capture(self, exception: Exception | None = None) -> None:
@@ -276,7 +336,7 @@ class GraphRecorder(RecorderCallback):
         if capture is not None:
             capture.__exit__(type(exception) if exception else None, exception, None)
 
-    # What becomes of it.
+    # Output.
 
     def _write(self, graph: Graph) -> None:
         if self._sink is not None:
@@ -284,32 +344,45 @@ class GraphRecorder(RecorderCallback):
             self._sink.replay()
         if self._directory is None:
             return
-        self._directory.mkdir(parents=True, exist_ok=True)
-        (self._directory / f"{self.name}.json").write_text(json.dumps(graph.to_json()), encoding="utf-8")
+        path, data = self._directory / f"{self.name}.json", json.dumps(graph.to_json()).encode("utf-8")
+        if not attempt(path, len(data), partial(_write, path, data)):
+            return
         try:
-            self._picture = GraphPicture(
-                graph,
-                self._directory / f"{self.name}.dot",
-                self.formats,
-                depth=self.depth,
-                max_nodes=self.max_nodes,
-                styler=self.styler,
-                direction=self.direction,
-                legend=self.legend,
-                timeout_s=self.timeout_s,
-            )
+            if not self.formats or has_room(gettempdir(), _SCRATCH_BYTES):
+                nbytes = _DOCUMENT_BYTES + len(self.formats) * _PICTURE_BYTES
+                attempt(self._directory, nbytes, partial(self._draw, graph, self._directory))
         except RenderError as error:
             self._tell_no_picture(error)
 
+    def _draw(self, graph: Graph, directory: Path) -> None:
+        self._picture = GraphPicture(
+            graph,
+            directory / f"{self.name}.dot",
+            self.formats,
+            depth=self.depth,
+            max_nodes=self.max_nodes,
+            styler=self.styler,
+            direction=self.direction,
+            legend=self.legend,
+            timeout_s=self.timeout_s,
+        )
+
     def _show(self, wait_s: float | None) -> None:
-        """Hand the picture to the loggers, when there is one."""
+        """Send the picture to the loggers, if there is one.
+
+        Args:
+            wait_s: The maximum time to wait for the renderer, in seconds; ``None`` waits until it ends.
+        """
         picture, self._picture = self._picture, None
         if picture is None:
             return
         try:
             paths = picture.finish(wait_s)
         except (RenderError, OSError) as error:
-            self._tell_no_picture(error)
+            if is_full(error) and not self.strict:
+                warn_of_full(self._directory or Path(), error)
+            else:
+                self._tell_no_picture(error)
             return
         if picture.note:
             tell(f"the picture of the graph is smaller than asked for: {picture.note}")
@@ -326,12 +399,18 @@ class GraphRecorder(RecorderCallback):
         tell(f"the graph is in {there}, without a picture: {error}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "_capture": None,
-            "_picture": None,
-            "_waiting": False,
-        }
+        return {**super().__getstate__(), "styler": None if self.styler is None else Portable(self.styler, "styler")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        styler = None if state["styler"] is None else unwrap(state["styler"])
+        self.styler = styler if isinstance(styler, GraphvizStyler) else None
+        self._lose([styler])
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda file: file.write(data))
 
 
 def _pixels(path: Path) -> Image:

@@ -1,4 +1,4 @@
-"""What a recorder keeps of its records beside the loggers: files, dumps and pictures."""
+"""Outputs of a recorder in addition to the loggers: record files, dumps and pictures."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ __all__ = ["Keeping"]
 
 
 class Keeping:
-    """The arguments that say what is kept, and what comes of them in a run.
+    """The options for record files, dumps and pictures, which create the consumers of records for each run.
 
     Args:
-        dump: As for :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`, like all others.
-        dump_when: As above.
-        max_total_bytes: As above.
-        upload: As above.
-        max_upload_bytes: As above.
-        records: As above.
-        plots: As above.
-        plot_every_n_records: As above.
-        max_images: As above.
-        strict: As above.
+        dump: The same as in :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`, as are all others.
+        dump_when: See ``dump``.
+        max_total_bytes: See ``dump``.
+        upload: See ``dump``.
+        max_upload_bytes: See ``dump``.
+        records: See ``dump``.
+        plots: See ``dump``.
+        plot_every_n_records: See ``dump``.
+        max_images: See ``dump``.
+        name: The name of the recorder in messages.
+        strict: See ``dump``.
 
     Raises:
-        ArgumentError: If an argument can never work.
+        ArgumentError: If an argument is invalid.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class Keeping:
         plots: bool,
         plot_every_n_records: int | None,
         max_images: int,
+        name: str,
         strict: bool,
     ) -> None:
-        event = None if dump_when is None else Event(dump_when, "dump_when", strict=strict)
+        event = None if dump_when is None else Event(dump_when, "dump_when", name=name, strict=strict)
         self.dumps = StatisticsDumps(check_dump(dump), event)
-        """What is dumped, and when."""
+        """The dumps of statistics and their schedule."""
+        self._is_asked_for = not isinstance(dump, bool)
         for name, flag in (("upload", upload), ("records", records), ("plots", plots)):
             check_bool(name, flag)
         check_integer("max_total_bytes", max_total_bytes, 0)
@@ -67,6 +70,13 @@ class Keeping:
         self._max_total_bytes, self._upload, self._max_upload_bytes = max_total_bytes, upload, max_upload_bytes
         self._records, self._plots = records, plots
         self._every, self._max_images = plot_every_n_records, max_images
+
+    @property
+    def waits_for_checkpoints(self) -> bool:
+        """True if ``dump`` was given explicitly as ``"checkpoints"`` only and no dump has been written."""
+        folder = self.dumps.folder
+        alone = self.dumps.at == ("checkpoints",) and not self.dumps.has_event
+        return self._is_asked_for and alone and folder is not None and not (folder.written or folder.is_full)
 
     def outlets(
         self,
@@ -80,17 +90,17 @@ class Keeping:
         ranks: int,
         shown: bool,
     ) -> list[Outlet]:
-        """Who is given the records of a run.
+        """Return the consumers that receive the records of a run.
 
         Args:
-            results: Shows the pictures, and hands on what is uploaded.
+            results: The pipeline that shows the pictures and passes on uploads.
             directory: The folder of the run's recordings, if it has one.
-            group: What is recorded.
-            label: What files call the recorder.
-            name: Its own name.
-            called: What warnings call it.
-            ranks: Of how many processes the records are.
-            shown: Whether there is anyone to show pictures to.
+            group: The kind of recording.
+            label: The name of the recorder in file names.
+            name: The recorder's ``name`` argument.
+            called: The name of the recorder in warnings.
+            ranks: The number of ranks that the records cover.
+            shown: True if a sink can show pictures.
         """
         folder = DumpFolder(
             label,
@@ -107,6 +117,5 @@ class Keeping:
         if self._records and directory is not None:
             found.append(RecordFile(directory, label, group=group, name=name, ranks=ranks))
         if self._plots and shown:
-            tags = results.report.group
-            found.append(Plotter(group, tags, every=self._every, max_images=self._max_images, show=results.show))
+            found.append(Plotter(group, label, every=self._every, max_images=self._max_images, show=results.show))
         return found

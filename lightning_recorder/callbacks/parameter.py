@@ -1,4 +1,4 @@
-"""Statistics of the parameters, their gradients and their updates while a model trains."""
+"""Record statistics of parameters, their gradients and their updates during training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
+from lightning_recorder.callbacks.arguments import checked_arguments
 from lightning_recorder.callbacks.base import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import SelectionError, check_some, tell
-from lightning_recorder.names import named_submodules
+from lightning_recorder.names import default_modules, named_submodules, own_parameters
 from lightning_recorder.recorders import (
     PARAMETER_PARTS,
     OptimizerRecorder,
@@ -23,37 +24,48 @@ from lightning_recorder.recorders import (
 )
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.taps import Site
-from lightning_recorder.taps.parameter import own_parameters
 
 __all__ = ["ParameterRecorder"]
 
+_SYNONYMS = {
+    "weights": "values",
+    "weight": "values",
+    "parameters": "values",
+    "optimizer": "moments",
+    "state": "moments",
+}
+
 
 class ParameterRecorder(StatisticsCallback):
-    """Records the parameters of the selected modules, their gradients and what the optimiser makes of them.
+    """Records statistics of the parameters of the selected modules, their gradients, updates and optimiser state.
 
-    It records at each optimiser step of a sampled step, of the parameters that this optimiser has. For a parameter
-    ``weight`` the tags are ``parameters/<module>/weight/<statistic>`` for the values before the step, ``weight.grad``
-    for the gradient that the optimiser uses, unscaled, accumulated and reduced over the ranks, before it is clipped,
-    ``weight.update`` for what the step changes, and ``weight.exp_avg`` and the like for what the optimiser keeps. The
-    update-to-weight ratio is ``weight/update_ratio``: ``rms(update) / rms(values)``.
+    The statistics are recorded at each optimiser step of a sampled training step, for the parameters of that optimiser.
+    For a parameter ``weight``, the tags are:
 
-    Without arguments it records all modules that have parameters of their own.
+    - ``parameters/<module>/weight/<statistic>``: the values before the step;
+    - ``weight.grad``: the gradient that the optimiser uses: unscaled, accumulated, reduced across ranks, and before
+      clipping;
+    - ``weight.update``: the change of the values in the step;
+    - ``weight.exp_avg`` and so on: the optimiser state;
+    - ``weight/update_ratio``: the update-to-weight ratio ``rms(update) / rms(values)``.
+
+    By default, it records all modules that have parameters of their own, including the LightningModule.
 
     Args:
-        names: Module names or globs, as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. Of each module
-            its own parameters are recorded, not those of its children.
-        parts: What is recorded: some of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
-        options: Further arguments as for :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`.
+        names: Module names or globs, such as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. Only a
+            module's own parameters are recorded, not those of its children.
+        parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
+        options: Further arguments of :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`.
 
     Raises:
-        ArgumentError: At construction, if an argument can never work.
-        SelectionError: When the fit starts, if a name matches no module; with the closest names.
+        ArgumentError: If an argument is invalid. Raised at construction.
+        SelectionError: If a name matches no module. Raised when the fit starts; the message lists the closest names.
 
     Note:
-        For the updates a copy of the recorded parameters is kept during a recorded step; where there is no memory for
-        it they are left out, with a warning. A replicated parameter is counted once, and a warning says if the ranks do
-        not have the same values; of a sharded one all parts are merged. Otherwise as
-        :class:`~lightning_recorder.ActivationRecorder`.
+        Recording updates keeps a copy of the recorded parameters during a recorded step. If there is not enough memory
+        for the copy, updates are left out with a warning. A replicated parameter is counted once, and a warning is
+        given if its values differ between ranks. The shards of a sharded parameter are merged. Everything else is the
+        same as for :class:`~lightning_recorder.ActivationRecorder`.
 
     Example::
 
@@ -62,6 +74,9 @@ class ParameterRecorder(StatisticsCallback):
 
     group = "parameters"
 
+    _told_apart: bool
+
+    @checked_arguments
     def __init__(
         self,
         names: str | Sequence[str] | None = None,
@@ -69,15 +84,18 @@ class ParameterRecorder(StatisticsCallback):
         parts: str | Sequence[Literal["values", "gradients", "updates", "moments"]] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
         **options: Any,
     ) -> None:
-        self.parts = check_some("parts", parts, PARAMETER_PARTS)
-        self._told_apart = False
+        self.parts = check_some("parts", parts, PARAMETER_PARTS, _SYNONYMS)
         super().__init__(names, **options)
 
     @override
+    def idle(self) -> dict[str, Any]:
+        return {**super().idle(), "_told_apart": False}
+
+    @override
     def choose(self, pl_module: LightningModule) -> SelectedModules:
-        owners = _owners(pl_module)
-        if self.selection == Selection(exclude=self.selection.exclude):
-            chosen = Selection(predicate=lambda name, module: name in owners, exclude=self.selection.exclude)
+        if self.selection.is_default:
+            owners = _owners(pl_module)
+            chosen = Selection(predicate=lambda name, module: module in owners, exclude=self.selection.exclude)
             return chosen.resolve(pl_module) if owners else SelectedModules({}, {})
         modules = self.selection.resolve(pl_module)
         if not any(True for module in modules.values() for _ in own_parameters(module)):
@@ -100,16 +118,20 @@ class ParameterRecorder(StatisticsCallback):
     @guarded
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        run = self._run
+        if run is None or run.is_idle:
+            return
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
-        if self._run is not None and isinstance(self._run.recorder, OptimizerRecorder):
-            # Lightning leaves the gradients of optimisers scaled that take the scale out by themselves.
+        # The call above may fail and release the run.
+        if self._run is run and isinstance(run.recorder, OptimizerRecorder):
+            # Lightning does not unscale the gradients for optimisers that unscale them themselves.
             scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
-            with self._run.contained():
-                self._run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
+            with run.contained():
+                run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
 
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
-        # Steps of optimisers that were taken out of their wrappers tell Lightning nothing.
+        # Lightning does not see the steps of an optimiser that was unwrapped from LightningOptimizer.
         if isinstance(recorder, OptimizerRecorder) and not pl_module.automatic_optimization:
             recorder.optimizers = tuple(trainer.optimizers)
 
@@ -133,13 +155,17 @@ class ParameterRecorder(StatisticsCallback):
         return with_update_ratios(found)
 
 
-def _owners(root: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have parameters of their own which no module before them has."""
-    found: dict[str, nn.Module] = {}
+def _owners(root: nn.Module) -> set[nn.Module]:
+    """Return the root and default modules that own a parameter which no earlier one owns.
+
+    Unlike for activations, the root is included: its parameters can be read without knowing what a call of it means.
+    """
+    named = named_submodules(root, remove_duplicate=False)
+    found: set[nn.Module] = set()
     seen: set[int] = set()
-    for name, module in named_submodules(root).items():
-        own = {id(parameter) for _, parameter in own_parameters(module)}
+    for name in ["", *default_modules(root)]:
+        own = {id(parameter) for _, parameter in own_parameters(named[name])}
         if own - seen:
-            found[name] = module
+            found.add(named[name])
             seen |= own
     return found

@@ -1,4 +1,4 @@
-"""Whether the processes of a run record together."""
+"""Agreement among the ranks of a run on whether their records are merged."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ __all__ = ["agree", "decline"]
 
 
 def agree(trainer: Trainer, *, takes_part: bool, about: str, name: str) -> Exchange | None:
-    """Find out, together with the other ranks, whether they can be merged; ``None`` where there are no others.
+    """Agree with the other ranks whether records can be merged.
+
+    Warns on rank 0 if they cannot. Must be called on every rank.
 
     Args:
         trainer: The trainer.
-        takes_part: Whether this rank has something to record.
-        about: What all ranks have to have the same.
-        name: What warnings call the recorder.
+        takes_part: True if this rank has something to record.
+        about: A description of the recording, which must be equal on all ranks.
+        name: The name of the recorder in warnings.
+
+    Returns:
+        The exchange between the ranks, or ``None`` if there is only one rank or ``torch.distributed`` is not in use.
     """
     if trainer.world_size == 1:
         return None
@@ -34,6 +39,6 @@ def agree(trainer: Trainer, *, takes_part: bool, about: str, name: str) -> Excha
 
 
 def decline(trainer: Trainer) -> None:
-    """Say to the other ranks that this one, in which recording is switched off, takes no part."""
+    """Tell the other ranks that recording is switched off on this one."""
     if trainer.world_size > 1 and Exchange.is_needed():
         Exchange(trainer.strategy.root_device).agree(False, "")

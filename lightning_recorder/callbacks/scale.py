@@ -1,4 +1,4 @@
-"""The loss scale of a trainer, and the steps that are passed over for it."""
+"""Track the loss scale of a trainer and the steps skipped because of overflow."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ __all__ = ["LossScale"]
 
 
 class LossScale:
-    """Follows the scale of a ``GradScaler`` through the steps of a batch; it is 1 without one.
+    """Tracks the scale of a ``GradScaler`` across the steps of a batch. The scale is 1 without a ``GradScaler``.
 
-    A step whose gradients are not finite is passed over by the optimiser. Then the scale shrinks, and at no other time.
+    If the gradients of a step are not finite, the optimiser skips the step and the scale shrinks. It shrinks at no
+    other time, so a smaller scale means a skipped step.
 
     Note:
-        On a GPU, reading the scale waits for the device.
+        On a GPU, reading the scale synchronises with the device.
     """
 
     def __init__(self) -> None:
         self.value = 1.0
-        """The scale at which the gradients are computed now."""
+        """The current loss scale."""
         self.overflowed = False
-        """Whether a step of this batch was passed over."""
+        """True if a step of this batch was skipped."""
 
     def begin_batch(self, trainer: Trainer) -> None:
-        """See what the scale is before a batch."""
+        """Read the scale before a batch."""
         self.value, self.overflowed = _scale(trainer), False
 
     def end_step(self, trainer: Trainer) -> bool:
-        """See what has become of the step before; the answer is whether the scale is another one now."""
+        """Check whether the previous step was skipped; return True if the scale has changed."""
         before, self.value = self.value, _scale(trainer)
         self.overflowed |= self.value < before
         return self.value != before

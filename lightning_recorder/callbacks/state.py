@@ -1,4 +1,4 @@
-"""What a recorder keeps from one fit to the next, in checkpoints and between them."""
+"""The state that a recorder carries from one fit to the next, in memory or in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,30 +15,27 @@ _VERSION = 1
 
 
 class KeptState:
-    """What was not in any record yet when a fit ended or was saved, until the next one goes on from it.
+    """Holds statistics that were not yet written to a record when a fit ended or was saved, until the next fit resumes.
 
-    That is at the first batch: only then the trainer knows its step, and all ranks have agreed.
+    They are restored at the first batch. Before it, the trainer does not know its step and the ranks have not agreed.
 
     Args:
-        settings: What a saved state has to agree with.
+        settings: A description of the settings, which must equal that of a saved state.
     """
 
     def __init__(self, settings: str) -> None:
         self._settings = settings
         self._state: dict[str, Any] | None = None
-        self._global_step: int | None = None  # at which it was kept; a checkpoint's has none, since it brings its own
-
-    @property
-    def waits(self) -> bool:
-        """Whether there is a state that no run has taken."""
-        return self._state is not None
+        self.waits = False
+        """True while there is a state that no run has restored."""
+        self._global_step: int | None = None  # the step at which the state was kept; None for a state from a checkpoint
 
     def packed(self, run: Mapping[str, Any], report: Report) -> dict[str, Any]:
-        """What goes into a checkpoint: what waits still, else the state of the run.
+        """Return the state for a checkpoint: the pending state if there is one, otherwise the state of the run.
 
         Args:
-            run: That state, empty without a run.
-            report: Knows which sites have had NaN or infinities.
+            run: The state of the run; empty without a run.
+            report: The report, which tracks the shown tags and the sites that had NaN or infinities.
         """
         if self._state is not None and self._global_step is None:
             return self._state
@@ -46,30 +43,35 @@ class KeptState:
             "version": _VERSION,
             "settings": self._settings,
             "nonfinite": [list(site) for site in sorted(report.nonfinite)],
+            "tags": report.state_dict(),
             **(run if self._state is None else self._state),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`packed` gave to a checkpoint."""
-        self._state, self._global_step = dict(state), None
+        """Load a state from a checkpoint, as returned by :meth:`packed`."""
+        self._state, self._global_step, self.waits = dict(state), None, True
 
     def keep(self, run: Mapping[str, Any], global_step: int) -> None:
-        """Take the state of a run that ended at this step, for a fit of the same trainer that goes on there."""
-        self._state, self._global_step = dict(run), global_step
+        """Keep the state of a run that ended at this step, for the next fit of the same trainer."""
+        self._state, self._global_step, self.waits = dict(run), global_step, True
 
     def forget(self) -> None:
-        """Let nothing wait."""
+        """Discard the pending state."""
         self._state = self._global_step = None
+        self.waits = False
 
     def hand_over(self, run: RunRecorder, report: Report, *, global_step: int, step: int, epoch: int) -> str:
-        """Let a run go on from it; the answer is why it cannot, empty if it does.
+        """Restore the pending state into a run. Must be called on each rank.
 
         Args:
-            run: The run, on each rank.
-            report: Learns which sites have had NaN or infinities.
-            global_step: Where the trainer stands; a state that was kept at another step is none of this run.
-            step: The step that the run goes on with, as ``self.log`` counts.
-            epoch: Its epoch.
+            run: The run that resumes.
+            report: The report, which receives the shown tags and the sites that had NaN or infinities.
+            global_step: The trainer's ``global_step``. A state that was kept at a different step is discarded.
+            step: The first step of the resumed run, as counted by ``self.log``.
+            epoch: The epoch of that step.
+
+        Returns:
+            The reason why the state could not be restored, or an empty string.
         """
         state, kept_at = self._state, self._global_step
         self.forget()
@@ -80,8 +82,11 @@ class KeptState:
                 if (state["version"], state["settings"]) != (_VERSION, self._settings):
                     return "its state in the checkpoint is that of other settings or another version"
                 report.nonfinite |= {Site(*site) for site in state["nonfinite"]}
-                if not state.keys() - {"version", "settings", "nonfinite"}:
+                report.load_state_dict(state.get("tags", {}))
+                if not state.keys() - {"version", "settings", "nonfinite", "tags", "label"}:
                     return ""
+            else:
+                report.load_state_dict(state.get("tags", {}))
             run.load_state_dict(state, step, epoch)
         except (KeyError, TypeError, ValueError) as error:
             return f"its state in the checkpoint cannot be read: {describe_error(error)}"

@@ -1,29 +1,39 @@
-"""The callback behind the recorders of activations, gradients and parameters: what is recorded of a trainer's run."""
+"""The base class of the recorders of activations, gradients and parameters."""
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import checked_statistics, in_words, recorder_options
-from lightning_recorder.callbacks.base import Compiled, guarded
-from lightning_recorder.callbacks.checkpoints import CheckpointWatch
+from lightning_recorder.callbacks.arguments import checked_arguments, checked_statistics, in_words, recorder_options
+from lightning_recorder.callbacks.base import Compiled, fixed_in_run, guarded
+from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
 from lightning_recorder.callbacks.keeping import Keeping
 from lightning_recorder.callbacks.ranks import agree, decline
-from lightning_recorder.callbacks.run import logged_step, stepped
+from lightning_recorder.callbacks.run import (
+    Silence,
+    logged_step,
+    stepped,
+    why_no_files,
+    why_no_training,
+    why_no_validation,
+)
 from lightning_recorder.callbacks.scale import LossScale
 from lightning_recorder.callbacks.state import KeptState
 from lightning_recorder.compiled import compiled_modules
+from lightning_recorder.disk import attempt
 from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, check_integer, describe_error, tell
 from lightning_recorder.recorders import (
     Budget,
@@ -49,69 +59,83 @@ from lightning_recorder.taps import Site
 __all__ = ["DEFAULT_STATISTICS", "StatisticsCallback"]
 
 DEFAULT_STATISTICS = ("mean", "std", "rms", "min", "max", "zero_fraction")
-"""The scalars that are shown by default; NaN and infinities are counted as well and shown once there are any."""
+"""The statistics shown by default. Counts of NaN and infinities are shown as well, once they are not zero."""
 
-# By this attribute of a model Lightning allows a rank to have no batches.
+_EVALUATIONS = {"validate": "validation", "test": "test", "predict": "prediction"}
+
+_FOLDER_BYTES = 4096  # the size of an empty folder
+# Lightning allows a rank to have no batches if this attribute of the model is true.
 _MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 
 
 class StatisticsCallback(EvaluationCallback):
     """Records statistics of tensors on the sampled steps of a fit.
 
-    The base of :class:`~lightning_recorder.ActivationRecorder`, :class:`~lightning_recorder.GradientRecorder` and
+    Base class of :class:`~lightning_recorder.ActivationRecorder`, :class:`~lightning_recorder.GradientRecorder` and
     :class:`~lightning_recorder.ParameterRecorder`.
 
     Args:
-        names: Module names or globs, as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
-        types: Module classes or their names; with ``names``, both must hold.
-        exclude: Names or globs to leave out.
-        every_n_train_steps: Record the first optimiser step and then each n-th; by default
-            ``Trainer(log_every_n_steps=…)``, and every step where ``step_window`` or ``when`` is given. Steps count
-            from 0, so 100 records 0, 99, 199, …; 0 records nothing.
-        every_n_epochs: Record in the first epoch and then in each n-th.
-        first_n_steps: So many steps at the beginning of the run are recorded as well.
-        step_window: ``(start, stop)``: nothing before step ``start``, and nothing from ``stop`` on.
-        when: A function of the step that says whether it is recorded, or its import path; asked last, at times more
-            than once, and the same on all ranks.
-        reduce: What becomes one record: ``"step"``, each recorded step; a number n, all recorded steps of a window of n
-            optimiser steps; ``"epoch"``, all of an epoch.
-        statistics: Which scalars to show, of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
-            ``zero_fraction``, ``nan_count``, ``inf_count``, and of ``rank_mean_min`` and ``rank_mean_max``, the
-            extremes of the means that the ranks have each for itself.
-        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed by torch. Those of their statistics
-            that are one number are shown, the others are in the dumps and in ``latest``.
-        quantiles: Shares, as 0.99, whose quantiles are read from the histogram and shown as ``quantile_0.99``.
-        histograms: Whether to write histograms.
-        histogram_sample: How many values of a tensor go into the histogram; by default all.
-        max_tags: The most tags that the loggers get; of more modules those evenly spread, which one warning says. The
-            files of records have all.
-        dump: When the statistics are written to a file of tensors: ``"checkpoints"``, the latest ones beside each;
-            ``"records"``, each record, and ``"epochs"``, the latest at the end of each epoch, into
-            ``<log_dir>/recorder/dumps``. True stands for ``"checkpoints"``.
-        dump_when: A function of the statistics of a site, as ``lambda seen: seen.abs_max > 1e4``, or its import path; a
-            record is dumped if it is true of any of its sites.
-        max_total_bytes: So much is dumped, beside checkpoints apart, before one warning says that no more is.
-        upload: Whether the loggers that keep files get the dumps as well, up to ``max_upload_bytes``.
-        max_upload_bytes: So much is uploaded.
-        records: Whether all records are kept in ``<log_dir>/recorder/records``, for
-            :func:`~lightning_recorder.open_recording`.
-        plots: Whether pictures of what was recorded up to now are drawn, when 10, 20, 40, … records are there and when
-            the fit ends.
-        plot_every_n_records: Draw them at each n-th record instead.
-        max_images: The most pictures of single modules over time.
-        compiled: What becomes of compiled modules: ``"eager"``, a recorded step runs without the compiled code;
-            ``"skip"``, they are not recorded.
-        max_overhead: The share of the training time that recording may take, as 0.02. Where it takes more, the cadence
-            is widened, which is logged.
-        name: Tells this callback from others of its kind, in checkpoints, in the names of dumps and in the tags, which
-            then begin with ``<group>-<name>``.
-        sinks: Further sinks, beside the loggers of the trainer and the files under ``<log_dir>/recorder``.
-        strict: Raise errors of the recorder instead of warning of them.
+        names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
+        types: Module classes or their names. If ``names`` is also given, a module must match both.
+        exclude: Names or globs of modules to leave out.
+        every_n_train_steps: Record the first optimiser step and then every n-th one. Defaults to
+            ``Trainer(log_every_n_steps=…)``, or to every step if ``step_window`` or ``when`` is given. Steps count from
+            0, so 100 records steps 0, 99, 199, …; 0 records nothing.
+        every_n_epochs: Record in the first epoch and then in every n-th one.
+        first_n_steps: The number of steps at the beginning of the run that are recorded in addition.
+        step_window: ``(start, stop)``: Record only steps from ``start`` up to, but not including, ``stop``.
+        when: A function of the step that returns true if the step is to be recorded, or its import path. It is called
+            last, may be called more than once per step, and must return the same value on all ranks.
+        reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
+            recorded steps in a window of n optimiser steps. ``"epoch"``: all recorded steps of an epoch.
+        statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
+            ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min`` and ``rank_mean_max``. The last two are
+            the smallest and the largest mean of any single rank.
+        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
+            statistics are shown; other statistics are in the dumps and in ``latest``.
+        quantiles: Fractions, such as 0.99. Each quantile is estimated from the histogram and shown as
+            ``quantile_0.99``.
+        histograms: Write histograms.
+        histogram_sample: The number of values of a tensor to include in the histogram. By default, all are included.
+        max_tags: The maximum number of tags for the loggers. If there are more, only some modules are shown: first
+            those with unusual statistics, then an even selection of the others. A module that becomes unusual later is
+            shown from then on. One warning is given. Record files contain all modules.
+        dump: The times at which statistics are dumped to a file of tensors. ``"checkpoints"`` writes the latest record
+            beside each checkpoint. ``"records"`` writes each record, and ``"epochs"`` the latest one at the end of each
+            epoch, to ``<log_dir>/recorder/dumps``. True means ``"checkpoints"``.
+        dump_when: A function of the statistics of a site, such as ``lambda seen: seen.abs_max > 1e4``, or its import
+            path. A record is dumped if the function returns true for any of its sites.
+        max_total_bytes: The maximum size of all dumps in bytes, not counting those beside checkpoints. When it is
+            reached, one warning is given and no more dumps are written.
+        upload: Also pass the dumps to the loggers that store files, up to ``max_upload_bytes``.
+        max_upload_bytes: The maximum size of all uploads in bytes.
+        records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
+        plots: Draw plots of all records so far, after 10, 20, 40, … records and when the fit ends.
+        plot_every_n_records: Draw the plots after every n-th record instead.
+        max_images: The maximum number of plots that show a single module over time.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
+            and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
+        max_overhead: The maximum fraction of training time that recording may take, such as 0.02. If it takes more, the
+            recording interval is increased, and the change is logged.
+        name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
+            names of dumps and in the tags, which then begin with ``<group>-<name>``.
+        sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
+        strict: Raise errors of the recorder instead of warning about them.
     """
 
-    group: ClassVar[str]
-    """First part of the tags and name of the dumps."""
+    keeps_state = True
 
+    _kept: KeptState
+    loss_scale: LossScale
+    _results: Results
+    _checkpoints: CheckpointWatch
+    _run: RunRecorder | None
+    evaluations: dict[str, EvaluationRecorder]
+    _watched: Watched | None
+    _has_receipt: bool
+    _every_n: int | None
+
+    @checked_arguments
     def __init__(
         self,
         names: str | Sequence[str] | None = None,
@@ -165,34 +189,47 @@ class StatisticsCallback(EvaluationCallback):
             plots=plots,
             plot_every_n_records=plot_every_n_records,
             max_images=max_images,
+            name=str(self),
             strict=strict,
         )
         self.options = recorder_options(extra, quantiles, histogram_sample, strict)
-        """What the recorders of this callback are made with."""
-        recorder = self.make_recorder({}, "train")  # raises what is wrong now and not when the fit starts
+        """The keyword arguments of the recorders of this callback."""
+        recorder = self.make_recorder({}, "train")  # raises argument errors now instead of when the fit starts
         self.histograms = histograms
         self._settings = f"{self.reduce} {recorder.states.described}"
-        self._kept = KeptState(self._settings)
-        self.loss_scale = LossScale()
         check_integer("max_tags", max_tags, 1)
-        tags, budget = "-".join(filter(None, [self.group, name])), TagBudget(max_tags, str(self))
-        report = Report(tags, self.statistics, histograms=histograms, budget=budget)
-        self._results = Results(report, name=str(self), say=rank_zero_info, summarize=self.summarize, strict=strict)
-        self._checkpoints = CheckpointWatch(
-            self.checkpoint_saved, self.checkpoint_removed, self._no_more, name=str(self)
-        )
-        self._run: RunRecorder | None = None
-        self.evaluations: dict[str, EvaluationRecorder] = {}
-        self._watched: Watched | None = None
-        self._has_receipt = False
-        self._every_n: int | None = None
+        self.max_tags = max_tags
+        self.__dict__.update(self.idle())
+
+    @override
+    def idle(self) -> dict[str, Any]:
+        tags = "-".join(filter(None, [self.group, self.name]))
+        by_path = self.group == "parameters"
+        budget = TagBudget(self.max_tags, str(self), stages=len(self.stages), by_path=by_path)
+        report = Report(tags, self.statistics, histograms=self.histograms, budget=budget)
+        return {
+            **super().idle(),
+            "_kept": KeptState(self._settings),
+            "loss_scale": LossScale(),
+            "_results": Results(
+                report, name=str(self), say=rank_zero_info, summarize=self.summarize, strict=self.strict
+            ),
+            "_checkpoints": CheckpointWatch(
+                self.checkpoint_saved, self.checkpoint_removed, self._no_more, name=str(self)
+            ),
+            "_run": None,
+            "evaluations": {},
+            "_watched": None,
+            "_has_receipt": False,
+            "_every_n": None,
+        }
 
     @abstractmethod
     def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
-        """What brings the tensors of the modules in a stage."""
+        """Return a recorder for the modules in a stage."""
 
     def choose(self, pl_module: LightningModule) -> SelectedModules:
-        """The modules to record.
+        """Return the modules to record.
 
         Raises:
             SelectionError: If nothing is selected.
@@ -201,14 +238,14 @@ class StatisticsCallback(EvaluationCallback):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """What is recorded of a run: ``"train"`` and the evaluations."""
+        """The stages to record: ``"train"`` and evaluations."""
         return ("train",)
 
     @override
     def begins_with(self, function: str) -> bool:
         return function in self.stages or (function == "fit" and bool({"train", "validate"} & set(self.stages)))
 
-    # The beginning and the end.
+    # Start and end of a run.
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
@@ -221,18 +258,18 @@ class StatisticsCallback(EvaluationCallback):
             if trainer.is_global_zero:
                 self.warn_of_eager_memory(pl_module)
             if modules is not None:
-                self._tell_of_others(trainer, modules)
+                self._check_others(trainer, modules)
                 self._make_workers(trainer, pl_module, modules)
         except (ArgumentError, SelectionError):
             raise
-        except Exception as caught:  # noqa: BLE001 - raised again, when the other ranks know
+        except Exception as caught:  # noqa: BLE001 - raised below, after the other ranks know
             error, modules = caught, None
         about = f"{self.state_key} {self._settings} {None if modules is None else list(modules)}"
         exchange = agree(trainer, takes_part=modules is not None, about=about, name=str(self))
         for worker in self._workers:
             worker.exchange = exchange
         if exchange is not None and self.evaluations and getattr(pl_module, _MAY_BE_EMPTY, False):
-            # Such a rank has no evaluation at all, and would never answer.
+            # A rank without batches runs no evaluation and would never respond.
             if trainer.is_global_zero:
                 tell(f"{self}: evaluations are those of rank 0 alone, since {_MAY_BE_EMPTY} is set")
             for evaluation in self.evaluations.values():
@@ -245,8 +282,10 @@ class StatisticsCallback(EvaluationCallback):
             self._checkpoints.begin(trainer)
 
     def _begin_results(self, trainer: Trainer, directory: Path | None) -> None:
-        label = self.label(trainer, self.group)
+        label = self.label(trainer)
         self._results.begin(self._sink, directory, label, keepers=self._keepers)
+        why = why_no_files(trainer, directory)
+        self._results.note = f"; {why}" if why else ""
         if trainer.is_global_zero:
             self._results.outlets = self.keeping.outlets(
                 self._results,
@@ -287,7 +326,7 @@ class StatisticsCallback(EvaluationCallback):
     def give_up(self) -> bool:
         is_news = not any(worker.failed for worker in self._workers)
         if any(worker.exchange is not None and worker.exchange.is_open for worker in self._workers):
-            # The other ranks count on this one to answer, though it has nothing more to give.
+            # The other ranks still wait for responses from this one, even though it records nothing more.
             for worker in self._workers:
                 worker.fail()
         else:
@@ -295,10 +334,10 @@ class StatisticsCallback(EvaluationCallback):
         return is_news
 
     def _made(self, directory: Path | None) -> Path | None:
-        """The folder, if it can be made."""
+        """Create the folder, and return it unless that fails. A full disk is no failure, as it may have room later."""
         try:
             if directory is not None:
-                directory.mkdir(parents=True, exist_ok=True)
+                attempt(directory, _FOLDER_BYTES, partial(directory.mkdir, parents=True, exist_ok=True))
         except OSError as error:
             if self.strict:
                 raise
@@ -306,31 +345,40 @@ class StatisticsCallback(EvaluationCallback):
             return None
         return directory
 
-    def _tell_of_others(self, trainer: Trainer, modules: SelectedModules) -> None:
-        """Say so if another recorder writes the same tags."""
+    def _check_others(self, trainer: Trainer, modules: SelectedModules) -> None:
+        """Raise an error if another recorder writes the same tags.
+
+        Raises:
+            ArgumentError: If both record the same module and neither has a name.
+        """
         for other in self.alike(trainer):
             if other is self:
                 return
-            shared = [] if other._watched is None else [name for name in modules if name in other._watched.modules]
-            if shared and self.tags & other.tags and trainer.is_global_zero:
-                tell(
-                    f"two callbacks {self} record {shared[0]!r} under the same tags, so their records mix: give one "
-                    "a name"
+            if not isinstance(other, StatisticsCallback) or other.name != self.name or other._watched is None:
+                continue
+            shared = [name for name in modules if name in other._watched.modules]
+            if shared and self.tags & other.tags:
+                kind = type(self).__name__
+                more = f" and {len(shared) - 1} more modules" if shared[1:] else ""
+                raise ArgumentError(
+                    f"two {kind} without a name record {shared[0]!r}{more} under the "
+                    f"same tags: give one of them a name, as {kind}(name='second'), or select other modules"
                 )
 
     @property
     def tags(self) -> set[str]:
-        """What two recorders of this kind may not both write of a module."""
+        """The kinds of tags. Two recorders of the same name must not write the same kind for the same module."""
         return set(self.stages)
 
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
-        """The modules to record, if there are any."""
+        """Return the modules to record, or ``None`` if there are none."""
         modules = self.choose(pl_module)
         compiled = compiled_modules(pl_module) if self.compiled == "skip" else set()
         skipped = [name for name, module in modules.items() if module in compiled]
         for name in skipped:
             del modules[name]
-        self._watched = Watched(pl_module, modules, (), skipped=skipped, of=self.group)
+        is_default = self.selection.is_default
+        self._watched = Watched(pl_module, modules, (), skipped=skipped, of=self.group, is_default=is_default)
         return modules or None
 
     @override
@@ -351,24 +399,28 @@ class StatisticsCallback(EvaluationCallback):
             with run.contained():
                 run.abort()
                 if trainer is not None and not self._kept.waits:
-                    self._kept.keep(run.state_dict(), trainer.global_step)
+                    self._results.wait()  # the last records may add modules to the shown tags
+                    self._kept.keep(
+                        {**run.state_dict(), "tags": self._results.report.state_dict()}, trainer.global_step
+                    )
         self._watched = None
-        # After a fault a second one is no news.
+        # After a failure, a second error is not reported.
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():
             self._results.end()
-        if trainer is None or not trainer.interrupted:  # else the checkpoint of the exception is still to come
+        if trainer is None or not trainer.interrupted:  # otherwise the exception's checkpoint follows
             self.keeping.dumps.end()
 
     # Batches.
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
-        """Make the recorder ready for a batch that is recorded."""
+        """Prepare the recorder for a recorded batch."""
 
     @guarded
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._checkpoints.look(trainer)
+        if self._checkpoints.is_pending:
+            self._checkpoints.look(trainer)
         self._results.replay()
         if self._run is None:
             return
@@ -378,24 +430,26 @@ class StatisticsCallback(EvaluationCallback):
             why_not = self._kept.hand_over(self._run, report, global_step=at, step=step, epoch=epoch)
             if why_not and trainer.is_global_zero:
                 tell(f"{self} begins anew: {why_not}")
-        self._run.enabled = self.enabled
-        self._run.start_batch(step, epoch, partial(self._prepare, trainer, pl_module, self._run.recorder))
+        self._run.enabled = self._enabled
+        if not self._run.pass_over(step, epoch):
+            prepare = partial(self._prepare, trainer, pl_module, self._run.recorder)
+            self._run.start_batch(step, epoch, prepare)
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
         self.loss_scale.begin_batch(trainer)
         self.prepare(trainer, pl_module, recorder)
 
     def _end_step(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
-        """See whether the optimiser has passed the step before over."""
+        """Check whether the optimiser skipped the previous step."""
         if self.counts_overflow and self.loss_scale.end_step(trainer):
             self.prepare(trainer, pl_module, run.recorder)
 
     @guarded
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._run is None or not self._run.records:
+        if self._run is None or self._run.is_idle or not self._run.records:
             return
-        if not pl_module.automatic_optimization:  # another may have stepped in this batch
+        if not pl_module.automatic_optimization:  # another optimiser may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
         if not self._has_receipt and self._watched is not None:
             trained = with_gradients(self._watched.modules) | set(self._watched.trained)
@@ -406,19 +460,20 @@ class StatisticsCallback(EvaluationCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._run is not None:
+        if self._run is not None and not self._run.is_idle:
             if self._run.records:
                 self._end_step(trainer, pl_module, self._run)
             self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self.loss_scale.overflowed)
+            self.say_ran_eagerly(trainer, self._run.recorder.ran_eagerly)
             self._tell_cadence(self._run)
 
     @property
     def counts_overflow(self) -> bool:
-        """Whether steps whose gradients overflowed are counted apart."""
+        """True if steps whose gradients overflowed are counted separately."""
         return False
 
     def _tell_cadence(self, run: RunRecorder) -> None:
-        """Say so if the cadence was widened."""
+        """Log the recording interval and write it as a scalar if it has changed."""
         if self.max_overhead is None or run.every_n_train_steps == self._every_n:
             return
         before, self._every_n = self._every_n, run.every_n_train_steps
@@ -447,117 +502,141 @@ class StatisticsCallback(EvaluationCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.finish()
-            if not self._run.has_recorded and self._run.every_n_train_steps and trainer.global_step:
-                rank_zero_info(f"{self} has recorded no step: none was due by its schedule")
+
+    @override
+    def silences(self, trainer: Trainer, function: str) -> Iterator[Silence]:
+        if any(worker.failed for worker in self._workers):
+            return  # already warned
+        self._results.wait()
+        recorded, empty = self._results.recorded, self._results.empty
+        if self._run is not None and not self._run.has_recorded:
+            yield self.why_no_step(trainer, self.sampling)
+        stage = "validate" if function == "fit" else function
+        if stage in self.evaluations and not recorded[stage]:
+            what = "recorded nothing" + (f" in the {_EVALUATIONS[stage]}" if recorded["train"] else "")
+            if empty[stage]:
+                why = f"the selected modules gave no tensor in the {_EVALUATIONS[stage]}"
+                yield Silence(why, "Select others.", what)
+            elif not self.enabled:
+                yield Silence("it is disabled", "", what)
+            elif function == "fit" and (self._run is None or self._run.has_recorded):  # else it was reported above
+                yield self._why_no_validation(trainer)._replace(what=what)
+        if recorded["train"] and self.keeping.waits_for_checkpoints:
+            no_files = why_no_files(trainer, self._directory)
+            why = no_files or why_no_checkpoint(trainer)
+            fix = "" if no_files else "Save checkpoints, or give dump='records'."
+            yield Silence(why, fix, "dumped nothing")
+
+    def _why_no_validation(self, trainer: Trainer) -> Silence:
+        if self._began is None:
+            return why_no_training(trainer)
+        epoch = self._began[1]
+        epochs = range(epoch, max(epoch + 1, trainer.current_epoch))
+        if trainer.enable_validation and not any(map(self.sampling.in_epoch, epochs)):
+            return Silence(f"no epoch was due with every_n_epochs={self.sampling.every_n_epochs}", "Lower it.")
+        return why_no_validation(trainer)
 
     # Records.
 
     @property
     def latest(self) -> dict[Site, SiteStatistics]:
-        """What was recorded last of the training, by site; waits for what is being written."""
+        """The statistics of the latest training record, by site. Waits for pending writes."""
         return self._results.latest_of("train")
 
     def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
-        """What was recorded last of a stage, by site; where there are several loaders, as ``"validate/0"``."""
+        """Return the statistics of the latest record of a stage, by site. Waits for pending writes.
+
+        With several data loaders, the stage includes the index of the loader, such as ``"validate/0"``.
+        """
         return self._results.latest_of(stage)
 
     @property
     def latest_step(self) -> int | None:
-        """The step of :attr:`latest`, as ``self.log`` counts; ``None`` when there is none."""
+        """The step of :attr:`latest`, as counted by ``self.log``, or ``None`` before the first record."""
         return self._results.latest_step
 
     def summarize(self, record: Record) -> dict[Site, SiteStatistics]:
-        """The statistics of a record."""
+        """Return the statistics of a record, by site."""
         return record.snapshot.statistics()
 
     def _conclude(self, record: Record) -> None:
-        """Have a record written, the first one with its receipt."""
+        """Queue a record for writing. A training record also carries the data for the receipt."""
         about = None
-        if not self._has_receipt and record.stage == "train" and record.steps and self._run is not None:
+        if record.stage == "train" and record.steps and self._run is not None and self._run.is_covered:
             self._has_receipt = True
-            about = self._about(self._run)
+            about = self._about(self._run, self._run.recorder.take_traces())
         self._results.add(record, about)
 
     def _announce(self, step: int, recording_ms: float) -> None:
         if self._run is not None:
-            self._results.announce(step, recording_ms, self._run.recorder.states.sites, self._about(self._run))
+            about = self._about(self._run, self._run.recorder.traces())
+            self._results.announce(step, recording_ms, self._run.recorder.states.sites, about)
 
-    def _about(self, run: RunRecorder) -> tuple[Watched, Sampling, Reduce]:
-        """What a receipt is made from."""
+    def _about(self, run: RunRecorder, traces: Mapping[str, Any]) -> tuple[Watched, Sampling, Reduce]:
+        """Return the data for a receipt."""
         watched = self._watched if self._watched is not None else Watched(nn.Module(), {}, ())
-        return watched.having(**run.recorder.traces()), run.sampling, self.reduce
+        return watched.having(**traces), run.sampling, self.reduce
 
     # Checkpoints.
 
     def checkpoint_saved(self, path: Path) -> None:
-        """Write what was recorded last beside a checkpoint."""
+        """Dump the latest record beside a checkpoint."""
         job = partial(self.keeping.dumps.write_beside, path)
-        if self._run is None:  # a checkpoint that is saved for an exception comes when the run has ended
+        if self._run is None:  # a checkpoint for an exception is saved after the run has ended
             job()
             return
         with self._run.contained():
             self._results.submit(self.keeping.dumps, job)
 
     def checkpoint_removed(self, path: Path) -> None:
-        """Remove the dump beside a checkpoint that is gone."""
+        """Remove the dump beside a removed checkpoint."""
         job = partial(self.keeping.dumps.remove_beside, path)
         job() if self._run is None else self._results.remove(job)
 
     def _no_more(self) -> None:
-        if self._run is None:  # the run has failed, and its exception's checkpoint is saved
+        if self._run is None:  # the run failed, and the checkpoint for its exception is saved
             self.keeping.dumps.end()
 
-    @property
-    @override
+    @fixed_in_run
     def state_key(self) -> str:
+        """The key of this callback's state in a checkpoint."""
         chosen = {"name": self.name, **vars(self.selection), **vars(self.sampling), "reduce": self.reduce}
         named = {key: in_words(value) for key, value in chosen.items() if value not in (None, "", 0) and key != "when"}
         return self._generate_state_key(**named, stages=list(self.stages))
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        if self._run is not None:
-            with self._run.contained():
-                state = self._run.state_dict()
-        return self._kept.packed(state, self._results.report)
-
     @guarded
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Does not use state_dict: Lightning raises an error at construction of the trainer if two callbacks have the
+        # same state_key, and its message cannot name the argument that distinguishes them.
         self._checkpoints.expect()
-        if self._run is None or self.state_key not in checkpoint.get("callbacks", {}):
-            return
-        self._results.wait()
-        with self._run.contained():
-            if not trainer.interrupted:
-                state = self._run.merged_state_dict()
-            else:  # the other ranks are not in step any more, and none can be asked
-                if trainer.world_size > 1 and trainer.is_global_zero and self._run.holds_states:
-                    tell(f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 alone")
-                self._run.abort()
+        state: dict[str, Any] = {}
+        if self._run is not None:
+            self._results.wait()
+            with self._run.contained():
                 state = self._run.state_dict()
-            checkpoint["callbacks"][self.state_key] = self._kept.packed(state, self._results.report)
+                if not trainer.interrupted:
+                    state = self._run.merged_state_dict()
+                else:  # the other ranks are out of step and cannot be reached
+                    if trainer.world_size > 1 and trainer.is_global_zero and self._run.holds_states:
+                        tell(
+                            f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 alone"
+                        )
+                    self._run.abort()
+                    state = self._run.state_dict()
+        packed = {**self._kept.packed(state, self._results.report), "label": self.label(trainer)}
+        states = checkpoint.setdefault("callbacks", {})
+        states[self.state_key] = {**states.get(self.state_key, {}), **packed}
 
+    @guarded
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._kept.forget()
-        is_known = self.state_key in checkpoint.get("callbacks", {})
-        if trainer.state.fn == "fit" and not is_known and trainer.is_global_zero:
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if state:
+            self._kept.load(deepcopy(state))
+            self._resumed = weakref.ref(trainer), str(state.get("label", ""))
+        elif trainer.state.fn == "fit" and trainer.is_global_zero:
             tell(
                 f"{self} begins anew: the checkpoint has nothing of it, or was saved with another selection or cadence"
             )
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._kept.load(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What belongs to a run stays with it.
-        return {
-            **super().__getstate__(),
-            "_run": None,
-            "evaluations": {},
-            "_watched": None,
-            **({} if self._run is None else {"_kept": KeptState(self._settings)}),
-        }

@@ -1,4 +1,4 @@
-"""The command line: what runs have recorded, listed, shown, exported, drawn and compared."""
+"""Command line that lists, shows, exports, draws and compares recordings."""
 
 from lightning_recorder.commands.line import main
 

@@ -1,4 +1,4 @@
-"""``diff``: where two runs part."""
+"""``diff``: the first divergence of two runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEW = 8
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
-    """Compare the runs."""
+    """Compare the runs and print the result; return 0 if they are the same and 1 otherwise."""
     one, other = (open_recording(path).run for path in (arguments.one, arguments.other))
     tolerance = Tolerance(arguments.rtol, arguments.atol, exact=arguments.exact)
     found = compare(one, other, tolerance, recorder=arguments.recorder, stage=arguments.stage)
@@ -61,7 +61,7 @@ def _place(parting: Parting) -> str:
 
 
 def _apart(one: float, other: float) -> tuple[str, str]:
-    """Two numbers with as many digits as it takes to tell them apart."""
+    """Format two numbers with enough digits to distinguish them."""
     for digits in (3, 4, 6, 9, 17):
         texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
         if texts[0] != texts[1]:
@@ -79,7 +79,7 @@ def _site(parting: Parting) -> str:
 
 
 def _cause(found: Comparison, first: Parting) -> str:
-    """The dtype of the site at which they part, if that differs."""
+    """Return a note about the dtype of the first diverging site, if it differs between the runs."""
     name, path = first.site
     what = (name or "(root)") + ("" if path == "out" else f" {path}")
     for each in found.differences:
@@ -100,7 +100,7 @@ def _table(found: Comparison) -> list[str]:
 
 
 def _differences(differences: list[Difference]) -> list[str]:
-    """What differs besides, those of one kind in one line."""
+    """Format the differences that are not numerical, with one line per kind."""
     lines = []
     for (kind, recorder, one, other), group in groupby(
         differences, key=lambda each: (each.kind, each.recorder, each.one, each.other)
@@ -118,7 +118,7 @@ def _differences(differences: list[Difference]) -> list[str]:
 
 
 def _plain(found: Comparison) -> dict[str, Any]:
-    """As JSON values; numbers that JSON lacks are texts, as in the files."""
+    """Convert a comparison to JSON values; NaN and infinities become strings, as in the record files."""
     return {
         "same": found.same,
         "steps": found.steps,

@@ -18,11 +18,11 @@ from lightning_recorder.recordings.frames import PLACES, columns_of, rows_of, wr
 __all__ = ["run"]
 
 _FORMAT = "lightning_recorder.export/1"
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with which a spreadsheet begins to compute
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # prefixes that make a spreadsheet evaluate a cell as a formula
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
-    """Write the file."""
+    """Export the recording and print the path of the file."""
     path = Path(arguments.out)
     write = {".csv": _write_csv, ".parquet": _write_parquet, ".pt": _write_tensors}.get(path.suffix.lower())
     if write is None:
@@ -51,7 +51,7 @@ def _write_csv(recording: Recording, path: Path) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """A text that is neither a formula nor holds what is not seen; numbers are left, exact as Python writes them."""
+    """Neutralize formulas and escape invisible characters in a string; leave numbers as they are, at full precision."""
     if not isinstance(value, str):
         return value
     text = value if value.isprintable() else "".join(map(printable, value))
@@ -69,7 +69,7 @@ def _write_parquet(recording: Recording, path: Path) -> None:
 
 
 def _encodable(value: Any) -> Any:
-    """Half of a surrogate pair, which no file of text can hold, is escaped."""
+    """Escape lone surrogates, which no text encoding can represent."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
@@ -78,7 +78,7 @@ def _write_tensors(recording: Recording, path: Path) -> None:
     for name, label, series in _series(recording):
         parts = [_part(series.of(key.stage, key.loader)) for key in series.keys]
         runs.setdefault(name, {})[label] = parts
-    with path.open("wb") as file:  # torch raises errors of its own where it opens a file
+    with path.open("wb") as file:  # torch.save raises its own exception types when it opens the file
         torch.save({"format": _FORMAT, "runs": runs}, file)
 
 

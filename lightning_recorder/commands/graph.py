@@ -1,4 +1,4 @@
-"""``graph``: the recorded graph drawn again."""
+"""``graph``: the recorded graph, drawn again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_recorder.recordings import Run, open_recording
 
 __all__ = ["run"]
 
-_MOST_NODES = 150  # as GraphRecorder draws without further arguments
-_WHOLE = ("out", "weight")  # the tensors that stand for their modules
+_MOST_NODES = 150  # the default of GraphRecorder
+_WHOLE = ("out", "weight")  # the tensors that represent their modules
 _PICTURES = ("svg", "png", "pdf", "jpg", "jpeg", "gif", "webp", "ps", "eps")
 _TEXTS = {"text": "text", "txt": "text", "mermaid": "mermaid", "mmd": "mermaid", "dot": "dot"}
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
-    """Draw the graph."""
+    """Draw the graph; print it or write it to a file."""
     recorded = open_recording(arguments.path).run
     graph = recorded.graph
     if graph is None:
@@ -58,16 +58,16 @@ def run(arguments: Namespace, out: TextIO) -> int:
 
 
 def _values(run: Run, asked: str, step: int | None) -> tuple[dict[str, float], str, str]:
-    """A statistic of each module's output, or of its weight, at a step, and what to call it in short and in full."""
+    """Return a statistic of each module's output or weight at a step, with its short and its full name."""
     recorder, _, statistic = asked.partition("/")
     series, statistic = run[recorder], statistic or "rms"
-    table = series.values(statistic)  # refuses what was not recorded, and names what was
+    table = series.values(statistic)  # raises an error that lists the recorded statistics
     step = series.steps[-1] if step is None and series.steps else step
-    series.about(step or 0)  # the same of a step
+    series.about(step or 0)  # likewise for the step
     row = table[series.steps.index(step or 0)].tolist()
     whole: dict[str, float] = {}
     for site, value in sorted(zip(series.sites, row, strict=True), key=lambda each: each[0].path not in _WHOLE):
-        whole.setdefault(site.name, value)  # of a module that gives several tensors the first
+        whole.setdefault(site.name, value)  # for a module with several tensors, the first one
     known = {name: value for name, value in whole.items() if not math.isnan(value)}
     return known, statistic, f"{recorder} {statistic} at step {step}"
 

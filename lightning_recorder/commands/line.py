@@ -1,4 +1,4 @@
-"""The arguments of the command line, and what becomes of errors."""
+"""Argument parser and error handling of the command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ on the same machine with the same seed are expected to be the same even then."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """An argument parser that reports errors in one line."""
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -44,25 +44,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: Without the program's name; by default those of the process.
+        arguments: The arguments without the program name; by default those of the process.
 
     Returns:
-        The exit status: 0, of ``diff`` 1 if the runs differ, 2 after an error.
+        The exit status: 0 on success, 1 if ``diff`` finds a difference, 2 after an error, 130 after Ctrl-C, 141 if the
+        reader of the output closes the pipe.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter is no reason to fail
+            stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not raise
     chosen = _parser().parse_args(arguments)
     try:
-        # Imported now, so that --help does not wait for torch.
+        # Imported here so that --help does not wait for torch.
         status: int = import_module(f"lightning_recorder.commands.{chosen.command}").run(chosen, sys.stdout)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Who reads has seen enough. Python would complain once more when it flushes at its end.
+        # The reader, for example head, has closed the pipe. Redirect stdout, or Python fails again in its final flush.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as of a program that the signal has ended
+        return 141  # the status of a program that SIGPIPE has terminated
     except KeyboardInterrupt:
         return 130
     except (RecorderError, OSError) as error:

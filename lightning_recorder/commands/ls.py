@@ -1,4 +1,4 @@
-"""``ls``: which runs there are, and what they have recorded."""
+"""``ls``: all runs and their contents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _about(run: Run) -> dict[str, Any]:
 
 
 def _recorder(label: str, series: Series) -> dict[str, Any]:
-    """A recorder that cannot be read hides none of the others."""
+    """Describe a recorder; return the error instead if it cannot be read, so that the others are still listed."""
     try:
         stages = [_stage(series.of(key.stage, key.loader)) for key in series.keys]
         return {
@@ -65,7 +65,7 @@ def _nodes(run: Run) -> dict[str, Any] | None:
 
 
 def _lines(about: dict[str, Any]) -> list[str]:
-    """A run in words."""
+    """Format a run as text."""
     rows = [["recorder", "stage", "sites", "records", "steps", "size"]]
     failed = []
     for recorder in about["recorders"]:

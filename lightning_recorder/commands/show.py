@@ -15,11 +15,11 @@ from lightning_recorder.recordings import Run, Series, SiteSeries, open_recordin
 __all__ = ["run"]
 
 _FEWEST_ROWS = 5
-_AROUND = 4  # lines above and below the rows: the title, the names, the prompt
+_AROUND = 4  # lines around the rows: title, column names, prompt
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
-    """Show the sites."""
+    """Print the statistics of each matching site."""
     runs = open_recording(arguments.path).runs
     chosen = [(run, label, series) for run in runs.values() for label, series in _chosen(run, arguments)]
     if not chosen:
@@ -85,7 +85,7 @@ def _sparks(columns: dict[str, list[float]], width: int, out: TextIO) -> list[st
 
 
 def _thinned(count: int, most: int) -> list[int]:
-    """At most so many places, at equal distances, the first and the last among them."""
+    """Return at most ``most`` evenly spaced indices, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(place * (count - 1) / (most - 1)) for place in range(most)]

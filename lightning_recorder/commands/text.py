@@ -1,4 +1,4 @@
-"""Text that is safe and aligned in a terminal."""
+"""Terminal output: text without control characters, aligned tables, bar charts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import TextIO
 __all__ = ["module", "number", "printable", "size", "spark", "table"]
 
 _BARS = "▁▂▃▄▅▆▇█"
-_PLAIN_BARS = "_.-=+*#@"  # where the terminal has no others
+_PLAIN_BARS = "_.-=+*#@"  # fallback for a terminal that cannot encode block characters
 _LONGEST = 200  # characters
 
 
 def printable(text: str) -> str:
-    r"""The text with every character escaped that is not seen: controls, what turns the direction, half surrogates.
+    r"""Escape every invisible character in a text: control characters, direction overrides, lone surrogates.
 
-    So a name from a file can neither move the cursor nor look like another line. A long one is cut.
+    A name read from a file can therefore neither move the cursor nor imitate another line. A long text is shortened in
+    the middle.
 
     Example:
         >>> printable("conv" + chr(27) + "[31m")
@@ -30,12 +31,12 @@ def printable(text: str) -> str:
 
 
 def module(name: str) -> str:
-    """A module's name as it is shown."""
+    """Return the display name of a module."""
     return printable(name) or "(root)"
 
 
 def number(value: float | None) -> str:
-    """A number with four digits that count; a whole one below a million in full.
+    """Format a number with four significant digits; an integer below a million in full.
 
     Example:
         >>> number(0.123456), number(512.0), number(float("nan")), number(1e-9)
@@ -49,7 +50,7 @@ def number(value: float | None) -> str:
 
 
 def size(numbytes: int) -> str:
-    """Bytes, in the unit that suits them."""
+    """Format a number of bytes in a suitable decimal unit."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if numbytes >= factor:
             return f"{numbytes / factor:.1f} {unit}"
@@ -57,11 +58,11 @@ def size(numbytes: int) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:
-    """Rows as lines whose columns are aligned.
+    """Format rows as lines with aligned columns.
 
     Args:
-        rows: The texts, as many in each.
-        right: The columns that end, instead of begin, below each other.
+        rows: The cells of each row; all rows have the same length.
+        right: The indices of the right-aligned columns.
     """
     rows = [list(row) for row in rows]
     right = set(right)
@@ -77,12 +78,12 @@ def table(rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> list[s
 
 
 def spark(values: Sequence[float], width: int, out: TextIO) -> str:
-    """Values as bars, from the smallest to the largest that is finite; ``x`` where none is.
+    """Draw values as bars, scaled from the smallest to the largest finite value; ``x`` marks a bar without one.
 
     Args:
-        values: Over time; where there are more than ``width``, each bar is the mean of several.
-        width: Of bars at most.
-        out: Where it is shown, which may have no bars.
+        values: The values over time. If there are more than ``width``, each bar is the mean of several values.
+        width: The maximum number of bars.
+        out: The output stream; its encoding determines the characters for the bars.
     """
     if not values:
         return ""

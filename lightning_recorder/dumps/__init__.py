@@ -1,8 +1,8 @@
-"""Dumps: tensors on disk beside the checkpoints, keyed by name and safe to load."""
+"""Dumps: tensors in files next to the checkpoints, keyed by name and safe to load."""
 
 from lightning_recorder.dumps.manifest import read_manifest
 from lightning_recorder.dumps.reader import Dump, read_dump
-from lightning_recorder.dumps.tensors import can_hold, file_bytes, read_tensors, temporary_name, write_tensors
+from lightning_recorder.dumps.tensors import can_hold, file_bytes, read_tensors, write_tensors
 from lightning_recorder.dumps.writer import remove_dump, write_dump
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "read_manifest",
     "read_tensors",
     "remove_dump",
-    "temporary_name",
     "write_dump",
     "write_tensors",
 ]

@@ -1,43 +1,41 @@
-"""The list of the dumps in a folder, one line per dump."""
+"""The manifest of a folder, which lists its dumps with one line per dump."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from lightning_recorder.disk import append
 from lightning_recorder.dumps.tensors import read_metadata
+from lightning_recorder.errors import describe_missing
 
-__all__ = ["ID", "MANIFEST", "append_line", "manifests", "read_manifest"]
+__all__ = ["ID", "MANIFEST", "append_line", "dumps_in", "manifests", "read_manifest"]
 
 MANIFEST = "recorder-manifest.jsonl"
 
 ID = "id"
-"""What a dump and its line have in common, and no other one."""
+"""The key of the unique identifier that a dump shares with its manifest line."""
 
-_LOCK = threading.Lock()
+_PLACES = (".", "checkpoints", "recorder/dumps", "dumps")
+"""The folders that may contain manifests, relative to the ``log_dir`` of a run or to its folder ``recorder``."""
+
 _OF_RANK = re.compile(r"recorder-manifest(-rank\d+)?\.jsonl")
 
 
 def append_line(directory: Path, line: dict[str, Any], rank: int = 0) -> None:
-    """Add a line, in one piece; to be called when the dump is in place, so that no line speaks of one that is not.
+    """Append a line atomically. Call this after the dump is complete, so that no line refers to a missing dump.
 
-    Each rank has a manifest of its own, as file systems that are shared by machines do not append in one piece.
+    Each rank has its own manifest, because file systems that are shared between machines do not append atomically.
     """
     name = MANIFEST if rank == 0 else f"recorder-manifest-rank{rank}.jsonl"
-    # Recorders write in threads of their own, and a buffer would write a long line in parts.
-    with _LOCK, (directory / name).open("a+b", buffering=0) as file:
-        # A run that was killed may have left half a line, which is not to take this one with it.
-        torn = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-        file.write(b"\n" * torn + json.dumps(line).encode() + b"\n")
+    append(directory / name, json.dumps(line).encode() + b"\n", is_line=True)
 
 
 def manifests(directory: Path) -> list[Path]:
-    """The manifests of a folder, that of the first rank first."""
+    """Return the manifests of a folder, starting with that of the first rank."""
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if _OF_RANK.fullmatch(path.name)), key=_rank)
@@ -47,43 +45,78 @@ def _rank(path: Path) -> int:
     return int("0" + re.sub(r"\D", "", path.name))
 
 
-def read_manifest(directory: str | Path) -> list[dict[str, Any]]:
-    """The dumps of a folder that are still there, in the order in which they were first written, by each rank.
+def read_manifest(path: str | Path) -> list[dict[str, Any]]:
+    """Return the dumps that are listed in a folder and still exist, by rank and then in the order of the first write.
 
-    A dump that was written again, as beside ``last.ckpt``, appears once, with its newest line; one that was pruned with
-    its checkpoint not at all; a torn last line, as a killed run leaves it, is passed over, and so is a dump that a run
-    was killed behind before it could write the line.
+    A dump that was overwritten, such as one next to ``last.ckpt``, appears once, with its newest line. A dump that was
+    removed together with its checkpoint is omitted. An incomplete last line, which a killed run can leave, is ignored,
+    and so is a dump if the run was killed before its line was written.
 
     Args:
-        directory: The folder of the checkpoints, or ``recorder/dumps`` of a run.
+        path: The ``log_dir`` of a run, for the dumps next to its checkpoints and those in ``recorder/dumps``; one of
+            these folders; the folder ``recorder``; or a manifest file.
 
     Returns:
-        For each dump ``file``, ``kind``, ``bytes``, ``step``, ``epoch``, ``stage``, ``rank``, ``checkpoint`` where it
-        lies beside one, and ``group``. One of the kind ``"statistics"`` has ``statistics``, which maps each statistic
-        to its ``dtype`` and ``shape`` (``None`` if that differs from site to site), and ``sites``, which maps each site
-        to the number of values that it stands for; one of the kind ``"tensors"`` has ``tensors``, which maps each
-        tensor to its ``dtype`` and ``shape``.
+        One dictionary per dump with ``file``, the path relative to the given folder (or to the folder of the given
+        manifest), ``kind``, ``bytes``, ``step``, ``epoch``, ``stage``, ``rank``, ``checkpoint`` if the dump is next to
+        one, and ``group``. A dump of the kind ``"statistics"`` has ``statistics``, which maps each statistic to its
+        ``dtype`` and ``shape`` (``None`` if the shape differs between sites), and ``sites``, which maps each site to
+        the number of values that its statistics cover. A dump of the kind ``"tensors"`` has ``tensors``, which maps
+        each tensor to its ``dtype`` and ``shape``.
+
+    Raises:
+        FileNotFoundError: If the folder or file does not exist, or if manifests exist only in folders further below.
+            The message names one of those folders.
     """
-    directory = Path(directory)
+    path = Path(path)
+    if path.is_file():
+        return dumps_in(path.parent, [path])
+    if not path.is_dir():
+        raise FileNotFoundError(f"no manifest can be read from {str(path)!r}: {describe_missing(path)}")
+    found = []
+    for place in _PLACES:
+        for line in dumps_in(path / place):
+            line["file"] = (PurePosixPath(place) / line["file"]).as_posix()
+            found.append(line)
+    if not found and not any(manifests(path / place) for place in _PLACES):
+        below = [
+            each.relative_to(path) for depth in ("*/", "*/*/", "*/*/*/") for each in path.glob(f"{depth}{MANIFEST}")
+        ]
+        if below:
+            run = path / next(iter(below)).parent
+            raise FileNotFoundError(
+                f"there is no {MANIFEST} in {str(path)!r}, but there is one in {str(run)!r}: "
+                f"read_manifest({str(run)!r}) reads it"
+            )
+    return found
+
+
+def dumps_in(directory: Path, files: Sequence[Path] | None = None) -> list[dict[str, Any]]:
+    """Return the dumps that are listed in one folder and still exist.
+
+    Args:
+        directory: The folder.
+        files: The manifests of the folder to read; all by default.
+    """
     lines: dict[str, dict[str, Any]] = {}
-    for path in manifests(directory):
+    for path in manifests(directory) if files is None else files:
         for line in _lines(path):
             name = line.get("file")
-            # A name from a file is data: it may not lead to another folder.
+            # A name from a file is untrusted: it must not lead to another folder.
             if isinstance(name, str) and _is_plain(name):
                 lines[name] = line
     return [line for name, line in lines.items() if _is_of(directory / name, line.pop(ID, None))]
 
 
 def _is_of(path: Path, known_as: object) -> bool:
-    """Whether a file is there and is the one that its line speaks of, and not one that has come after it."""
+    """Return True if the file exists and is the one that its line describes, not a later file of the same name."""
     if known_as is None:
         return path.is_file()
     return path.is_file() and (read_metadata(path) or {}).get(ID) == known_as
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a manifest."""
+    """Yield the complete lines of a manifest."""
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
@@ -94,5 +127,5 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it is the name of a file in the same folder."""
+    """Return True if this is the name of a file in the same folder."""
     return "\0" not in name and Path(name).name == name

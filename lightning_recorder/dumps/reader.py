@@ -1,4 +1,4 @@
-"""Reading a dump back."""
+"""Reader of dumps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_recorder.dumps.manifest import ID
 from lightning_recorder.dumps.tensors import read_tensors
 from lightning_recorder.dumps.writer import FORMAT
+from lightning_recorder.errors import describe_missing
 
 __all__ = ["Dump", "read_dump"]
 
@@ -19,8 +20,9 @@ class Dump:
     """A dump in memory.
 
     Args:
-        tensors: By name, on the CPU: ``conv1/mean``, 0-d float64, and so on; ``conv1/histogram``, ``[2048]`` int64.
-        about: Step, epoch, checkpoint and the like, as strings.
+        tensors: The tensors by name, on the CPU, such as ``conv1/mean``, 0-d float64, and ``conv1/histogram``,
+            ``[2048]`` int64.
+        about: The metadata, such as step, epoch and checkpoint, as strings.
     """
 
     tensors: dict[str, Tensor]
@@ -28,12 +30,17 @@ class Dump:
 
 
 def read_dump(path: str | Path) -> Dump:
-    """Read a dump; nothing in the file is executed.
+    """Read a dump. Nothing in the file is executed.
 
     Raises:
-        DumpError: If the file is damaged or is not a dump of ours.
-        FileNotFoundError: If there is no such file.
+        DumpError: If the file is damaged or was not written by lightning_recorder.
+        FileNotFoundError: If the file does not exist. The message names the first missing part of the path.
     """
-    tensors, about = read_tensors(Path(path), FORMAT)
+    path = Path(path)
+    if path.is_dir():
+        raise FileNotFoundError(f"{str(path)!r} is a folder, not a dump: read_manifest({str(path)!r}) lists its dumps")
+    if not path.exists():
+        raise FileNotFoundError(f"no dump can be read from {str(path)!r}: {describe_missing(path)}")
+    tensors, about = read_tensors(path, FORMAT)
     about.pop(ID, None)
     return Dump(tensors, about)

@@ -1,11 +1,11 @@
-"""Tensors by name in one safetensors file, which is there whole or not at all."""
+"""Named tensors in one safetensors file that is written atomically."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.errors import DumpError
+from lightning_recorder.temporary import write_whole
 
-__all__ = ["can_hold", "file_bytes", "read_metadata", "read_tensors", "temporary_name", "write_tensors"]
+__all__ = ["can_hold", "file_bytes", "read_metadata", "read_tensors", "write_tensors"]
 
-# What safetensors calls the types of torch; of complex ones it has this one, from release 0.7 on.
+# The safetensors names of the torch dtypes. complex64 is the only complex dtype, supported since safetensors 0.7.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -36,60 +37,57 @@ _DTYPES = {
     torch.complex64: "C64",
 }
 _METADATA = "__metadata__"
-_MOST_HEADER_BYTES = 100_000_000  # as safetensors itself has it
-_ALIGNMENT = 8  # of the first tensor in the file, so that it can be mapped into memory
+_MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
+_ALIGNMENT = 8  # of the first tensor in the file, so that the file can be memory-mapped
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors under a temporary name, bring the file to the disk and rename it.
+    """Write tensors to a temporary file, flush it to the disk and rename it.
 
-    So a run that is killed leaves no half file under the name. The tensors are written one after another: of those that
-    are on a device one at a time is brought to the host, and none is copied that lies there.
+    A run that is killed therefore leaves no incomplete file under the final name. The tensors are written one after
+    another: device tensors are copied to the host one at a time, and host tensors are not copied.
 
     Args:
-        path: The file, in a folder that is there.
-        tensors: On any device.
-        metadata: What is kept beside them; ``format`` says what wrote it.
+        path: The file, in an existing folder.
+        tensors: The tensors by name, on any device.
+        metadata: The metadata of the file. The entry ``format`` identifies the writer.
 
     Raises:
-        OSError: If the file cannot be written; what was there before stays.
+        OSError: If the file cannot be written. An existing file is left unchanged.
 
     Note:
-        ``safetensors`` can only write what it has copied as a whole, hence its format is written here.
+        The format is written here because ``safetensors`` can only write tensors after copying them all.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise OSError(f"{path} could not be written: safetensors has no {tensor.dtype}, which {name!r} is of")
         if name == _METADATA:
             raise OSError(f"{path} could not be written: safetensors keeps the name {name!r} for itself")
-    # Those with the largest numbers first, so that each begins at a multiple of the size of its numbers.
+    # Tensors with the largest item size come first, so that each tensor is aligned to its item size.
     ordered = dict(sorted(tensors.items(), key=lambda each: -each[1].dtype.itemsize))
 
     def write(file: BinaryIO) -> None:
         file.write(_header(ordered, metadata))
         for tensor in ordered.values():
             file.write(_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())
 
-    _write_whole(path, write)
+    write_whole(path, write)
 
 
 def can_hold(dtype: torch.dtype) -> bool:
-    """Whether tensors of that type can be written."""
+    """Return True if tensors of that dtype can be written."""
     return dtype in _DTYPES
 
 
-def temporary_name(name: str) -> str:
-    """What a file is called while it is written; the same each time, so that what a killed run left is replaced."""
-    return f".{name}.tmp"
-
-
 def file_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> int:
-    """How many bytes a file will have, but for what whoever writes it puts beside the metadata."""
+    """Return the size of the file in bytes, without any metadata that the writer adds."""
     return len(_header(tensors, metadata)) + sum(each.numel() * each.dtype.itemsize for each in tensors.values())
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> bytes:
-    """What the file begins with: the length of a JSON object, and the object."""
+    """Return the header of the file: the length of a JSON object, followed by the object."""
     about: dict[str, object] = {_METADATA: {key: str(value) for key, value in metadata.items()}}
     end = 0
     for name, tensor in tensors.items():
@@ -101,26 +99,13 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> by
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """What a tensor holds, row by row."""
+    """Return the contents of a tensor in row-major order."""
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return host.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Write a file that is there whole or not at all."""
-    temporary = path.with_name(temporary_name(path.name))
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def read_metadata(path: Path) -> dict[str, str] | None:
-    """What is kept beside the tensors of a file, which are not read; ``None`` where it is no such file."""
+    """Return the metadata of a file without reading its tensors, or ``None`` if it is not a safetensors file."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -132,22 +117,22 @@ def read_metadata(path: Path) -> dict[str, str] | None:
 
 
 def read_tensors(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read tensors and metadata back; nothing in the file is executed.
+    """Read tensors and metadata back. Nothing in the file is executed.
 
     Args:
         path: The file.
-        expected: What its ``format`` must be.
+        expected: The expected ``format`` entry of the metadata.
 
     Raises:
-        DumpError: If the file is damaged or has another format.
-        FileNotFoundError: If there is no such file.
+        DumpError: If the file is damaged or has a different format.
+        FileNotFoundError: If the file does not exist.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file object is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is not a mapping
     except SafetensorError as error:
         raise DumpError(f"{path} is no readable safetensors file: {error}") from error
     found = metadata.pop("format", None)

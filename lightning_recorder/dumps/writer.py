@@ -1,4 +1,4 @@
-"""Writing a dump and its line in the manifest."""
+"""Writer of dumps, each with a line in the manifest."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ FORMAT = "lightning_recorder.dump/1"
 def write_dump(
     path: str | Path, tensors: Mapping[str, Tensor], samples: Mapping[str, int] | None = None, **about: Any
 ) -> int:
-    """Write one dump and its line in the manifest beside it.
+    """Write one dump and append its line to the manifest in the same folder.
 
-    A run that is killed leaves no half file under the name.
+    A run that is killed leaves no incomplete file under the final name.
 
     Args:
-        path: The file, ending in ``.safetensors``; its folder is made.
-        tensors: What to write. Statistics are called ``<site>/<statistic>``, and a statistic has the same dtype at
-            every site.
-        samples: For each site the number of values that its statistics were computed from; of tensors that are no
-            statistics ``None``.
-        about: What the manifest says besides: ``step``, ``epoch``, ``stage``, ``rank``, ``checkpoint``, ``group``;
-            numbers and strings.
+        path: The file, ending in ``.safetensors``. Its folder is created if necessary.
+        tensors: The tensors to write. Statistics are named ``<site>/<statistic>``, and a statistic has the same dtype
+            at every site.
+        samples: The number of values that the statistics of each site cover; ``None`` for tensors that are not
+            statistics.
+        about: Additional entries of the manifest line, as numbers and strings: ``step``, ``epoch``, ``stage``,
+            ``rank``, ``checkpoint``, ``group``.
 
     Returns:
-        The bytes of the file.
+        The size of the file in bytes.
 
     Raises:
-        OSError: If the file cannot be written; what was there before stays.
+        OSError: If the file cannot be written. An existing file is left unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Of a file that is replaced the line is older, until the new one is there: they know each other by this.
+    # When a file is replaced, its old line remains until the new one is written. The shared ID tells the lines apart.
     own = {ID: uuid.uuid4().hex}
     write_tensors(path, tensors, {"format": FORMAT, **{key: str(value) for key, value in (own | about).items()}})
     size = path.stat().st_size
@@ -58,7 +58,7 @@ def _kind(tensor: Tensor) -> dict[str, Any]:
 
 
 def _by_statistic(kinds: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The kind of each statistic; of one whose shape is another one at each site, as that of channels, ``None``."""
+    """Return the kind of each statistic. The shape is ``None`` if it differs between sites, as for channels."""
     found: dict[str, dict[str, Any]] = {}
     for name, kind in kinds.items():
         known = found.setdefault(name.rpartition("/")[2], dict(kind))
@@ -68,5 +68,5 @@ def _by_statistic(kinds: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, An
 
 
 def remove_dump(path: str | Path) -> None:
-    """Remove a dump whose checkpoint is gone; one that is not there is no error."""
+    """Remove a dump whose checkpoint was removed. A no-op if the dump does not exist."""
     Path(path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The execution graph: captured from a real step, viewed, rendered."""
+"""The execution graph: capture, views, diffs and renderers."""
 
 from lightning_recorder.graph.capture import GraphCapture, capture_graph
 from lightning_recorder.graph.containers import gather

@@ -1,4 +1,4 @@
-"""A graph while it grows."""
+"""A graph under construction: its nodes and the edges between them."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _FIELDS = tuple(each.name for each in fields(Draft))
 
 
 class GraphBuilder:
-    """Nodes in the order of time, each known by its place among them, and the edges between them."""
+    """Collects nodes in the order of time, identified by their position, and the edges between them."""
 
     def __init__(self) -> None:
         self.nodes: list[Draft] = []
         self._edges: dict[tuple[int, int], int] = {}
-        """How many tensors go from one node into another."""
+        """The number of tensors on each edge, by source and target."""
         self._first: dict[tuple[int, int], TensorMeta | None] = {}
-        """The first of them."""
+        """The first tensor of each edge."""
 
     def add(
         self, kind: Kind, name: str, parent: int | None, outputs: tuple[TensorMeta, ...] = (), source: str = ""
     ) -> int:
-        """Add a node inside a module call and give its id."""
+        """Add a node inside a module call and return its id."""
         depth = 0 if parent is None else self.nodes[parent].depth + 1
         self.nodes.append(Draft(kind, name, parent, depth, outputs=outputs, source=source))
         return len(self.nodes) - 1
 
     def connect(self, source: int, target: int, tensor: TensorMeta | None) -> None:
-        """Add a tensor that goes from one node into another."""
+        """Record a tensor that is an output of one node and an input of another."""
         ends = source, target
         times = self._edges.get(ends)
         if times is None:
@@ -47,31 +47,31 @@ class GraphBuilder:
         self._edges[ends] = (times or 0) + 1
 
     def is_connected(self, source: int, target: int) -> bool:
-        """Whether a tensor goes from one node into another."""
+        """Return True if there is an edge from one node to another."""
         return (source, target) in self._edges
 
     def sources(self) -> dict[int, list[int]]:
-        """Of each node those from which tensors go into it."""
+        """Return the sources of all edges into each node."""
         before: dict[int, list[int]] = {}
         for source, target in self._edges:
             before.setdefault(target, []).append(source)
         return before
 
     def reached_by_gradient(self, start: int, before: Mapping[int, list[int]]) -> set[int]:
-        """The nodes to which the gradient of a backward pass gets: from what it starts at back to the leaves.
+        """Return the nodes that the gradient of a backward pass reaches, from its start back to the leaves.
 
         Args:
             start: The node of the backward pass.
-            before: :meth:`sources`.
+            before: The result of :meth:`sources`.
         """
         found = {(start, False)}
         todo = list(found)
         while todo:
             number, inside = todo.pop()
             names = self.nodes[number].autograd
-            # What a reentrant checkpoint computes has no part in torch's backward graph but for the last of it.
+            # torch's backward graph contains only the last node of what a reentrant checkpoint computes.
             inside = _REENTRANT in names or (inside and not names)
-            # What has none otherwise, as ``detach``, is the end; an identity is the tensor that goes in.
+            # Any other node without autograd nodes, such as ``detach``, stops the gradient; an identity passes it on.
             if number == start or names or inside or self.nodes[number].name == "identity":
                 new = [(source, inside) for source in before.get(number, ()) if (source, inside) not in found]
                 found.update(new)
@@ -79,7 +79,7 @@ class GraphBuilder:
         return {number for number, _ in found}
 
     def finish(self, scope: str, parameters: int) -> Graph:
-        """The graph as it is now."""
+        """Return the graph recorded so far."""
         scopes = Scopes(self.nodes, self._edges, scope).named()
         nodes = tuple(
             Node(number, scope=scopes.get(number, ""), **{name: getattr(draft, name) for name in _FIELDS})
@@ -90,17 +90,17 @@ class GraphBuilder:
 
 
 def meta_of(tensor: Tensor) -> TensorMeta:
-    """Shape, dtype and device of a tensor; no shape where it has none that is all numbers."""
+    """Return the shape, dtype and device of a tensor; the shape is empty if it is unknown or not made of integers."""
     return _meta(_shape(tensor), tensor.dtype, tensor.device)
 
 
 def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
-    """The same of several."""
+    """Return the shape, dtype and device of each of several tensors."""
     found = tuple([meta_of(each) for each in tensors])
     return _tuples.setdefault(found, found) if len(_tuples) < _MOST_TUPLES else found
 
 
-# Of equal ones a single object is kept.
+# Equal tuples are interned to save memory.
 _tuples: dict[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = {}
 _MOST_TUPLES = 1024
 
@@ -117,5 +117,5 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
         sizes = () if is_uninitialized(tensor) else tuple(tensor.shape)
     except (RuntimeError, TypeError):
         return ()
-    # Of a nested tensor some sizes are no numbers, nor are symbols, which would be fixed by being asked for one.
+    # A nested tensor has sizes that are not integers. Reading a symbolic size as an integer would specialize it.
     return sizes if all(type(size) is int for size in sizes) else ()

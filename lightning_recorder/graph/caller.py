@@ -1,4 +1,4 @@
-"""Who called a function of torch: the model, what trains it, or a function of the user's with a gradient of its own."""
+"""The caller of a torch function: the model, its trainer or a custom ``autograd.Function``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_recorder.autograd import CALL_OF_FUNCTION, CALL_OF_MODULE
 
 __all__ = ["Caller", "CustomCall", "find_caller"]
 
-# A trainer's own arithmetic on the loss (dividing it by the number of micro-batches, scaling it, logging it) is no part
-# of the model, nor is an optimiser's.
+# A trainer's own arithmetic on the loss (dividing it by the number of micro-batches, scaling it, logging it) is not
+# part of the model. Neither is that of an optimizer.
 _TRAINERS = (
     "lightning.",
     "lightning_fabric.",
@@ -25,14 +25,14 @@ _TRAINERS = (
     "torch.amp.grad_scaler",
 )
 _MODELS_AMONG_THEM = ".demos."  # the models that Lightning ships
-# A function of the wrapper's stands between the model and what it gave.
+# DistributedDataParallel inserts an autograd.Function of its own between the model and its output.
 _WRAPPER = "torch.nn.parallel.distributed"
-# A metric counts for whoever asks it: the model, or the trainer that logs.
+# A metric is attributed to the code that calls it: the model, or the trainer that logs.
 _BETWEEN = ("torch", "torchmetrics", "lightning_recorder", "contextlib", "functools")
 
 
 class _Part(Enum):
-    """Whose code a frame runs."""
+    """The owner of the code that a frame runs."""
 
     BETWEEN = 0
     MODEL = 1
@@ -41,14 +41,14 @@ class _Part(Enum):
 
 @dataclass(frozen=True)
 class CustomCall:
-    """A call of an ``autograd.Function`` of the user's that is going on.
+    """A call of a custom ``autograd.Function`` that is in progress.
 
     Args:
         function: The class.
-        frame: Tells one call from another that is going on at the same time.
-        arguments: What it was called with.
-        depth: How many such calls are going on, it and those inside it.
-        new: Whether nobody has asked inside it before.
+        frame: An identifier that distinguishes calls that are in progress at the same time.
+        arguments: The positional and keyword arguments of the call.
+        depth: The number of nested calls in progress, including this one.
+        new: True if nothing was recorded inside this call before.
     """
 
     function: type
@@ -60,12 +60,12 @@ class CustomCall:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who called.
+    """The caller of a torch function.
 
     Args:
-        trainer: Whether the trainer or an optimiser did, and not the model.
-        source: The line of the model's code, as ``models/net.py:42``; empty where there is none.
-        custom: The call of an ``autograd.Function`` inside which it happened.
+        trainer: True if the trainer or an optimizer made the call, False if the model did.
+        source: The line of the model's code, such as ``models/net.py:42``; empty if there is none.
+        custom: The call of an ``autograd.Function`` that encloses the call.
     """
 
     trainer: bool = False
@@ -74,10 +74,11 @@ class Caller:
 
 
 def find_caller() -> Caller:
-    """Who called the function that is being recorded.
+    """Find the caller of the function that is being recorded.
 
-    The first frame that is neither torch's nor ours decides. An ``autograd.Function`` is looked for up to the call of a
-    module: what a module does inside one is the module's. Of nested ones it is the outermost.
+    The first frame outside of torch and this package decides. The search for an ``autograd.Function`` ends at the call
+    of a module, because the work of a module inside such a function belongs to the module. If several are nested, the
+    outermost one counts.
     """
     frame: FrameType | None = sys._getframe(1)
     deciding: FrameType | None = None
@@ -92,12 +93,12 @@ def find_caller() -> Caller:
             function: type = frame.f_locals["cls"]
             if function.__module__ == _WRAPPER:
                 return Caller(trainer=True)
-            # A checkpoint runs a part of the model, which is recorded as such.
+            # A checkpoint runs a part of the model, which is recorded as usual.
             if function.__module__ != "torch.utils.checkpoint":
-                # Where it was applied is what the user asks for.
+                # The source line of a custom function is the line that applies it.
                 custom, deciding = _custom_call(function, frame, custom), None
         elif (part := _part(frame)) is not _Part.BETWEEN:
-            # Behind a trainer's frame there is no function of a model that is still going on.
+            # No function of the model can be in progress outside of a trainer's frame.
             looking &= part is _Part.MODEL
             if deciding is None:
                 deciding, trainer = frame, part is _Part.TRAINER
@@ -109,15 +110,15 @@ def find_caller() -> Caller:
 def _custom_call(function: type, frame: FrameType, inside: CustomCall | None) -> CustomCall:
     given = frame.f_locals
     depth = 1 if inside is None else inside.depth + 1
-    # The next call may lie at the same place in memory, and nothing may keep a frame, which would keep its tensors. So
-    # a mark is left on it: one that only debuggers ask for, of a frame that is torch's.
+    # The next call may reuse the address of this frame, and a reference to the frame would keep its tensors alive. So
+    # the frame itself is marked, by an attribute that only debuggers read; it is a frame of torch's own code.
     new, frame.f_trace_lines = frame.f_trace_lines, False
     return CustomCall(function, id(frame), (given.get("args"), given.get("kwargs")), depth, new)
 
 
 def _part(frame: FrameType) -> _Part:
     code = frame.f_code
-    # By the id of the code, which is kept alive beside it: its hash would go through all of its constants.
+    # Keyed by the id of the code object, which is kept alive with it: hashing it would visit all of its constants.
     known = _parts.get(id(code))
     if known is None:
         known = _parts[id(code)] = (code, _part_of(str(frame.f_globals.get("__name__", "")), code.co_name))
@@ -129,16 +130,16 @@ _parts: dict[int, tuple[CodeType, _Part]] = {}
 
 def _part_of(module: str, function: str) -> _Part:
     if module.startswith(_TRAINERS):
-        # torch's averaged copy of a model, among its optimisers, has a forward.
+        # torch.optim also contains AveragedModel, which has a forward.
         is_model = _MODELS_AMONG_THEM in module or (module == "torch.optim.swa_utils" and function == "forward")
         return _Part.MODEL if is_model else _Part.TRAINER
-    # A function mode of the user's stands between a function and who called it.
+    # A custom function mode lies between a function and its caller.
     return _Part.BETWEEN if module.partition(".")[0] in _BETWEEN or function == "__torch_function__" else _Part.MODEL
 
 
 @lru_cache
 def _short_path(path: str) -> str:
-    """The path of a file without what differs from machine to machine."""
+    """Return the path of a file without the part that differs from machine to machine."""
     for folder in ("site-packages", "dist-packages"):
         _, found, inside = path.replace("\\", "/").rpartition(f"/{folder}/")
         if found:

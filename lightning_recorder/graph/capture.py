@@ -1,4 +1,4 @@
-"""Recording the execution graph of what a model really does."""
+"""Recording the execution graph of the calls that a model makes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.autograd import current_function_mode, in_backward, remove_hook, without_functions
+from lightning_recorder.compiled import (
+    compiled_modules,
+    compiled_owner,
+    describe_compiled,
+    observe_compiled_calls,
+    stop_observing,
+)
 from lightning_recorder.errors import ForwardError, RecordingError, describe_error, tell
 from lightning_recorder.graph.functions import versions
 from lightning_recorder.graph.model import Graph
@@ -27,8 +34,8 @@ from lightning_recorder.unrecorded import is_unrecorded, unrecorded
 
 __all__ = ["GraphCapture", "capture_graph"]
 
-# What wraps a model in order to train it in parallel, or compiled, and where it keeps it; its own call computes nothing
-# of the model's.
+# Wrappers for parallel training or compilation, with the attribute that holds the wrapped model. The call of a wrapper
+# computes nothing of the model itself.
 _WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
@@ -36,28 +43,31 @@ Result = TypeVar("Result")
 
 
 class GraphCapture:
-    """Records the module calls and torch functions of this thread while it is entered.
+    """Records the module calls and torch functions of the current thread while the context is entered.
 
-    Module calls are seen by module hooks, functions by a ``TorchFunctionMode``; neither changes a value, a gradient or
-    a random number, and no tensor is kept alive. Inside a backward pass and a step of an optimiser nothing is recorded;
-    each is a node.
+    Module calls are observed by module hooks and functions by a ``TorchFunctionMode``. Neither changes values,
+    gradients or random numbers, and no tensor is kept alive. Nothing is recorded inside a backward pass or an optimizer
+    step; each of them is a single node.
 
-    What a function of torch's own does inside is not taken apart: ``cross_entropy`` is one node. So is a call of an
-    ``autograd.Function`` of the user's.
+    The internals of torch functions are not recorded: ``cross_entropy`` is one node, and so is a call of a custom
+    ``autograd.Function``.
 
     Args:
-        module: The model. Its submodules' calls become nodes; it is itself the root. Of a model that is wrapped for
-            training in parallel the inner one counts. Modules that are called without being registered, because they
-            lie in a plain list or belong to somebody else, get the name of where they lie or of their class.
-        inputs: What is fed to the model: tensors in any nesting, each an input node named by its path.
-        name: The path under which the paths of the inputs grow.
-        scope: Which method of the model is recorded.
-        times: Measure the wall time of each module's call, ``duration_ms``. On a GPU it is that of starting its work.
+        module: The model. It is the root of the graph, and the calls of its submodules become nodes. If the model is
+            wrapped for parallel training, the wrapped model is used. A module that is called without being registered,
+            because it is in a plain list or belongs to another object, is named by its location or its class.
+        inputs: The inputs of the model: tensors in any nesting. Each is an input node named by its path.
+        name: The prefix of the paths of the inputs.
+        scope: The method of the model that is recorded.
+        times: Measure the wall time of each module call as ``duration_ms``. On a GPU this is the time to launch its
+            work.
+        eager: Run compiled code eagerly during the capture, so that all of it is recorded. Otherwise each call of
+            compiled code, a module or a function, is one node.
 
     Note:
-        Compiled modules run eagerly meanwhile. Leaving the context takes every hook off. An error in the recording ends
-        it with one warning, and the graph has what was seen before. When the model raises, the graph has what was done
-        until then; the function that raised, and the calls around it, are marked as ``failed``.
+        Leaving the context removes every hook. If the recording fails, it stops with one warning, and the graph holds
+        the nodes recorded until then. If the model raises, the graph also ends there; the function that raised and the
+        calls around it are marked as ``failed``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3))
@@ -79,18 +89,23 @@ class GraphCapture:
         name: str = "input",
         scope: str = "forward",
         times: bool = False,
+        eager: bool = True,
     ) -> None:
         self._is_compiled = any(type(each).__name__ == "OptimizedModule" for each in module.modules())
+        self._left_out = set() if eager else compiled_modules(module)
         while isinstance(inner := getattr(module, _WRAPPERS.get(type(module).__name__, ""), None), nn.Module):
             module = inner
         self.module = module
         self._scope = scope
         self._recording = Recording(module, times=times)
         self._handles: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []  # the hooks on modules
         self._mode: _CaptureMode | None = None
         self._thread = 0
         self._active = False
         self._paused_in: nn.Module | None = None
+        self._in_compiled = False
+        self._eager = eager
         self._stance = EagerStance()
         self._broken = False
         with unrecorded():
@@ -100,7 +115,8 @@ class GraphCapture:
         if self._mode is not None:
             raise RecordingError("this capture is entered already: make one for each block that is recorded")
         self._thread = threading.get_ident()
-        self._stance.hold()
+        if self._eager:
+            self._stance.hold()
         if not self._broken:
             self._guarded(self._begin)
         if not self._broken:
@@ -109,26 +125,43 @@ class GraphCapture:
             self._active = True
         return self
 
+    @property
+    def ran_eagerly(self) -> tuple[str, ...]:
+        """Names of the compiled functions that ran eagerly because they were recorded."""
+        return self._stance.ran
+
     def _begin(self) -> None:
+        self._handles.append(register_optimizer_step_post_hook(self._after_step))
         self._recording.name_modules(self.module)
-        for handle in self._put_on_hooks():
-            # One by one, so that those before one that fails come off again.
-            self._handles.append(handle)
+        # If torch._dynamo is not imported, nothing is compiled yet.
+        if not self._eager and not observe_compiled_calls(self._enter_compiled) and self._left_out:
+            raise RecordingError("this release of torch does not show when compiled code is called")
+        self._put_on_hooks()
 
-    def _put_on_hooks(self) -> Iterator[RemovableHandle]:
-        """Hooks on all modules of the process, of which this thread's calls are taken.
+    def _put_on_hooks(self) -> None:
+        for handle in self._make_hooks():
+            # Append one at a time, so that the hooks before one that fails are removed again.
+            self._hooks.append(handle)
 
-        They are on no module itself: it may be copied, pickled or scripted meanwhile, TorchScript modules are seen too,
-        and fused modules, which look for hooks on themselves, stay on their path. torch warns of such hooks where a
-        compiled module is called, so a model that has one gets a hook on each of its modules instead.
+    def _take_off_hooks(self) -> None:
+        while self._hooks:
+            remove_hook(self._hooks.pop())
+
+    def _make_hooks(self) -> Iterator[RemovableHandle]:
+        """Yield handles of the hooks, which are global module hooks where possible.
+
+        Global hooks leave the modules themselves unchanged. So a module may be copied, pickled or scripted during the
+        capture, calls of TorchScript modules are observed, and fused modules, which look for hooks on themselves, keep
+        their fast path. torch warns about global hooks when a compiled module is called, so a model that has one gets a
+        hook on each of its modules instead. The same holds for a model whose compiled code stays in use, since a global
+        hook would cause a recompilation.
         """
-        yield register_optimizer_step_post_hook(self._after_step)
-        if not self._is_compiled:
+        if not self._is_compiled and self._eager:
             yield register_module_forward_pre_hook(self._before_call)
             yield register_module_forward_hook(self._after_call, with_kwargs=True, always_call=True)
             return
         for name, each in named_submodules(self.module).items():
-            if name and not isinstance(each, torch.jit.ScriptModule):
+            if name and each not in self._left_out and not isinstance(each, torch.jit.ScriptModule):
                 yield each.register_forward_pre_hook(_CaptureHook(self._before_call))
                 after = _CaptureHook(self._after_call)
                 yield each.register_forward_hook(after, with_kwargs=True, always_call=True)
@@ -139,39 +172,41 @@ class GraphCapture:
         if error is not None and self._active:
             self._guarded(self._recording.note_failed)
         self.stop()
+        stop_observing(self._enter_compiled)
         self._stance.release()
         self._resume()
+        self._take_off_hooks()
         while self._handles:
             remove_hook(self._handles.pop())
         mode, self._mode = self._mode, None
-        if mode is not None:
+        if mode is not None and not self._in_compiled:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
 
     def stop(self) -> None:
-        """See nothing any more, though the hooks stay on until the context is left."""
+        """Stop recording. The hooks stay registered until the context is left."""
         if self._active:
             self._guarded(self._recording.stop)
         self._active = False
         self._recording.forget()
 
     def add_outputs(self, outputs: Any, name: str = "output") -> None:
-        """Add a node for each tensor that the model gave back, named by its path.
+        """Add an output node for each tensor that the model returned, named by its path.
 
         Args:
             outputs: Tensors in any nesting.
-            name: The path under which the paths grow.
+            name: The prefix of the paths.
 
         Note:
-            Only before the context is left is it known where they come from.
+            Call this before the context is left; afterwards the origin of the tensors is unknown.
         """
         if self._active:
             self._guarded(self._recording.note_outputs, outputs, name)
 
     def graph(self) -> Graph:
-        """What was recorded so far."""
+        """Return the graph recorded so far."""
         return self._recording.finish(self._scope)
 
-    # What the mode and the hooks call.
+    # Callbacks of the function mode and the hooks.
 
     def _watching(self) -> bool:
         return (
@@ -179,16 +214,16 @@ class GraphCapture:
             and threading.get_ident() == self._thread
             and not is_unrecorded()
             and not in_backward()
-            # torch.jit.trace runs the model to record it itself, with tensors for shapes.
+            # torch.jit.trace runs the model to record it itself, with tensors in place of shapes.
             and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # public, though not declared so
         )
 
     def _guarded(self, function: Callable[..., Result], *args: Any) -> Result | None:
         try:
-            # Of what is looked at here nothing is to be recorded, and it is looked at often.
+            # Inspecting tensors must not be recorded, and it happens often.
             with without_functions():
                 return function(*args)
-        except Exception as error:  # noqa: BLE001 - whatever fails in the recording must not fail in the model
+        except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
             self._active = False
             self._broken = True
             self.stop()
@@ -196,9 +231,9 @@ class GraphCapture:
             return None
 
     def _is_part(self, module: nn.Module) -> bool:
-        # The root's own call is left alone: under DDP it wraps the training step, on one device it lies inside it.
-        # What a fused module does inside is one function.
-        inside = self._paused_in is not None and self._paused_in is not module
+        # Ignore the root's own call: under DDP it encloses the training step, on a single device it is inside it.
+        # Ignore calls inside a fused module: it is recorded as one function.
+        inside = (self._paused_in is not None and self._paused_in is not module) or self._in_compiled
         return not inside and module is not self.module and self._watching()
 
     def _before_call(self, module: nn.Module, args: Any) -> None:
@@ -208,7 +243,7 @@ class GraphCapture:
             self._pause(module)
 
     def _after_call(self, module: nn.Module, *inputs_and_output: Any) -> None:
-        # After a forward that raised, torch leaves the keyword arguments out.
+        # If forward raised, torch calls the hook without keyword arguments.
         failed = len(inputs_and_output) == 2
         *inputs, output = inputs_and_output
         if is_fused(module) and self._watching() and module is self._paused_in:
@@ -222,25 +257,55 @@ class GraphCapture:
         if self._watching():
             self._guarded(self._recording.note_step, optimizer)
 
+    # Calls of compiled code, which neither the function mode nor the hooks observe.
+
+    def _enter_compiled(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:
+        if self._in_compiled or self._paused_in is not None or not self._watching():
+            return None
+        if current_function_mode() is not self._mode or self._mode is None:
+            return None  # another mode is above this one, so the code was compiled for function modes in any case
+        owner = compiled_owner(function)
+        module = owner if isinstance(owner, nn.Module) and owner is not self.module else None
+        name = describe_compiled(function)
+        if module is not None:
+            self._guarded(self._recording.enter_call, module)
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self._in_compiled = True
+        self._guarded(self._take_off_hooks)  # code compiled in this call would be recompiled if a hook were on it
+        return lambda args, kwargs, result: self._leave_compiled(name, module, [args, kwargs], result)
+
+    def _leave_compiled(self, name: str, module: nn.Module | None, inputs: list[Any], result: Any) -> None:
+        self._in_compiled = False
+        if self._mode is None:  # the capture was left meanwhile
+            return
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self._guarded(self._put_on_hooks)
+        if not self._watching():
+            return
+        if module is not None:
+            self._guarded(self._recording.leave_call, module, inputs, result, False)
+        else:
+            self._guarded(self._recording.note_compiled, name, inputs, result)
+
     def _pause(self, module: nn.Module) -> None:
-        """Take the function mode off for a module's call, if no other mode lies above it."""
+        """Remove the function mode during a module's call, unless another mode is above it."""
         if self._mode is not None and current_function_mode() is self._mode:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
             self._paused_in = module
-            # A capture around this one, which could not do so when it was asked before.
+            # An enclosing capture could not pause before, because this mode was above its own.
             below = current_function_mode()
             if isinstance(below, _CaptureMode):
                 below._owner._pause(module)
 
     def _resume(self) -> None:
-        """Put the function mode on again after :meth:`_pause`."""
+        """Restore the function mode after :meth:`_pause`."""
         if self._paused_in is not None and self._mode is not None:
             self._paused_in = None
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
 
 
 class _CaptureMode(TorchFunctionMode):
-    """Shows the capture every function of torch that is called from outside of torch."""
+    """Passes every torch function that is called from outside of torch to the capture."""
 
     def __init__(self, owner: GraphCapture) -> None:
         super().__init__()
@@ -251,8 +316,8 @@ class _CaptureMode(TorchFunctionMode):
         owner = self._owner
         if not owner._watching():
             return func(*args, **kwargs)
-        # Inside this function no mode is on, so nothing that func does itself is seen: neither the parts of a composite
-        # nor a backward pass.
+        # No mode is active inside this method, so the internals of func are not observed: neither the parts of a
+        # composite function nor a backward pass.
         if any(func is each for each in _BACKWARD):
             node = owner._guarded(owner._recording.note_backward, args[:1] or kwargs.get("tensors"))
             try:
@@ -277,7 +342,7 @@ class _CaptureMode(TorchFunctionMode):
 
 
 class _CaptureHook(ModuleHook):
-    """A hook of a capture on one module."""
+    """A hook of a capture on a single module."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -287,17 +352,18 @@ class _CaptureHook(ModuleHook):
 
 
 def capture_graph(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
-    """Call a module once and give the graph of the call.
+    """Call a module once and return the graph of the call.
 
-    The module runs as it is, in its train or eval mode, under the caller's grad mode and autocast.
+    The module keeps its train or eval mode and runs under the caller's grad mode and autocast.
 
     Args:
         module: The model.
-        args: Its arguments; a single tensor becomes the input node ``input``, several ``input[0]``, ``input[1]``, ….
-        kwargs: Its keyword arguments; a tensor becomes the input node ``input.<keyword>``.
+        args: Its positional arguments. A single tensor becomes the input node ``input``, several become ``input[0]``,
+            ``input[1]``, ….
+        kwargs: Its keyword arguments. A tensor becomes the input node ``input.<keyword>``.
 
     Raises:
-        ForwardError: From the model's own error; names the module that raised it, and has the graph up to there.
+        ForwardError: If the model raises. It names the module that raised and holds the graph recorded until then.
 
     Example:
         >>> graph = capture_graph(nn.Linear(2, 3), torch.ones(1, 2))

@@ -1,4 +1,4 @@
-"""Drawing the many tensors of one container as one node."""
+"""A view that draws the many tensors of one container as one node."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lightning_recorder.graph.model import Edge, Graph, Node
 __all__ = ["gather"]
 
 _FEW = 4
-# The first part of a path and what follows it: ``output.past_key_values``, ``input[0]``.
+# The first part of a path and the key that follows it: ``output.past_key_values``, ``input[0]``.
 _CONTAINER = re.compile(r"[^.\[]*(?:\.[^.\[]+|\[[^\]]*\])?")
 
 
 def gather(graph: Graph, few: int = _FEW) -> Graph:
-    """Draw the inputs or the outputs that lie in one container as one node, where they are many.
+    """Draw the inputs or outputs of one container as a single node if there are many of them.
 
-    So the keys and values of a cache, two for each layer, do not fill a picture. The node has the path of the container
-    and lists all of the tensors.
+    This keeps the keys and values of a cache, two for each layer, from filling a picture. The node has the path of the
+    container and lists all of its tensors.
 
     Args:
         graph: A recorded graph, or a view of one.
-        few: Up to so many stay as they are.
+        few: The largest number of tensors that stay separate nodes.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What differs between the graphs of two runs, two steps or two versions of a model."""
+"""Differences between the graphs of two runs, two steps or two versions of a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["GraphDiff", "NodeChange", "diff"]
 
 @dataclass(frozen=True)
 class NodeChange:
-    """A node that both graphs have, though not the same.
+    """A node that occurs in both graphs with differences.
 
     Args:
-        name: How it is called; see :class:`GraphDiff`.
-        aspects: What differs, as ``outputs: 2×4 -> 2×8``.
+        name: The name of the node; see :class:`GraphDiff`.
+        aspects: The differences, such as ``outputs: 2×4 -> 2×8``.
     """
 
     name: str
@@ -29,16 +29,17 @@ class NodeChange:
 
 @dataclass(frozen=True)
 class GraphDiff:
-    """Nodes that one of two graphs has and the other has not, and those that differ; false if there are none.
+    """The nodes that were added, removed or changed between two graphs; falsy if there are none.
 
-    A module's call is named by its dotted name, a later one as ``encoder (call 2)``; a function by its place in a call,
-    as ``encoder/relu``, the second of a name as ``encoder/relu#2``; a tensor by its path or name.
+    A module call is named by the dotted name of the module, a later call as ``encoder (call 2)``. A function is named
+    by its call, as ``encoder/relu``; the second function of that name is ``encoder/relu#2``. A tensor is named by its
+    path or name.
 
     Args:
-        added: Those of the second graph alone, in its order of time.
-        removed: Those of the first graph alone, in its order.
-        changed: Those of both that differ in class, shapes, dtypes, number of parameters, autograd types, repetitions,
-            whether they failed, the call in which they lie, or sources.
+        added: The nodes that occur only in the second graph, in its order of time.
+        removed: The nodes that occur only in the first graph, in its order of time.
+        changed: The nodes of both graphs that differ in class, shapes, dtypes, number of parameters, autograd types,
+            repetitions, failure, enclosing call, or sources.
     """
 
     added: tuple[str, ...]
@@ -54,10 +55,10 @@ class GraphDiff:
 
 
 def diff(one: Graph, other: Graph) -> GraphDiff:
-    """Compare two graphs call by call, and within each call function by function.
+    """Compare two graphs call by call, and function by function within each call.
 
-    Calls of one name and number are the same call, wherever and whenever it is made; functions are paired so that as
-    many as possible keep their order.
+    Calls with the same name and call number are matched wherever and whenever they are made. Functions are matched so
+    that as many as possible keep their order.
 
     Example:
         >>> import torch
@@ -83,7 +84,7 @@ def diff(one: Graph, other: Graph) -> GraphDiff:
     names, others = _named(one), _named(other)
     pairs = _pairs(one, other)
     met = set(pairs.values())
-    # A paired function is shown by one name, that of the first graph, so that its number alone makes no difference.
+    # A matched function is shown under its name in the first graph, so that a new number alone makes no difference.
     called = {**others, **{mine: names[own] for own, mine in pairs.items()}}
     changed = []
     for node in one.nodes:
@@ -123,10 +124,10 @@ def _named(graph: Graph) -> dict[int, str]:
 
 
 def _pairs(one: Graph, other: Graph) -> dict[int, int]:
-    """The id of each node that both graphs have, with its id in the other one."""
+    """Map the id of each node of the first graph to the id of its counterpart in the second graph."""
     pairs = dict(_paired(one, other, one.root, other.root))
     met = set(pairs.values())
-    # What has a name of its own is the same wherever it lies and whenever it is called.
+    # Nodes with a name of their own match wherever they are and whenever they are called.
     left = {_key(node): node for node in other.nodes if node.id not in met and _is_named(node)}
     for node in one.nodes:
         counterpart = left.get(_key(node))
@@ -138,7 +139,7 @@ def _pairs(one: Graph, other: Graph) -> dict[int, int]:
 
 
 def _paired(one: Graph, other: Graph, first: Node, second: Node) -> Iterator[tuple[int, int]]:
-    """The ids of two nodes that are the same, and of what is the same in them."""
+    """Yield the ids of two matching nodes and of the matching nodes inside them."""
     todo = [(first, second)]
     while todo:
         left, right = todo.pop()
@@ -147,9 +148,9 @@ def _paired(one: Graph, other: Graph, first: Node, second: Node) -> Iterator[tup
 
 
 def _in_order(nodes: list[Node], others: list[Node]) -> Iterator[tuple[Node, Node]]:
-    """Equal entries of two lists, as many as possible without changing their order."""
+    """Yield pairs of equal entries of two lists, as many as possible without a change of order."""
     keys, other_keys = list(map(_key, nodes)), list(map(_key, others))
-    # Of several answers the matcher takes one that depends on which list is the first.
+    # If there are several solutions, the matcher's choice depends on which list comes first.
     if keys > other_keys:
         yield from ((one, other) for other, one in _in_order(others, nodes))
         return
@@ -162,12 +163,12 @@ def _key(node: Node) -> tuple[str, str, int]:
 
 
 def _is_named(node: Node) -> bool:
-    """Whether no other node of a recording is of the same kind, name and call."""
+    """Return True if kind, name and call identify the node within a recording."""
     return bool(node.name) and node.kind not in ("op", "backward", "optimizer")
 
 
 def _aspects(node: Node, other: Node) -> Iterator[str]:
-    """What differs between two nodes alone."""
+    """Yield the differences between two nodes, without their edges and position."""
     shown = {
         "class": (node.type_name, other.type_name),
         "outputs": (_shapes(node), _shapes(other)),
@@ -186,7 +187,7 @@ def _aspects(node: Node, other: Node) -> Iterator[str]:
 
 
 def _shown(edges: list[Edge], names: dict[int, str]) -> str:
-    """Where tensors come from."""
+    """Format the sources of some edges."""
     sources = (names[each.source] + (f" ×{each.multiplicity}" if each.multiplicity > 1 else "") for each in edges)
     return ", ".join(sources) or "nothing"
 

@@ -1,4 +1,4 @@
-"""A node of a graph that still grows."""
+"""A node of a graph under construction."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Draft"]
 
 @dataclass(slots=True)
 class Draft:
-    """A node that may still change; see :class:`Node`.
+    """A mutable node; see :class:`Node` for its fields.
 
-    A recording makes few objects that Python's garbage collector has to go through: with ten for each function the
-    collections alone took as long as the recording.
+    A recording creates few objects that Python's garbage collector has to traverse. With ten objects for each function,
+    the collections alone took as long as the recording.
     """
 
     kind: Kind

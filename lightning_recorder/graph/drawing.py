@@ -1,9 +1,8 @@
-"""From a model to its picture in one call."""
+"""Drawing a model in one call."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
@@ -21,6 +20,7 @@ from lightning_recorder.graph.roll import roll as rolled
 from lightning_recorder.graph.tensors import show_tensors
 from lightning_recorder.graph.views import collapse, drop_isolated, fit, fold_repeats, without
 from lightning_recorder.inputs import shapes_in
+from lightning_recorder.temporary import TemporaryFolder, copy_whole
 
 if TYPE_CHECKING:
     from graphviz import Digraph
@@ -31,16 +31,16 @@ __all__ = ["Drawing", "draw", "make_dot", "render_network"]
 def make_dot(
     graph: Graph, render_depth: int = 256, styler_cls: type[GraphvizStyler] | None = None, **styler_args: Any
 ) -> Digraph:
-    """A recorded graph as a Graphviz document.
+    """Convert a recorded graph to a Graphviz document.
 
-    What lies at the depth or above is drawn, parameters included; what lies deeper is drawn as the module call at that
-    depth, whose edges are those of all that it holds. Module calls above the depth are frames.
+    Nodes down to the given depth are drawn, including parameters. Deeper nodes are merged into the module call at that
+    depth, which takes over their edges. Module calls above that depth are drawn as frames.
 
     Args:
-        graph: What :func:`record` or a capture gave.
-        render_depth: The depth, that of the whole model being 0 and that of its layers 1.
-        styler_cls: Decides how nodes and edges look; made with ``styler_args``.
-        styler_args: Graphviz attributes for all nodes, and what else the styler takes.
+        graph: The result of :func:`record` or of a capture.
+        render_depth: The depth; the whole model has depth 0, its layers have depth 1.
+        styler_cls: The class that decides how nodes and edges look; it is created with ``styler_args``.
+        styler_args: Graphviz attributes for all nodes, and other arguments of the styler.
 
     Raises:
         ArgumentError: If the depth is below 1.
@@ -68,15 +68,15 @@ def render_network(
     render_depth: int = 1,
     **styler_args: Any,
 ) -> Path:
-    """Run a model once and write a picture of what it did.
+    """Run a model once and write a picture of its graph.
 
     Args:
-        net: The model, of which nothing is changed; see :func:`record`.
-        name: What the graph is called in the picture.
+        net: The model. Its state is restored afterwards; see :func:`record`.
+        name: The name of the graph in the picture.
         input_shapes: As for :func:`record`; ``None`` if ``input_data`` is given.
-        directory: Where to write; made if it is not there.
-        filename: What the file is called, without its suffix; by default ``name``, or the class of the model.
-        fmt: A format of Graphviz: ``svg``, ``png``, ``pdf``.
+        directory: The directory to write to; created if it does not exist.
+        filename: The name of the file without its suffix; by default ``name``, or the class of the model.
+        fmt: A Graphviz format, such as ``svg``, ``png`` or ``pdf``.
         input_data: As for :func:`record`.
         render_depth: As for :func:`make_dot`.
         styler_args: As for :func:`make_dot`.
@@ -85,15 +85,15 @@ def render_network(
         The path of the picture.
 
     Raises:
-        ArgumentError: If an argument is not understood.
+        ArgumentError: If an argument is invalid.
         ForwardError: If the model raises.
-        RenderError: If there is no renderer, or it failed.
+        RenderError: If no renderer is installed, or the renderer fails.
     """
     check_integer("render_depth", render_depth, 1)
     if not fmt.isalnum():
         raise ArgumentError(f"fmt is a format of Graphviz, as svg, png or pdf; got {fmt!r}")
     file = f"{filename or name or type(net).__name__}.{fmt}"
-    # By the rules of Windows, which takes both slashes and drives for more than a name.
+    # The rules of Windows are the strictest: both slashes and drive letters make a path more than a file name.
     if file != PureWindowsPath(file).name or "\0" in file:
         raise ArgumentError(f"filename, by default the name, is that of a file in the directory; got {file!r}")
     dot = make_dot(record(net, name, input_shapes, input_data), render_depth, **styler_args)
@@ -102,11 +102,11 @@ def render_network(
 
 @dataclass(frozen=True, repr=False)
 class Drawing:
-    """A picture of a model, and what it was made from. In a notebook it shows itself.
+    """A picture of a model, with the graphs it was made from. Notebooks display it as an image.
 
     Args:
-        graph: All that was recorded.
-        view: What of it is drawn.
+        graph: The whole recorded graph.
+        view: The part of the graph that is drawn.
         visual_graph: The view as a Graphviz document.
     """
 
@@ -115,11 +115,11 @@ class Drawing:
     visual_graph: Digraph
 
     def save(self, path: str | os.PathLike[str], *, timeout_s: float = 60.0) -> Path:
-        """Write the picture; the suffix says in which format: ``.svg``, ``.png``, ``.pdf``.
+        """Write the picture; the suffix selects the format: ``.svg``, ``.png``, ``.pdf``.
 
         Raises:
-            RenderError: If there is no renderer, or it failed, or needs longer than ``timeout_s``: then a smaller view
-                helps, by ``max_nodes``, ``depth``, ``fold`` or ``roll``.
+            RenderError: If no renderer is installed, or the renderer fails or needs more than ``timeout_s`` seconds. A
+                smaller view takes less time: use ``max_nodes``, ``depth``, ``fold`` or ``roll``.
         """
         return _write(self.visual_graph, Path(path), timeout_s)
 
@@ -127,8 +127,8 @@ class Drawing:
         return f"<drawing of {self.graph.title}: {len(self.view.nodes)} nodes, {len(self.view.edges)} edges>"
 
     def _repr_svg_(self) -> str:
-        with tempfile.TemporaryDirectory() as folder:
-            return self.save(Path(folder) / "graph.svg").read_text(encoding="utf-8")
+        with TemporaryFolder() as folder:
+            return self.save(folder.path / "graph.svg").read_text(encoding="utf-8")
 
 
 def draw(
@@ -154,34 +154,34 @@ def draw(
     legend: bool = False,
     styler: GraphvizStyler | None = None,
 ) -> Drawing:
-    """Run a model once and give a picture of what it did.
+    """Run a model once and return a picture of its graph.
 
     Args:
-        model: The model, of which nothing is changed; see :func:`record`. Or a graph that was recorded before, or a
-            view of one, which then is all that is drawn; arguments about the run of a model are of no account.
-        input_data: What it is called with, as for :func:`record`.
-        input_size: Shapes for made-up inputs instead, as ``input_shapes`` of :func:`record`.
-        graph_name: What the graph is called in the picture; by default the class of the model.
-        depth: Down to which depth module calls are opened; ``None`` opens all.
-        device: ``"meta"`` to compute shapes alone, as for :func:`record`.
+        model: The model, whose state is restored afterwards (see :func:`record`), or a graph that was recorded before,
+            or a view of one, which limits what is drawn. For a graph, arguments about running the model are ignored.
+        input_data: The arguments of the model, as for :func:`record`.
+        input_size: Shapes of generated inputs, as ``input_shapes`` of :func:`record`.
+        graph_name: The name of the graph in the picture; by default the class of the model.
+        depth: The depth down to which module calls are opened; ``None`` opens all.
+        device: ``"meta"`` to compute only shapes, as for :func:`record`.
         dtypes: As for :func:`record`.
         mode: As for :func:`record`.
         input_kwargs: Further keyword arguments of the model.
-        expand_nested: Draw a frame around what an open module call holds.
-        graph_dir: Where the data flows: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
-        hide_module_functions: Draw a module that calls no other as one node; otherwise show the functions inside.
+        expand_nested: Draw a frame around the contents of an open module call.
+        graph_dir: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
+        hide_module_functions: Draw a module that calls no other module as one node; otherwise show its functions.
         hide_inner_tensors: Leave out the tensors between functions.
         parameters: Show parameters and buffers.
-        roll: Draw a module that is called many times once, with its number.
+        roll: Draw a module that is called several times once, with the number of calls.
         fold: Draw equal siblings once, with their number.
-        max_nodes: Make the view smaller until it has no more nodes than this, by the rules of :func:`fit`, which folds.
+        max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit`, which also folds.
         show_shapes: Write shapes into the nodes.
-        legend: Say what colours and shapes of the nodes mean.
-        styler: Decides how nodes and edges look.
+        legend: Add a legend that explains the colours and shapes of the nodes.
+        styler: The styler that decides how nodes and edges look.
 
     Raises:
-        ArgumentError: If an argument is not understood.
-        ForwardError: If the model raises; names the module, and has the graph up to there.
+        ArgumentError: If an argument is invalid.
+        ForwardError: If the model raises. It names the module and holds the graph recorded until then.
 
     Example:
         >>> from torch import nn
@@ -217,7 +217,7 @@ def draw(
 
 
 def _sizes(input_size: Any, input_data: Any, input_kwargs: Mapping[str, Any] | None) -> Any:
-    """The shapes of the inputs, if they are to be made up."""
+    """Return the shapes of the inputs if they are to be generated, else None."""
     if input_size is None:
         if input_data is None and input_kwargs is None:
             raise ArgumentError("give either input_size or input_data, got neither")
@@ -232,9 +232,9 @@ def _write(dot: Digraph, path: Path, timeout_s: float = 60.0) -> Path:
     if not suffix:
         raise ArgumentError(f"the name of a picture ends with its format, as in graph.svg; got {path.name!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        document = Path(folder) / "graph.dot"
+    with TemporaryFolder() as folder:
+        document = folder.path / "graph.dot"
         document.write_text(dot.source, encoding="utf-8")
         (picture,) = Layout(document, (suffix.lower(),), timeout_s).finish()
-        path.write_bytes(picture.read_bytes())
+        copy_whole(picture, path)
     return path

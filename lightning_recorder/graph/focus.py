@@ -1,4 +1,4 @@
-"""One part of a graph with what it takes and gives."""
+"""A view of one module call with its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["focus"]
 
 
 def focus(graph: Graph, name: str, call: int = 1) -> Graph:
-    """The graph of one module call, with an input for each node outside that feeds it and an output for each it feeds.
+    """Return the graph of one module call, with an input for each outer source and an output for each outer target.
 
     Args:
         graph: A recorded graph, or a view of one.
         name: The module's dotted name.
-        call: Which of its calls, from 1.
+        call: The number of the call, starting at 1.
 
     Returns:
-        A graph whose root is that call. The inputs and outputs are named by the module call in which the node outside
-        lies, or the function if it lies in the root alone; parameters and the tensors of the batch keep their names.
-        Its number of parameters is that of the modules which are called in it.
+        A graph whose root is that call. An input or output is named by the module call around the outer node, or by the
+        outer function itself if it lies directly in the root. Parameters and tensors of the batch keep their names. The
+        number of parameters is that of the modules called in this graph.
 
     Raises:
-        ArgumentError: If there is no such call; names the closest modules.
+        ArgumentError: If there is no such call. The message names the closest modules.
 
     Example:
         >>> import torch
@@ -61,18 +61,18 @@ def focus(graph: Graph, name: str, call: int = 1) -> Graph:
             edges.append(edge)
     nodes = [replace(node, depth=node.depth - root.depth) for node in graph.nodes if node.id in inside]
     nodes[0] = replace(nodes[0], parent=None)
-    # A module that is called twice has its parameters once.
+    # The parameters of a module that is called twice count once.
     parameters = sum({node.name: node.parameters for node in nodes if node.kind == "module"}.values())
     nodes = [nodes[0], *inputs.values(), *nodes[1:], *outputs.values()]
     return replace(graph, nodes=tuple(nodes), edges=tuple(edges), parameters=parameters)
 
 
 def _border(graph: Graph, edge: Edge, outside: int, free: int, kind: Kind, root: Node) -> Node:
-    """What stands for a node outside of the part."""
+    """Return the input or output that replaces an outer node."""
     node = graph[outside]
     named = next((each.name for each in (node, *graph.ancestors(node)) if each.kind == "module" and each.name), "")
     own = node.kind in ("parameter", "buffer", "input", "output", "backward", "optimizer") or not named
-    # What lies in a call around the part is told by its own name: that of the call would say nothing.
+    # A node in a call around the focused one keeps its own name, since the name of that call would not identify it.
     around = {each.id for each in graph.ancestors(root)}
     near = node.parent in around and node.kind != "module"
     tensor = (edge.tensor,) if edge.tensor is not None else ()

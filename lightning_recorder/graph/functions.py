@@ -1,4 +1,4 @@
-"""What a function of torch is called, what it takes, and whether it writes."""
+"""Properties of a torch function: its name, its tensor arguments and in-place writes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_recorder.structure import iter_tensors
 __all__ = ["Versions", "function_name", "tensors_in", "versions", "writes"]
 
 Versions = list[tuple[Tensor, int | None]]
-"""Tensors that a function takes, with the number of times that each was written to before."""
+"""The tensors that a function takes, with their version counters before the call."""
 
-# What is no container; asked for each argument of each function.
+# Types that cannot hold tensors, checked first because every argument of every function is checked.
 _PLAIN = (type(None), bool, int, float, str, complex)
 
-# relu_ and relu are one operation; whether it reuses memory is no part of what is computed.
+# relu_ and relu are one operation: memory reuse does not change the computed values.
 _SAME = {
     "radd": "add",
     "rmul": "mul",
@@ -32,7 +32,7 @@ _SAME = {
 
 
 def function_name(func: Any) -> str:
-    """The function's name as people say it: ``add`` for ``Tensor.__add__``, ``T`` for the getter of ``Tensor.T``."""
+    """Return the common name of a function: ``add`` for ``Tensor.__add__``, ``T`` for the getter of ``Tensor.T``."""
     name: str = getattr(func, "__name__", type(func).__name__)
     if name == "__get__":
         return str(getattr(func.__self__, "__name__", name))
@@ -41,7 +41,7 @@ def function_name(func: Any) -> str:
 
 
 def writes(func: Any) -> bool:
-    """Whether a function is by its name one that writes into its first argument."""
+    """Return True if the name of a function says that it writes into its first argument."""
     name = getattr(func, "__name__", "")
     return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
         name.endswith("_") and not name.endswith("__")
@@ -49,7 +49,7 @@ def writes(func: Any) -> bool:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among some values and inside them, in order."""
+    """Return the tensors among some values and nested inside them, in order."""
     found: list[Tensor] = []
     for each in values:
         if issubclass(type(each), Tensor):
@@ -60,5 +60,5 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 def versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Versions:
-    """The tensors that a function takes, with the number of times that each was written to."""
+    """Return the tensors that a function takes, with their version counters."""
     return [(tensor, version_of(tensor)) for tensor in tensors_in((*args, *kwargs.values()))]

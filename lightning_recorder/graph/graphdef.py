@@ -1,4 +1,4 @@
-"""A graph in the form that the Graphs tab of TensorBoard shows."""
+"""A graph as a ``GraphDef`` for the Graphs tab of TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 __all__ = ["to_graph_def"]
 
 _MAX_NODES = 20_000
-# The tab lays a scope out by recursion: one of 1,000 nodes in a row takes 3 s in Chromium, one of 2,000 overflows the
-# stack and shows nothing.
+# The tab lays out a scope recursively: a scope of 1,000 nodes in a row takes 3 s in Chromium; one of 2,000 overflows
+# the stack and shows nothing.
 _MAX_SIBLINGS = 500
 
 
 def to_graph_def(graph: Graph, max_nodes: int = _MAX_NODES) -> GraphDef:
-    """A graph as the ``GraphDef`` of TensorBoard, in which a module call is a scope that opens by a double click.
+    """Convert a graph to a ``GraphDef`` of TensorBoard, in which each module call is a scope that a double click opens.
 
-    A node is named by the module calls around it, ``encoder/layers/0/linear1/linear``, the second of a name
-    ``linear(2)``. Its ``op`` is the function, or the class of a closed module call; parameters and buffers are
-    constants, which the tab draws as dots beside their users. Attributes tell shapes, dtype, autograd types, line of
-    code and number of parameters.
+    A node is named by the module calls around it, as ``encoder/layers/0/linear1/linear``; the second node of that name
+    ends in ``linear(2)``. Its ``op`` is the function, or the class of a closed module call. Parameters and buffers are
+    constants, which the tab draws as dots beside their users. Attributes hold shapes, dtype, autograd types, source
+    line and number of parameters.
 
     Args:
-        graph: Any graph; what the model recorded as it is will do, since the tab opens and closes calls itself.
-        max_nodes: The most nodes; of a larger graph the inner calls are closed.
+        graph: Any graph. A recorded graph needs no view, since the tab opens and closes calls itself.
+        max_nodes: The largest number of nodes; the inner calls of a larger graph are closed.
 
     Raises:
         ArgumentError: If ``max_nodes`` is below 1.
@@ -56,7 +56,7 @@ def to_graph_def(graph: Graph, max_nodes: int = _MAX_NODES) -> GraphDef:
 
 
 def _small_enough(graph: Graph, max_nodes: int) -> Graph:
-    """The graph, or the view of the greatest depth that has few enough nodes."""
+    """Return the graph, or the deepest view of it that has at most ``max_nodes`` nodes."""
     view = graph
     depth = max((node.depth for node in graph.module_calls()), default=0)
     while depth and len(drawn_nodes(view)) > max_nodes:
@@ -66,7 +66,7 @@ def _small_enough(graph: Graph, max_nodes: int) -> Graph:
 
 
 class _GraphDefRenderer(BaseRenderer["GraphDef"]):
-    """Renders a graph as nodes whose names lie in each other as the module calls do."""
+    """Renders a graph as nodes whose names are nested like the module calls."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
@@ -101,27 +101,27 @@ class _GraphDefRenderer(BaseRenderer["GraphDef"]):
 
     @override
     def render_recursive_node(self, canvas: GraphDef, node: Node) -> None:
-        """The scope is in the names of what the call holds."""
+        """Render the contents only; the scope of the call is part of their names."""
         self.render_contents(canvas, node)
 
     @override
     def render_edge(self, canvas: GraphDef, edge: Edge) -> None:
         if edge.source not in self._defs or edge.target not in self._defs:
-            return  # an end that is a scope; no view makes one
+            return  # an end is an open call; no view of this package makes such an edge
         target = self._defs[edge.target]
         target.input.append(self._names[edge.source])
         number = times(edge, self.graph)
         if number > 1 or "multiplicity" in target.attr:
-            # Beside each input how many tensors it stands for.
+            # The number of tensors on each input, in the order of the inputs.
             numbers = target.attr["multiplicity"].list.i
             numbers.extend([1] * (len(target.input) - 1 - len(numbers)))
             numbers.append(number)
 
 
 def _attributes(node: Node, graph: Graph) -> dict[str, str | int | float]:
-    """What the tab shows beside a node that was clicked, without what says nothing."""
+    """Return the non-empty attributes that the tab shows for a selected node."""
     call = node if node.kind == "module" or node.parent is None else graph[node.parent]
-    # On a dot no line tells the shape.
+    # The tab shows shapes on edges, but draws a parameter as a dot without an edge.
     shape = str(node.outputs[0]).replace("×", "x") if node.kind in ("parameter", "buffer") and node.outputs else ""
     told: dict[str, str | int | float] = {
         "shape": shape,
@@ -139,8 +139,8 @@ def _attributes(node: Node, graph: Graph) -> dict[str, str | int | float]:
     return {name: value for name, value in told.items() if value}
 
 
-# What the tab reads into names. It is written in JavaScript and keeps nodes and ops in plain objects, where some names
-# are taken; the others are its own root and library.
+# Names with a meaning of their own in the tab. It is written in JavaScript and keeps nodes and ops in plain objects,
+# whose built-in properties are reserved; the other names are its own root and library.
 _TAKEN = frozenset(
     (
         "__defineGetter__",
@@ -165,13 +165,13 @@ def _op(node: Node) -> str:
     if node.kind in ("parameter", "buffer"):
         return f"Const({node.kind})"
     op = _part({"module": node.type_name, "op": node.name}.get(node.kind, node.kind)) or node.kind
-    # An op with "Const" in it becomes a dot beside its users, and so does one that ends in "Summary".
+    # The tab draws an op that contains "Const" or ends in "Summary" as a dot beside its users.
     op = op.replace("Const", "const").replace("Summary", "summary")
     return f".{op}" if op in _TAKEN else op
 
 
 def _nested_names(graph: Graph) -> dict[int, str]:
-    """Each node's name with the calls around it, parted by ``/``, no two alike."""
+    """Return a unique name for each node, prefixed by the calls around it and separated by ``/``."""
     names = {graph.root.id: ""}
     given: dict[str, int] = {}
     for call in graph.nodes:
@@ -185,14 +185,14 @@ def _nested_names(graph: Graph) -> dict[int, str]:
 
 
 def _scopes(call: str, place: int, number: int) -> list[str]:
-    """The scopes around one of so many children of a call: where these are too many, further ones hold some of them."""
+    """Return the scopes around a child of a call; if there are too many children, extra scopes group them."""
     first = place - place % _MAX_SIBLINGS
     further = [f"{first + 1}-{min(first + _MAX_SIBLINGS, number)}"] if number > _MAX_SIBLINGS else []
     return [*([call] if call else []), *further]
 
 
 def _parts(node: Node, graph: Graph) -> list[str]:
-    """The path of a node inside its call: of a module in a list, the list and the place in it."""
+    """Return the path of a node inside its call; for a module in a list, this is the list and the index."""
     own = own_name(node, graph)
     dotted = own.split(".") if node.kind in ("module", "parameter", "buffer") else [own]
     *around, last = map(_part, dotted)
@@ -200,21 +200,21 @@ def _parts(node: Node, graph: Graph) -> list[str]:
 
 
 def _numbered(name: str, call: int, given: dict[str, int]) -> str:
-    """The name with the number of the call, or the next that is free.
+    """Return the name with the number of the call, or with the next free number.
 
-    In brackets, which no other name has, and not as ``add_2``: of such the tab makes a pile as soon as there are five,
-    whatever lies between them.
+    The number is in brackets, which no other name contains. The tab would group five or more names such as ``add_2``
+    into one pile, regardless of the nodes between them.
     """
     number = given[name] = max(call, given.get(name, 0) + 1)
     return f"{name}({number})" if number > 1 else name
 
 
 def _part(name: str) -> str:
-    """What of a name can stand in a path: no ``/``, which opens a scope, no ``:``, which numbers outputs."""
+    """Return a name without characters that paths reserve: ``/`` opens a scope, ``:`` numbers outputs."""
     kept = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
     return kept if kept == name else kept.strip("_")
 
 
 def _ascii(text: str) -> str:
-    """Text as the tab shows it to the letter: it does not read the escapes in which the server sends the rest."""
+    """Return text that the tab shows literally; it does not decode the escapes that the server sends for the rest."""
     return text.encode("ascii", "backslashreplace").decode()

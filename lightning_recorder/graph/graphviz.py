@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.fonts import FAMILY
 from lightning_recorder.graph import labels
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.render import BaseRenderer
@@ -21,14 +22,14 @@ __all__ = ["Direction", "GraphvizRenderer", "GraphvizStyler", "Shapes"]
 Direction = Literal["TB", "LR", "BT", "RL"]
 Shapes = Literal["nodes", "edges", "none"]
 
-# DejaVu is what matplotlib carries, so it can be had on a machine without fonts; it is also wider than its
-# replacements, so that a label which was measured with it fits its box wherever the SVG is shown.
-_FONT = "DejaVu Sans,Verdana,sans-serif"
+# The package includes DejaVu for machines without fonts. DejaVu is also wider than its replacements, so a label that
+# was measured with it fits its box wherever the SVG is shown.
+_FONT = f"{FAMILY},Verdana,sans-serif"
 _NAME_PT = 12
 _DETAIL_PT = 10
 
-# Fill, border and shape by kind: the hues are those of Okabe and Ito, told apart by the colour-blind; the shapes differ
-# for print in grey.
+# Fill, border and shape by kind. The hues are those of Okabe and Ito, which colour-blind readers can distinguish; the
+# shapes differ for greyscale print.
 _LOOKS: dict[Kind, dict[str, str]] = {
     "module": {"fillcolor": "#dbe9f6", "color": "#0072b2", "shape": "box", "style": "filled,rounded"},
     "op": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "box", "style": "filled"},
@@ -42,10 +43,10 @@ _LOOKS: dict[Kind, dict[str, str]] = {
 }
 _FRAMES = ("#f6f6f6", "#ededed")
 _FAILED = {"color": "#d4002a", "penwidth": "3"}
-# How much straighter and shorter the edges of the main path are to be than others.
+# The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter.
 _MAIN_WEIGHT = "12"
 
-_LOSS = "loss"  # how the scopes of losses begin
+_LOSS = "loss"  # prefix of the scopes of losses
 
 _MEANINGS: dict[Kind, str] = {
     "module": "module",
@@ -61,15 +62,15 @@ _MEANINGS: dict[Kind, str] = {
 
 
 class GraphvizStyler:
-    """Decides how nodes and edges look; a subclass may decide otherwise.
+    """Decides how nodes and edges look. Subclasses may override its methods.
 
     Args:
-        shapes: Where the shapes of the tensors stand: in the ``"nodes"`` that gave them, on the ``"edges"``, or
-            nowhere, ``"none"``; the pointer shows them in any case.
-        attributes: Graphviz attributes for all nodes, over those of the kind.
+        shapes: The place of tensor shapes: ``"nodes"`` for the node that returned the tensor, ``"edges"``, or
+            ``"none"``. Tooltips show them in any case.
+        attributes: Graphviz attributes for all nodes; they override those of the kind.
 
     Raises:
-        ArgumentError: If ``shapes`` is none of the three.
+        ArgumentError: If ``shapes`` is not one of the three.
     """
 
     def __init__(self, *, shapes: Shapes = "nodes", **attributes: str) -> None:
@@ -79,7 +80,7 @@ class GraphvizStyler:
         self.attributes = attributes
 
     def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
-        """The Graphviz attributes of a node, its label included."""
+        """Return the Graphviz attributes of a node, including its label."""
         return {
             **_LOOKS[node.kind],
             **(_FAILED if node.failed else {}),
@@ -89,7 +90,7 @@ class GraphvizStyler:
         }
 
     def style_title(self, graph: Graph) -> dict[str, str]:
-        """The Graphviz attributes of the whole: the model's class and size."""
+        """Return the Graphviz attributes of the whole graph; the title shows the model's class and size."""
         name = graph.title
         return {
             "label": f"<{_bold(name)}{_detail(labels.title(graph).removeprefix(name))}>",
@@ -97,10 +98,10 @@ class GraphvizStyler:
         }
 
     def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
-        """The Graphviz attributes of the cluster around what a module call holds."""
+        """Return the Graphviz attributes of the cluster around the contents of a module call."""
         name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
         return {
-            # Two short lines, since an edge that comes in from above crosses what is written further right.
+            # Two short lines, since an edge from above crosses text that extends further to the right.
             "label": _stacked(
                 line for line in (name and _bold(name), node.type_name and _detail(node.type_name)) if line
             ),
@@ -112,11 +113,11 @@ class GraphvizStyler:
         }
 
     def style_scope(self, scope: str) -> dict[str, str]:
-        """The Graphviz attributes of the cluster around a loss."""
+        """Return the Graphviz attributes of the cluster around a loss."""
         return {"label": f"<{_detail(scope)}>", "tooltip": _plain(scope), "color": "#d55e00", "style": "rounded,dashed"}
 
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
-        """The Graphviz attributes of an edge: a number where several tensors go the same way."""
+        """Return the Graphviz attributes of an edge; the label shows the number of tensors if there are several."""
         times = labels.times(edge, graph)
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
         words += [f"×{times}"] if times > 1 else []
@@ -128,14 +129,14 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     """Renders a graph as a ``graphviz.Digraph``.
 
     Args:
-        graph: What to render, as it is.
-        styler: How it is to look.
-        direction: Where the data flows: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
-        frames: Draw a frame around what an open module call holds.
-        legend: Say beside the graph what the colours and shapes mean.
+        graph: The graph to render; it is not reduced further.
+        styler: The styler that decides how nodes and edges look.
+        direction: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
+        frames: Draw a frame around the contents of an open module call.
+        legend: Add a legend that explains the colours and shapes.
 
     Raises:
-        ArgumentError: If the direction is none of the four, or the styler is none.
+        ArgumentError: If the direction is not one of the four, or the styler is not a :class:`GraphvizStyler`.
 
     Example:
         >>> import torch
@@ -230,11 +231,11 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
 
 def main_path(graph: Graph) -> set[tuple[int, int]]:
-    """The edges of the longest way through a graph, which a reader follows first."""
+    """Return the edges of the longest path through a graph, which a reader follows first."""
     place = {node.id: number for number, node in enumerate(graph.nodes)}
     length: dict[int, int] = {}
     before: dict[int, int] = {}
-    # In the order of time, in which what is used comes before what uses it.
+    # Sorted by time, so that the path to a node is complete before the edges that leave it.
     for edge in sorted(graph.edges, key=lambda each: place[each.target]):
         if place[edge.source] < place[edge.target] and length.get(edge.source, 0) + 1 > length.get(edge.target, 0):
             length[edge.target] = length.get(edge.source, 0) + 1
@@ -254,10 +255,10 @@ def _kinds(graph: Graph) -> Iterable[Kind]:
 
 
 def check_direction(direction: str) -> None:
-    """Refuse a direction that Graphviz does not know.
+    """Raise an error for a direction that Graphviz does not support.
 
     Raises:
-        ArgumentError: Naming the four that it does.
+        ArgumentError: If the direction is not one of the four. The message lists them.
     """
     if direction not in get_args(Direction):
         raise ArgumentError(f"direction must be one of {', '.join(get_args(Direction))}, got {direction!r}")
@@ -273,13 +274,13 @@ def _label(node: Node, graph: Graph, *, shapes: bool) -> str:
         lines.append(_detail("failed here"))
     if shapes and node.outputs:
         lines.append(_detail(labels.shown_shapes(node)))
-    # A table and not line breaks, for some air between the lines.
+    # A table rather than line breaks, for some space between the lines.
     rows = "".join(f"<tr><td>{line}</td></tr>" for line in lines)
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
 
 
 def _stacked(lines: Iterable[str]) -> str:
-    """Lines that begin at the same place."""
+    """Return an HTML-like label of left-aligned lines."""
     rows = "".join(f'<tr><td align="left">{line}</td></tr>' for line in lines)
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="0">{rows}</table>>' if rows else ""
 
@@ -288,7 +289,7 @@ _PROMINENT = ("module", "input", "output", "backward", "optimizer")
 
 
 def _describe(node: Node) -> str:
-    """What the pointer shows in an SVG: the full name and everything else that the label leaves out."""
+    """Return the tooltip of a node: the full name and the details that the label omits."""
     outputs = ", ".join(f"{meta.dtype} {meta}" for meta in node.outputs[:8])
     parts = (
         node.name or node.kind,
@@ -302,18 +303,19 @@ def _describe(node: Node) -> str:
     return " · ".join(part for part in parts if part)
 
 
-# Everything that is written into a document goes through one of these.
+# All text in a document is escaped by one of these functions.
 
 
 def _text(text: str) -> str:
-    """Text inside an HTML-like label; of a name that cannot be printed, what can."""
-    # Two backslashes for one: in a label \\N would become the name of the node.
+    """Escape text for an HTML-like label; characters that cannot be printed are replaced."""
+    # Double each backslash: Graphviz would replace \\N in a label by the name of the node.
     return html.escape(labels.printable(text)).replace("\\", "\\\\")
 
 
 def _plain(text: str) -> str:
-    """Text as the value of an attribute."""
-    # Entities are read in attributes as well as in labels, and backslashes twice over, of which the library knows once.
+    """Escape text for the value of an attribute."""
+    # Graphviz decodes entities in attributes as well as in labels. It also unescapes backslashes twice; the library
+    # accounts for one pass.
     from graphviz import escape
 
     return escape(html.escape(labels.printable(text), quote=False).replace("\\", "\\\\")) or " "

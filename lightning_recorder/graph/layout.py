@@ -1,28 +1,32 @@
-"""From a Graphviz document to pictures, in a process of its own."""
+"""Laying out a Graphviz document in a child process."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from lightning_recorder.errors import RenderError
+from lightning_recorder.fonts import BOLD, REGULAR
+from lightning_recorder.temporary import TemporaryFolder, copy_whole
 
 __all__ = ["Layout", "find_renderer"]
 
-# Below it the smallest text, of 10 points, has less than 9 pixels.
+# Below this scale the smallest text, of 10 points, is less than 9 pixels high.
 _LEAST_SCALE = 0.68
 
-# Runs in the child: reads the document and writes each picture. It imports neither torch nor this package, so it starts
-# in 0.1 s.
+# Runs in the child process: reads the document and writes each picture. It imports neither torch nor this package, so
+# it starts in 0.1 s.
 _CHILD = """
 import sys
 sys.path.append(sys.argv[1])
@@ -41,92 +45,98 @@ _NO_RENDERER = (
 
 
 class Layout:
-    """A picture in the making: Graphviz runs in a child process while the training goes on.
+    """The layout of a document by Graphviz in a child process, while the training continues.
 
-    ``dot`` is used where it is on PATH, else the Graphviz inside ``pygraphviz``. The pictures appear under their names
-    when all of them are complete.
+    ``dot`` is used if it is on PATH, otherwise the Graphviz inside ``pygraphviz``. The pictures appear under their
+    names when all of them are complete.
 
     Args:
-        document: The ``.dot`` file.
-        formats: Formats of Graphviz; the pictures lie beside the document with these suffixes.
-        timeout_s: Seconds after which the process is ended.
+        document: The path of the ``.dot`` file.
+        formats: Graphviz formats. The pictures are written beside the document, with these suffixes.
+        timeout_s: Seconds after which the process is killed.
 
     Raises:
-        RenderError: If there is no renderer; the message says how to get one.
+        RenderError: If no renderer is installed. The message says how to install one.
 
     Note:
-        A plain child and not ``multiprocessing``: that would import the training script anew, which may not be guarded
-        against it.
+        The child is a plain subprocess rather than a ``multiprocessing`` process, which would import the training
+        script again, although the script may have no ``__main__`` guard. The child has its own session, so that Ctrl-C
+        in the terminal does not kill it before its picture is complete. If this process is killed, the child ends
+        after ``timeout_s`` seconds of processor time (on Linux), and the next layout on this machine removes its files.
     """
 
     def __init__(self, document: str | Path, formats: Sequence[str], timeout_s: float = 60.0) -> None:
         document = Path(document)
         self.pictures = [document.with_suffix(f".{each}") for each in formats]
-        self._temporary = [path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}") for path in self.pictures]
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
+        self._late = False
         command = find_renderer()
         if command is None:
             raise RenderError(_NO_RENDERER)
-        if len(command) == 1:
-            outputs = [
-                f"-{option}{value}"
-                for path in self._temporary
-                for option, value in (("T", path.suffix[1:]), ("o", path))
-            ]
-            arguments = [*command, *outputs, str(document)]
-        else:
-            arguments = [*command, str(document), *map(str, self._temporary)]
-        self._scratch = tempfile.TemporaryDirectory(prefix="lightning-recorder-")
-        self._messages = Path(self._scratch.name, "messages.txt")
-        self._late = False
-        environment = _environment(Path(self._scratch.name))
-        with self._messages.open("wb") as messages:
-            try:
+        try:
+            folder = TemporaryFolder()
+        except OSError as error:
+            raise RenderError(f"Graphviz could not be started: {error}") from error
+        try:
+            self._made = [folder.path / path.name for path in self.pictures]
+            self._messages = folder.path / "messages.txt"
+            arguments = _arguments(command, document, self._made)
+            environment = {**os.environ, "FONTCONFIG_FILE": str(_font_configuration(folder.path))}
+            with self._messages.open("wb") as messages:
                 self._process = subprocess.Popen(
-                    arguments, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, env=environment
+                    arguments,
+                    stdin=subprocess.DEVNULL,
+                    stdout=messages,
+                    stderr=messages,
+                    env=environment,
+                    start_new_session=True,
                 )
-            except OSError as error:
-                self._scratch.cleanup()
-                raise RenderError(f"Graphviz could not be started: {error}") from error
+        except OSError as error:
+            folder.remove()
+            raise RenderError(f"Graphviz could not be started: {error}") from error
+        self._discard = weakref.finalize(self, _discard, self._process, folder)
+        _limit_processor_time(self._process.pid, timeout_s)
 
     def done(self) -> bool:
-        """Whether there is an end, good or bad; never waits, and ends a process that has had its time."""
+        """Return True if the process has ended, successfully or not.
+
+        This does not block. A process past its deadline is killed.
+        """
         if self._process.poll() is None and time.monotonic() > self._deadline:
             self._end()
         return self._process.poll() is not None
 
     def finish(self, wait_s: float | None = None) -> list[Path]:
-        """Wait for the end and give the pictures.
+        """Wait for the process and return the paths of the pictures.
 
         Args:
-            wait_s: Seconds to wait, then the process is ended; by default all of the time that it has left.
+            wait_s: Seconds to wait before the process is killed; by default all of its remaining time.
 
         Raises:
-            RenderError: If the renderer failed or took too long, with its last words, or if a bitmap cannot be read.
+            RenderError: If the renderer failed or timed out, with the end of its output, or if the text of a bitmap is
+                too small to read.
         """
         try:
             left = max(0.0, self._deadline - time.monotonic())
-            self._process.wait(left if wait_s is None else min(wait_s, left))
-        except subprocess.TimeoutExpired:
-            self._end()
-        try:
-            if self._process.returncode != 0 or not all(path.exists() for path in self._temporary):
+            try:
+                self._process.wait(left if wait_s is None else min(wait_s, left))
+            except subprocess.TimeoutExpired:
+                self._end()
+            if self._process.returncode != 0 or not all(path.exists() for path in self._made):
                 words = self._messages.read_text(errors="replace").strip()[-500:]
                 limit = f"it was ended, having {self._timeout_s:g} s at most; a smaller view takes less"
                 late = limit if self._late else "it failed"
                 raise RenderError(f"Graphviz gave no picture, {late}" + (f": {words}" if words else ""))
             self._check_size()
-            for temporary, path in zip(self._temporary, self.pictures, strict=True):
-                temporary.replace(path)
+            for made, path in zip(self._made, self.pictures, strict=True):
+                copy_whole(made, path)
             return self.pictures
         finally:
-            for temporary in self._temporary:
-                temporary.unlink(missing_ok=True)
-            self._scratch.cleanup()
+            self._discard()
 
     def _check_size(self) -> None:
-        """Refuse pictures whose text nobody can read, because Graphviz has shrunk them to what a bitmap can hold."""
+        """Raise an error for pictures with unreadable text, which Graphviz shrinks to the largest size of a bitmap."""
         words = self._messages.read_text(errors="replace")
         scale = min((float(each) for each in re.findall(r"[Ss]caling by (\d*\.?\d+)", words)), default=1.0)
         if scale < _LEAST_SCALE:
@@ -142,31 +152,58 @@ class Layout:
 
 
 def find_renderer() -> list[str] | None:
-    """The command that lays out a document, without its arguments; ``None`` where there is none."""
+    """Return the command that lays out a document, without its arguments; ``None`` if no renderer is installed."""
     dot = shutil.which("dot")
     if dot:
         return [dot]
     spec = importlib.util.find_spec("pygraphviz")
     if spec is None or spec.origin is None or not sys.executable:
         return None
-    # Isolated, so that neither the folder of the run nor the user's start-up files have a say; hence the path of the
-    # package as an argument.
+    # Isolated mode, so that neither the working directory nor the user's start-up files have an effect. The child
+    # therefore gets the path of the package as an argument.
     return [sys.executable, "-I", "-c", _CHILD, str(Path(spec.origin).parent.parent)]
 
 
-def _environment(scratch: Path) -> dict[str, str]:
-    """The environment, with a font configuration that finds DejaVu inside matplotlib.
+def _arguments(command: Sequence[str], document: Path, made: Sequence[Path]) -> list[str]:
+    """Return the command line that renders the pictures of a document."""
+    if len(command) > 1:
+        return [*command, str(document), *map(str, made)]
+    outputs = [f"-{option}{value}" for path in made for option, value in (("T", path.suffix[1:]), ("o", path))]
+    return [*command, *outputs, str(document)]
 
-    A bare machine has no fonts, and Graphviz would draw empty boxes for the letters.
+
+def _font_configuration(folder: Path) -> Path:
+    """Write a font configuration that includes the package's fonts, and return its path.
+
+    On a machine without fonts, Graphviz would draw empty boxes for the letters. The fonts are copied, since some
+    releases of fontconfig write a file into each font directory.
     """
-    spec = importlib.util.find_spec("matplotlib")
-    if spec is None or spec.origin is None:
-        return dict(os.environ)
-    fonts = Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
-    configuration = scratch / "fonts.conf"
+    copies = folder / "fonts"
+    copies.mkdir()
+    for font in (REGULAR, BOLD):
+        shutil.copyfile(font, copies / font.name)
+    configuration = folder / "fonts.conf"
     configuration.write_text(
-        f'<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig><dir>{escape(str(fonts))}</dir>'
-        f"<cachedir>{escape(str(scratch / 'cache'))}</cachedir></fontconfig>",
+        f'<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig><dir>{escape(str(copies))}</dir>'
+        f"<cachedir>{escape(str(folder / 'cache'))}</cachedir></fontconfig>",
         encoding="utf-8",
     )
-    return {**os.environ, "FONTCONFIG_FILE": str(configuration)}
+    return configuration
+
+
+def _limit_processor_time(pid: int, seconds: float) -> None:
+    """Let the operating system kill a process after this processor time, even if its parent was killed."""
+    if sys.platform == "linux":
+        import resource
+
+        most = math.ceil(seconds)
+        # The process may have ended, or an administrator may have set a lower limit.
+        with suppress(OSError, ValueError):
+            resource.prlimit(pid, resource.RLIMIT_CPU, (most, most))
+
+
+def _discard(process: subprocess.Popen[bytes], folder: TemporaryFolder) -> None:
+    """Kill a process if it is still running, and remove its files."""
+    process.kill()
+    process.wait()
+    folder.remove()

@@ -1,4 +1,4 @@
-"""A graph as a Mermaid flowchart, which GitHub and many editors draw."""
+"""A graph as a Mermaid flowchart, which GitHub and many editors display."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lightning_recorder.graph.render import BaseRenderer
 
 __all__ = ["MermaidRenderer", "to_mermaid"]
 
-# Brackets of the shape, fill and border by kind: the hues of the Graphviz picture. Mermaid has no ellipse that grows
-# with its text, so tensors are pills, and what the model keeps is a drum.
+# Brackets of the shape, and style, by kind. The hues are those of the Graphviz pictures. Mermaid has no ellipse that
+# grows with its text, so tensors are pills, and parameters and buffers are cylinders.
 _LOOKS: dict[Kind, tuple[str, str, str]] = {
     "module": ("(", ")", "fill:#dbe9f6,stroke:#0072b2"),
     "op": ("[", "]", "fill:#ffffff,stroke:#8c8c8c"),
@@ -38,26 +38,26 @@ _LOOKS: dict[Kind, tuple[str, str, str]] = {
 _FRAMES = ("fill:#f6f6f6,stroke:#bdbdbd", "fill:#ededed,stroke:#bdbdbd")
 _REPEATED = "stroke:#0072b2,stroke-width:2px"
 _FAILED = "stroke:#d4002a,stroke-width:3px"
-# A grey that is seen on the frames and on a dark page alike.
+# A grey that is visible both on the frames and on a dark page.
 _LINES = "linkStyle default stroke:#7f7f7f"
-# Mermaid 11 breaks labels at 200 pixels, where a class with its size is wider.
+# Mermaid 11 wraps labels at 200 pixels, less than the width of a class name with its size.
 _CONFIG = "config: {flowchart: {wrappingWidth: 600}}"
-_TEXT = "color:#1f1f1f"  # said with each fill, since a dark page would write in white on it
+_TEXT = "color:#1f1f1f"  # set with each fill, since a dark page uses white text by default
 
 
 class MermaidRenderer(BaseRenderer[list[str]]):
     """Renders a graph as the lines of a Mermaid flowchart.
 
     Args:
-        graph: What to render, as it is.
-        direction: Where the data flows: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
+        graph: The graph to render; it is not reduced further.
+        direction: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
 
     Raises:
-        ArgumentError: If the direction is none of the four.
+        ArgumentError: If the direction is not one of the four.
 
     Note:
-        Mermaid itself refuses more than 500 edges or 50,000 characters, and on GitHub that cannot be changed: render a
-        view made by :func:`fit`.
+        Mermaid rejects flowcharts with more than 500 edges or 50,000 characters, and these limits cannot be changed on
+        GitHub. Render a view made by :func:`fit`.
     """
 
     def __init__(self, graph: Graph, *, direction: Direction = "TB") -> None:
@@ -71,7 +71,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
 
     @override
     def render(self) -> list[str]:
-        # The looks last, so that who reads the text comes to the graph first.
+        # The styles are last, so that a reader of the text finds the graph first.
         return [*super().render(), *(f"  {line}" for line in self._looks())]
 
     @override
@@ -114,14 +114,14 @@ class MermaidRenderer(BaseRenderer[list[str]]):
 
 
 def to_mermaid(graph: Graph, direction: Direction = "TB") -> str:
-    r"""A graph as the text of a Mermaid flowchart, to stand in a Markdown file as a block of the language ``mermaid``.
+    r"""Convert a graph to the text of a Mermaid flowchart, for a ``mermaid`` code block in a Markdown file.
 
     Args:
-        graph: What to render, as it is; see :class:`MermaidRenderer` for its limits.
-        direction: Where the data flows: ``"TB"``, ``"LR"``, ``"BT"`` or ``"RL"``.
+        graph: The graph to render; it is not reduced further. See :class:`MermaidRenderer` for limits.
+        direction: The direction of the data flow: ``"TB"``, ``"LR"``, ``"BT"`` or ``"RL"``.
 
     Raises:
-        ArgumentError: If the direction is none of the four.
+        ArgumentError: If the direction is not one of the four.
 
     Example:
         >>> import torch
@@ -142,10 +142,10 @@ def to_mermaid(graph: Graph, direction: Direction = "TB") -> str:
     return "\n".join(MermaidRenderer(graph, direction=direction).render()) + "\n"
 
 
-# Everything that is written into a document goes through one of these two. Mermaid decodes a label before it reads it:
-# as Markdown (some releases of 11), as TeX (`$$`), icons (`fa:fa-car`) and line breaks (`\n`), and once more as codes,
-# which it has turned into `ﬂ°°35¶ß` meanwhile. So a code alone keeps a sign from ending the label; the blank behind it,
-# which has no width, keeps it from meaning anything together with what follows.
+# All text in a document is escaped by one of these two functions. Mermaid decodes a label before it parses it: as
+# Markdown (some releases of 11), TeX (`$$`), icons (`fa:fa-car`) and line breaks (`\n`), and again as character codes,
+# which it has converted to `ﬂ°°35¶ß` before. So a code alone keeps a character from ending the label. The zero-width
+# blank after it keeps the character from forming markup with the text that follows.
 
 _BLANK = "#65279;"
 _OURS = frozenset("×·…→✗")
@@ -153,7 +153,7 @@ _BETWEEN = re.compile(r"(?<=[A-Za-z0-9×·…→✗,])[ ._-](?=[A-Za-z0-9×·…
 
 
 def _label(lines: list[str]) -> str:
-    """Lines as a quoted label; letters, digits and what cannot mean anything between two of them stand as they are."""
+    """Return lines as a quoted label; letters, digits and harmless characters between two of them are not encoded."""
     return f'"{"<br/>".join(_text(printable(line)) for line in lines if line) or _BLANK}"'
 
 
@@ -172,5 +172,5 @@ def _code(char: str, index: int) -> str:
 
 
 def _quoted(line: str) -> str:
-    """A line as a string of YAML, of which JSON is a part; ``<`` could be taken for the beginning of a tag."""
+    """Return a line as a YAML string, of which JSON is a subset; ``<`` is escaped since it could start an HTML tag."""
     return json.dumps(printable(line)).replace("<", "\\u003c")

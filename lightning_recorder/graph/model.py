@@ -14,22 +14,22 @@ from lightning_recorder.errors import ArgumentError
 __all__ = ["Edge", "Graph", "Kind", "Node", "TensorMeta"]
 
 Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor", "backward", "optimizer"]
-"""What a node is:
+"""The kind of a node:
 
 ``module``
     one call of a module;
 ``op``
-    one call of a torch function, or of an ``autograd.Function`` of the user's;
+    one call of a torch function, or of a custom ``autograd.Function``;
 ``input``, ``output``
-    a tensor that goes into the model, or comes out of it, by its path;
+    an input or output tensor of the model, named by its path;
 ``parameter``, ``buffer``
-    a tensor of the model, in the call of the module that owns it;
+    a tensor of the model, inside the call of the module that owns it;
 ``tensor``
-    a tensor that existed before and belongs to neither the batch nor the model;
+    a tensor that existed before the recording and belongs to neither the batch nor the model;
 ``backward``
-    a backward pass, named ``backward`` or, for ``torch.autograd.grad``, ``grad``; what enters it is the loss;
+    a backward pass, named ``backward`` or, for ``torch.autograd.grad``, ``grad``; its inputs are the losses;
 ``optimizer``
-    one step of an optimiser, named by its class; what enters it are the backward passes whose gradients it uses.
+    one step of an optimizer, named by its class; its inputs are the backward passes whose gradients it uses.
 """
 
 _VERSION = 2
@@ -45,37 +45,37 @@ class TensorMeta:
 
     def __str__(self) -> str:
         if len(self.shape) == 1:
-            # A number alone would be taken for a value.
+            # A number without brackets would look like a value.
             return f"[{self.shape[0]}]"
         return "×".join(map(str, self.shape)) if self.shape else "scalar"
 
 
 @dataclass(frozen=True)
 class Node:
-    """One thing that happened, or one tensor that was there.
+    """An event of the recording, such as a call, or a tensor that existed before.
 
     Args:
-        id: Unique in the graph, ascending in time.
+        id: Unique in the graph; ascending in time.
         kind: See :data:`Kind`.
-        name: A module's dotted name, the root's being ``""``; an op's function, as ``relu``; a tensor's path or dotted
-            name.
-        parent: The ``id`` of the module call in which it happened; ``None`` for the root alone.
-        depth: Number of module calls around it; the root has 0.
-        type_name: A module's class; empty otherwise.
-        call: Which call of that module it is, from 1.
-        outputs: What it gave; for a parameter, buffer, input or output the tensor itself.
-        parameters: Number of parameter elements that a module call owns itself; its submodules' are not included,
-            unless nobody sees them being called, as in a fused layer.
-        autograd: The types of the nodes that an op made in torch's backward graph, as ``AddmmBackward0``, the last
-            first.
-        scope: In a training step the part of it: the name of the method; ``loss`` for what lies between the last layer
-            and the backward pass; from the second backward pass on with a number, as ``training_step 2``. Empty
-            elsewhere.
-        failed: Whether it was left by an exception.
-        source: Where the user's code called it, as ``models/net.py:42``; of no account when graphs are compared.
-        duration_ms: Wall time of a module's call, if that was asked for; of no account either.
-        repeats: How many equal nodes of the recording it stands for, after folding.
-        parallel: Whether these lie side by side, none feeding the next.
+        name: The dotted name of a module (``""`` for the root), the function of an op, such as ``relu``, or the path or
+            dotted name of a tensor.
+        parent: The ``id`` of the enclosing module call; ``None`` for the root only.
+        depth: The number of enclosing module calls; 0 for the root.
+        type_name: The class of a module; empty for other kinds.
+        call: The number of this call of the module, starting at 1.
+        outputs: The output tensors; for a parameter, buffer, input or output, the tensor itself.
+        parameters: The number of parameter elements that the module of a call owns itself. Those of its submodules are
+            included only if their calls are not observed, as in a fused layer.
+        autograd: The types of the nodes that an op created in torch's backward graph, such as ``AddmmBackward0``, the
+            last one first.
+        scope: The part of a training step: the name of the method, or ``loss`` for nodes between the last layer and the
+            backward pass. After the first backward pass a number is added, as in ``training_step 2``. Empty outside of
+            training steps.
+        failed: True if an exception ended the call.
+        source: The line of user code that made the call, such as ``models/net.py:42``; ignored in comparisons.
+        duration_ms: The wall time of a module call, if it was measured; ignored in comparisons.
+        repeats: The number of equal recorded nodes that this node represents after folding.
+        parallel: True if the repeated nodes have no edges between them.
     """
 
     id: int
@@ -98,13 +98,13 @@ class Node:
 
 @dataclass(frozen=True, order=True)
 class Edge:
-    """A tensor that goes from one node into another.
+    """A tensor that is an output of one node and an input of another.
 
     Args:
-        source: ``id`` of the node that gave it.
-        target: ``id`` of the node that took it.
-        multiplicity: How many tensors of the recording go this way.
-        tensor: Shape and dtype of the first of them.
+        source: The ``id`` of the node that returned the tensor.
+        target: The ``id`` of the node that takes the tensor.
+        multiplicity: The number of recorded tensors between the two nodes.
+        tensor: Shape, dtype and device of the first of these tensors.
     """
 
     source: int
@@ -115,17 +115,17 @@ class Edge:
 
 @dataclass(frozen=True, repr=False)
 class Graph:
-    """Nodes in the order of time, the root first, and the edges between them, in the order in which they were used.
+    """Nodes in the order of time, starting with the root, and the edges between them in the order of their first use.
 
-    Edges join ops, inputs, parameters and the like; a module is the ``parent`` of what happened in it. In a view a
-    module may have edges itself: it then stands for all that it holds.
+    Edges connect ops, inputs, parameters and other tensors; a module call is the ``parent`` of the nodes inside it. In
+    a view a module call may have edges itself, if it represents all of its contents.
 
     Args:
-        nodes: In the order of time.
-        edges: In the order of their first use.
-        scope: Which method of the model was recorded: ``forward``, ``training_step``.
-        parameters: Number of elements of the model's parameters, a shared one counted once.
-        name: What a picture calls it; by default the class of the model.
+        nodes: The nodes in the order of time.
+        edges: The edges in the order of their first use.
+        scope: The recorded method of the model: ``forward`` or ``training_step``.
+        parameters: The number of parameter elements of the model; a shared parameter counts once.
+        name: The title of a picture; by default the class of the model.
 
     Example:
         >>> from lightning_recorder.graph import capture_graph
@@ -151,7 +151,7 @@ class Graph:
 
     @property
     def title(self) -> str:
-        """What a picture calls it."""
+        """The title of a picture."""
         return self.name or (self.nodes[0].type_name if self.nodes else "")
 
     @cached_property
@@ -181,29 +181,29 @@ class Graph:
         return self.nodes[0]
 
     def children(self, node: Node) -> list[Node]:
-        """What happened directly in a module call, in the order of time."""
+        """Return the nodes directly inside a module call, in the order of time."""
         return self._children.get(node.id, [])
 
     def into(self, node: Node) -> list[Edge]:
-        """The edges that lead into a node, in the order in which they were used."""
+        """Return the edges into a node, in the order of their first use."""
         return self._into.get(node.id, [])
 
     def ancestors(self, node: Node) -> Iterator[Node]:
-        """The module calls around a node, the innermost first."""
+        """Yield the module calls around a node, starting with the innermost."""
         while node.parent is not None:
             node = self[node.parent]
             yield node
 
     def module_calls(self) -> list[Node]:
-        """All calls of modules but the root, in the order of time."""
+        """Return all module calls except the root, in the order of time."""
         return [node for node in self.nodes if node.kind == "module" and node.parent is not None]
 
     def structural_hash(self) -> str:
-        """A number that two graphs share when they have the same structure, as 64 hexadecimal digits.
+        """Return a hash of the structure, as 64 hexadecimal digits (SHA-256).
 
-        Nodes with their names, classes, shapes, dtypes and autograd types count, and the edges between them; devices,
-        lines of code, times and the graph's name do not, nor do arguments that are no tensors, which no graph has. It
-        is the same in every process and on every machine.
+        The hash covers the nodes with their names, classes, shapes, dtypes and autograd types, and the edges. It does
+        not cover devices, source lines, times, the name of the graph, or arguments that are not tensors, which are not
+        part of a graph. It is the same in every process and on every machine.
 
         Example:
             >>> one, other = (Graph((Node(0, "module", "", None, 0, type_name=name),), ()) for name in ("Net", "Other"))
@@ -219,12 +219,12 @@ class Graph:
             )
             for node in self.nodes
         ]
-        # In the order of their use, since a difference is another one with its terms exchanged.
+        # Edges are hashed in the order of their use, since the order of arguments matters, as in a subtraction.
         edges = [(place[edge.source], place[edge.target], edge.multiplicity) for edge in self.edges]
         return hashlib.sha256(json.dumps([self.scope, nodes, edges]).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """The graph as JSON values.
+        """Return the graph as JSON values.
 
         The keys are ``version``, ``scope``, ``parameters``, ``name``, ``nodes`` and ``edges``, the last two with the
         fields of :class:`Node` and :class:`Edge`.
@@ -240,10 +240,10 @@ class Graph:
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:
-        """The graph of :meth:`to_json`.
+        """Return the graph for the output of :meth:`to_json`.
 
         Raises:
-            ArgumentError: If the data is of another version, or no graph.
+            ArgumentError: If the data has another version, or is not a graph.
         """
         version = data.get("version") if isinstance(data, Mapping) else None
         if version != _VERSION:

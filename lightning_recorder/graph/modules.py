@@ -1,4 +1,4 @@
-"""What the modules of a model, and the tensors that they own, are called."""
+"""The names of a model's modules and of the tensors that they own."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["ModelNames"]
 
 
 class ModelNames:
-    """The names of the modules that a recording may meet, and of their parameters and buffers.
+    """The names of the modules that a recording may observe, and of their parameters and buffers.
 
-    Registered modules have their dotted names. What lies in a plain list, tuple or dictionary is called by the place,
-    as ``blocks[0]``; what belongs to somebody else by its class, when it is called.
+    Registered modules have their dotted names. A module in a plain list, tuple or dictionary is named by its location,
+    such as ``blocks[0]``. A module that does not belong to the model is named by its class when it is called.
 
     Args:
         root: The model.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        # By their ids, which are used again when a module or a tensor is gone: hence the references.
+        # Keyed by id. Ids are reused after a module or tensor is freed, so a weak reference is kept with each.
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._tensors: dict[int, tuple[weakref.ref[Tensor], tuple[Kind, str, int]]] = {}
         self._counts: dict[str, int] = {}
@@ -36,13 +36,13 @@ class ModelNames:
                 self._welcome(name, each)
 
     def of(self, module: nn.Module) -> str | None:
-        """The name of a module, if it has one."""
+        """Return the name of a module, or None if it has none."""
         reference, name = self._names.get(id(module), (None, None))
         return name if reference is not None and reference() is module else None
 
     def of_stranger(self, module: nn.Module) -> str | None:
-        """A name for a module that has none and is called all the same; ``None`` for one that is not to have any."""
-        # A wrapper has no name beside that of what it wraps; of TorchScript submodules each look gives other objects.
+        """Return a new name for a module without one that is called; ``None`` if it must stay without a name."""
+        # A wrapper needs no name beside the module that it wraps. TorchScript returns new submodule objects each time.
         wraps = any(each is not module and self.of(each) is not None for each in module.modules())
         if isinstance(module, torch.jit.ScriptModule) or wraps:
             return None
@@ -50,17 +50,17 @@ class ModelNames:
         return self.of(module)
 
     def tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
-        """Whether a tensor is a parameter or a buffer, its name, and the id of the module that owns it."""
+        """Return the kind of a parameter or buffer, its name, and the id of the module that owns it."""
         reference, known = self._tensors.get(id(tensor), (None, None))
         return known if reference is not None and reference() is tensor else None
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all modules and tensors."""
         self._names.clear()
         self._tensors.clear()
 
     def _introduce(self, name: str, module: nn.Module) -> None:
-        """Know a module and its own tensors by their names."""
+        """Register a module and its own tensors under their names."""
         self._names[id(module)] = weakref.ref(module), name
         self._counts.setdefault(name, 1)
         own: list[tuple[Kind, Iterable[tuple[str, Tensor]]]] = [
@@ -73,7 +73,7 @@ class ModelNames:
                     self._tensors[id(tensor)] = weakref.ref(tensor), (kind, path, id(module))
 
     def _welcome(self, name: str, module: nn.Module) -> None:
-        """Know a module that is not registered, and its submodules, under a name that no other has."""
+        """Register a module that the model does not register, and its submodules, under a unique name."""
         unique = name
         while unique in self._counts:
             self._counts[name] += 1
@@ -84,7 +84,7 @@ class ModelNames:
 
 
 def _in_plain_containers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that lie in lists, tuples and dictionaries among the attributes of registered ones."""
+    """Yield the modules in lists, tuples and dictionaries among the attributes of registered modules."""
     for name, module in named_submodules(root).items():
         if isinstance(module, torch.jit.ScriptModule):
             continue
@@ -95,11 +95,11 @@ def _in_plain_containers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{name}.{attribute}{suffix}".removeprefix("."), each
 
 
-# Where a module keeps what is registered, hooks among it.
+# The attributes in which a module keeps its registered objects, including hooks.
 _OWN = frozenset(vars(nn.Module()))
 
 
-# What is longer holds the data of a model, not its layers.
+# A longer container holds data of a model rather than layers.
 _MOST_NESTED = 1000
 
 

@@ -1,4 +1,4 @@
-"""Which node gave each tensor that is met while a graph is recorded."""
+"""The node that returned each tensor of a recording."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_recorder.storage import is_uninitialized
 __all__ = ["IGNORED", "Call", "CustomNode", "TensorOrigins"]
 
 IGNORED = -1
-"""In place of a node's id: a tensor that is followed no further, such as a gradient on its way to the optimiser."""
+"""The id used in place of a node for a tensor that is not tracked, such as a gradient passed to the optimizer."""
 
 
 @dataclass
 class Call:
-    """A module call that is going on."""
+    """A module call in progress."""
 
     node: int
     module: nn.Module
@@ -35,7 +35,7 @@ class Call:
 
 @dataclass
 class CustomNode:
-    """A call of an ``autograd.Function`` that is going on, or was a moment ago: nobody tells when it ends."""
+    """A call of an ``autograd.Function`` in progress, or one that has just ended: its end is not observed."""
 
     node: int
     call: CustomCall
@@ -43,15 +43,15 @@ class CustomNode:
 
 
 class TensorOrigins:
-    """Finds the node that gave a tensor, and adds one for a tensor that nobody has seen before.
+    """Finds the node that returned a tensor, and adds a node for an unknown tensor.
 
-    A tensor is known as itself or by its memory; by the part of torch's backward graph behind it; as a parameter or
-    buffer of the model. The results of an ``autograd.Function`` of the user's, of whose calls only what happens inside
-    is seen, are known here, too.
+    A tensor is identified by its object or its memory, by the part of torch's backward graph behind it, or as a
+    parameter or buffer of the model. This class also tracks the results of a custom ``autograd.Function``, of whose
+    calls only the inside is observed.
 
     Args:
-        builder: The graph so far, which gets the edges and what is added.
-        calls: The module calls that are going on, the root first.
+        builder: The graph so far, to which edges and new nodes are added.
+        calls: The module calls in progress, starting with the root.
     """
 
     def __init__(self, builder: GraphBuilder, calls: list[Call]) -> None:
@@ -64,22 +64,22 @@ class TensorOrigins:
         self.names: ModelNames | None = None
 
     def forget(self) -> None:
-        """Know nothing any more of the tensors and modules that were met."""
+        """Forget all tensors and modules."""
         self._custom = None
         self._provenance.clear()
         if self.names is not None:
             self.names.clear()
 
     def bind(self, tensor: Tensor, node: int, *, wrote: bool = False) -> None:
-        """Remember which node gave a tensor, or wrote into it."""
+        """Remember the node that returned a tensor, or that wrote into it."""
         self._provenance.bind(tensor, node, wrote=wrote)
 
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The leaves of torch's backward graph from which tensors were computed where nobody looked."""
+        """Return the leaves of the unobserved part of torch's backward graph behind some tensors."""
         return self._owners.sources(tensors)[0]
 
     def enter_custom(self, call: CustomCall, source: str) -> CustomNode:
-        """The node of the call in which a function was called, which may be a new one."""
+        """Return the node of a custom call in which a function was called; add the node if the call is new."""
         last = self._custom
         if last is not None and last.call.frame == call.frame and not call.new:
             return last
@@ -90,12 +90,12 @@ class TensorOrigins:
         for origin, meta in origins:
             self.connect(origin, node, meta)
         self._custom = CustomNode(node, replace(call, arguments=None))
-        # Each of the nested calls has made a node of the backward graph before anything else.
+        # Before anything else, each of the nested calls has created one node of the backward graph.
         self._customs[sequence_number() - call.depth + 1] = node
         return self._custom
 
     def leave_custom(self) -> None:
-        """Say of the last such call what it gave, now that something outside of it happens."""
+        """Record the outputs of the last custom call, once something outside of it happens."""
         left, self._custom = self._custom, None
         if left is None:
             return
@@ -106,21 +106,21 @@ class TensorOrigins:
         self.claim(given, left.node)
 
     def connect(self, source: int, target: int, meta: TensorMeta | None) -> None:
-        """Add a tensor that goes from one node into another, unless it is followed no further."""
+        """Add an edge for a tensor, unless the tensor is not tracked."""
         if source == IGNORED:
             return
         draft = self._builder.nodes[source]
         if meta is not None and not draft.outputs:
-            # A call of the user's own whose results were not seen inside it, or not as what comes out of a transform.
+            # A custom call whose results were not observed inside it, or only before a transform wrapped them.
             draft.outputs = (meta,)
         self._builder.connect(source, target, meta)
 
     def of(self, tensor: Tensor, *, settled: bool = True) -> int:
-        """The node that gave the tensor its values.
+        """Return the node that gave the tensor its values, and add a node if there is none.
 
         Args:
-            tensor: What is taken.
-            settled: Whether all of torch's backward graph behind the tensor is there because of this node.
+            tensor: The tensor that is used.
+            settled: True if the whole backward graph behind the tensor was created by this node.
         """
         known = self.known(tensor)
         if known is None:
@@ -130,22 +130,22 @@ class TensorOrigins:
             else:
                 known = self._add_unseen(tensor) if self._owners.is_new(tensor) else self._add_from_outside(tensor)
         elif settled and self._owners.is_new(tensor):
-            # Made after the function was seen: around a call of the user's own, by a checkpoint, by a look at a view.
+            # Created after the function was observed: by a custom call around it, a checkpoint, or the use of a view.
             self.claim([tensor], known)
         return known
 
     def known(self, tensor: Tensor) -> int | None:
-        """The node that gave the tensor its present values, as far as was seen."""
+        """Return the node that gave the tensor its present values, or None if that was not observed."""
         if is_uninitialized(tensor):
-            # It has neither a shape nor values yet; what is done to it is its making.
+            # An uninitialized tensor has neither shape nor values; its initialization is not recorded.
             return IGNORED
         return self._provenance.of(tensor, own=self.model_tensor(tensor) is not None)
 
     def _add_unseen(self, tensor: Tensor) -> int:
-        """A node for what computed a tensor where nobody looks, as its part of the backward graph tells it."""
+        """Add a node for an unobserved computation of a tensor, based on its part of the backward graph."""
         function = function_behind(tensor)
         if function is not None and (known := self._customs.get(self._owners.number(tensor) + 1)) is not None:
-            # Of this one something was seen inside, which is not what it gave.
+            # Part of this custom call was observed inside it, but not this output.
             self.claim([tensor], known)
             self._add_result(tensor, known)
             return known
@@ -159,7 +159,7 @@ class TensorOrigins:
         return node
 
     def _add_result(self, tensor: Tensor, node: int) -> None:
-        """Say that a node gave a tensor, too, which was not seen when it did."""
+        """Add an output to a node that was recorded without it."""
         if self._custom is not None and self._custom.node == node:
             self._custom.results.append(weakref.ref(tensor))
         elif node != IGNORED:
@@ -175,20 +175,20 @@ class TensorOrigins:
         return node
 
     def model_tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
-        """Whether a tensor is a parameter or a buffer, its name, and the id of the module that owns it."""
+        """Return the kind of a parameter or buffer, its name, and the id of the module that owns it."""
         return None if self.names is None else self.names.tensor(tensor)
 
     def claim(self, tensors: Iterable[Tensor], node: int) -> None:
-        """Give a node what torch's backward graph has got behind some tensors."""
+        """Assign the new part of torch's backward graph behind some tensors to a node."""
         names = self._owners.claim(tensors, node)
         if node >= 0:
             self._builder.nodes[node].autograd += names
 
     def _sources(self, tensors: Iterable[Tensor]) -> list[tuple[int, TensorMeta | None]]:
-        """What went into tensors whose computing nobody saw, as torch's backward graph tells it."""
+        """Return the inputs of an unobserved computation of some tensors, based on torch's backward graph."""
         leaves, owners = self._owners.sources(tensors)
         found = [(self.of(leaf), meta_of(leaf)) for leaf in leaves]
-        # Which of its results went there is not known.
+        # It is unknown which of an owner's outputs was used, so the first one is taken.
         return [*((owner, next(iter(self._builder.nodes[owner].outputs), None)) for owner in owners), *found]
 
 

@@ -1,4 +1,4 @@
-"""Which recorded function made a node of torch's backward graph."""
+"""The recorded function that created each node of torch's backward graph."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lightning_recorder.autograd import LEAF_NUMBER, sequence_number, sequence_n
 
 __all__ = ["AutogradOwners"]
 
-# At 50,000 in a row the process dies; the taps may look at 20,000 of the same.
+# With 50,000 nodes in a row the process crashes. The taps may visit 20,000 of the same nodes.
 _MOST_NODES = 15_000
 
 
 class AutogradOwners:
-    """Remembers for each node of the backward graph the recorded node that made it, and keeps none of them alive.
+    """Remembers the recorded node that created each node of the backward graph, without keeping any node alive.
 
-    A node is known by its number, since no object of Python stays the same for a node whose other references are gone.
-    Numbers are given in the order in which a thread makes its nodes; those of another thread, as of a gradient that was
-    computed on a GPU with ``create_graph``, may be taken for some of this one. Of a graph of more than 15,000 nodes the
-    rest is not looked at.
+    A node of the backward graph is identified by its sequence number, since its Python object is not stable: it is
+    recreated when no other reference is left. A thread numbers its nodes in the order of creation. Nodes of another
+    thread, such as those of a gradient computed on a GPU with ``create_graph``, may be confused with nodes of this
+    thread. Only the first 15,000 nodes of a graph are tracked.
     """
 
     def __init__(self) -> None:
@@ -29,24 +29,24 @@ class AutogradOwners:
         self._owners: dict[int, int] = {}
 
     def is_new(self, tensor: Tensor) -> bool:
-        """Whether the tensor was computed since the recording began by what nobody has claimed."""
+        """Return True if a tensor was computed since the recording began by a node that has no owner."""
         node = self._made_by(tensor)
         return node is not None and self._is_unowned(sequence_number_of(node))
 
     def of(self, tensor: Tensor) -> int | None:
-        """The recorded node to which the node that made a tensor belongs; ``None`` where none did, or nobody has it."""
+        """Return the owner of the node that created a tensor; ``None`` if there is no such node, or it has no owner."""
         return self._owners.get(self.number(tensor))
 
     def number(self, tensor: Tensor) -> int:
-        """The number of the node that made a tensor, that of a leaf where none did."""
+        """Return the sequence number of the node that created a tensor, or that of a leaf if there is none."""
         node = self._made_by(tensor)
         return LEAF_NUMBER if node is None else sequence_number_of(node)
 
     def claim(self, tensors: Iterable[Tensor], owner: int) -> tuple[str, ...]:
-        """Give all nodes behind the tensors that nobody has claimed to one recorded node.
+        """Assign all nodes without an owner behind the tensors to one recorded node.
 
         Returns:
-            The types of these nodes, the last first.
+            The types of these nodes, starting with the last.
         """
         names: list[str] = []
         todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
@@ -60,7 +60,7 @@ class AutogradOwners:
         return tuple(names)
 
     def sources(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
-        """What goes into the nodes behind the tensors that nobody has claimed: leaves, and owners of other nodes."""
+        """Return the inputs of the nodes without an owner behind the tensors: leaves, and owners of other nodes."""
         leaves: dict[int, Tensor] = {}
         owners: list[int] = []
         seen: set[int] = set()
@@ -82,9 +82,9 @@ class AutogradOwners:
         return number >= self._first and number not in self._owners
 
     def _made_by(self, tensor: Tensor) -> AutogradNode | None:
-        # torch frees a chain of nodes that Python has seen by recursion, which a long one does not survive.
+        # torch frees a chain of nodes that Python has seen recursively, so a long chain overflows the stack.
         if len(self._owners) >= _MOST_NODES:
             return None
-        # A wrapper of torch.func has a graph of its own, which ends with the transform.
+        # A torch.func wrapper has a backward graph of its own, which ends with the transform.
         tensor = unwrapped(tensor)
         return tensor.grad_fn if tensor.requires_grad else None

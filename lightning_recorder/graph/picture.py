@@ -1,4 +1,4 @@
-"""A picture of a graph that is made smaller until it can be laid out and read."""
+"""A picture of a graph, reduced until it can be laid out and read."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from lightning_recorder.graph.views import fit
 
 __all__ = ["GraphPicture"]
 
-# A graph that dot cannot lay out in time it lays out with a third of the nodes in a tenth of it.
+# If dot cannot lay out a graph in time, it lays out a third of its nodes in a tenth of that time.
 _SHARES = (1.0, 0.35, 0.1)
-# Of the time that is left each attempt but the last may take this part.
+# The fraction of the remaining time that each attempt except the last may take.
 _PATIENCE = 0.6
 
 
 class GraphPicture:
-    """Pictures of a view of a graph, laid out by a child process, and of a smaller view where that fails.
+    """Pictures of a view of a graph, laid out by a child process, with smaller views as a fallback.
 
-    The document of the view is written beside them in any case.
+    The ``.dot`` document of the view is written beside the pictures in any case.
 
     Args:
-        graph: All of the graph.
-        document: Where the ``.dot`` file is written; the pictures lie beside it.
-        formats: Formats of Graphviz; with none only the document is written.
+        graph: The whole graph.
+        document: The path of the ``.dot`` file; the pictures are written beside it.
+        formats: Graphviz formats; if empty, only the document is written.
         depth: As for :func:`fit`.
         max_nodes: As for :func:`fit`.
-        styler: How nodes and edges look.
-        direction: Where the data flows.
-        legend: Whether colours and shapes are explained.
-        timeout_s: Seconds that all attempts together may take.
+        styler: The styler that decides how nodes and edges look.
+        direction: The direction of the data flow.
+        legend: Add a legend that explains colours and shapes.
+        timeout_s: Seconds for all attempts together.
 
     Raises:
-        RenderError: If there is no renderer; the document is there.
+        RenderError: If no renderer is installed. The document is written before.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GraphPicture:
         self._deadline = time.monotonic() + timeout_s
         self._result: list[Path] | RenderError = RenderError("nothing was tried")
         self.note = ""
-        """What the picture shows less than was asked for, and why."""
+        """The reduction of the picture below the requested size, with its reason; empty if there is none."""
         self._layout: Layout | None = None
         self._try_next()
 
@@ -80,19 +80,22 @@ class GraphPicture:
         self._layout = Layout(self._document, self._formats, left * _PATIENCE if self._budgets else left)
 
     def done(self) -> bool:
-        """Whether there is an end, good or bad; never waits, and begins the next attempt where one has failed."""
+        """Return True if there is a result, good or bad.
+
+        This does not block. After a failed attempt it starts the next one.
+        """
         if self._layout is not None and self._layout.done():
             self._conclude(self._layout, 0.0)
         return self._layout is None
 
     def finish(self, wait_s: float | None = None) -> list[Path]:
-        """Wait for the end and give the pictures.
+        """Wait for the result and return the paths of the pictures.
 
         Args:
-            wait_s: Seconds to wait; by default all of the time that is left.
+            wait_s: Seconds to wait; by default all of the remaining time.
 
         Raises:
-            RenderError: If no attempt gave a picture; the message has the last words of the renderer.
+            RenderError: If every attempt failed. The message holds the end of the renderer's output.
         """
         deadline = self._deadline if wait_s is None else min(self._deadline, time.monotonic() + wait_s)
         while self._layout is not None:

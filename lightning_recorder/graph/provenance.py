@@ -1,4 +1,4 @@
-"""Which node gave a tensor its present values."""
+"""The node that gave each tensor its present values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SWEEP_AFTER = 16  # storages
 
 
 class _Known(weakref.ref[Tensor]):
-    """A tensor, which may be gone, with the node that gave it, and when."""
+    """A weak reference to a tensor, with the node that returned it and the time of that."""
 
     __slots__ = ("node", "time")
 
@@ -26,27 +26,27 @@ class _Known(weakref.ref[Tensor]):
 
 
 class Provenance:
-    """Remembers for each tensor the node that gave it, and keeps none of them alive.
+    """Remembers the node that returned each tensor, without keeping any tensor alive.
 
-    A tensor is known by a weak reference, because the ids of tensors are used again at once, and by its storage,
-    because views and in-place operations write to one tensor and read from another.
+    A tensor is identified by a weak reference, because ids of tensors are reused at once, and by its storage, because
+    views and in-place operations write to one tensor and read from another.
     """
 
     def __init__(self) -> None:
         self._time = 0
         self._tensors: dict[int, _Known] = {}
-        # By its address, which the weak reference keeps from being used again, and nothing of its memory.
+        # Keyed by address. The weak reference keeps the address from being reused, without keeping the memory alive.
         self._storages: dict[int, StorageWeakRef] = {}
         self._writers: dict[int, tuple[int, int]] = {}
         self._young: list[int] = []
         self._sweep_all_at = 4 * _SWEEP_AFTER
 
     def __len__(self) -> int:
-        """How many pieces of memory are known."""
+        """Return the number of known storages."""
         return len(self._storages)
 
     def bind(self, tensor: Tensor, node: int, *, wrote: bool = False) -> None:
-        """Remember which node gave a tensor; with ``wrote``, all that share its memory have their values from there."""
+        """Remember the node that returned a tensor; with ``wrote``, also for all tensors that share its memory."""
         self._time += 1
         known = self._tensors[id(tensor)] = _Known(tensor)
         known.node, known.time = node, self._time
@@ -60,11 +60,11 @@ class Provenance:
                 self._sweep()
 
     def _sweep(self) -> None:
-        """Let go of storages whose memory is gone.
+        """Release storages whose memory is freed.
 
-        What is left of them lies between the memory of others, which the allocator then cannot join: the peak of a step
-        was a tenth higher. What dies before the backward pass dies young, so each is looked at twice, and all of them
-        only when they have become twice as many.
+        The remainder of a freed storage lies between other allocations and keeps the allocator from merging free
+        blocks, which raised the peak memory of a step by a tenth. A storage that is freed before the backward pass is
+        usually freed early. So each new storage is checked twice, and all storages only when their number has doubled.
         """
         self._forget_the_dead(self._young)
         self._young = self._young[_SWEEP_AFTER:]
@@ -79,12 +79,12 @@ class Provenance:
                 del self._storages[address], self._writers[address]
 
     def of(self, tensor: Tensor, *, own: bool = False) -> int | None:
-        """The node that gave the tensor its present values; ``None`` when none was seen.
+        """Return the node that gave the tensor its present values; ``None`` if that was not observed.
 
         Args:
             tensor: Any tensor.
-            own: Ask for the tensor alone and not for its memory while it was not bound, as for a parameter, whose
-                memory may be known from its making.
+            own: Ignore the memory of a tensor that was not bound itself. Used for a parameter, whose memory may be
+                known from its initialization.
         """
         known = self._tensors.get(id(tensor))
         if known is not None and known() is not tensor:

@@ -1,4 +1,4 @@
-"""Recording a model outside of its training, from shapes or data, without leaving a trace of it."""
+"""Recording a model outside of its training, from shapes or data, without side effects."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ def record(
     device: Literal["meta"] | None = None,
     mode: Literal["train", "eval"] | None = None,
 ) -> Graph:
-    """Run a model once and give the graph of the run, all of it.
+    """Run a model once and return the complete graph of the run.
 
-    It leaves no trace, whether or not the model raises: train flags, buffers such as those of batch norm, attributes,
-    random numbers, devices, ``requires_grad`` and gradients of parameters and inputs stay as they were. While the model
-    runs, its parameters have no gradients.
+    The run has no side effects, even if the model raises: train flags, buffers such as those of batch norm, attributes,
+    random number generators, devices, ``requires_grad`` and gradients of parameters and inputs are restored. During the
+    run the parameters have no gradients.
 
     Args:
         net: The model.
-        name: What the graph is called in a picture; by default the class of the model.
-        input_shapes: The shape of the input, or a list of several; they are filled with random numbers, those of
-            integers and booleans with zeros.
-        input_data: What the model is called with instead: a tensor, a tuple or list of positional arguments, or a
-            dictionary of keyword arguments, which hold tensors in any nesting.
+        name: The name of the graph in a picture; by default the class of the model.
+        input_shapes: The shape of the input, or a list of shapes. The inputs are filled with random numbers; those with
+            an integer or boolean dtype are filled with zeros.
+        input_data: The arguments of the model, instead of shapes: a tensor, a tuple or list of positional arguments, or
+            a dictionary of keyword arguments, with tensors in any nesting.
         input_kwargs: Further keyword arguments.
-        dtypes: A dtype for what is made from ``input_shapes``, or a list with one for each; by default that of the
-            model's parameters.
-        device: ``"meta"`` to compute shapes alone, without memory or time for values, as for a model that is too large
-            to run. The model stays where it is; it may be on any device. By default the model runs.
-        mode: Run in ``"train"`` or ``"eval"`` mode; by default in that which each module is in.
+        dtypes: The dtype of the inputs made from ``input_shapes``, or a list with one dtype for each; by default the
+            dtype of the model's parameters.
+        device: ``"meta"`` to compute only shapes, without memory or time for values, for example for a model that is
+            too large to run. The model stays on its device, which may be any. By default the model runs on its device.
+        mode: Run in ``"train"`` or ``"eval"`` mode; by default each module keeps its mode.
 
     Raises:
-        ArgumentError: If both or neither of ``input_shapes`` and ``input_data`` are given, or one is not understood.
-        ForwardError: From the model's own error; names the module that raised it and has the graph up to there.
+        ArgumentError: If both or neither of ``input_shapes`` and ``input_data`` are given, or an argument is invalid.
+        ForwardError: If the model raises. It names the module that raised and holds the graph recorded until then.
 
     Note:
-        A lazy module that has no shape yet is given one by the run and keeps it. Not put back is what the model writes
-        into the values of its own parameters, into NumPy arrays, and into objects of classes that are neither torch's
-        nor Python's containers.
+        The run initializes lazy modules, which stay initialized. Changes that the model makes to the values of its own
+        parameters, to NumPy arrays, and to objects of classes other than those of torch and Python's containers are not
+        undone.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
@@ -70,7 +70,7 @@ def record(
     """
     _check(net, device, mode)
     fake = fake_mode() if device else None
-    # Inside it what is made from shapes takes no memory.
+    # Under the fake mode, inputs made from shapes take no memory.
     with fake or nullcontext():
         args, kwargs = _arguments(net, input_shapes, input_data, input_kwargs, dtypes)
     tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))
@@ -88,7 +88,7 @@ def record(
 
 
 def _check(net: object, device: object, mode: object) -> None:
-    """Refuse what cannot be recorded at all, or in no such way."""
+    """Raise an error for a model, device or mode that cannot be recorded."""
     if not isinstance(net, nn.Module):
         called = f"the class {net.__name__}: make a model of it first" if isinstance(net, type) else repr(net)
         raise ArgumentError(f"a model is an nn.Module, got {called}")
@@ -117,7 +117,7 @@ def _real_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any) -> Graph:
-    """The graph of a call with tensors that have shapes alone, in the place of all parameters, buffers and inputs."""
+    """Return the graph of a call in which all parameters, buffers and inputs have shapes but no values."""
     lazy = [name for name, each in (*net.named_parameters(), *net.named_buffers()) if is_uninitialized(each)]
     if lazy:
         raise ArgumentError(f"device='meta' needs the shape of {lazy[0]!r}, which it gets when the model is first run")
@@ -137,12 +137,12 @@ def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], f
     return graph
 
 
-# What torch raises where a number of elements, a branch or an index depends on values.
+# The errors of torch if a number of elements, a branch or an index depends on values.
 _NO_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
 class _Stand(nn.Module):
-    """Makes the recording where the model's tensors are replaced by others."""
+    """Runs the capture where ``functional_call`` has replaced the model's tensors."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A recording of module calls and functions: what each of them adds to the graph."""
+"""The nodes and edges that module calls and torch functions add to a graph."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lightning_recorder.structure import iter_tensors
 
 __all__ = ["Recording", "is_fused", "is_opaque"]
 
-# In eval mode these compute everything in one fused function, unless a function mode is on: then they take another way,
-# whose last bits, and rows of padding, differ. So the mode is taken off while one of them runs.
+# In eval mode these modules compute everything in one fused function, unless a function mode is active. Then they take
+# another path, whose results differ in the last bits and in padded rows. So the mode is removed while one of them runs.
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 _GRADIENT = cast(Any, Tensor.grad).__get__
@@ -32,7 +32,7 @@ _GRADIENT = cast(Any, Tensor.grad).__get__
 
 @dataclass(frozen=True)
 class _Failure:
-    """A function that raised, of which nobody knows yet whether the model will go on."""
+    """A function that raised, while it is unknown whether the model handles the error."""
 
     name: str
     origins: list[tuple[int, TensorMeta]]
@@ -41,14 +41,14 @@ class _Failure:
 
 
 class Recording:
-    """The graph of what is told to it, in the order of time.
+    """Builds a graph from notifications, in the order of time.
 
-    It is told of each call of a module when it begins and when it ends, and of each function when it has been computed;
-    it finds out which of them gave each tensor, and keeps none alive.
+    The recording is notified at the beginning and end of each module call, and after each function. It finds the node
+    that returned each tensor, without keeping any tensor alive.
 
     Args:
         root: The model.
-        times: Whether the time of each module's call is measured.
+        times: Measure the time of each module call.
     """
 
     def __init__(self, root: nn.Module, *, times: bool = False) -> None:
@@ -57,49 +57,49 @@ class Recording:
         self._calls = [Call(self._builder.add("module", "", None), root)]
         self._origins = TensorOrigins(self._builder, self._calls)
         self._counts: dict[str, int] = {}
-        self._failure: _Failure | int | None = None  # or the node of one that is there already
+        self._failure: _Failure | int | None = None  # an int is the id of an existing node
         self._stepped: dict[int, int] = {}
         self._describe(0, root)
 
     def name_modules(self, root: nn.Module) -> None:
-        """Know the modules and tensors of the model by their names from now on."""
+        """Use the names of the model's modules and tensors from now on."""
         self._origins.names = ModelNames(root)
 
     def stop(self) -> None:
-        """Say of the last call what it gave, if it is one of the user's own."""
+        """Record the outputs of the last custom ``autograd.Function``, if one is in progress."""
         self._origins.leave_custom()
 
     def forget(self) -> None:
-        """Know nothing any more of the tensors and modules that were met."""
+        """Forget all tensors and modules."""
         self._origins.forget()
 
     def finish(self, scope: str) -> Graph:
-        """The graph so far."""
+        """Return the graph recorded so far."""
         root = self._calls[0].module
-        # A shared one counts once.
+        # A shared parameter counts once.
         parameters = {id(each): each for module in root.modules() for each in _own(module)}
         return self._builder.finish(scope, _parameters(parameters.values()))
 
     def note_inputs(self, inputs: Any, name: str) -> None:
-        """Tensors that are fed to the model, each named by its path."""
+        """Add an input node for each tensor that the model takes, named by its path."""
         given: dict[int, Tensor] = {}
         for path, tensor in iter_tensors(inputs, name):
-            # A tensor that is given twice, as tokens that are their own labels, is one input.
+            # A tensor that is passed twice is one input, for example tokens that are also the labels.
             if id(tensor) not in given:
                 given[id(tensor)] = tensor
                 self._origins.bind(tensor, self._builder.add("input", path, 0, (meta_of(tensor),)))
 
     def note_outputs(self, outputs: Any, name: str) -> None:
-        """Tensors that the model has given back, each named by its path."""
+        """Add an output node for each tensor that the model returned, named by its path."""
         self._origins.leave_custom()
         for path, tensor in iter_tensors(outputs, name):
             origin = self._origins.of(tensor)
             self._origins.connect(origin, self._builder.add("output", path, 0, (meta_of(tensor),)), meta_of(tensor))
 
-    # Calls of modules.
+    # Module calls.
 
     def enter_call(self, module: nn.Module) -> None:
-        """A module is called."""
+        """Record the beginning of a module call."""
         self._origins.leave_custom()
         self._failure = None
         caller = find_caller()
@@ -121,13 +121,13 @@ class Recording:
         draft.parameters = _parameters(_own(module))
 
     def leave_call(self, module: nn.Module, inputs: Any, output: Any, failed: bool) -> None:
-        """The call of a module ends.
+        """Record the end of a module call.
 
         Args:
-            module: Of its calls that are going on the innermost is meant.
-            inputs: Its arguments, and its keyword arguments where they are known.
-            output: What it gave.
-            failed: Whether it raised.
+            module: The module. If several of its calls are in progress, the innermost one ends.
+            inputs: Its arguments, and its keyword arguments if they are known.
+            output: The return value of the call.
+            failed: True if the call raised.
         """
         self._origins.leave_custom()
         place = next((at for at in range(len(self._calls) - 1, 0, -1) if self._calls[at].module is module), None)
@@ -136,13 +136,13 @@ class Recording:
         call = self._calls[place]
         if failed:
             self.note_failed(len(self._calls) - place)
-        # A call whose own hook never came, because a hook of the user raised before it, is left together with the one
-        # around it.
+        # If a hook of the user raised, the hook that ends an inner call never ran; that call ends with the one around
+        # it.
         del self._calls[place + 1 :]
         given = tensors_in([output])
         draft = self._builder.nodes[call.node]
         if draft.type_name != type(module).__name__:
-            # A lazy module has become another class, with parameters, since it was entered.
+            # A lazy module has changed its class and created its parameters during the call.
             self._describe(call.node, module)
         draft.outputs = metas_of(given)
         if self._times:
@@ -152,15 +152,25 @@ class Recording:
         self._calls.pop()
 
     def leave_opaque_root(self, inputs: Any, output: Any) -> None:
-        """The model itself was called, and has computed all where nobody looks."""
+        """Record a call of the model itself, if its computation is not observed at all."""
         root = self._calls[0]
         if root.module is not None:
             self._note_unseen(root.node, root.module, _arguments(inputs), tensors_in([output]))
 
+    def note_compiled(self, name: str, inputs: Any, result: Any) -> None:
+        """Record a call of a compiled function as one node."""
+        self._origins.leave_custom()
+        taken = tensors_in([inputs])
+        took = set(map(id, taken))
+        given = [each for each in tensors_in([result]) if id(each) not in took and self._origins.known(each) is None]
+        used = [each for each in self._origins.behind(given) if id(each) not in took]
+        if given:
+            self._note(name, [*taken, *used], given, (), of_model=True)
+
     def _note_unseen(
         self, call: int, module: nn.Module, taken: list[Tensor], given: list[Tensor], *, empty: bool = False
     ) -> None:
-        """A node for what a call gave unseen: computed by a fused function, by TorchScript, outside of torch."""
+        """Add a node for unobserved outputs of a call: from a fused function, TorchScript, or code outside of torch."""
         took = set(map(id, taken))
         passed = [tensor for tensor in given if id(tensor) in took]
         unseen = [tensor for tensor in given if id(tensor) not in took and self._origins.known(tensor) is None]
@@ -168,7 +178,7 @@ class Recording:
             whole = is_opaque(module)
             used = list(module.parameters()) if whole else self._origins.behind(unseen)
             if whole:
-                # No call of a submodule is seen that would own its part of them.
+                # No submodule calls are observed, so this call counts all of the parameters.
                 self._builder.nodes[call].parameters = _parameters(used)
             taken = [*taken, *(tensor for tensor in used if id(tensor) not in took)]
             self._note("fused" if is_fused(module) else "unseen", taken, unseen, (), of_model=True)
@@ -184,10 +194,11 @@ class Recording:
         *,
         of_model: bool = False,
     ) -> None:
-        """A node for one operation with the edges into it, and its outputs bound to it."""
+        """Add a node for one operation with the edges into it, and bind its outputs to it."""
         caller = find_caller()
-        # What is written to has got a new part of the backward graph by now, which is not its origin's. And a view that
-        # takes no part in it is not looked at: it would be told anew how it came to be, out of its turn.
+        # A tensor that was written to already has a new part of the backward graph, which does not belong to its
+        # origin. A view outside of the backward graph is not inspected, since torch would regenerate its grad_fn out of
+        # order.
         differentiable = any(unwrapped(tensor).requires_grad for tensor in (*outputs, *written))
         new = set(map(id, written))
         origins = [
@@ -207,14 +218,14 @@ class Recording:
         inside = self._origins.enter_custom(caller.custom, caller.source) if caller.custom is not None else None
         if inside is None:
             self._origins.leave_custom()
-            # What assigns to an index gives nothing but what it wrote into.
+            # An index assignment has no output except the tensor that it wrote into.
             given = metas_of(outputs or written)
             node = self._builder.add("op", name, self._calls[-1].node, given, caller.source)
         else:
             node = inside.node
             inside.results += map(weakref.ref, outputs)
         for origin, meta in origins:
-            # Inside a function of the user's its own results go nowhere, and what it was called with is known.
+            # Inside a custom function, its own results add no edges, and its arguments are connected already.
             if inside is None or (origin < node and not self._builder.is_connected(origin, node)):
                 self._origins.connect(origin, node, meta)
         self._origins.claim([*outputs, *written], node)
@@ -224,13 +235,13 @@ class Recording:
             self._origins.bind(tensor, node, wrote=True)
 
     def note_function(self, func: Any, before: Versions, result: Any, inplace: bool) -> None:
-        """A function of torch was computed.
+        """Record a call of a torch function.
 
         Args:
             func: The function.
-            before: What it took.
-            result: What it gave.
-            inplace: Whether it was told to write into its first argument.
+            before: The tensors that it took, with their version counters before the call.
+            result: The return value.
+            inplace: True if the call had the argument ``inplace=True``.
         """
         if func == _GRADIENT:
             if result is not None:
@@ -240,17 +251,17 @@ class Recording:
         outputs = tensors_in([result])
         written = tuple(tensor for tensor, version in before if version_of(tensor) != version)
         if not written and inputs and _is_inference(inputs[0]) and (inplace or writes(func)):
-            # Tensors of inference mode do not count how often they are written to.
+            # Inference tensors have no version counter.
             written = (inputs[0],)
-        # What gives no new tensor and writes into none is no part of the computation: asking for a shape, or
-        # ``contiguous`` and ``to`` of what is so already, which give back the tensor that they took.
+        # A function that returns no new tensor and writes into none is not part of the computation, such as a query of
+        # a shape, or ``contiguous`` and ``to`` if they return the tensor that they took.
         old = set(map(id, inputs)) - set(map(id, written))
         outputs = [tensor for tensor in outputs if id(tensor) not in old]
         if outputs or written:
             self._note(function_name(func), inputs, outputs, written)
 
     def note_backward(self, losses: Any) -> int:
-        """A backward pass begins; the answer is its node."""
+        """Record the beginning of a backward pass and return the id of its node."""
         self._origins.leave_custom()
         node = self._builder.add("backward", "backward", 0, source=find_caller().source)
         for loss in tensors_in([losses]):
@@ -258,7 +269,7 @@ class Recording:
         return node
 
     def note_grad(self, before: Versions, result: Any) -> None:
-        """A backward pass that the model asks for itself, whose gradients it goes on with."""
+        """Record a call of ``torch.autograd.grad``, whose gradients the model uses."""
         self._origins.leave_custom()
         gradients = tensors_in([result])
         origins = [(self._origins.of(tensor), meta_of(tensor)) for tensor, _ in before]
@@ -270,7 +281,7 @@ class Recording:
             self._origins.bind(tensor, node)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step, behind the backward passes since the last one of the same optimiser that reach its parameters."""
+        """Record an optimizer step, after the backward passes since its last step that reach its parameters."""
         nodes = self._builder.nodes
         start = self._stepped.get(id(optimizer), 0)
         self._stepped[id(optimizer)] = len(nodes)
@@ -290,14 +301,14 @@ class Recording:
         for number in reaching or passes[-1:]:
             self._builder.connect(number, node, None)
 
-    # When the model raises.
+    # Errors of the model.
 
     def backward_failed(self, node: int | None) -> None:
-        """The backward pass of a node raised."""
+        """Record that the backward pass of a node raised."""
         self._failure = node
 
     def suspect(self, func: Any, before: Versions) -> None:
-        """Remember a function that raised, until it is known whether the model lives with that."""
+        """Remember a function that raised, until it is known whether the model handles the error."""
         caller = find_caller()
         if caller.trainer:
             return
@@ -308,7 +319,7 @@ class Recording:
             self._failure = _Failure(function_name(func), origins, self._calls[-1].node, caller.source)
 
     def note_failed(self, calls: int | None = None) -> None:
-        """Mark the innermost calls, or all of them, as failed, with the function that raised in them."""
+        """Mark the innermost calls, or all of them, as failed, together with the function that raised."""
         self._origins.leave_custom()
         failure, self._failure = self._failure, None
         if isinstance(failure, _Failure):
@@ -323,29 +334,29 @@ class Recording:
 
 
 def _parameters(parameters: Iterable[Tensor]) -> int:
-    """The number of elements, without parameters that have no shape yet."""
+    """Return the number of elements, without uninitialized parameters."""
     return sum(parameter.numel() for parameter in parameters if not is_uninitialized(parameter))
 
 
 def _own(module: nn.Module) -> Iterable[Tensor]:
-    """The module's own parameters, whatever its class has made of ``parameters``."""
+    """Return the module's own parameters, even if its class overrides ``parameters``."""
     if isinstance(module, torch.jit.ScriptModule):
         return module.parameters(recurse=False)
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module may compute everything in one fused function."""
+    """Return True if a module may compute everything in one fused function."""
     return isinstance(module, _FUSED) and not module.training
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """Whether what a module computes inside is not seen at all."""
+    """Return True if the computation inside a module is not observed at all."""
     return is_fused(module) or isinstance(module, torch.jit.ScriptModule)
 
 
 def _arguments(inputs: Any) -> list[Tensor]:
-    """The tensors among positional and keyword arguments."""
+    """Return the tensors among positional and keyword arguments."""
     return tensors_in(part for each in inputs for part in (each.values() if isinstance(each, dict) else each))
 
 

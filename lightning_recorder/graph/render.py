@@ -1,4 +1,4 @@
-"""The walk over a graph that every renderer makes."""
+"""The traversal of a graph that all renderers share."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Canvas = TypeVar("Canvas")
 
 
 class BaseRenderer(ABC, Generic[Canvas]):
-    """Turns a graph, or a view of one, into some form of output.
+    """Converts a graph, or a view of one, to an output format.
 
-    A new format is a subclass which says how a node, a module call with its contents, and an edge are put on a canvas;
-    what a canvas is, is up to the format.
+    A new format is a subclass that defines how a node, a module call with its contents, and an edge are added to a
+    canvas. Each format defines the type of its canvas.
 
     Args:
-        graph: What to render, as it is: depth and contents are chosen before, by a view.
+        graph: The graph to render, without further reduction: select depth and contents by a view before.
 
     Raises:
-        ArgumentError: If it is no graph.
+        ArgumentError: If the argument is not a graph.
 
     Example:
         >>> import torch
@@ -51,26 +51,26 @@ class BaseRenderer(ABC, Generic[Canvas]):
 
     @abstractmethod
     def make_canvas(self) -> Canvas:
-        """An empty canvas."""
+        """Return an empty canvas."""
 
     @abstractmethod
     def render_node(self, canvas: Canvas, node: Node) -> None:
-        """Put a node that holds nothing on the canvas."""
+        """Add a node without contents to the canvas."""
 
     @abstractmethod
     def render_recursive_node(self, canvas: Canvas, node: Node) -> None:
-        """Put a module call on the canvas together with what it holds, by :meth:`render_contents`."""
+        """Add a module call to the canvas, with its contents by :meth:`render_contents`."""
 
     @abstractmethod
     def render_edge(self, canvas: Canvas, edge: Edge) -> None:
-        """Put an edge on the canvas; its ends are there."""
+        """Add an edge to the canvas. Both of its nodes were added before."""
 
     def render_contents(self, canvas: Canvas, node: Node) -> None:
-        """Put what a module call holds on the canvas, in the order of time."""
+        """Add the contents of a module call to the canvas, in the order of time."""
         self.render_nodes(canvas, self.graph.children(node))
 
     def render_nodes(self, canvas: Canvas, nodes: Iterable[Node]) -> None:
-        """Put nodes on the canvas, each with what it holds."""
+        """Add nodes to the canvas, each with its contents."""
         for child in nodes:
             if self.graph.children(child):
                 self.render_recursive_node(canvas, child)
@@ -78,7 +78,7 @@ class BaseRenderer(ABC, Generic[Canvas]):
                 self.render_node(canvas, child)
 
     def render(self) -> Canvas:
-        """The rendered graph."""
+        """Render the graph and return the canvas."""
         canvas = self.make_canvas()
         self.render_contents(canvas, self.graph.root)
         for edge in self.graph.edges:

@@ -1,4 +1,4 @@
-"""Drawing a module that is called many times once."""
+"""A view that draws all calls of a module as one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _Key = tuple[object, ...]
 
 
 def roll(graph: Graph) -> Graph:
-    """Draw all calls of one module as one, with their number.
+    """Draw all calls of one module as one, with the number of calls.
 
-    The calls lie inside the same call or inside such that are drawn as one themselves. What happens inside is taken
-    together: a function that is called first in each of them is one node. A tensor that goes from one call into a later
-    one, as the state of a recurrent cell, becomes an edge that goes back, or from the node to itself; only in a rolled
-    view are there such edges.
+    Calls are merged if they are inside the same call, or inside calls that are merged themselves. Their contents are
+    merged as well: the functions that are called first in each of them become one node. A tensor that is passed from
+    one call to a later one, such as the state of a recurrent cell, becomes an edge backwards or from a node to itself.
+    Such edges occur only in rolled views.
 
     Args:
         graph: A recorded graph, or a view of one.
@@ -63,11 +63,11 @@ def roll(graph: Graph) -> Graph:
 
 
 def _key(node: Node, target: dict[int, int], counts: dict[_Key, int]) -> _Key:
-    """What a node has in common with those that are drawn as one with it."""
+    """Return a key that is equal for all nodes that are merged into one."""
     around = None if node.parent is None else target[node.parent]
     if node.kind == "module" and node.name:
         return around, "module", node.name
-    # The how-many-th of its name it is in this very call.
+    # The ordinal number of the node among those of the same kind and name in this call.
     same = node.parent, node.kind, node.name
     counts[same] = counts.get(same, 0) + 1
     return around, node.kind, node.name, counts[same]
@@ -76,7 +76,7 @@ def _key(node: Node, target: dict[int, int], counts: dict[_Key, int]) -> _Key:
 def _rolled(node: Node, target: dict[int, int], calls: dict[int, int]) -> Node:
     if node.parent is None:
         return node
-    # What only a later call did lies in the one that stands for all.
+    # A node that occurs only in a later call is moved into the call that represents all of them.
     around = target[node.parent]
     times, rest = divmod(calls[node.id], calls[around])
     repeats = node.repeats * times if node.kind == "module" and not rest else node.repeats

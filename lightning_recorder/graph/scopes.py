@@ -1,4 +1,4 @@
-"""Which part of a training step each node of a graph belongs to."""
+"""The parts of a training step and the nodes that belong to each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Scopes"]
 
 
 class Scopes:
-    """The parts of a training step: what leads to each backward pass, and what of that is the loss.
+    """The parts of a training step: the nodes that lead to each backward pass, and the loss among them.
 
     Args:
-        nodes: In the order of time.
-        edges: Each from one node into another.
-        scope: Which method of the model was recorded.
+        nodes: The nodes in the order of time.
+        edges: The edges as pairs of source and target.
+        scope: The recorded method of the model.
     """
 
     def __init__(self, nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], scope: str) -> None:
@@ -29,7 +29,7 @@ class Scopes:
             self._sources.setdefault(target, []).append(source)
 
     def named(self) -> dict[int, str]:
-        """The scope of each node but the root; of none where there is no backward pass."""
+        """Return the scope of each node except the root; empty if there is no backward pass."""
         passes = [number for number, node in enumerate(self._nodes) if _is_backward(node)]
         if not passes:
             return {}
@@ -43,14 +43,14 @@ class Scopes:
                 continue
             turn += turn < len(ends) and number > ends[turn]
             own = "loss" if number in loss else self._scope
-            # What lies in a call belongs to what the call belongs to, though a backward pass may lie in between.
+            # A node has the scope of its enclosing call, even if a backward pass is between them.
             named[number] = named.get(node.parent) or (f"{own} {turn + 1}" if turn else own)
         return named
 
     def _leading(self) -> set[int]:
-        """What leads to a backward pass, by what it gives or by something inside it."""
+        """Return the nodes that lead to a backward pass, by their outputs or by a node inside them."""
         found: set[int] = set()
-        # What uses a tensor comes after what gave it, so going backwards it is decided before.
+        # The users of a tensor come after its source, so in reverse order they are decided first.
         for number in range(len(self._nodes) - 1, -1, -1):
             node = self._nodes[number]
             if (
@@ -64,7 +64,7 @@ class Scopes:
         return found
 
     def _ends(self, passes: list[int], leading: set[int]) -> list[int]:
-        """The last node of each part but the last: a backward pass or a step, behind which another loss is computed."""
+        """Return the last node of each part but the last: a backward pass or step before another loss is computed."""
         ends = []
         for one, other in pairwise(passes):
             end = max(number for number in range(one, other) if _is_boundary(self._nodes[number]))
@@ -73,13 +73,13 @@ class Scopes:
         return ends
 
     def _loss(self, leading: set[int]) -> set[int]:
-        """What lies between the last layer with parameters and a backward pass, with all that it holds."""
-        place: dict[int, int] = {}  # of each node the one directly in the root in which it lies
+        """Return the nodes between the last layer with parameters and a backward pass, with the nodes inside them."""
+        place: dict[int, int] = {}  # the ancestor directly in the root, for each node
         layers: set[int] = set()
         for number, node in enumerate(self._nodes):
             if node.parent is not None:
                 place[number] = place.get(node.parent, number)
-                # A buffer makes no layer: weights of classes are one.
+                # A buffer does not make a layer: the class weights of a loss are a buffer, too.
                 if node.kind == "parameter" or node.parameters:
                     layers.add(place[number])
         layers |= self._layers_of_the_root()
@@ -94,12 +94,12 @@ class Scopes:
             if _is_backward(node) or behind:
                 found.add(number)
         trained = {place[number] for number in self._trained()}
-        # What is made of the targets alone, before they meet what the model gave, is no loss yet.
+        # A computation on the targets alone, before they are combined with the model output, is not part of the loss.
         found = found & trained or found
         return {number for number, root in place.items() if root in found and not _is_backward(self._nodes[root])}
 
     def _trained(self) -> set[int]:
-        """What was computed with a parameter."""
+        """Return the nodes that depend on a parameter."""
         todo = [number for number, node in enumerate(self._nodes) if node.kind == "parameter"]
         found = set(todo)
         while todo:
@@ -109,10 +109,10 @@ class Scopes:
         return found
 
     def _layers_of_the_root(self) -> set[int]:
-        """The functions directly in the root that join a parameter with another tensor, but for scaled losses."""
+        """Return the non-scalar functions directly in the root that combine a parameter with another tensor."""
         found = set()
         for number, sources in self._sources.items():
-            # What takes parameters alone is their norm, say, which is added to the loss.
+            # A function of parameters alone is not a layer, such as their norm, which is added to the loss.
             joins = len({self._nodes[source].kind == "parameter" for source in sources}) == 2
             if joins and _is_large(self._nodes[number]):
                 found.add(number)

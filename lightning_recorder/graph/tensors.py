@@ -1,4 +1,4 @@
-"""Showing the tensors between functions as nodes of their own."""
+"""A view that draws the tensors between functions as nodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _COMPUTED = ("module", "op", "backward")
 
 
 def show_tensors(graph: Graph) -> Graph:
-    """Put a node between a function, or a closed module call, and those that use what it gave.
+    """Insert a tensor node between a function, or a closed module call, and the users of its outputs.
 
-    Results of one function that have the same shape and dtype share a node.
+    Outputs of one function that have the same shape and dtype share a node.
 
     Args:
         graph: A recorded graph, or a view of one.

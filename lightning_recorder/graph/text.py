@@ -1,4 +1,4 @@
-"""A graph as a tree of text, for terminals and READMEs."""
+"""A graph as a text tree for terminals and READMEs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MOST_SOURCES = 12
 class TextRenderer(BaseRenderer[list[str]]):
     """Renders a graph as lines, one for each node in the order of time, indented by the module calls around it.
 
-    A line has the name, a module's class and parameters, the shapes of what it gave, and after ``←`` what it takes:
-    the nodes beside it or beside a call around it. A node that takes just the result of what stands before it has no
-    arrow. Of several nodes with one name in sight the later have a number, as ``add#2``. What was left by an exception
-    begins with ``✗``.
+    A line shows the name, the class and parameters of a module, the shapes of the outputs, and the inputs after ``←``:
+    nodes beside it or beside a call around it. The arrow is omitted if the only input is the result of the preceding
+    node. If several visible nodes have the same name, the later ones get a number, such as ``add#2``. The line of a
+    node that failed starts with ``✗``.
 
     Args:
-        graph: What to render, as it is.
+        graph: The graph to render; it is not reduced further.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -49,17 +49,17 @@ class TextRenderer(BaseRenderer[list[str]]):
         self._survey(graph.root, ChainMap())
 
     def _survey(self, call: Node, in_sight: ChainMap[str, int]) -> None:
-        """Note of what a call holds where it stands, and a name that tells it from all that can be seen from there."""
+        """Record the position of each node in a call, and a name that is unique among the nodes visible from there."""
         children = self.graph.children(call)
         self._last.update(child.id for child in children[-1:])
         self._before.update({child.id: before.id for before, child in pairwise(children)})
         for child in children:
-            # Only a frame can do without a name: nothing but what it holds is spoken of.
+            # Only a frame of repeated nodes may lack a name, since references name its contents instead.
             name = reference = short_name(child, self.graph) or ("" if self.graph.children(child) else child.kind)
             if child.kind == "module" and (name in in_sight or name.isdigit()):
-                # Calls around it hold the same name; and a number says nothing away from its place.
+                # An enclosing call contains the same name, or the name is a number, which is unclear elsewhere.
                 reference = full_name(child)
-            # Nothing inside a call takes the call itself, so its name is free there.
+            # Nothing inside a call refers to the call itself, so its name is available there.
             self._survey(child, in_sight.new_child())
             in_sight[reference] = number = in_sight.get(reference, 0) + 1
             if number > 1:
@@ -76,14 +76,14 @@ class TextRenderer(BaseRenderer[list[str]]):
 
     @override
     def render_recursive_node(self, canvas: list[str], node: Node) -> None:
-        # What goes into an open call goes into what it holds, in all views that we make.
+        # In all views of this package, the inputs of an open call are the inputs of its contents.
         sources = self._sources(node) if node.id in self._taken else ""
         canvas.append(self._indentation(node) + self._line(node) + sources)
         self.render_contents(canvas, node)
 
     @override
     def render_edge(self, canvas: list[str], edge: Edge) -> None:
-        """Nothing: what a node takes stands in its line."""
+        """Do nothing; the inputs of a node are part of its line."""
 
     def _indentation(self, node: Node) -> str:
         calls = [call for call in self.graph.ancestors(node) if call.parent is not None]
@@ -113,32 +113,32 @@ class TextRenderer(BaseRenderer[list[str]]):
         return f"  ← {', '.join(shown[:_MOST_SOURCES] + more)}"
 
     def _beside(self, source: int, node: Node) -> int:
-        """What stands for a source as it is seen from a node: the outermost call around it that is not around both."""
+        """Return the outermost call around a source that does not contain the given node, or the source itself."""
         around = {call.id for call in self.graph.ancestors(node)}
         seen = source
         for call in self.graph.ancestors(self.graph[source]):
             if call.id in around:
                 break
-            # A frame without a name is nothing to speak of.
+            # A frame without a name cannot be referenced.
             seen = call.id if self._shown.get(call.id) else seen
         return seen
 
     def _preceding(self, node: Node) -> int | None:
-        """What stands before a node, or before the calls that begin with it."""
+        """Return the node before a node, or before the calls that begin with it."""
         while node.id not in self._before and node.parent is not None:
             node = self.graph[node.parent]
         before = self._before.get(node.id)
-        # Of a frame without a name the last node.
+        # For a frame without a name, use its last node.
         while before is not None and not self._shown[before]:
             before = self.graph.children(self.graph[before])[-1].id
         return before
 
 
 def to_text(graph: Graph) -> str:
-    """A graph as a tree of text; :class:`TextRenderer` says what is in it.
+    """Convert a graph to a text tree; see :class:`TextRenderer` for its contents.
 
     Args:
-        graph: What to render, as it is; a view made by :func:`fit` is the one to read.
+        graph: The graph to render; it is not reduced further. A view made by :func:`fit` is the most readable.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Smaller graphs made from a recorded one: what to show of it."""
+"""Views: smaller graphs made from a recorded one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ __all__ = [
 ]
 
 _LONGEST_UNIT = 8  # siblings that may repeat together, such as convolution, norm, activation, pool
-_COMFORTABLE = (
-    60  # nodes up to which a picture is read without effort, and has room for functions that only move values
-)
+# The number of nodes up to which a picture is easy to read and has room for functions that only move values.
+_COMFORTABLE = 60
 
 PLUMBING = frozenset(
     (
@@ -60,19 +59,20 @@ PLUMBING = frozenset(
         "bfloat16",
     )
 )
-"""Functions that move or name values without computing any."""
+"""Functions that move or rename values without computing any."""
 
 
 def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> Graph:
-    """Close the module calls at a depth, and those without a call inside at any depth.
+    """Close the module calls at a depth, and the calls that contain no other call at any depth.
 
-    A closed call is a node in place of all that it holds; the edges of what it holds become its own, those within it
-    go.
+    A closed call is a single node in place of its contents. It takes over the edges of its contents; edges inside it
+    are removed.
 
     Args:
         graph: Any graph.
-        depth: The greatest depth that is shown; the root has 0, so 1 shows its children closed. ``None`` sets no limit.
-        leaves: Close the calls that hold no other call, too; otherwise the functions inside them are shown.
+        depth: The greatest depth that is shown. The root has depth 0, so 1 shows its children closed. ``None`` sets no
+            limit.
+        leaves: Also close the calls that contain no other call; otherwise the functions inside them are shown.
 
     Raises:
         ArgumentError: If the depth is below 1.
@@ -92,7 +92,7 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
         inside = target.get(node.parent) if node.parent is not None else None
         if inside in closed:
             target[node.id] = inside
-            # A module that is called many times has its parameters once.
+            # The parameters of a module that is called several times count once.
             if node.parameters and (inside, node.name) not in counted:
                 counted.add((inside, node.name))
                 parameters[inside] = parameters.get(inside, 0) + node.parameters
@@ -103,8 +103,8 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
         for node in graph.nodes
         if target[node.id] == node.id
     ]
-    # What a closed call takes is the number of tensors that come in, and not how often it reads each of them inside: of
-    # one source no more than that gave.
+    # The multiplicity of an edge into a closed call is the number of tensors that enter it, not the number of reads
+    # inside. It is at most the number of outputs of the source.
     entering: dict[tuple[int, int], Edge] = {}
     for edge in graph.edges:
         goal = target[edge.target]
@@ -119,10 +119,10 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
 
 
 def without(graph: Graph, kinds: Kind | Collection[Kind]) -> Graph:
-    """Leave out the nodes of some kinds, with their edges.
+    """Remove the nodes of some kinds, with their edges.
 
     Raises:
-        ArgumentError: If there is no such kind.
+        ArgumentError: If a kind does not exist.
     """
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if unknown := [kind for kind in kinds if kind not in get_args(Kind)]:
@@ -132,15 +132,15 @@ def without(graph: Graph, kinds: Kind | Collection[Kind]) -> Graph:
 
 
 def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
-    """Leave out the ops with certain names and draw an edge past each: from what enters it to what uses it.
+    """Remove the ops with certain names and connect their input directly to their users.
 
-    An op that takes several tensors stays, as ``getitem`` with a computed index does: each of them tells something.
+    An op that takes several tensors stays, such as ``getitem`` with a computed index, since each of its inputs matters.
     """
     names = (names,) if isinstance(names, str) else names
     sources: dict[int, list[int]] = {}
     for edge in graph.edges:
         sources.setdefault(edge.target, []).append(edge.source)
-    # In the order of time a node's source comes before it, so it is resolved already.
+    # Nodes are in the order of time, so the source of a node is resolved before the node.
     past: dict[int, int] = {}
     for node in graph.nodes:
         entering = sources.get(node.id, [])
@@ -154,17 +154,17 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
 
 
 def drop_isolated(graph: Graph) -> Graph:
-    """Leave out tensors that nothing uses, and ops that use nothing and are used by nothing."""
+    """Remove tensors that nothing uses, and ops without any edges."""
     joined = {edge.source for edge in graph.edges} | {edge.target for edge in graph.edges}
     kept = [node for node in graph.nodes if node.kind == "module" or node.id in joined]
     return _rebuilt(graph, kept, {node.id: node.id for node in kept})
 
 
 def drop_dead_ends(graph: Graph) -> Graph:
-    """Leave out the ops whose results end nowhere: metrics, copies that are logged, masks that are not used.
+    """Remove the ops with unused results: metrics, copies for logging, unused masks.
 
-    What is followed are ops alone; a module call stays, used or not. In a graph without a backward pass every result
-    may be the model's, so nothing is left out.
+    Only ops are removed; a module call stays, used or not. In a graph without a backward pass nothing is removed, since
+    every result may be a result of the model.
     """
     if not any(node.kind == "backward" for node in graph.nodes):
         return graph
@@ -172,7 +172,7 @@ def drop_dead_ends(graph: Graph) -> Graph:
     targets: dict[int, list[int]] = {}
     for edge in graph.edges:
         targets.setdefault(edge.source, []).append(edge.target)
-    # Users come after what they use in the order of time, so going backwards each is decided before it is needed.
+    # Users come after their sources in the order of time, so in reverse order they are decided first.
     for node in reversed(graph.nodes):
         if node.kind != "op" or any(target in used for target in targets.get(node.id, [])):
             used.add(node.id)
@@ -181,23 +181,23 @@ def drop_dead_ends(graph: Graph) -> Graph:
 
 
 def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None) -> Graph:
-    """Draw equal siblings that follow each other once, with their number.
+    """Draw equal consecutive siblings once, with their number.
 
-    A unit of one to eight siblings which contains a module and occurs at least ``least`` times in a row is kept once,
-    with the number in ``repeats``. A unit of several siblings gets a frame for it: a module call with no name. For a
-    single call that holds others two times are enough. Units are equal when classes, functions, shapes, parameters and
-    what is inside are equal; the names of the modules may differ. Units of which none feeds the next are kept with
-    ``parallel``; up to eight of them that hold only modules without others are left as they are, since each is worth
-    its name, as those of query, key and value. An edge from one occurrence to the next is left out, one from outside
-    into each of them gets their number as multiplicity.
+    A unit of one to eight siblings that contains a module and occurs at least ``least`` times in a row is kept once,
+    with the number of occurrences in ``repeats``. A unit of several siblings gets a frame: a module call without a
+    name. Two occurrences suffice for a single call that contains others. Units are equal if their classes, functions,
+    shapes, parameters and contents are equal; the names of the modules may differ. Units without edges between them are
+    marked as ``parallel``. Up to eight parallel units whose modules contain no others are not folded, since their names
+    are informative, such as those of query, key and value. An edge from one occurrence to the next is removed. An edge
+    from outside into each occurrence gets the number of occurrences as its multiplicity.
 
     Args:
-        graph: What to fold.
-        least: How often a unit must occur.
-        contents: The graph of which this is a view, if it has closed calls: then these are equal only if what they hold
-            there is. By default what is closed is not looked into.
+        graph: The graph to fold.
+        least: The smallest number of occurrences of a unit.
+        contents: The graph of which ``graph`` is a view. If given, closed calls are equal only if their contents in it
+            are equal. By default the contents of closed calls are not compared.
     """
-    # Two calls that hold the same may still show different things, where a view leaves out what is not used.
+    # Two calls with equal contents may still look different, in a view that omits unused nodes.
     shown, held = _forms(graph), _forms(contents or graph)
     forms = {node.id: (shown[node.id], held[node.id]) for node in graph.nodes}
     target = {node.id: node.id for node in graph.nodes}
@@ -223,7 +223,7 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
             frames[first.id] = Node(free, "module", "", parent.id, first.depth, repeats=times, parallel=parallel)
             folded.update({node.id: replace(node, parent=free) for node in units[0]})
             free += 1
-    # An occurrence inside a folded call was folded there too, so a target may have a target.
+    # A node inside a folded call may be folded itself, so a target may have a target.
     for node_id, counterpart in target.items():
         while target[counterpart] != counterpart:
             counterpart = target[counterpart]
@@ -239,23 +239,23 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
 
 
 def _feeds(graph: Graph, joined: set[tuple[int, int]], unit: list[Node], following: list[Node]) -> bool:
-    """Whether anything in one unit goes into anything in the next."""
+    """Return True if there is an edge from one unit to the next."""
     one, other = ([each for node in nodes for each in _subtree(graph, node)] for nodes in (unit, following))
     return any((source, goal) in joined for source in one for goal in other)
 
 
 def _subtree(graph: Graph, node: Node) -> list[int]:
-    """The ids of a node and all that it holds."""
+    """Return the ids of a node and of all nodes inside it."""
     return [node.id, *(each for child in graph.children(node) for each in _subtree(graph, child))]
 
 
 def truncate(graph: Graph, max_nodes: int) -> Graph:
-    """Draw at most ``max_nodes`` nodes; what exceeds them becomes one node that says how many it stands for."""
+    """Draw at most ``max_nodes`` nodes; the excess is replaced by one node that shows the number of nodes removed."""
     check_integer("max_nodes", max_nodes, 1)
     drawn = drawn_nodes(graph)
     if len(drawn) <= max_nodes:
         return graph
-    # Two thirds from the start, a third from the end: both ends of the computation stay to be seen.
+    # Keep two thirds at the start and one third at the end, so that both ends of the computation are visible.
     head = (max_nodes - 1) * 2 // 3
     tail = max_nodes - 1 - head
     surplus = drawn[head : len(drawn) - tail]
@@ -277,7 +277,7 @@ def truncate(graph: Graph, max_nodes: int) -> Graph:
 
 
 def drawn_nodes(graph: Graph) -> list[Node]:
-    """The nodes of a view that are drawn as nodes and not as a frame around others."""
+    """Return the nodes of a view that are drawn as nodes, not as frames around others."""
     parents = {node.parent for node in graph.nodes}
     return [
         node for node in graph.nodes if node.parent is not None and (node.kind != "module" or node.id not in parents)
@@ -285,16 +285,16 @@ def drawn_nodes(graph: Graph) -> list[Node]:
 
 
 def fit(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
-    """The most telling view with a limited number of nodes.
+    """Return the most detailed view with a limited number of nodes.
 
-    Parameters, buffers and isolated tensors are left out and repeated blocks folded. Then the greatest depth is taken
-    at which the view fits. In a view of more than 60 nodes the functions that compute nothing (:data:`PLUMBING`) are
-    hidden, and those whose results end nowhere left out.
+    Parameters, buffers and isolated tensors are removed and repeated blocks are folded. Then the greatest depth at
+    which the view fits is used. If a view has more than 60 nodes, functions that compute nothing (:data:`PLUMBING`) are
+    hidden and ops with unused results are removed.
 
     Args:
         graph: A recorded graph.
-        max_nodes: The most nodes that the view may have.
-        depth: A depth to start from; ``None`` takes the greatest that fits.
+        max_nodes: The largest number of nodes in the view.
+        depth: The depth to start from; ``None`` uses the greatest depth that fits.
 
     Raises:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
@@ -315,7 +315,7 @@ def fit(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
 
 
 def _without_empty_calls(graph: Graph) -> Graph:
-    """Leave out calls that were open and have lost all that they held."""
+    """Remove calls that were open and have lost all of their contents."""
     joined = {edge.source for edge in graph.edges} | {edge.target for edge in graph.edges}
     while True:
         parents = {node.parent for node in graph.nodes}
@@ -330,7 +330,7 @@ def _without_empty_calls(graph: Graph) -> Graph:
 
 
 def _rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: Iterable[Edge] | None = None) -> Graph:
-    """The graph of some nodes, its edges led to their targets; equal ones are joined, loops and loose ends dropped."""
+    """Return a graph of some nodes and redirected edges; equal edges are merged, loops and dangling edges removed."""
     there = {node.id for node in nodes}
     joined: dict[tuple[int, int], Edge] = {}
     for edge in graph.edges if edges is None else edges:
@@ -347,13 +347,13 @@ def _rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: 
 
 
 def _forms(graph: Graph) -> dict[int, int]:
-    """A number for each node that two nodes share exactly when they and all that they hold look the same."""
+    """Return a number for each node; two numbers are equal exactly if the nodes and their contents look the same."""
     numbers: dict[object, int] = {}
     forms: dict[int, int] = {}
-    # Children come after their parent in the order of time, so going backwards each is known before it is needed.
+    # Children come after their parent in the order of time, so in reverse order they are known first.
     for node in reversed(graph.nodes):
         inside = tuple(forms[child.id] for child in graph.children(node))
-        # A module's name, and that of its parameters before the last dot, tells it from its siblings.
+        # A module differs from its siblings by its name, and a parameter by its name before the last dot.
         name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
         form = (node.kind, name, node.type_name, node.outputs, node.parameters, node.repeats, inside)
         forms[node.id] = numbers.setdefault(form, len(numbers))
@@ -361,12 +361,12 @@ def _forms(graph: Graph) -> dict[int, int]:
 
 
 def _weight(graph: Graph, node: Node) -> int:
-    """2 for a call that holds others, 1 for another call, 0 for an op."""
+    """Return 2 for a call that contains others, 1 for any other call, 0 for an op."""
     return 0 if node.kind != "module" else 2 if graph.children(node) else 1
 
 
 def _runs(forms: list[tuple[int, int]], weights: list[int], least: int) -> list[tuple[int, int, int]]:
-    """Start, length of the unit and number of repetitions of each run, without overlaps."""
+    """Return the start, unit length and number of repetitions of each run, without overlaps."""
     runs = []
     start = 0
     while start < len(forms):
@@ -375,7 +375,7 @@ def _runs(forms: list[tuple[int, int]], weights: list[int], least: int) -> list[
             unit = forms[start : start + length]
             weight = max(weights[start : start + length])
             if not weight:
-                # Functions alone are no unit; in a long row of them this saves looking at all of it from each place.
+                # Functions alone are not a unit. This also avoids a full search at each position of a long row of them.
                 continue
             enough = 2 if length == 1 and weight == 2 else least
             times = 1
@@ -390,7 +390,7 @@ def _runs(forms: list[tuple[int, int]], weights: list[int], least: int) -> list[
 
 
 def _paired(graph: Graph, first: Node, other: Node) -> dict[int, int]:
-    """Each node of one call led to its counterpart in an equal call."""
+    """Map each node of one call to its counterpart in an equal call."""
     pairs: dict[int, int] = {}
     todo = [(first, other)]
     while todo:

@@ -1,4 +1,4 @@
-"""Pictures of what was recorded: arrays and names go in, pixels come out."""
+"""Images of recorded statistics: arrays and names as input, pixels as output."""
 
 from lightning_recorder.plots.coloured import StatisticStyler, colour_graph
 from lightning_recorder.plots.gradient_flow import gradient_flow

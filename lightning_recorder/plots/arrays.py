@@ -1,4 +1,4 @@
-"""Arrays of either library as numpy has them, with the shape that a plot expects."""
+"""Conversion of tensors and arrays to NumPy arrays with a checked shape."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ Floats = NDArray[np.float64]
 
 
 def to_floats(name: str, values: Any, expected: str, *dimensions: int) -> Floats:
-    """Numbers as float64; a copy only where they were something else.
+    """Convert numbers to float64; copy only if the dtype or the device differs.
 
     Args:
-        name: What the message calls the argument.
+        name: The name of the argument, for the error message.
         values: A tensor, an array or a nested sequence of numbers.
-        expected: The shapes that are allowed, in words, as ``[layers, steps]``.
-        dimensions: How many dimensions there may be.
+        expected: A description of the allowed shapes, for example ``[layers, steps]``.
+        dimensions: The allowed numbers of dimensions.
 
     Raises:
-        ArgumentError: If they are no numbers or have another number of dimensions; names the expected shape.
+        ArgumentError: If the values are not numbers or have a wrong number of dimensions; the message gives the
+            expected shape.
 
     Note:
-        A tensor on a device is copied to the host, which waits for the device.
+        A tensor on a device is copied to the host, which synchronizes the device.
     """
     if isinstance(values, torch.Tensor):
         if values.device.type == "meta" or values.is_complex() or values.layout != torch.strided:
@@ -47,10 +48,10 @@ def to_floats(name: str, values: Any, expected: str, *dimensions: int) -> Floats
 
 
 def checked_steps(steps: Any) -> Floats:
-    """Steps as float64, ``[steps]``.
+    """Convert steps to float64, ``[steps]``.
 
     Raises:
-        ArgumentError: If they are not finite or do not ascend.
+        ArgumentError: If the steps are not finite or not strictly ascending.
     """
     found = to_floats("steps", steps, "[steps]", 1)
     if not np.isfinite(found).all() or (np.diff(found) <= 0).any():
@@ -59,10 +60,10 @@ def checked_steps(steps: Any) -> Floats:
 
 
 def checked_names(names: Sequence[str], count: int, what: str) -> list[str]:
-    """Names as texts, as many as there are rows.
+    """Convert names to strings and check that there is one per row.
 
     Raises:
-        ArgumentError: If there are more or fewer.
+        ArgumentError: If the number of names differs from ``count``.
     """
     if isinstance(names, str) or len(names) != count:
         raise ArgumentError(f"names must be one for each of the {count} {what}, got {names!r:.80}")

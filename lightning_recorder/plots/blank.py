@@ -1,4 +1,4 @@
-"""The picture of nothing."""
+"""Placeholder image for missing data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["blank"]
 
 
 def blank(title: str, why: str) -> Image:
-    """A small picture that says why there is no other, ``[100, 350, 3]``."""
+    """Return a small image that explains why there is no plot, ``[100, 350, 3]``."""
     canvas = new_canvas(100, title)
     canvas.text(WIDTH / 2, 60, why, anchor="mm", colour=GREY)
     return canvas.pixels()

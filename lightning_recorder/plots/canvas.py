@@ -1,15 +1,15 @@
-"""A picture that is drawn on in pixels, the only file of the plots that knows the library which draws."""
+"""Pixel canvas for plots; the only file that uses the drawing library."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lightning_recorder.fonts import BOLD, REGULAR
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 __all__ = ["DETAIL_PX", "GREY", "INK", "TEXT_PX", "TITLE_PX", "Canvas", "Image", "literal", "text_width"]
 
 Image = NDArray[np.uint8]
-"""A picture, ``[height, width, 3]``, RGB."""
+"""An RGB image, ``[height, width, 3]``."""
 
-# Heights of the letters' em, in pixels, as TensorBoard shows them: its pictures have the width of a card.
+# Font sizes (em) in pixels. TensorBoard shows the images unscaled, because they are exactly as wide as its cards.
 TITLE_PX, TEXT_PX, DETAIL_PX = 13, 12, 11
 
 INK = "#222222"
 GREY = "#8c8c8c"
 
-# Letters have six shades and not 256: nobody sees it, and the file of a picture with many names has half the size.
+# Text is drawn in six shades instead of 256: no visible difference, and an image with many names has half the size.
 _SHADES = [round(shade / 51) * 51 for shade in range(256)]
 
-# How many dots of each direction a pixel of a curve is made of.
+# Supersampling factor for smooth curves, in each direction.
 _FINE = 3
 
 
 class Canvas:
-    """An RGB picture, white at first, on which everything is placed in pixels from the upper left corner.
+    """An RGB image, initially white, with coordinates in pixels from the upper left corner.
 
-    Pillow draws, and not matplotlib: the plots are made in a background thread while a training runs, and Pillow has
-    no state that two threads share, needs a tenth of the time in which the interpreter is held, and reads no markup
-    in a text, so that a name such as ``$x_1$`` is drawn as it is. The letters are those of DejaVu, which matplotlib
-    carries.
+    Images are drawn with Pillow instead of a plotting library because they are made in a background thread during
+    training. Pillow has no state shared between threads, holds the GIL for a tenth of the time, and does not interpret
+    markup, so a name such as ``$x_1$`` is drawn literally. The font ships with the package, so images are identical on
+    every machine.
 
     Args:
-        width: In pixels.
-        height: In pixels.
+        width: The width in pixels.
+        height: The height in pixels.
     """
 
     def __init__(self, width: int, height: int) -> None:
@@ -65,54 +65,54 @@ class Canvas:
         colour: str = INK,
         bold: bool = False,
     ) -> None:
-        """Write a line.
+        """Draw a line of text.
 
         Args:
-            x: Of the anchor.
-            y: Of the anchor.
-            text: Characters that cannot be drawn are written as :func:`literal` has them.
-            px: Height of the letters' em.
-            anchor: Which point of the text lies at ``(x, y)``: ``l``, ``m`` or ``r``, then ``a`` for the top, ``m`` for
-                the middle, ``s`` for the base line.
-            colour: As ``#222222``.
-            bold: Whether in bold letters.
+            x: The x coordinate of the anchor.
+            y: The y coordinate of the anchor.
+            text: The text. Characters that cannot be drawn are escaped; see :func:`literal`.
+            px: The font size (em) in pixels.
+            anchor: The point of the text that lies at ``(x, y)``: ``l``, ``m`` or ``r`` for left, middle or right,
+                followed by ``a`` for the top, ``m`` for the middle or ``s`` for the baseline.
+            colour: The colour, for example ``#222222``.
+            bold: If True, use the bold font.
         """
         mask, left, top = _letters(text, px, bold, anchor)
         self._picture.paste(colour, (round(x) + left, round(y) + top), mask)
 
     def upright_text(self, x: float, y: float, text: str, *, px: int = TEXT_PX, colour: str = INK) -> None:
-        """Write a line that runs upwards, around a point."""
+        """Draw a line of text rotated by 90°, reading upwards and centred on a point."""
         from PIL import Image as Pictures
 
         turned = _letters(text, px, False, "mm")[0].transpose(Pictures.Transpose.ROTATE_90)
         self._picture.paste(colour, (round(x - turned.width / 2), round(y - turned.height / 2)), turned)
 
     def image(self, left: int, top: int, pixels: Image) -> None:
-        """Lay pixels down, ``[height, width, 3]``."""
+        """Paste pixels, ``[height, width, 3]``."""
         from PIL import Image as Pictures
 
         self._picture.paste(Pictures.fromarray(np.ascontiguousarray(pixels)), (left, top))
 
     def line(self, points: Sequence[tuple[float, float]], colour: str = INK, width: int = 1) -> None:
-        """Draw a line from point to point, sharp; what is oblique belongs to :meth:`ridges`."""
+        """Draw a polyline without antialiasing; use :meth:`ridges` for oblique lines."""
         self._draw.line([(round(x), round(y)) for x, y in points], fill=colour, width=width)
 
     def frame(self, left: int, top: int, width: int, height: int, colour: str = GREY) -> None:
-        """Draw a line of one pixel around an area."""
+        """Draw a border of one pixel around an area."""
         self._draw.rectangle((left - 1, top - 1, left + width, top + height), outline=colour)
 
     def ridges(
         self, left: int, top: int, width: int, height: int, curves: Iterable[tuple[NDArray[np.float64], str, str]]
     ) -> None:
-        """Fill the areas under curves, each before those that come earlier, with smooth edges.
+        """Draw filled curves with antialiased edges, each in front of the earlier ones.
 
         Args:
-            left: Of the area that is drawn anew, white where no curve is.
-            top: Of the area.
-            width: Of the area.
-            height: Of the area.
-            curves: For each ``[k, 2]`` points ``(x, y)`` in pixels of the area, the first and the last on its ground
-                line, with the colours of the inside and of the line.
+            left: The left edge of the area. The whole area is redrawn on a white background.
+            top: The top edge of the area.
+            width: The width of the area.
+            height: The height of the area.
+            curves: For each curve, its points, fill colour and line colour. The points are ``[k, 2]`` pairs ``(x, y)``
+                in pixels relative to the area; the first and the last lie on the baseline of the curve.
         """
         from PIL import Image as Pictures
         from PIL import ImageDraw
@@ -126,12 +126,12 @@ class Canvas:
         self._picture.paste(area.reduce(_FINE), (left, top))
 
     def pixels(self) -> Image:
-        """The picture, ``[height, width, 3]`` uint8, as a copy."""
+        """Return a copy of the image, ``[height, width, 3]`` uint8."""
         return np.array(self._picture, dtype=np.uint8)
 
 
 def _letters(text: str, px: int, bold: bool, anchor: str) -> tuple[Picture, int, int]:
-    """A line as what covers the ground, and how far right of and below its anchor that begins."""
+    """Return a line of text as a coverage mask, with the offset of the mask to the right of and below its anchor."""
     from PIL import Image as Pictures
     from PIL import ImageDraw
 
@@ -143,14 +143,14 @@ def _letters(text: str, px: int, bold: bool, anchor: str) -> tuple[Picture, int,
 
 
 def text_width(text: str, px: int = TEXT_PX, *, bold: bool = False) -> float:
-    """How wide a line is, in pixels."""
+    """Return the width of a line of text in pixels."""
     return float(_font(px, bold).getlength(literal(text)))
 
 
 def literal(text: str) -> str:
-    r"""A text as it can be drawn: what is no visible character, or has no letter in the font, as ``\u5c42``.
+    r"""Return a text with all invisible characters, and all those missing from the font, escaped like ``\u5c42``.
 
-    Boxes in their place would make one of all names in Chinese.
+    Without the escapes, all Chinese names would be drawn as identical boxes.
 
     Example:
         >>> print(literal("a $x_1$ <b>"), literal("层.0"))
@@ -168,11 +168,11 @@ def _escaped(char: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _has_letter(char: str) -> bool:
-    # Half of a surrogate pair is a valid attribute name in Python and no text.
+    # A lone surrogate is valid in a Python attribute name, but not in text.
     if 0xD800 <= ord(char) < 0xE000:
         return False
     font = _font(TEXT_PX, False)
-    # No font has a letter for a character that Unicode promises never to give a meaning.
+    # U+10FFFF is a noncharacter, so a font draws it with its glyph for missing characters.
     return char == " " or bytes(font.getmask(char)) != bytes(font.getmask("\U0010ffff"))
 
 
@@ -180,12 +180,6 @@ def _has_letter(char: str) -> bool:
 def _font(px: int, bold: bool) -> FreeTypeFont:
     from PIL import ImageFont
 
-    # Not the layout of Raqm, which some builds of Pillow have and others lack: the pictures are to be the same.
-    return ImageFont.truetype(str(_font_file(bold)), px, layout_engine=ImageFont.Layout.BASIC)
-
-
-def _font_file(bold: bool) -> Path:
-    # Found and not imported: that would take longer than all the pictures of a record.
-    spec = importlib.util.find_spec("matplotlib")
-    folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path()
-    return folder / "mpl-data" / "fonts" / "ttf" / f"DejaVuSans{'-Bold' if bold else ''}.ttf"
+    # Raqm layout is available in some builds of Pillow only, and images must be identical on every machine.
+    path = BOLD if bold else REGULAR
+    return ImageFont.truetype(str(path), px, layout_engine=ImageFont.Layout.BASIC)

@@ -1,4 +1,4 @@
-"""The execution graph with its modules coloured by a statistic."""
+"""Execution graph with modules coloured by a statistic."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from lightning_recorder.plots.scale import number, scale_of
 
 __all__ = ["StatisticStyler", "colour_graph"]
 
-_STEPS = 5  # of the scale, in the legend
+_STEPS = 5  # number of colours in the legend
 _NOT_RECORDED = "#f0f0f0"
 _NOT_FINITE = "#000000"
 _LIGHT, _DARK = "#ffffff", "#000000"
 
 
 class StatisticStyler(GraphvizStyler):
-    """Fills the boxes of modules with the colour of a number, which is written into them.
+    """Fills module boxes with the colour of a statistic and writes the value into them.
 
-    Modules without a number are light grey; functions and tensors are as ever. The legend stands below the title: five
-    numbers of the scale with their colours, and what grey and black mean. Of a box that stands for several equal
-    modules, the number is that of the first, and the box says so.
+    Modules without a value are light grey. Functions and tensors keep their usual style. A legend below the title shows
+    five values of the scale with their colours, and the meaning of grey and black. A box that represents several equal
+    modules shows the value of the first one, with a note.
 
     Args:
-        values: By the modules' dotted names; the numbers of modules that are drawn as frames stand in their titles.
-        statistic: What they are, with a unit if there is one.
-        caption: What the legend says of them; by default the statistic.
-        log: Whether the scale is logarithmic; by default it is for positive numbers that span more than a factor of 50,
-            and around 0 for signed ones.
+        values: The values by fully-qualified module name. For a module drawn as a frame, the value appears in its
+            title.
+        statistic: The name of the statistic, with a unit if it has one.
+        caption: The description in the legend; by default the statistic.
+        log: If True or False, force or forbid a logarithmic scale. By default, positive values that span more than a
+            factor of 50 have a logarithmic scale. The scale of signed values is always symmetric around 0.
         shapes: As for :class:`~lightning_recorder.GraphvizStyler`.
         attributes: As for :class:`~lightning_recorder.GraphvizStyler`.
 
     Raises:
-        ArgumentError: If the values are not numbers by name.
+        ArgumentError: If the values are not a mapping from names to numbers.
 
     Example:
         >>> styler = StatisticStyler({"0": 0.5, "1": 2.0}, statistic="rms")
@@ -74,10 +75,10 @@ class StatisticStyler(GraphvizStyler):
         self.scale = scale_of(np.array([*self.values.values()], dtype=np.float64), log=log)
 
     def colour(self, value: float) -> str:
-        """The colour of a number, as ``#21918c``; black if it is not finite."""
+        """Return the colour of a value, for example ``#21918c``; black if it is not finite."""
         if not math.isfinite(value):
             return _NOT_FINITE
-        # On a logarithmic scale 0 lies below the low end and has its colour.
+        # On a logarithmic scale, 0 lies below the lower end and has its colour.
         red, green, blue = paint(np.array(value), self.scale, table_for(self.scale)).tolist()
         return f"#{red:02x}{green:02x}{blue:02x}"
 
@@ -91,7 +92,7 @@ class StatisticStyler(GraphvizStyler):
         value = self.values[node.name]
         fill = self.colour(value)
         text = legible_on(fill)
-        # The details of a label have a grey of their own, which a dark box would swallow.
+        # The grey details of a label would be illegible on a dark box.
         label = re.sub(r'(<font [^>]*color=)"#[0-9a-f]{6}"', rf'\1"{text}"', style["label"])
         return {
             **style,
@@ -125,7 +126,7 @@ class StatisticStyler(GraphvizStyler):
         return {**style, "label": f'<<table border="0" cellborder="0" cellspacing="0">{rows}</table>>'}
 
     def _legend(self) -> list[str]:
-        """The cells of the legend."""
+        """Return the cells of the legend."""
         known = [value for value in self.values.values() if math.isfinite(value)]
         kind = {"linear": "", "log": ", log scale", "symlog": ", symlog scale"}[self.scale.kind]
         cells = [f'<td border="0">{_text(self.caption + kind)}</td>']
@@ -146,19 +147,20 @@ def colour_graph(
     log: bool | None = None,
     **options: Any,
 ) -> Drawing:
-    """A recorded graph with its modules coloured by a statistic.
+    """Draw a recorded graph with modules coloured by a statistic.
 
     Args:
-        graph: What was recorded, or a view of it.
+        graph: The recorded graph, or a view of it.
         values: As for :class:`StatisticStyler`.
         statistic: As for :class:`StatisticStyler`.
         caption: As for :class:`StatisticStyler`.
         log: As for :class:`StatisticStyler`.
-        options: As for :func:`~lightning_recorder.draw`, as ``depth=2`` or ``max_nodes=60``; by default all calls are
-            opened, since it is leaves of which there are statistics.
+        options: As for :func:`~lightning_recorder.draw`, for example ``depth=2`` or ``max_nodes=60``. By default all
+            calls are expanded, because statistics are recorded for leaf modules.
 
     Raises:
-        ArgumentError: If an argument is not understood, or the graph has none of the modules; names those nearest.
+        ArgumentError: If an argument is invalid, or if the graph contains none of the modules; the message lists the
+            closest names.
     """
     calls = {node.name: None for node in graph.module_calls()}
     if values and calls.keys().isdisjoint(values):
@@ -170,7 +172,7 @@ def colour_graph(
 
 
 def legible_on(colour: str) -> str:
-    """White or black, whichever has the greater contrast by WCAG 2; it is never less than 4.5."""
+    """Return white or black, whichever has the higher WCAG 2 contrast to a colour; it is always at least 4.5."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -182,12 +184,12 @@ def _cell(text: str, colour: str) -> str:
 
 
 def _with_row(label: str, cell: str) -> str:
-    """A label with one more row, of one cell, at its end."""
+    """Append a row with one cell to a label."""
     head, end, tail = label.rpartition("</table>")
     return f"{head}<tr>{cell}</tr>{end}{tail}" if end else label
 
 
 def _text(text: str) -> str:
-    """Text inside an HTML-like label."""
-    # Two backslashes for one: in a label \\N would become the name of the node.
+    """Escape text for an HTML-like label."""
+    # Backslashes are doubled: in a label, \\N would be replaced by the name of the node.
     return html.escape(literal(text)).replace("\\", "\\\\")

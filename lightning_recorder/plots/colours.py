@@ -1,4 +1,4 @@
-"""The colours of values, and the patterns of what has no colour."""
+"""Colour tables for values, and patterns for values without a colour."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_recorder.plots.scale import Scale
 __all__ = ["MARKS", "PURPLE_ORANGE", "VIRIDIS", "Mark", "Table", "marks_of", "paint", "table_for"]
 
 Table = NDArray[np.uint8]
-"""``[256, 3]``: the colours from the low end to the high one."""
+"""A colour table, ``[256, 3]``, from the lower to the upper end of a scale."""
 
 
 def _table(colours: str) -> Table:
-    """A row of colours at equal distances, filled up in between."""
+    """Interpolate equidistant colours to a table of 256."""
     knots = np.array([[int(each[at : at + 2], 16) for at in (0, 2, 4)] for each in colours.split()], dtype=np.float64)
     places = np.linspace(0, len(knots) - 1, 256)
     mixed = [np.interp(places, np.arange(len(knots)), channel) for channel in knots.T]
@@ -31,33 +31,33 @@ VIRIDIS = _table(
     "21908c 1f988b 1f9f88 21a685 28ae80 31b57b 3ebc74 4cc26c 5dc963 6ece58 82d34c 96d83f abdc32 c0df24 d5e21a eae51a "
     "fde725"
 )
-"""For magnitudes: lightness rises evenly, so that it is read the same with any kind of sight, and in grey."""
+"""For magnitudes. Lightness rises evenly, so the table reads the same in greyscale and with any colour vision."""
 
 PURPLE_ORANGE = _table("2d004b 542788 8073ac b2abd2 d8daeb f7f7f7 fee0b6 fdb863 e08214 b35806 7f3b08")
-"""For signed values. Purple and orange differ in blue against yellow, which those who cannot tell red from green see
-as others do, and not in red against green, as the ends of a red and blue table partly do."""
+"""For signed values. Purple and orange differ along the blue-yellow axis, which people with red-green colour blindness
+perceive fully; the ends of a red-blue table differ partly along the red-green axis."""
 
 Mark = Literal["zero", "missing", "nan", "inf"]
 
 MARKS: Mapping[Mark, str] = {"zero": "0", "missing": "not recorded", "nan": "NaN", "inf": "infinite"}
-"""What the patterns mean; none of them has a colour of the tables."""
+"""The meanings of the patterns; none of the patterns uses a colour of the tables."""
 
 
 _FLAT: Mapping[Mark, int] = {"zero": 255, "missing": 200, "inf": 0}
 
 
 def table_for(scale: Scale) -> Table:
-    """The table of a scale: purple and orange if 0 lies in its middle."""
+    """Return the colour table for a scale: purple-orange if the scale includes negative values, else viridis."""
     return PURPLE_ORANGE if scale.low < 0 else VIRIDIS
 
 
 def marks_of(values: Floats, scale: Scale, recorded: NDArray[np.bool_] | None = None) -> dict[Mark, NDArray[np.bool_]]:
-    """Which values have no colour on a scale, by what they are instead; those of which there are some.
+    """Return masks of the values that have no colour on a scale, by the reason; reasons that do not occur are left out.
 
     Args:
-        values: Of any shape.
-        scale: On a logarithmic one 0 has no place.
-        recorded: Which of them were recorded; by default all.
+        values: The values, of any shape.
+        scale: The scale. A logarithmic scale has no colour for 0.
+        recorded: A mask of the recorded values; by default all are recorded.
     """
     missing = np.zeros(values.shape, dtype=bool) if recorded is None else ~recorded
     found: dict[Mark, NDArray[np.bool_]] = {
@@ -70,7 +70,7 @@ def marks_of(values: Floats, scale: Scale, recorded: NDArray[np.bool_] | None = 
 
 
 def paint(values: Floats, scale: Scale, table: Table) -> Image:
-    """The colours of values, ``[…, 3]``; what is NaN gets white, to be covered by a pattern."""
+    """Return the colours of values, ``[…, 3]``; NaN is white, to be covered by a pattern."""
     places = scale.place(values)
     known = ~np.isnan(places)
     indices = (np.where(known, places, 0.0) * 255).round().astype(np.int64)
@@ -78,7 +78,7 @@ def paint(values: Floats, scale: Scale, table: Table) -> Image:
 
 
 def pattern(mark: Mark, height: int, width: int) -> Image:
-    """What is shown in place of a colour: white, grey, black stripes on white, or black."""
+    """Return the pattern that replaces a colour: white, grey, black stripes on white, or black."""
     if mark != "nan":
         return np.full((height, width, 3), _FLAT[mark], dtype=np.uint8)
     rows, columns = np.indices((height, width))
@@ -86,6 +86,6 @@ def pattern(mark: Mark, height: int, width: int) -> Image:
 
 
 def cover(pixels: Image, marks: Mapping[Mark, NDArray[np.bool_]]) -> None:
-    """Lay the patterns over the pixels that are marked, each ``[height, width]``."""
+    """Draw the patterns over the marked pixels; each mask is ``[height, width]``."""
     for mark, where in marks.items():
         pixels[where] = pattern(mark, *where.shape)[where]

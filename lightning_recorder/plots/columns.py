@@ -1,4 +1,4 @@
-"""Which recorded steps each column of a picture shows."""
+"""Assignment of recorded steps to the columns of an image."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning_recorder.plots.scale import Scale
 
 __all__ = ["Columns", "columns_of", "furthest"]
 
-_MOST_COLUMNS = 97  # two pixels each beside the longest names; more would hardly be told apart
+_MOST_COLUMNS = 97  # two pixels per column next to the longest names; more columns would be indistinguishable
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Equal parts of the time axis, each with a run of recorded steps.
+    """Equal intervals of the time axis, each with a contiguous range of recorded steps.
 
     Args:
-        axis: The steps from the left end to the right one.
-        starts: The first recorded step of each part, by its number, ``[columns]``.
-        stops: One behind the last.
+        axis: The scale of the time axis, in steps.
+        starts: The index of the first recorded step of each column, ``[columns]``.
+        stops: The index after the last recorded step of each column, ``[columns]``.
     """
 
     axis: Scale
@@ -38,25 +38,26 @@ class Columns:
 
     @property
     def most(self) -> int:
-        """How many steps the fullest column has."""
+        """The largest number of steps in a column."""
         return int((self.stops - self.starts).max(initial=0))
 
     def spread(self, width: int) -> NDArray[np.int64]:
-        """The column at each of ``width`` pixels."""
+        """Return the index of the column at each of ``width`` pixels."""
         return np.arange(width) * len(self) // max(width, 1)
 
 
 def columns_of(steps: Floats, most: int = _MOST_COLUMNS) -> Columns:
-    """The columns of ascending steps; where none lies in a part of the axis, it shows the nearest one.
+    """Divide ascending steps into columns; an interval without a step shows the nearest step.
 
     Args:
-        steps: ``[steps]``, at least one.
-        most: The most columns.
+        steps: The steps, ``[steps]``, at least one.
+        most: The maximum number of columns.
     """
     gaps = np.diff(steps)
     low, high = steps[0] - (gaps[0] / 2 if len(gaps) else 0.5), steps[-1] + (gaps[-1] / 2 if len(gaps) else 0.5)
     count = len(steps)
-    # Steps at equal distances have a column each; otherwise as many as may be, for the boundaries to lie right.
+    # Equidistant steps have one column each. Others use the maximum, so that the boundaries lie close to the true
+    # steps.
     if count > most or (count > 1 and gaps.max() > gaps.min() * (1 + 1e-9)):
         count = most
     bounds = np.linspace(low, high, count + 1)
@@ -69,19 +70,19 @@ def columns_of(steps: Floats, most: int = _MOST_COLUMNS) -> Columns:
 
 
 def furthest(values: Floats, recorded: NDArray[np.bool_]) -> tuple[Floats, NDArray[np.bool_]]:
-    """Of each row, ``[rows, k]``, the value that tells most: an infinite one, else NaN, else that furthest from 0.
+    """Return the most conspicuous value of each row: an infinity, else NaN, else the value furthest from 0.
 
-    So no spike is lost where several steps share a column, nor a NaN.
+    This keeps spikes and NaN visible if several steps share a column.
 
     Args:
-        values: ``[rows, k]``.
-        recorded: Which of them were recorded; the others take no part.
+        values: The values, ``[rows, k]``.
+        recorded: A mask of the recorded values, ``[rows, k]``; all others are ignored.
 
     Returns:
-        ``[rows]`` values, and whether the row has any.
+        The values, ``[rows]``, and a mask of the rows that have any recorded value, ``[rows]``.
     """
     weight = np.abs(values)
-    # NaN outdoes every finite value, and an infinite one NaN.
+    # NaN ranks above every finite value, and an infinity above NaN.
     weight = np.where(np.isnan(weight), np.finfo(np.float64).max, weight)
     weight = np.where(recorded, weight, -1.0)
     chosen = weight.argmax(axis=-1)

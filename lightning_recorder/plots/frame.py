@@ -1,4 +1,4 @@
-"""What surrounds the data of a picture: title, axes, the row of colours, what patterns mean, and notes."""
+"""Surroundings of the data in an image: title, axes, colour bar, legend of patterns, and notes."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ __all__ = [
     "swatch",
 ]
 
-# The width of a card under Images of TensorBoard, whatever the window's. There a picture of another width loses or
-# repeats rows and columns of its pixels (``image-rendering: pixelated``), and so the strokes of its letters.
+# The width of an image card in TensorBoard, whatever the size of the window. TensorBoard scales an image of any other
+# width with ``image-rendering: pixelated``, which drops or repeats rows and columns of pixels and so damages the text.
 WIDTH = 350
 MARGIN = 4
-TOP = 28  # room for the title
-BAR_ROOM = 47  # room for the row of colours, above the data: beside them it would take a fifth of their width
-RIGHT = 12  # room beside the data, for half of the last number of the axis
+TOP = 28  # height of the title
+BAR_ROOM = 47  # height of the colour bar; above the data, because beside them it would take a fifth of the width
+RIGHT = 12  # space to the right of the data, for half of the last number of the axis
 _BAR_PX = 9
 _TICK_PX = 3
-_AXIS_PX = 33  # room for the numbers and the title of the axis below
+_AXIS_PX = 33  # height of the numbers and the title of the axis below the data
 _NOTE_PX = 15
-_MOST_ROOM = 134  # for names, at the left: with their margins two fifths of the width
-_ROW_GAP = 6  # from a name to the data
+_MOST_ROOM = 134  # width of the names on the left; with margins this is two fifths of the image
+_ROW_GAP = 6  # distance between a name and the data
 
 Area = tuple[int, int, int, int]
-"""Where the data lies: left, top, width and height in pixels."""
+"""The position of the data: left, top, width and height in pixels."""
 
 
 def new_canvas(height: int, title: str) -> Canvas:
-    """An empty picture with its title."""
+    """Return an empty image with a title."""
     canvas = Canvas(WIDTH, height)
-    # A bold letter is at most a sixth wider than another.
+    # Bold letters are at most a sixth wider than regular ones.
     room = (WIDTH - 2 * MARGIN) / 1.17
     canvas.text(MARGIN, 14, shortened(title, room, px=TITLE_PX, head=0.6), px=TITLE_PX, bold=True)
     return canvas
 
 
 def bottom_room(notes: Sequence[str], marks: Iterable[Mark] = (), *, axis: bool = True) -> int:
-    """How many pixels :func:`numbers_below` and :func:`notes_below` need."""
+    """Return the height in pixels that :func:`numbers_below` and :func:`notes_below` need."""
     return (_AXIS_PX if axis else 4) + _NOTE_PX * (len(_lines(notes)) + bool(list(marks))) + 6
 
 
 def numbers_below(canvas: Canvas, area: Area, axis: Scale, title: str) -> None:
-    """The axis below the data."""
+    """Draw the axis below the data."""
     left, top, width, height = area
     _numbers_along(canvas, (left, top + height, width), axis)
     title = shortened(title, WIDTH - 2 * MARGIN, px=TEXT_PX)
@@ -75,7 +75,7 @@ def numbers_below(canvas: Canvas, area: Area, axis: Scale, title: str) -> None:
 
 
 def fitting_ticks(axis: Scale, width: int) -> list[tuple[float, str]]:
-    """At most seven places and their numbers on an axis, as many as stand side by side without touching."""
+    """Return at most seven ticks (position and label) of an axis, as many as fit without touching."""
     for most in range(7, 2, -1):
         ticks = axis.ticks(most)
         ends = [(place * width, text_width(text, DETAIL_PX) / 2) for place, text in ticks]
@@ -85,7 +85,7 @@ def fitting_ticks(axis: Scale, width: int) -> list[tuple[float, str]]:
 
 
 def _numbers_along(canvas: Canvas, line: tuple[int, int, int], axis: Scale) -> None:
-    """Numbers below a line, which is given by left, top and width."""
+    """Draw numbers below a line, given by left, top and width."""
     left, top, width = line
     for place, text in fitting_ticks(axis, width):
         x = left + place * (width - 1)
@@ -95,7 +95,7 @@ def _numbers_along(canvas: Canvas, line: tuple[int, int, int], axis: Scale) -> N
 
 
 def numbers_left(canvas: Canvas, area: Area, axis: Scale, title: str) -> None:
-    """The axis at the left of the data, growing upwards."""
+    """Draw the axis to the left of the data; it grows upwards."""
     left, top, _, height = area
     last = 1e9
     for place, text in axis.ticks(max(2, min(9, height // 30))):
@@ -108,13 +108,13 @@ def numbers_left(canvas: Canvas, area: Area, axis: Scale, title: str) -> None:
 
 
 def rows_room(names: Sequence[str]) -> int:
-    """How many pixels the names of rows take at the left."""
+    """Return the width in pixels of the row names on the left."""
     widest = max((text_width(name, DETAIL_PX) for name in names), default=0.0)
     return int(min(widest, _MOST_ROOM)) + MARGIN + _ROW_GAP
 
 
 def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float) -> None:
-    """The names of rows, at the left of their middles; as many as there is room for."""
+    """Draw the names to the left of their rows, as many as fit."""
     left, top, _, _ = area
     shown = fitted(names, left - MARGIN - _ROW_GAP + 1)
     for row in every_nth(len(names), distance, DETAIL_PX + 1):
@@ -124,7 +124,7 @@ def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float)
 
 
 def colour_bar(canvas: Canvas, area: Area, scale: Scale, table: Table, label: str) -> None:
-    """The row of colours above the data, with its numbers and what they are of."""
+    """Draw the colour bar above the data, with its numbers and a label."""
     left, top, width, _ = area
     y = top - BAR_ROOM + 16
     colours = table[np.linspace(0, 255, width).round().astype(int)]
@@ -132,14 +132,14 @@ def colour_bar(canvas: Canvas, area: Area, scale: Scale, table: Table, label: st
     canvas.frame(left, y, width, _BAR_PX)
     _numbers_along(canvas, (left, y + _BAR_PX, width), scale)
     label = shortened(label, WIDTH - 2 * MARGIN)
-    # Above the left end of the colours, unless it is too long for that.
+    # Aligned with the left end of the bar, unless the label is too long.
     canvas.text(max(MARGIN, min(left, WIDTH - MARGIN - text_width(label, DETAIL_PX))), y - 9, label, px=DETAIL_PX)
 
 
 def notes_below(
     canvas: Canvas, area: Area, notes: Sequence[str], marks: Iterable[Mark] = (), *, axis: bool = True
 ) -> None:
-    """What the patterns mean, and what else there is to say of a picture."""
+    """Draw the legend of the patterns, then the notes."""
     x, y = float(MARGIN), area[1] + area[3] + (_AXIS_PX if axis else 4) + _NOTE_PX // 2
     shown = list(marks)
     for mark in shown:
@@ -155,7 +155,7 @@ def _lines(notes: Sequence[str]) -> list[str]:
 
 
 def swatch(canvas: Canvas, x: float, y: float, pixels: Image, meaning: str) -> float:
-    """A sample of a colour with its meaning; gives where the next one may begin."""
+    """Draw a colour sample with its meaning; return the x coordinate for the next one."""
     height, width = len(pixels), len(pixels[0])
     left, top = round(x), round(y - height / 2)
     canvas.image(left, top, pixels)
@@ -165,11 +165,11 @@ def swatch(canvas: Canvas, x: float, y: float, pixels: Image, meaning: str) -> f
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most so many of ``count`` places, evenly spread, the first and the last among them."""
+    """Return at most ``most`` of ``count`` indices, evenly spaced and including the first and the last."""
     places: list[int] = np.linspace(0, max(count - 1, 0), min(count, most)).round().astype(int).tolist()
     return places
 
 
 def plain(colour: tuple[int, int, int], height: int = 10, width: int = 16) -> Image:
-    """A sample of one colour."""
+    """Return a sample of one colour."""
     return np.full((height, width, 3), colour, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""How much gradient arrives at each layer."""
+"""Plot of the gradient magnitude at each layer."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from lightning_recorder.plots.words import shortened
 
 __all__ = ["gradient_flow"]
 
-# Blue and orange of Okabe and Ito, told apart with any kind of sight, and light against dark.
+# Blue and orange of the Okabe-Ito palette: distinguishable with any colour vision, and dark against light.
 _MEAN, _LARGEST = (0, 114, 178), (245, 196, 118)
-_LEGEND_PX = 34  # above the bars, where it is seen before them
+_LEGEND_PX = 34  # placed above the bars, so that readers see it first
 _MOST_ROWS = 260
 _TALLEST_PX = 1400
 
@@ -50,26 +50,27 @@ def gradient_flow(
     statistic: str = "mean |gradient|",
     largest: str = "max |gradient|",
 ) -> Image:
-    """Two bars for each layer on one logarithmic axis, from top to bottom in the order in which the layers run.
+    """Draw two bars per layer on a logarithmic axis, from top to bottom in execution order.
 
-    A layer at which nothing but 0 arrives has a hollow square at the left end; a bar whose value is not finite goes
-    over all of the width, striped for NaN and black for infinite. Of more than 260 layers so many are drawn, evenly
-    spread, and the picture says so.
+    A layer whose gradients are all 0 has a hollow square at the left end. A bar whose value is not finite spans the
+    full width, striped for NaN and black for infinity. If there are more than 260 layers, 260 evenly spaced ones are
+    drawn, and a note says so.
 
     Args:
-        names: Of the layers, in the order of execution.
-        means: ``[layers]``, the mean magnitude or another one, as the rms; of negative numbers the magnitude counts.
-        maxima: ``[layers]``, the largest magnitude.
-        title: Of the picture.
-        step: The step at which they were recorded.
-        statistic: What ``means`` are, with a unit if there is one.
-        largest: What ``maxima`` are.
+        names: The names of the layers in execution order.
+        means: The mean magnitude or another average, such as the rms, ``[layers]``. Negative values are replaced by
+            their magnitude.
+        maxima: The largest magnitude, ``[layers]``.
+        title: The title of the image.
+        step: The step at which the values were recorded.
+        statistic: The name of the statistic in ``means``, with a unit if it has one.
+        largest: The name of the statistic in ``maxima``.
 
     Returns:
-        ``[height, 350, 3]``, at most 1,600 pixels high.
+        The image, ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
-        ArgumentError: If the shapes do not agree.
+        ArgumentError: If the shapes do not match.
     """
     means = np.abs(to_floats("means", means, "[layers]", 1))
     maxima = np.abs(to_floats("maxima", maxima, "[layers]", 1))
@@ -113,7 +114,7 @@ def _legend(canvas: Canvas, words: tuple[str, str]) -> None:
 
 
 def _axis(magnitudes: Floats) -> Scale:
-    """Whole powers of ten around all magnitudes, and no more than 12 of them."""
+    """Return an axis from power of ten to power of ten around all magnitudes, at most 12 decades long."""
     positive = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
     if not positive.size:
         return Scale("log", 0.1, 1.0)
@@ -123,14 +124,14 @@ def _axis(magnitudes: Floats) -> Scale:
 
 
 def _square(size: int) -> Image:
-    """A hollow square on white."""
+    """Return a hollow square on white."""
     pixels = np.full((size, size, 3), 255, dtype=np.uint8)
     pixels[[0, 1, -2, -1]] = pixels[:, [0, 1, -2, -1]] = _MEAN
     return pixels
 
 
 def _bars(means: Floats, maxima: Floats, axis: Scale, row_px: int, width: int) -> Image:
-    """The bars as pixels, the wide one of the maximum behind the narrow one of the mean."""
+    """Draw the bars; the wide bar of the maximum lies behind the narrow bar of the mean."""
     pixels = np.full((len(means) * row_px, width, 3), 255, dtype=np.uint8)
     for place, _ in fitting_ticks(axis, width):
         pixels[:, min(int(place * width), width - 1)] = 225
@@ -150,5 +151,5 @@ def _bar(pixels: Image, value: float, axis: Scale, colour: tuple[int, int, int])
     if not np.isfinite(value):
         pixels[:] = pattern("nan" if np.isnan(value) else "inf", *pixels.shape[:2])
     elif value > 0:
-        # A pixel at least, so that what lies at the low end is told from what is nothing.
+        # At least two pixels, to distinguish the smallest values from 0.
         pixels[:, : max(round(float(axis.place(value)) * pixels.shape[1]), 2)] = colour

@@ -1,4 +1,4 @@
-"""Many small pictures side by side."""
+"""Grid of small images."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = ["chosen", "grid_of", "pooled"]
 
 _GAP = 5
 _CAPTION_PX = 14
-_HEIGHTS_PX = (430, 900, 1350)  # of all panels, in the order in which they are tried
-_NARROWEST_PX, _WIDEST_PX = 48, 280  # of one panel
-_LONGEST = 8.0  # times the other side: what is longer is stretched across
-_MOST_VALUES = 40_000  # of all panels together; it bounds the size of the file
+_HEIGHTS_PX = (430, 900, 1350)  # total heights of the grid, in the order in which they are tried
+_NARROWEST_PX, _WIDEST_PX = 48, 280  # width of one panel
+_LONGEST = 8.0  # aspect ratio; a longer panel is stretched across its shorter side
+_MOST_VALUES = 40_000  # in all panels together; it bounds the size of the file
 
 
 def chosen(count: int, most: int, option: str, what: str) -> tuple[list[int], list[str]]:
-    """Which of so many panels are drawn, and what there is to say of it."""
+    """Return the indices of the panels to draw, and notes about panels that are left out."""
     check_integer(option, most, 1)
     rows = evenly(count, min(most, 256))
     return rows, [] if len(rows) == count else [
@@ -49,22 +49,22 @@ def chosen(count: int, most: int, option: str, what: str) -> tuple[list[int], li
 def grid_of(
     panels: Floats, captions: Sequence[str], *, title: str, label: str, shared: bool = True, notes: Sequence[str] = ()
 ) -> Image:
-    """Panels in rows from left to right, each with its caption.
+    """Draw panels in rows from left to right, each with a caption.
 
-    Values are painted on one linear scale, around 0 if there are negative ones; without ``shared`` those of each panel
-    are divided by its largest magnitude before, so that the weak ones are seen as well. Panels that are larger than
-    their place are averaged.
+    Values are drawn on one linear scale, centred on 0 if any value is negative. If ``shared`` is False, the values of
+    each panel are first divided by their largest magnitude, so that weak panels stay visible. Panels larger than the
+    available space are averaged over blocks.
 
     Args:
-        panels: ``[n, height, width]``, or ``[n, height, width, 3]`` with colours from 0 to 1.
-        captions: One for each panel.
-        title: Of the picture.
-        label: What the values are.
-        shared: Whether one scale holds for all panels.
-        notes: What else there is to say.
+        panels: The values, ``[n, height, width]``, or colours from 0 to 1, ``[n, height, width, 3]``.
+        captions: One caption per panel.
+        title: The title of the image.
+        label: The name of the values.
+        shared: If True, use one scale for all panels.
+        notes: Further notes below the panels.
 
     Returns:
-        ``[height, 350, 3]``, at most 1,600 pixels high.
+        The image, ``[height, 350, 3]``, at most 1,600 pixels high.
     """
     if not panels.size:
         return blank(title, "there is nothing to show")
@@ -95,7 +95,7 @@ def grid_of(
 
 
 def _normed(panels: Floats) -> Floats:
-    """Each panel over its largest finite magnitude."""
+    """Divide each panel by its largest finite magnitude."""
     size = np.where(np.isfinite(panels), np.abs(panels), 0.0).max(axis=(1, 2), keepdims=True)
     return panels / np.where(size > 0, size, 1.0)
 
@@ -105,7 +105,7 @@ def _coloured(values: Floats) -> Image:
 
 
 def _layout(count: int, rows: int, columns: int, width: int) -> tuple[int, tuple[int, int]]:
-    """How many panels stand side by side, and how high and wide each may be: the largest ones that have room."""
+    """Return the number of panels per row and the maximum height and width of a panel, as large as the space allows."""
     aspect = float(np.clip(rows / columns, 1 / _LONGEST, _LONGEST))
     best = (1, (1, 1))
     for limit in _HEIGHTS_PX:
@@ -120,15 +120,15 @@ def _layout(count: int, rows: int, columns: int, width: int) -> tuple[int, tuple
 
 
 def pooled(panels: Floats, box: tuple[int, int], most: int) -> tuple[Floats, tuple[int, int]]:
-    """Panels with the means of blocks in place of values, so that they fit.
+    """Average panels over blocks until they fit.
 
     Args:
-        panels: ``[n, height, width, …]``.
-        box: How many values a panel may be high and wide.
-        most: How many values it may have.
+        panels: The panels, ``[n, height, width, …]``.
+        box: The maximum height and width of a panel, in values.
+        most: The maximum number of values of a panel.
 
     Returns:
-        The panels, and how many values high and wide a block is; those at the lower and right ends may be smaller.
+        The panels, and the height and width of a block in values. Blocks at the lower and right edges may be smaller.
     """
     height, width = panels.shape[1:3]
     down, across = -(-height // box[0]), -(-width // box[1])
@@ -142,7 +142,7 @@ def pooled(panels: Floats, box: tuple[int, int], most: int) -> tuple[Floats, tup
                 starts = np.arange(0, panels.shape[axis], block)
                 sizes = np.diff(np.append(starts, panels.shape[axis]))
                 shape = [-1 if each == axis else 1 for each in range(panels.ndim)]
-                # Divided first: the sum of large values may be more than a float64 can be.
+                # Divided before the sum, because a sum of large values may overflow float64.
                 panels = np.add.reduceat(panels / block, starts, axis=axis) * (block / sizes).reshape(shape)
     return panels, (down, across)
 
@@ -152,7 +152,7 @@ def _is_long(height: int, width: int) -> bool:
 
 
 def _size(shape: tuple[int, ...], box: tuple[int, int]) -> tuple[int, int]:
-    """How many pixels high and wide a panel is: values of four pixels or more are all equally large."""
+    """Return the height and width of a panel in pixels; the factor is an integer if it is 4 or more."""
     down, across = (max(room / size, 1.0) for room, size in zip(box, shape, strict=True))
     if not _is_long(*shape):
         down = across = min(down, across)

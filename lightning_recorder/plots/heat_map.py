@@ -1,4 +1,4 @@
-"""One statistic of all layers over all steps in one picture."""
+"""Heat map of one statistic over layers and steps."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from lightning_recorder.plots.scale import Scale, number, scale_of
 __all__ = ["heat_map"]
 
 _MOST_ROWS = 260
-_ROW_PX = (5, 24)  # the thinnest and the thickest row
-_COMFORTABLE_PX = 14  # a row with its name; 12 are enough, which each of up to 116 rows has
+_ROW_PX = (5, 24)  # the minimum and the maximum height of a row
+_COMFORTABLE_PX = 14  # enough for a row with its name; each of up to 116 rows has at least the necessary 12
 _TALLEST_PX = 1400
 
 
@@ -47,28 +47,31 @@ def heat_map(
     recorded: NDArray[np.bool_] | None = None,
     log: bool | None = None,
 ) -> Image:
-    """Layers from top to bottom, steps from left to right, the value of a statistic as colour.
+    """Draw a statistic as colours, with layers from top to bottom and steps from left to right.
 
-    Positive values that span more than a factor of 50 are shown on a logarithmic scale, signed ones on a symmetric one;
-    a statistic whose name ends with ``fraction`` from 0 to 1. What is not finite, was not recorded, or is 0 on a
-    logarithmic scale, has a pattern, which is explained below. At most 260 rows and 97 columns are drawn: where
-    several values share a cell, it shows the one that is furthest from 0, and any that is not finite before that. So a
-    PNG of it has at most 300 KB, of noise; of a training of 40 layers it has about 30.
+    Positive values that span more than a factor of 50 have a logarithmic scale, and signed values have a symmetric one.
+    A statistic whose name ends with ``fraction`` has a scale from 0 to 1. Values that are not finite, that were not
+    recorded, or that are 0 on a logarithmic scale are drawn as patterns with a legend below.
+
+    At most 260 rows and 97 columns are drawn. If several values share a cell, it shows a value that is not finite, if
+    there is one, and otherwise the value furthest from 0. This limits a PNG file to 300 KB for pure noise; a typical
+    training of 40 layers takes about 30 KB.
 
     Args:
-        steps: ``[steps]``, ascending.
-        names: Of the layers, in the order of the rows.
-        values: ``[layers, steps]``.
-        statistic: What they are, with a unit if there is one.
-        title: Of the picture.
-        recorded: ``[layers, steps]``, which of them were recorded; by default all, so that a NaN is one.
-        log: Whether the scale of the colours is logarithmic; by default the values decide.
+        steps: The steps in ascending order, ``[steps]``.
+        names: The names of the layers, in the order of the rows.
+        values: The values, ``[layers, steps]``.
+        statistic: The name of the statistic, with a unit if it has one.
+        title: The title of the image.
+        recorded: A mask of the recorded values, ``[layers, steps]``. By default all are recorded, so that a NaN is a
+            recorded value.
+        log: If True or False, force or forbid a logarithmic scale; by default the values decide.
 
     Returns:
-        ``[height, 350, 3]``, at most 1,600 pixels high.
+        The image, ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
-        ArgumentError: If shapes do not agree or steps do not ascend.
+        ArgumentError: If the shapes do not match or the steps do not ascend.
     """
     steps = checked_steps(steps)
     values = to_floats("values", values, "[layers, steps]", 2)
@@ -94,7 +97,7 @@ def _is_share(statistic: str, values: Floats) -> bool:
 def _joined(
     names: list[str], values: Floats, recorded: NDArray[np.bool_], columns: Columns
 ) -> tuple[list[str], Floats, NDArray[np.bool_], int]:
-    """The cells that are drawn, and how many layers one of them is of."""
+    """Return the names, values and mask of the cells to draw, and the number of layers per cell."""
     pairs = [furthest(values[:, run], recorded[:, run]) for run in columns]
     cells, there = (np.stack(part, axis=1) for part in zip(*pairs, strict=True))
     joined = -(-len(names) // _MOST_ROWS)
@@ -131,7 +134,7 @@ def _drawn(
     row_px = int(np.clip(min(_TALLEST_PX // len(names), max(260 // len(names), _COMFORTABLE_PX)), *_ROW_PX))
     left, top = rows_room(names), TOP + BAR_ROOM
     area = (left, top, WIDTH - RIGHT - left, len(names) * row_px)
-    # On the pixels and not on the cells, so that the patterns stay what they are.
+    # Applied to pixels instead of cells, so that the patterns are not stretched.
     across = columns.spread(area[2])
     wide = np.repeat(cells[:, across], row_px, axis=0)
     marks = marks_of(wide, scale, np.repeat(there[:, across], row_px, axis=0))

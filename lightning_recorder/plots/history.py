@@ -1,4 +1,4 @@
-"""What was recorded over time, in bounded memory."""
+"""Recorded statistics over time, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BINS = 2048
 _FEW_ROWS = 16
 
 SHOWN = ("mean", "std", "rms", "min", "max", "zero_fraction", "nan_count", "inf_count")
-"""The statistics that are held unless others are asked for."""
+"""The statistics that are kept by default."""
 
 Found = tuple[Mapping[str, float], "Tensor | NDArray[np.int64] | None"]
-"""The scalars of a site, and its counts of the fixed bins, ``[2048]``, where there are any."""
+"""The scalars of a site, and its counts of the fixed bins, ``[2048]``, or None."""
 
 
 class _Counts(NamedTuple):
-    """The bins that are not empty, in few bytes."""
+    """The non-empty bins of a histogram, in compact form."""
 
     where: NDArray[np.uint16]
     counts: NDArray[np.unsignedinteger]
@@ -38,32 +38,32 @@ class _Counts(NamedTuple):
         return self.where.nbytes + self.counts.nbytes
 
     def dense(self) -> NDArray[np.int64]:
-        """All bins, ``[2048]``."""
+        """Return the counts of all bins, ``[2048]``."""
         found = np.zeros(_BINS, dtype=np.int64)
         found[self.where] = self.counts
         return found
 
 
 class History:
-    """Statistics of sites at steps that are evenly spread over all that were added, without reading files.
+    """Keeps the statistics of sites at evenly spaced steps of a run, without reading files.
 
-    Each record is taken until ``max_steps`` are held; then every second one is dropped, and from there on only every
-    second record is taken, then every fourth, and so on. The first and the latest are always held.
+    Every record is kept until there are ``max_steps``. Then every second record is dropped, and from then on only every
+    second new record is kept, later every fourth, and so on. The first and the latest record are always kept.
 
     Args:
-        max_steps: The most records that are held, at least 2.
-        statistics: The scalars that are held; others are passed over.
-        max_histograms: Of so many sites the counts of the bins are held, evenly spread over those of the first record
-            that has any. The latest counts are held of every site.
+        max_steps: The maximum number of records, at least 2.
+        statistics: The scalars to keep; others are ignored.
+        max_histograms: The number of sites with counts over time, evenly spaced among the sites of the first record
+            with histograms. The latest counts are kept for every site.
 
     Raises:
         ArgumentError: If a number is too small.
 
     Note:
-        :attr:`nbytes` says how much it holds: for a site ``max_steps * (8 * statistics + 1)`` bytes, up to twice that
-        while there is room for more sites, and its latest counts; for each of ``max_histograms`` sites the counts of
-        ``max_steps`` records. Counts take 3 to 10 bytes for each bin that is not empty, a kilobyte as a rule and at
-        most 20 KB. It can be pickled. It is not for two threads at once.
+        :attr:`nbytes` is the memory in use. A site takes ``max_steps * (8 * statistics + 1)`` bytes, up to twice as
+        much because the arrays grow by doubling, and its latest counts. Each of ``max_histograms`` sites also takes the
+        counts of ``max_steps`` records. Counts take 3 to 10 bytes per non-empty bin: typically 1 KB, at most 20 KB. A
+        history can be pickled. It is not thread-safe.
 
     Example:
         >>> history = History(max_steps=4, statistics=("rms",))
@@ -90,26 +90,26 @@ class History:
 
     @property
     def sites(self) -> list[Hashable]:
-        """The sites in the order in which they were first seen."""
+        """The sites in the order of first appearance."""
         return list(self._rows)
 
     @property
     def steps(self) -> NDArray[np.int64]:
-        """The steps that are held, ``[steps]``, ascending."""
+        """The steps of the kept records in ascending order, ``[steps]``."""
         return np.array(self._steps, dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its arrays take."""
+        """The size of all arrays in bytes."""
         counts = [*self._latest.values(), *(each for column in self._counts.values() for each in column if each)]
         return self._values.nbytes + self._recorded.nbytes + sum(each.nbytes for each in counts)
 
     def add(self, step: int, found: Mapping[AnySite, Found]) -> None:
-        """Take a record.
+        """Add a record.
 
         Args:
-            step: Greater than the one before; of a step that is not, nothing is taken.
-            found: The sites of the record in their order, each with its scalars and its counts.
+            step: The step, greater than the previous one; otherwise the record is ignored.
+            found: The sites of the record in order, each with its scalars and its counts.
         """
         if self._steps and step <= self._steps[-1]:
             return
@@ -126,7 +126,7 @@ class History:
         self._added += 1
 
     def _next_column(self) -> int:
-        """Where the next record goes; makes room if there is none."""
+        """Return the column for the next record; drop every second record if there is no space."""
         if not self._latest_stays:
             return len(self._steps) - 1
         if len(self._steps) < self.max_steps:
@@ -158,10 +158,10 @@ class History:
             kept[column:] = [None] * (column - len(kept)) + [taken.get(site)]
 
     def table(self, statistic: str) -> Floats:
-        """A statistic, ``[sites, steps]``; NaN where a site was not recorded.
+        """Return a statistic, ``[sites, steps]``; NaN if a site was not recorded.
 
         Raises:
-            ArgumentError: If it is not held; names those that are.
+            ArgumentError: If the statistic is not kept; the message lists those that are.
         """
         if statistic not in self.statistics:
             raise ArgumentError(f"the history holds {', '.join(self.statistics)}; got {statistic!r}")
@@ -170,19 +170,19 @@ class History:
 
     @property
     def recorded(self) -> NDArray[np.bool_]:
-        """Which sites were recorded at which steps, ``[sites, steps]``."""
+        """A mask that is True if a site was recorded at a step, ``[sites, steps]``."""
         return self._recorded[: len(self._rows), : len(self._steps)].copy()
 
     @property
     def histogram_sites(self) -> list[Hashable]:
-        """The sites of which the counts are held over time."""
+        """The sites with counts over time."""
         return list(self._counts)
 
     def counts(self, site: Hashable) -> NDArray[np.int64]:
-        """The counts of a site over time, ``[steps, 2048]``; zeros where it was not recorded.
+        """Return the counts of a site over time, ``[steps, 2048]``; zeros if it was not recorded.
 
         Raises:
-            ArgumentError: If they are not held.
+            ArgumentError: If no counts over time are kept for the site.
         """
         if site not in self._counts:
             raise ArgumentError(f"the history holds no counts of {site!r} over time; see histogram_sites")
@@ -190,7 +190,7 @@ class History:
         return np.stack(rows)
 
     def latest_counts(self) -> dict[Hashable, NDArray[np.int64]]:
-        """The latest counts of each site that has any, ``[2048]``."""
+        """Return the latest counts of each site that has any, ``[2048]``."""
         return {site: self._latest[site].dense() for site in self._rows if site in self._latest}
 
 

@@ -1,4 +1,4 @@
-"""The weights of a first layer as the pictures to which it answers."""
+"""Plot of the weights of a first layer, one small image per output."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ _EXPECTED = "[out, in, height, width] of a convolution or [out, in] of a linear 
 def kernels(
     weight: Any, *, title: str, max_kernels: int = 64, shape: tuple[int, ...] | None = None, shared: bool = True
 ) -> Image:
-    """The kernel of each output side by side.
+    """Draw the kernels of all outputs side by side.
 
-    Of three inputs a kernel is shown in colour, each kernel from its smallest to its largest weight; otherwise the
-    weights for one input are, on a scale around 0.
+    A kernel with three inputs is drawn in colour, scaled from its smallest to its largest weight. Otherwise the weights
+    for the first input are drawn, on a scale centred on 0.
 
     Args:
-        weight: ``[out, in, height, width]`` of a convolution; ``[out, in]`` of a linear layer whose inputs are the
-            pixels of a square picture, of one or three channels, or of one with a given ``shape``.
-        title: Of the picture.
-        max_kernels: The most kernels, up to 256; of more so many are drawn, evenly spread.
-        shape: Of the inputs of a linear layer: ``(height, width)`` or ``(channels, height, width)``.
-        shared: Whether one scale of colours holds for all kernels; of kernels in colour each has its own.
+        weight: The weight of a convolution, ``[out, in, height, width]``, or of a linear layer, ``[out, in]``. The
+            inputs of a linear layer must be the pixels of a square image with one or three channels, or of an image
+            with the given ``shape``.
+        title: The title of the image.
+        max_kernels: The maximum number of kernels, up to 256. If there are more, evenly spaced ones are drawn.
+        shape: The shape of the inputs of a linear layer: ``(height, width)`` or ``(channels, height, width)``.
+        shared: If True, use one colour scale for all kernels. Kernels in colour always have their own scale.
 
     Returns:
-        ``[height, 350, 3]``, at most 1,600 pixels high.
+        The image, ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
-        ArgumentError: If the shape is another, or the inputs of a linear layer are no picture.
+        ArgumentError: If the weight has another shape, or if the inputs of a linear layer do not form an image.
     """
     values = to_floats("weight", weight, _EXPECTED, 2, 4)
     if values.ndim == 2:
@@ -72,13 +73,13 @@ def _picture_shape(inputs: int, shape: tuple[int, ...] | None) -> tuple[int, ...
 
 
 def _colours(values: Floats) -> Floats:
-    """Kernels as colours from 0 to 1, ``[n, height, width, 3]``; NaN and infinities stay what they are."""
+    """Return kernels as colours from 0 to 1, ``[n, height, width, 3]``; NaN and infinities are unchanged."""
     inside = np.isfinite(values)
     axes = (1, 2, 3)
     low = np.where(inside, values, np.inf).min(axis=axes, keepdims=True)
     high = np.where(inside, values, -np.inf).max(axis=axes, keepdims=True)
     low, high = np.where(np.isfinite(low), low, 0.0), np.where(np.isfinite(high), high, 1.0)
-    # In halves, since the distance of two float64 can be more than a float64; a constant kernel is grey.
+    # Computed in halves, because the difference of two float64 may overflow. A constant kernel is grey.
     span = high / 2 - low / 2
     with np.errstate(invalid="ignore"):
         placed = np.where(span > 0, (values / 2 - low / 2) / np.where(span > 0, span, 1.0), 0.5)

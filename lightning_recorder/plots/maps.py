@@ -1,4 +1,4 @@
-"""What the channels and the heads of a layer gave for one sample."""
+"""Plots of the channels or attention heads of a layer, for one sample."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ __all__ = ["attention_maps", "feature_maps"]
 
 
 def feature_maps(tensor: Any, *, title: str, max_maps: int = 64, shared: bool = True) -> Image:
-    """The channels of a sample side by side.
+    """Draw the channels of a sample side by side.
 
     Args:
-        tensor: ``[channels, height, width]``, or ``[batch, channels, height, width]``, of which the first sample is
-            shown.
-        title: Of the picture.
-        max_maps: The most channels, up to 256; of more so many are drawn, evenly spread.
-        shared: Whether one scale of colours holds for all channels; otherwise each has its own, and weak ones are seen.
+        tensor: The feature maps, ``[channels, height, width]`` or ``[batch, channels, height, width]``. Only the first
+            sample of a batch is drawn.
+        title: The title of the image.
+        max_maps: The maximum number of channels, up to 256. If there are more, evenly spaced ones are drawn.
+        shared: If True, use one colour scale for all channels. Otherwise each channel has its own, so that weak ones
+            stay visible.
 
     Returns:
-        ``[height, 350, 3]``, at most 1,600 pixels high.
+        The image, ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
-        ArgumentError: If the shape is another.
+        ArgumentError: If the tensor has another shape.
     """
     values = to_floats("tensor", tensor, "[channels, height, width] or [batch, channels, height, width]", 3, 4)
     notes = []
@@ -39,20 +40,21 @@ def feature_maps(tensor: Any, *, title: str, max_maps: int = 64, shared: bool = 
 
 
 def attention_maps(tensor: Any, *, title: str, max_maps: int = 16, shared: bool = False) -> Image:
-    """How much each query attends to each key, the heads side by side.
+    """Draw the attention of each query to each key, with the heads side by side.
 
     Args:
-        tensor: ``[heads, queries, keys]``, or ``[batch, heads, queries, keys]``, of which the first sample is shown.
-        title: Of the picture.
-        max_maps: The most heads, up to 256; of more so many are drawn, evenly spread.
-        shared: Whether one scale of colours holds for all heads; by default each has its own, since one that attends to
-            a single key would darken all others.
+        tensor: The attention weights, ``[heads, queries, keys]`` or ``[batch, heads, queries, keys]``. Only the first
+            sample of a batch is drawn.
+        title: The title of the image.
+        max_maps: The maximum number of heads, up to 256. If there are more, evenly spaced ones are drawn.
+        shared: If True, use one colour scale for all heads. By default each head has its own, because a head that
+            attends to a single key would darken all others.
 
     Returns:
-        ``[height, 350, 3]``, at most 1,600 pixels high.
+        The image, ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
-        ArgumentError: If the shape is another.
+        ArgumentError: If the tensor has another shape.
     """
     values = to_floats("tensor", tensor, "[heads, queries, keys] or [batch, heads, queries, keys]", 3, 4)
     notes = ["in each panel queries from top to bottom, keys from left to right"]

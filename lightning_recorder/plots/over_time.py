@@ -1,4 +1,4 @@
-"""How the values of one layer are spread, over all steps."""
+"""Plot of the distribution of the values of one layer over all steps."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from lightning_recorder.plots.scale import Scale, number
 
 __all__ = ["histogram_over_time"]
 
-_BINS, _BIN_PX = 145, 2  # odd, so that 0 lies inside a bin where the axis is symmetric
+_BINS, _BIN_PX = 145, 2  # odd, so that 0 is the centre of a bin on a symmetric axis
 _LEFT = 60
-_LEAST_SHARE = 1e-5  # what is rarer has the colour of that
+_LEAST_SHARE = 1e-5  # all rarer values have this colour
 
 
 def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str = "value") -> Image:
-    """Steps from left to right, values from below to above, the share of the values in a bin as colour.
+    """Draw the fraction of values per bin as colours, with steps from left to right and values from bottom to top.
 
-    The edges of the histograms may differ from step to step: each is re-binned to 145 common bins, where a bin that is
-    cut in two gives to both in proportion to their widths, so that the shares of a step add up to 1. The bins are
-    equally high in the picture: on a linear axis, or on one that is linear around 0 and logarithmic beyond, if the bulk
-    of the values would otherwise be too thin to see. Where several steps share a column, it shows the mean of their
-    shares. Bins without a value are white.
+    The histograms may have different edges at each step. All are rebinned to 145 common bins. A bin that is cut in two
+    is divided in proportion to the widths of its parts, so that the fractions of a step add up to 1. The common bins
+    are equally high in the image. The axis is linear, or symlog (linear around 0, logarithmic beyond) if the bulk of
+    the values would otherwise be too thin to see. If several steps share a column, it shows the mean of their
+    fractions. Empty bins are white.
 
     Args:
-        steps: ``[steps]``, ascending.
-        histograms: For each step a :class:`~lightning_recorder.Histogram`; or ``[steps, 2048]`` counts of the fixed
-            bins, see ``ExponentHistogram``.
-        title: Of the picture.
-        value: What the values are, with a unit if there is one.
+        steps: The steps in ascending order, ``[steps]``.
+        histograms: One :class:`~lightning_recorder.Histogram` per step, or counts of the fixed bins, ``[steps, 2048]``;
+            see ``ExponentHistogram``.
+        title: The title of the image.
+        value: The name of the values, with a unit if they have one.
 
     Returns:
-        ``[404, 350, 3]``, or somewhat more where there is something to explain.
+        The image, ``[404, 350, 3]``, or slightly higher if there are notes.
 
     Raises:
-        ArgumentError: If there are not as many histograms as steps, or these do not ascend.
+        ArgumentError: If the numbers of histograms and steps differ, or if the steps do not ascend.
     """
     steps = checked_steps(steps)
     found = to_histograms(histograms)
@@ -71,7 +71,7 @@ def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str =
 
 
 def _mean(some: Floats) -> Floats:
-    """The mean of the columns that have values."""
+    """Return the mean of the columns that have values."""
     known = ~np.isnan(some[0])
     return some[:, known].mean(axis=1) if known.any() else some[:, 0]
 

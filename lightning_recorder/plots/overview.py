@@ -1,4 +1,4 @@
-"""The pictures of a group of sites: what is worth a look after a training."""
+"""Plots that summarize a group of sites after training."""
 
 from __future__ import annotations
 
@@ -29,23 +29,22 @@ def overview(
     statistics: Sequence[str] = ("rms", "mean", "zero_fraction"),
     max_images: int = 8,
 ) -> dict[str, Image]:
-    """Pictures of what a history holds, by tag.
+    """Draw the contents of a history; return images by tag.
 
-    Those are ``<group>_plots/heat_map/<statistic>`` for each statistic, ``<group>_plots/ridge`` of the latest
-    histograms, ``<group>_plots/over_time/<site>`` for some sites evenly spread and, of gradients,
-    ``<group>_plots/flow`` of the latest step. Gradients of parameters have no pictures over time, since those of the
-    parameters would stand beside them under the same names. A statistic that was never recorded has no picture, nor
-    has what has no histogram.
+    The tags are ``<group>_plots/heat_map/<statistic>`` for each statistic, ``<group>_plots/ridge`` for the latest
+    histograms, ``<group>_plots/over_time/<site>`` for some evenly spaced sites and, for gradients,
+    ``<group>_plots/flow`` for the latest step. Gradients of parameters have no plots over time, because their names
+    would collide with those of the parameters. Statistics and histograms that were never recorded have no plots.
 
     Args:
-        history: What was recorded.
-        group: As ``activations``; what begins with ``gradients`` has a picture of their flow, and what ends with
-            ``_grad``, as the gradients of parameters do.
-        statistics: Of which heat maps are made.
-        max_images: The most pictures of single sites over time.
+        history: The recorded statistics.
+        group: The group, for example ``activations``. A group that begins with ``gradients`` has a flow plot, and so
+            has a group that ends with ``_grad``, the suffix for gradients of parameters.
+        statistics: The statistics to draw as heat maps.
+        max_images: The maximum number of plots of single sites over time.
 
     Raises:
-        ArgumentError: If the history does not hold a statistic.
+        ArgumentError: If the history does not keep a statistic.
     """
     check_integer("max_images", max_images, 0)
     steps, sites = history.steps, history.sites
@@ -53,7 +52,7 @@ def overview(
     if not len(steps) or not sites:
         return found
     of_parameters = group.endswith("_grad")
-    # The group says already that they are gradients.
+    # The suffix is redundant, because the group already says that these are gradients.
     names = [_name(site).removesuffix(".grad") if of_parameters else _name(site) for site in sites]
     for statistic in statistics:
         values = history.table(statistic)
@@ -77,7 +76,7 @@ def overview(
 
 
 def _name(site: Hashable) -> str:
-    """What a site is called: its module, with the path where it is not the whole output."""
+    """Return the display name of a site: its module, with the path unless it is the whole output."""
     if isinstance(site, tuple) and len(site) == 2:
         name, path = site
         return f"{name or '(root)'}" + (f" {path}" if path != "out" else "")
@@ -85,7 +84,7 @@ def _name(site: Hashable) -> str:
 
 
 def _free(tag: str, taken: dict[str, Image]) -> str:
-    """The tag, with a number if another site's is the same once slashes are replaced."""
+    """Return the tag, with a number appended if another site has the same tag after slashes are replaced."""
     number, free = 1, tag
     while free in taken:
         number += 1
@@ -94,14 +93,14 @@ def _free(tag: str, taken: dict[str, Image]) -> str:
 
 
 def _ends(history: History) -> tuple[np.ndarray, np.ndarray]:
-    """The smallest and the largest values, ``[sites, steps]`` each; NaN where the history holds none."""
+    """Return the smallest and the largest values, ``[sites, steps]`` each; NaN if the history does not keep them."""
     unknown = np.full(history.recorded.shape, math.nan)
     low, high = (history.table(name) if name in history.statistics else unknown for name in ("min", "max"))
     return low, high
 
 
 def _latest(history: History) -> dict[Hashable, Histogram]:
-    """The latest histogram of each site; its ends are known if it was recorded at the latest step."""
+    """Return the latest histogram of each site; its range is known if the site was recorded at the latest step."""
     rows = {site: row for row, site in enumerate(history.sites)}
     low, high = _ends(history)
     return {
@@ -117,7 +116,7 @@ def _over_time(history: History, site: Hashable) -> list[Histogram]:
 
 
 def _flow(history: History, names: list[str], group: str) -> Image:
-    """Of the sites that were recorded at the latest step, in their order."""
+    """Draw the gradient flow of the sites recorded at the latest step, in order."""
     rows = np.flatnonzero(history.recorded[:, -1])
     low, high = (ends[rows, -1] for ends in _ends(history))
     return gradient_flow(

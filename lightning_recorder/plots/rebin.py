@@ -1,4 +1,4 @@
-"""Counts between other edges than those between which they were counted."""
+"""Rebinning of histograms to other edges."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lightning_recorder.reductions.edges import between_edges
 __all__ = ["edges_along", "histogram_of", "rebin", "shares", "to_histograms", "value_axis"]
 
 _LARGEST = 1.7e308
-_SMALLEST = 1e-250  # of less than that a count divided by a width would be infinite
+_SMALLEST = 1e-250  # dividing a count by a smaller width would overflow
 _BINS = 2048
 
 
 def to_histograms(histograms: Any) -> list[Histogram]:
-    """Histograms as they are, or made from counts of the fixed bins.
+    """Return histograms unchanged, or build them from counts of the fixed bins.
 
     Args:
-        histograms: A sequence of :class:`~lightning_recorder.Histogram`, or ``[n, 2048]`` counts.
+        histograms: A sequence of :class:`~lightning_recorder.Histogram`, or counts, ``[n, 2048]``.
 
     Raises:
-        ArgumentError: If it is neither.
+        ArgumentError: If the argument is neither.
     """
     if not hasattr(histograms, "shape"):
         histograms = list(histograms)
@@ -42,12 +42,12 @@ def to_histograms(histograms: Any) -> list[Histogram]:
 
 
 def histogram_of(counts: Floats | NDArray[np.int64], low: float = math.nan, high: float = math.nan) -> Histogram:
-    """The histogram of counts of the fixed bins.
+    """Build a histogram from counts of the fixed bins.
 
     Args:
-        counts: ``[2048]``.
-        low: The smallest value, where it is known.
-        high: The largest value.
+        counts: The counts, ``[2048]``.
+        low: The smallest value; NaN if it is unknown.
+        high: The largest value; NaN if it is unknown.
     """
     edges, inside = between_edges(counts)
     return Histogram(edges, inside, low, high, math.nan, math.nan)
@@ -61,7 +61,7 @@ def _checked(histogram: Histogram) -> Histogram:
 
 
 def _limits(histogram: Histogram) -> Floats:
-    """The edges, drawn in to the smallest and the largest value where these are known, all of them finite."""
+    """Return the edges, all finite, and clipped to the smallest and the largest value if these are known."""
     low = histogram.min if math.isfinite(histogram.min) else -_LARGEST
     high = histogram.max if math.isfinite(histogram.max) else _LARGEST
     limits = np.clip(np.nan_to_num(histogram.edges, nan=0.0), max(low, -_LARGEST), min(high, _LARGEST))
@@ -69,15 +69,15 @@ def _limits(histogram: Histogram) -> Floats:
 
 
 def rebin(histogram: Histogram, edges: Floats) -> Floats:
-    """Counts between other edges, ``[k]`` float64, whose sum is exactly the number of values.
+    """Return the counts between other edges, ``[k]`` float64; their sum is exactly the number of values.
 
-    What is known of a value is in which bin it lies, so a bin that an edge divides gives to both sides in proportion to
-    their widths. A bin without a width goes whole to the one that holds it. What lies beyond the outer edges goes to
-    the first or the last bin.
+    The position of a value within its bin is unknown, so a bin that contains an edge is divided in proportion to the
+    widths of its parts. A bin of zero width goes entirely to the new bin that contains it. Values beyond the outer
+    edges are counted in the first or the last bin.
 
     Args:
-        histogram: What was counted.
-        edges: Ascending, ``[k + 1]``.
+        histogram: The original histogram.
+        edges: The new edges in ascending order, ``[k + 1]``.
 
     Example:
         >>> two = Histogram(np.array([0.0, 1.0, 3.0]), np.array([5, 2]), 0.0, 3.0, 0.0, 0.0)
@@ -89,11 +89,11 @@ def rebin(histogram: Histogram, edges: Floats) -> Floats:
     found = np.zeros(len(edges) - 1)
     where = np.clip(np.searchsorted(edges, limits[:-1][flat], side="right") - 1, 0, len(found) - 1)
     np.add.at(found, where, counts[flat])
-    # The number of values below each edge, rounded to a part of one so small that no later sum is rounded.
+    # The number of values below each edge, rounded to a multiple of a power of two, so that all later sums are exact.
     below = np.concatenate(([0.0], np.cumsum(np.where(flat, 0.0, counts))))
     total = below[-1]
     kept = np.concatenate(([True], ~flat))
-    # In halves, since the distance of two float64 can be more than a float64.
+    # Computed in halves, because the difference of two float64 may overflow.
     reached = np.interp(edges[1:-1] / 2, limits[kept] / 2, below[kept], left=0.0, right=total)
     part = 2.0 ** (51 - math.ceil(math.log2(max(total, 1.0))))
     reached = np.concatenate(([0.0], np.rint(reached * part) / part, [total]))
@@ -101,9 +101,9 @@ def rebin(histogram: Histogram, edges: Floats) -> Floats:
 
 
 def value_axis(histograms: Sequence[Histogram]) -> Scale | None:
-    """The axis on which all values of some histograms lie; ``None`` if there is no value.
+    """Return an axis that contains all values of the histograms; ``None`` if there are no values.
 
-    It is linear unless the bulk of a narrow histogram, 90 % of its values, would take less than a fiftieth of it.
+    The axis is linear, unless 90 % of the values of a narrow histogram would take less than a fiftieth of it.
     """
     filled = [each for each in histograms if each.count]
     if not filled:
@@ -117,9 +117,9 @@ def value_axis(histograms: Sequence[Histogram]) -> Scale | None:
 
 
 def _spread(histogram: Histogram) -> float:
-    """How wide the range is in which 90 % of the values lie that are not zero."""
+    """Return the width of the range that contains 90 % of the nonzero values."""
     limits, counts = _limits(histogram), histogram.counts.astype(np.float64)
-    # Of values that are mostly zero the others tell how they are spread.
+    # If most values are 0, the others determine the spread.
     around_zero = (limits[:-1] <= 0) & (limits[1:] >= 0) & (limits[1:] - limits[:-1] < 1e-30)
     below = np.cumsum(np.where(around_zero, 0.0, counts))
     if not below[-1]:
@@ -130,13 +130,13 @@ def _spread(histogram: Histogram) -> float:
 
 
 def edges_along(axis: Scale, bins: int) -> Floats:
-    """The edges of bins that are equally wide on an axis; 0 lies in the middle of one where the axis is symmetric."""
+    """Return edges of bins with equal widths on an axis; on a symmetric axis with an odd number, 0 is a bin centre."""
     edges = axis.values(np.linspace(0.0, 1.0, bins + 1))
     edges[0], edges[-1] = axis.low, axis.high
     return np.maximum.accumulate(edges)
 
 
 def shares(histogram: Histogram, edges: Floats) -> Floats:
-    """Which share of the values lies between each two edges; NaN without a value."""
+    """Return the fraction of the values between adjacent edges; NaN if the histogram is empty."""
     total = histogram.count
     return rebin(histogram, edges) / total if total else np.full(len(edges) - 1, math.nan)

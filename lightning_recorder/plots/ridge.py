@@ -1,4 +1,4 @@
-"""How the values of all layers are spread, at one step."""
+"""Plot of the distributions of the values of all layers at one step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from lightning_recorder.plots.scale import Scale, number
 
 __all__ = ["ridge"]
 
-_BINS = 121  # odd, so that 0 lies inside a bin where the axis is symmetric
+_BINS = 121  # odd, so that 0 is the centre of a bin on a symmetric axis
 _MOST_LAYERS = 80
-_OVERLAP = 1.6  # how many rows high a curve is
+_OVERLAP = 1.6  # height of a curve in rows
 
 
 def ridge(
@@ -43,26 +43,26 @@ def ridge(
     value: str = "value",
     max_layers: int = 60,
 ) -> Image:
-    """A curve for each layer, the first one on top, on one axis of values.
+    """Draw one curve per layer, from top to bottom, on a common axis of values.
 
-    The height is the square root of the share of values in each of 121 bins of equal width in the picture, so that
-    what is rare is seen beside a peak; each curve reaches the same height. Of more than ``max_layers`` layers so many
-    are drawn, evenly spread, and the picture says so.
+    The height is the square root of the fraction of values in each of 121 bins of equal width in the image, so that
+    rare values are visible next to a peak. All curves have the same maximum height. If there are more than
+    ``max_layers`` layers, evenly spaced ones are drawn, and a note says so.
 
     Args:
-        names: Of the layers, in order.
-        histograms: For each layer a :class:`~lightning_recorder.Histogram`; or ``[layers, 2048]`` counts of the fixed
-            bins.
-        title: Of the picture.
-        step: The step at which they were recorded.
-        value: What the values are, with a unit if there is one.
-        max_layers: The most curves, up to 80.
+        names: The names of the layers, in order.
+        histograms: One :class:`~lightning_recorder.Histogram` per layer, or counts of the fixed bins, ``[layers,
+            2048]``.
+        title: The title of the image.
+        step: The step at which the histograms were recorded.
+        value: The name of the values, with a unit if they have one.
+        max_layers: The maximum number of curves, up to 80.
 
     Returns:
-        ``[height, 350, 3]``, at most 1,600 pixels high.
+        The image, ``[height, 350, 3]``, at most 1,600 pixels high.
 
     Raises:
-        ArgumentError: If there are not as many names as histograms.
+        ArgumentError: If the numbers of names and histograms differ.
     """
     check_integer("max_layers", max_layers, 1)
     found = to_histograms(histograms)
@@ -100,7 +100,7 @@ def _drawn(title: str, names: list[str], parts: list[Floats], axis: Scale, value
         [(curve, colour, "#ffffff") for curve, colour in zip(curves, colours, strict=True)],
     )
     canvas.frame(left, TOP, area[2], area[3] + head)
-    # Names stand at the ground lines of their curves.
+    # Each name stands next to the baseline of its curve.
     row_names(canvas, (left, area[1] + distance // 2 - 5, *area[2:]), names, distance)
     numbers_below(canvas, area, axis, value)
     notes_below(canvas, area, notes)
@@ -108,7 +108,7 @@ def _drawn(title: str, names: list[str], parts: list[Floats], axis: Scale, value
 
 
 def _curve(parts: Floats, row: int, distance: int, head: int, width: int) -> Floats:
-    """The corners of a curve, ``[k, 2]``: steps as wide as the bins."""
+    """Return the corners of a curve, ``[k, 2]``: a step function with the width of the bins."""
     parts = np.sqrt(np.nan_to_num(parts))
     heights = parts / (parts.max() or 1.0) * distance * _OVERLAP * 0.95
     ground = head + (row + 1) * distance - 0.5

@@ -1,4 +1,4 @@
-"""Where a value lies between the two ends of an axis or of a row of colours."""
+"""Scales that map values to positions on an axis or colour bar."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["Kind", "Scale", "number", "scale_of", "value_scale"]
 
 Kind = Literal["linear", "log", "symlog"]
 
-# The most powers of ten that an axis shows: the rest of float64's would take all the room for numbers nobody reads.
+# The maximum number of decades on an axis; the full range of float64 would leave no space for the values of interest.
 _DECADES = 12
-# Beyond this ratio of the largest to a small value a linear scale shows the small ones as nothing.
+# Beyond this ratio of the largest to a small value, the small value is indistinguishable from 0 on a linear scale.
 _WIDE = 50.0
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A monotone map of the values between ``low`` and ``high`` to 0 … 1; what lies beyond goes to the nearer end.
+    """A monotonic map from values between ``low`` and ``high`` to the range 0 to 1; values beyond are clipped.
 
-    ``symlog`` is ``sign(v) log(1 + |v| / threshold)``: as good as linear below the threshold, logarithmic above it.
+    ``symlog`` is ``sign(v) log(1 + |v| / threshold)``: nearly linear below the threshold, logarithmic above it.
 
     Args:
         kind: ``linear``, ``log`` or ``symlog``.
-        low: What lies at 0.
-        high: What lies at 1; greater than ``low``.
-        threshold: Of ``symlog``.
+        low: The value at 0.
+        high: The value at 1; greater than ``low``.
+        threshold: The threshold of ``symlog``.
 
     Example:
         >>> Scale("log", 0.01, 100.0).place([0.01, 1.0, 1000.0]).round(3).tolist()
@@ -46,7 +46,7 @@ class Scale:
     threshold: float = 1.0
 
     def place(self, values: Any) -> Floats:
-        """Where values lie, in their shape, float64; NaN where they are NaN."""
+        """Return the positions of values, float64 in the shape of the values; NaN for NaN."""
         low, high = self._bent(np.array([self.low, self.high]))
         with np.errstate(invalid="ignore", over="ignore"):
             bent = self._bent(np.clip(np.asarray(values, dtype=np.float64), self.low, self.high))
@@ -54,18 +54,18 @@ class Scale:
         return places
 
     def values(self, places: Any) -> Floats:
-        """The values that lie at places from 0 to 1; the inverse of :meth:`place`."""
+        """Return the values at positions from 0 to 1; the inverse of :meth:`place`."""
         low, high = self._bent(np.array([self.low, self.high]))
         bent = low + np.asarray(places, dtype=np.float64) * (high - low)
         if self.kind == "linear":
-            # In parts, since the distance of two float64 can be more than a float64.
+            # Computed in units of the largest magnitude, because the difference of two float64 may overflow.
             found = bent * self._unit
         elif self.kind == "log":
             found = np.exp(bent)
         else:
             size = np.abs(bent)
             with np.errstate(divide="ignore", over="ignore"):
-                # exp(size) alone may be too large where the product is not.
+                # exp(size) alone may overflow even if the product does not.
                 found = np.sign(bent) * np.exp(math.log(self.threshold) + size + np.log1p(-np.exp(-size)))
         clipped: Floats = np.clip(found, self.low, self.high)
         return clipped
@@ -80,24 +80,24 @@ class Scale:
         with np.errstate(divide="ignore"):
             if self.kind == "log":
                 return np.log(values)
-            # log(1 + |v| / c), without the quotient, which may be too large.
+            # log(1 + |v| / c), without the quotient, which may overflow.
             return np.sign(values) * np.logaddexp(0.0, np.log(np.abs(values)) - math.log(self.threshold))
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """At most so many places, at least 2, with the numbers that lie there, from low to high."""
+        """Return at most ``most`` (at least 2) ticks as positions with labels, from low to high."""
         chosen = _round_numbers(self.low, self.high, most) if self.kind == "linear" else self._powers(most)
         return [(float(self.place(value)), number(value)) for value in chosen]
 
     def _powers(self, most: int) -> list[float]:
-        """Powers of ten, thinned; round numbers where there are less than two of them."""
+        """Return powers of ten, thinned out; round numbers if fewer than two ticks result."""
         signs = (1,) if self.kind == "log" else (-1, 1)
-        # Those nearest to 0 would stand in its place.
+        # Powers closer to 0 would overlap its label.
         least = self.low if self.kind == "log" else min(self.threshold * 10, self._unit)
         first, last = math.floor(math.log10(least)), math.floor(math.log10(self._unit))
         zero = [0.0] if self.kind == "symlog" and self.low <= 0 <= self.high else []
         for every in range(1, last - first + 2):
             powers = [10.0**power for power in range(last, first - 1, -every)]
-            # 10.0**power is off by a rounding from a bound that was read from text.
+            # The tolerance in _holds allows for the rounding of 10.0**power against a bound parsed from text.
             found = [s * p for s in signs for p in powers if self._holds(s * p)]
             if len(found) + len(zero) <= most:
                 break
@@ -113,11 +113,12 @@ class Scale:
 
 
 def scale_of(values: NDArray[Any], *, log: bool | None = None) -> Scale:
-    """The scale on which a statistic is shown: logarithmic for positive values over decades, symmetric for signed ones.
+    """Return the scale for a statistic: logarithmic for positive values over decades, symmetric for signed values.
 
     Args:
-        values: Of any shape; what is not finite is of no account, nor are zeros on a logarithmic scale.
-        log: ``True`` or ``False`` to decide whether it is (sym)logarithmic.
+        values: The values, of any shape. Values that are not finite are ignored, and so are zeros on a logarithmic
+            scale.
+        log: If True or False, force or forbid a logarithmic scale (symlog for signed values).
     """
     finite = values[np.isfinite(values)]
     if not finite.size:
@@ -131,13 +132,13 @@ def scale_of(values: NDArray[Any], *, log: bool | None = None) -> Scale:
     wide = high / _WIDE > low if log is None else log
     if wide and low < high:
         return Scale("log", max(low, high * 10.0**-_DECADES), high)
-    # From 0, unless what differs would then be one colour.
+    # The scale starts at 0, unless all values would then have nearly the same colour.
     floor = float(finite.min())
     return _widened(floor if floor > high / 2 else 0.0, high)
 
 
 def _signed_scale_of(finite: NDArray[Any], *, log: bool | None = None) -> Scale:
-    """A scale with 0 in its middle."""
+    """Return a scale with 0 at its centre."""
     size = np.abs(finite[finite != 0])
     if not size.size:
         return Scale("linear", -1.0, 1.0)
@@ -149,15 +150,15 @@ def _signed_scale_of(finite: NDArray[Any], *, log: bool | None = None) -> Scale:
 
 
 def value_scale(low: float, high: float, spread: float) -> Scale:
-    """The axis for values that lie between two ends.
+    """Return the axis for values between two ends.
 
-    It is symlog where most values of a narrow histogram would take less than a fiftieth of a linear one. It is then
-    linear as far as that histogram reaches, since on a logarithmic axis a bell around 0 would be two.
+    The axis is symlog if most values of a narrow histogram would take less than a fiftieth of a linear axis. It is then
+    linear over the width of that histogram, because a logarithmic axis would show a bell around 0 with two peaks.
 
     Args:
         low: The smallest value.
         high: The largest value.
-        spread: How wide the range is in which most values of a narrow histogram lie.
+        spread: The width of the range that contains most values of a narrow histogram.
     """
     if spread > 0 and high / _WIDE - low / _WIDE > spread:
         return Scale("symlog", low, high, _threshold(spread, max(abs(low), abs(high))))
@@ -165,13 +166,13 @@ def value_scale(low: float, high: float, spread: float) -> Scale:
 
 
 def _threshold(small: float, high: float) -> float:
-    """The power of ten below a small value, no more than the decades of an axis below the largest."""
+    """Return the power of ten below a small value, within the maximum number of decades below the largest value."""
     least = max(small, high * 10.0**-_DECADES, 1e-300)
     return float(10.0 ** math.floor(math.log10(least)))
 
 
 def _widened(low: float, high: float) -> Scale:
-    """A linear scale, also where all values are equal."""
+    """Return a linear scale, widened if all values are equal."""
     if high / 2 - low / 2 <= 1e-9 * max(abs(low), abs(high)):
         half = max(abs(high) / 2, 1e-300) if high else 1.0
         low, high = max(low - half, -1.7e308), min(high + half, 1.7e308)
@@ -179,11 +180,11 @@ def _widened(low: float, high: float) -> Scale:
 
 
 def _round_numbers(low: float, high: float, most: int) -> list[float]:
-    """At most so many multiples of 1, 2 or 5 times a power of ten between two ends."""
+    """Return at most ``most`` multiples of 1, 2 or 5 times a power of ten between two ends."""
     unit = max(abs(low), abs(high)) or 1.0
     power = math.floor(math.log10(unit)) if unit > 1e-290 else 0
     size = 10.0**power
-    # Of numbers near 1, since 5e308 / 2 is more than a float64 can be.
+    # Scaled to numbers near 1, because the difference of the bounds may overflow float64.
     start, end = low / size, high / size
     rough = max((end - start) / max(most - 1, 1), 1e-12)
     exponent = math.floor(math.log10(rough))
@@ -196,7 +197,7 @@ def _round_numbers(low: float, high: float, most: int) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A number in few characters.
+    """Format a number in few characters.
 
     Example:
         >>> [number(value) for value in (0.0, 1.0, -0.25, 1234567.0, 1e-7, 0.30000000000000004, float("nan"))]

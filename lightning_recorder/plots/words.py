@@ -1,4 +1,4 @@
-"""Names of layers in the room that a picture has for them."""
+"""Text fitted to the available space in an image: shortened names and wrapped lines."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from lightning_recorder.plots.canvas import DETAIL_PX, literal, text_width
 
 __all__ = ["every_nth", "fitted", "shortened", "wrapped"]
 
-# Which share of what is kept of a name stands before the gap, in the order in which they are tried.
+# The fractions of the kept characters that precede the ellipsis, in the order in which they are tried.
 _SPLITS = (0.3, 0.5, 0.1, 0.7, 0.9)
 
 
 def shortened(name: str, room: float, *, px: int = DETAIL_PX, head: float = _SPLITS[0], ending: str = "") -> str:
-    """A name that fits, with a gap in its middle if it is too long: names differ in their beginnings or their ends.
+    """Return a name that fits, shortened in the middle if it is too long, because names differ at their ends.
 
     Args:
         name: The name.
-        room: In pixels.
-        px: Height of the letters.
-        head: Which share of what is kept stands before the gap.
-        ending: What is put behind it.
+        room: The available width in pixels.
+        px: The font size in pixels.
+        head: The fraction of the kept characters that precede the ellipsis.
+        ending: A suffix to append.
     """
     name = literal(name)
     if text_width(name + ending, px) <= room:
@@ -42,7 +42,7 @@ def _cut(name: str, kept: int, head: float) -> str:
 
 
 def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX) -> list[str]:
-    """Names that fit, of which different ones stay different: where the gap hides that, it moves or a number is added.
+    """Return names that fit and stay distinct: if shortening makes two equal, move the ellipsis or append a number.
 
     Example:
         >>> fitted(["encoder.layers.11.attention", "head"], 120)
@@ -61,7 +61,7 @@ def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX) -> list[st
 
 
 def wrapped(text: str, room: float, *, px: int = DETAIL_PX) -> list[str]:
-    """A text in lines that fit, broken between words; a word that is too long for a line is shortened.
+    """Break a text between words into lines that fit; shorten a word that is too long for a line.
 
     Example:
         >>> wrapped("each channel has its own scale", 120)
@@ -78,5 +78,5 @@ def wrapped(text: str, room: float, *, px: int = DETAIL_PX) -> list[str]:
 
 
 def every_nth(count: int, distance: float, needed: float) -> range:
-    """Which of so many rows get a label, if each takes ``distance`` pixels and a label needs ``needed``."""
+    """Return the rows that get a label, if each row takes ``distance`` pixels and a label needs ``needed``."""
     return range(0, count, max(1, -int(-needed // distance)))

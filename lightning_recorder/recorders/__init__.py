@@ -1,4 +1,4 @@
-"""Recorders: taps with what is kept of their tensors, for any PyTorch loop."""
+"""Recorders: taps combined with storage for their tensors, for any PyTorch loop."""
 
 from lightning_recorder.recorders.backward import BackwardInput, BackwardOutput
 from lightning_recorder.recorders.base import Recorder
@@ -13,7 +13,7 @@ from lightning_recorder.recorders.net import RecordedNet
 from lightning_recorder.recorders.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
 from lightning_recorder.recorders.outlet import Outlet
 from lightning_recorder.recorders.plotter import Plotter
-from lightning_recorder.recorders.receipt import Receipt, Watched, paths_by_module, with_gradients
+from lightning_recorder.recorders.receipt import Receipt, Watched, paths_by_module, with_gradients, write_receipt
 from lightning_recorder.recorders.record import Record
 from lightning_recorder.recorders.recordfile import RecordFile
 from lightning_recorder.recorders.report import Report
@@ -86,4 +86,5 @@ __all__ = [
     "paths_by_module",
     "with_gradients",
     "with_update_ratios",
+    "write_receipt",
 ]

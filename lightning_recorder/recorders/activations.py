@@ -1,4 +1,4 @@
-"""The outputs of chosen calls in one forward pass, as they were when the calls ended."""
+"""The outputs of selected calls in one forward pass, as they were when the calls ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_recorder.unrecorded import unrecorded
 __all__ = ["Kept", "Postprocessor", "Recording"]
 
 Postprocessor = Callable[[Any], Any]
-"""Takes a module's output; gives what takes its place, or ``None`` to leave it."""
+"""A function that takes a module's output and returns a replacement, or ``None`` to leave it unchanged."""
 
 
 class Kept:
@@ -31,19 +31,19 @@ class Kept:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Kept:
-        """The tensor as it is now."""
-        # On with autograd, whatever the mode: the copy then needs a gradient just where the tensor does.
+        """Save the current state of a tensor."""
+        # Autograd is on in any mode, so that the copy requires a gradient exactly if the tensor does.
         with unrecorded(), torch.enable_grad():
             return cls(tensor, version_of(tensor), tensor.clone())
 
     @property
     def value(self) -> Tensor:
-        """The tensor itself while nothing has been written to it, else the copy."""
+        """The tensor itself if it has not been modified since, else the copy."""
         unchanged = self._writes is not None and version_of(self._tensor) == self._writes
         return self._tensor if unchanged else self._copy
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether this is the same tensor with the same values."""
+        """Return True if this is the same tensor with the same values."""
         return self._tensor is tensor and self._writes is not None and version_of(tensor) == self._writes
 
 
@@ -52,7 +52,7 @@ def _tell_unknown(name: str, path: str, value: object, error: Exception | None) 
 
 
 class Recording(CallWatch):
-    """A watch of one recorded forward."""
+    """A watch of one recorded forward pass."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Recording(CallWatch):
         self._latest: dict[int, Kept] = {}
 
     def end(self, call: Call, output: Any) -> Any:
-        """Keep the output and postprocess it, if the call is a recorded one."""
+        """Record and postprocess the output of a recorded call."""
         label = self._labels.get(call)
         if label is None:
             return None
@@ -83,7 +83,7 @@ class Recording(CallWatch):
         return None if postproc is None else postproc(output)
 
     def _kept(self, tensor: Tensor) -> Kept:
-        # The last child's output is its parent's too: one copy serves both.
+        # A parent often returns its last child's output: one copy serves both.
         kept = self._latest.get(id(tensor))
         if kept is None or not kept.is_of(tensor):
             kept = self._latest[id(tensor)] = Kept.of(tensor)

@@ -1,4 +1,4 @@
-"""Recorders of the gradients of what modules take and give."""
+"""Recorders of the gradients of module inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["BackwardInput", "BackwardOutput"]
 
 
 class BackwardInput(Recorder):
-    """Records the gradients of what modules take, through these modules.
+    """Record the gradients of module inputs that flow through these modules.
 
-    What that means is said at :class:`~lightning_recorder.InputGradientTap`; arguments are those of
-    :class:`~lightning_recorder.Recorder`. An input that needs no gradient, as the batch itself, has none.
+    See :class:`~lightning_recorder.InputGradientTap` for the exact definition and :class:`~lightning_recorder.Recorder`
+    for the arguments. An input that does not require a gradient, such as the batch itself, has none.
 
     Example:
         >>> import torch
@@ -34,10 +34,10 @@ class BackwardInput(Recorder):
 
 
 class BackwardOutput(Recorder):
-    """Records the gradients of what modules give.
+    """Record the gradients of module outputs.
 
-    What that means is said at :class:`~lightning_recorder.OutputGradientTap`; arguments are those of
-    :class:`~lightning_recorder.Recorder`.
+    See :class:`~lightning_recorder.OutputGradientTap` for the exact definition and
+    :class:`~lightning_recorder.Recorder` for the arguments.
 
     Example:
         >>> import torch

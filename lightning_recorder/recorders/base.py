@@ -1,4 +1,4 @@
-"""What every recorder of tensors is: a subrecorder for each module that was chosen."""
+"""Base class of tensor recorders, with one subrecorder per selected module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import Self
 from lightning_recorder.errors import ArgumentError, SelectionError, check_callable
 from lightning_recorder.recorders.files import load_recording, save_recording
 from lightning_recorder.recorders.stores import Budget, Fold, Metric, Store, make_store
-from lightning_recorder.recorders.subrecorder import SubRecorder
+from lightning_recorder.recorders.subrecorder import RecordedData, SubRecorder
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.selection import Selection, is_of_types
 from lightning_recorder.taps import Receiver, Tap
@@ -26,34 +26,34 @@ _GIBIBYTE = 2**30
 
 
 class Recorder(ABC):
-    """Records tensors of chosen modules, each module on its own, with or without a reduction.
+    """Record tensors of selected modules, separately for each module, with or without a reduction.
 
-    :meth:`children`, :meth:`modules` and :meth:`select` put the hooks on, and may be chained. They stay until
-    :meth:`detach`, or the end of a ``with`` block; what was recorded remains.
+    :meth:`children`, :meth:`modules` and :meth:`select` register hooks and can be chained. The hooks stay until
+    :meth:`detach` or the end of a ``with`` block; the recorded data remain.
 
-    The data of a module are those of the one tensor which it takes or gives, or a dictionary by path if there are
-    several, as ``in[0]``, ``in.mask``, ``out.logits``. With a reduction they are its result, ``None`` before the first
-    tensor; without one a list of all tensors.
+    The data of a module are those of its single input or output tensor, or a dictionary by path if there are several,
+    such as ``in[0]``, ``in.mask``, ``out.logits``. With a reduction they are its result, ``None`` before the first
+    tensor; without one they are a list of all tensors.
 
     Args:
-        condition: Called without arguments, once for each call of a module (of gradients for each one); where it gives
-            something false, nothing is recorded and nothing counted.
-        reduction: What to make of the tensors of a site, one after another. A function of two arguments, as for
+        condition: A function without arguments that is called once per module call, or once per gradient. If it returns
+            a falsy value, nothing is recorded or counted.
+        reduction: The operation that combines the tensors of a site. A function of two arguments, as for
             ``functools.reduce``; a :class:`~lightning_recorder.Reduction` or its class; or a ``torchmetrics.Metric``,
-            which is then asked on each rank for itself. By default a list of all tensors is kept.
-        max_bytes: How much the lists of all modules may hold together; what would exceed it is not recorded, which is
-            told once.
-        strict: Raise what goes wrong in the condition or the reduction instead of warning once and leaving that module
-            alone from then on.
+            which is computed on each rank separately. By default all tensors are kept in a list.
+        max_bytes: The limit in bytes of the lists of all modules together. Tensors that would exceed it are not
+            recorded, with a single warning.
+        strict: Raise errors of the condition or the reduction instead of warning once and no longer recording that
+            module.
 
     Raises:
-        ArgumentError: At construction, if an argument can never work.
+        ArgumentError: At construction, if an argument has an invalid value.
         RecordingError: From the model's forward or backward pass, if ``strict``; names the module.
 
     Note:
-        Training is not changed. What is kept is on the device of the model, belongs to no autograd graph and shares no
-        memory with the model. A list takes the memory of all that it holds. While hooks are on, compiled modules of the
-        process run eagerly.
+        Training is not changed. Recorded data are on the device of the model, are not part of an autograd graph and
+        share no memory with the model. A list needs the memory of all its tensors. While hooks are registered, compiled
+        code of the process runs eagerly.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class Recorder(ABC):
         strict: bool = False,
     ) -> None:
         if condition is not None:
-            check_callable("condition", condition, "()")
+            check_callable("condition", condition, "")
         self.condition = condition
         self.reduction = reduction
         self.strict = strict
         self.subrecorders: list[SubRecorder] = []
         self._budget = Budget(max_bytes)
-        self._make_store()  # says now what it would say in the first step
+        self._make_store()  # fail at construction instead of in the first step
 
     @abstractmethod
     def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
-        """The tap that brings what this recorder records."""
+        """Create the tap for the tensors that this recorder records."""
 
     def _make_store(self) -> Store:
         return make_store(self.reduction, self._budget)
@@ -89,18 +89,18 @@ class Recorder(ABC):
         types: type[nn.Module] | str | Iterable[type[nn.Module] | str] | None = None,
         indices: int | Iterable[int] | None = None,
     ) -> Self:
-        """Record the children of a network, those of given types and at given positions; by default all.
+        """Record the children of a network, of the given types and at the given positions; by default all.
 
         Args:
-            network: The module whose children are meant, not those below them.
+            network: The module whose direct children are recorded.
             types: As for :class:`~lightning_recorder.Selection`.
-            indices: Positions in ``network.children()``, from 0. With types, both must hold.
+            indices: Positions in ``network.children()``, starting at 0. If types are given too, both must match.
 
         Returns:
             The recorder itself.
 
         Raises:
-            SelectionError: If no module is meant.
+            SelectionError: If no module matches.
         """
         return self._register(_chosen(list(network.named_children()), types, indices))
 
@@ -110,29 +110,30 @@ class Recorder(ABC):
         types: type[nn.Module] | str | Iterable[type[nn.Module] | str] | None = None,
         indices: int | Iterable[int] | None = None,
     ) -> Self:
-        """Record a module and all modules inside it, those of given types and at given positions; by default all.
+        """Record a module and all modules inside it, of the given types and at the given positions; by default all.
 
         Args:
-            module: The module that is meant, with all that is below it.
+            module: The module that is recorded together with everything below it.
             types: As for :class:`~lightning_recorder.Selection`.
-            indices: Positions in ``module.modules()``, where the module itself is 0. With types, both must hold.
+            indices: Positions in ``module.modules()``, where the module itself is 0. If types are given too, both must
+                match.
 
         Returns:
             The recorder itself.
 
         Raises:
-            SelectionError: If no module is meant.
+            SelectionError: If no module matches.
         """
         return self._register(_chosen(list(module.named_modules()), types, indices))
 
     def select(self, module: nn.Module, selection: Selection | str | Iterable[str] | None = None) -> Self:
-        """Record what a selection, or names and globs, choose inside a module; by default its leaves.
+        """Record the modules that a selection, or names and globs, match inside a module.
 
         Returns:
             The recorder itself.
 
         Raises:
-            SelectionError: If nothing is selected; with the closest names.
+            SelectionError: If nothing is selected; the message has the closest names.
         """
         chosen = selection if isinstance(selection, Selection) else Selection(selection)
         return self._register(chosen.resolve(module))
@@ -148,27 +149,42 @@ class Recorder(ABC):
 
     @property
     def data(self) -> list[Any]:
-        """What was recorded of each module, in the order in which they were registered."""
-        return [each.data for each in self.subrecorders]
+        """The data of each module, in the order of registration.
+
+        Assigning to an entry, as in ``recorder.data[0] = …``, replaces the data of that module.
+        """
+        return RecordedData(self.subrecorders)
 
     @property
     def failed(self) -> list[str]:
-        """The names of the modules that are left alone since recording them failed; their data end there."""
+        """The names of the modules whose recording failed and has stopped; their data are incomplete."""
         return [each.name for each in self.subrecorders if each.tap.failed]
 
     @property
     def handles(self) -> list[Tap]:
-        """What takes the hooks of each module off: ``handles[0].remove()``. :meth:`remove` forgets the module also."""
+        """Handles that remove a module's hooks: ``handles[0].remove()``. :meth:`remove` also forgets the module."""
         return [each.tap for each in self.subrecorders]
 
     @property
     def names(self) -> list[str]:
-        """The name of each module, in the order in which they were registered."""
+        """The name of each module, in the order of registration."""
         return [each.name for each in self.subrecorders]
 
-    def __getitem__(self, index: int | str) -> Any:
-        """What was recorded of the module at a position or of that name."""
+    def __getitem__(self, index: int | str | slice) -> Any:
+        """Return the data of the module with a position or name, or a list of those of a slice."""
+        if isinstance(index, slice):
+            return RecordedData(self.subrecorders[index])
         return self.subrecorders[self._position(index)].data
+
+    def __setitem__(self, index: int | str | slice, value: Any) -> None:
+        """Replace the data of the module with a position or name, or those of a slice."""
+        RecordedData(self.subrecorders)[index if isinstance(index, slice) else self._position(index)] = value
+
+    def __delitem__(self, index: int | str | slice) -> None:
+        """Remove the module with a position or name, or those of a slice, like :meth:`remove`."""
+        places = range(len(self))[index] if isinstance(index, slice) else [self._position(index)]
+        for place in sorted(places, reverse=True):
+            self.remove(place)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {len(self)} modules: {', '.join(map(repr, self.names))}"
@@ -187,35 +203,36 @@ class Recorder(ABC):
         return self.names.index(index)
 
     def samples(self, index: int | str) -> int:
-        """How many samples (rows of the first dimension) of the module at a position or of a name were recorded."""
+        """Return the number of recorded samples (rows of the first dimension) of the module with a position or name."""
         return self.subrecorders[self._position(index)].samples
 
     def calls(self, index: int | str) -> int:
-        """How many calls of the module at a position or of a name were recorded."""
+        """Return the number of recorded calls of the module with a position or name."""
         return self.subrecorders[self._position(index)].calls
 
     def iter_samples(self) -> Iterator[int]:
-        """The number of samples of each module."""
+        """Yield the number of samples of each module."""
         return (each.samples for each in self.subrecorders)
 
     def apply(self, function: Callable[[Any], Any]) -> None:
-        """Put ``function(data)`` in the place of the data of each module, where there are several paths, of each path.
+        """Replace the data of each module, or of each path if there are several, by ``function(data)``.
 
-        What comes of it must suit the reduction if recording is to go on; after a Reduction or a Metric it does not.
+        The result must suit the reduction if recording is to continue; with a Reduction or a Metric recording cannot
+        continue.
         """
         for each in self.subrecorders:
             each.apply(lambda value, samples: function(value))
 
     def apply_sample(self, function: Callable[[Any, int], Any]) -> None:
-        """Put ``function(data, samples)`` in the place of the data of each module, as :meth:`apply` does."""
+        """Replace the data of each module by ``function(data, samples)``, like :meth:`apply`."""
         for each in self.subrecorders:
             each.apply(function)
 
     def remove(self, index: int | str) -> Any:
-        """Take the hooks of one module off and forget it; the others move up.
+        """Remove the hooks of one module and forget it; the positions of later modules decrease by one.
 
         Returns:
-            What was recorded of it.
+            The recorded data of the module.
         """
         gone = self.subrecorders.pop(self._position(index))
         gone.tap.remove()
@@ -224,12 +241,12 @@ class Recorder(ABC):
         return data
 
     def attach(self) -> None:
-        """Put the hooks on again after :meth:`detach`."""
+        """Register the hooks again after :meth:`detach`."""
         for each in self.subrecorders:
             each.tap.attach()
 
     def detach(self) -> None:
-        """Take all hooks off; what was recorded stays."""
+        """Remove all hooks; the recorded data remain."""
         for each in self.subrecorders:
             each.tap.remove()
 
@@ -243,19 +260,19 @@ class Recorder(ABC):
         self.detach()
 
     def reset(self) -> None:
-        """Forget what was recorded, and what has failed; modules and hooks stay."""
+        """Clear the recorded data and the failures; modules and hooks remain."""
         for each in self.subrecorders:
             each.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was recorded, by the name of the module, as plain containers and tensors."""
+        """Return the recorded data by module name, as plain containers and tensors."""
         return {each.name: each.state_dict() for each in self.subrecorders}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Continue from a saved state.
 
         Raises:
-            ArgumentError: If it is of other modules than those of this recorder.
+            ArgumentError: If the state belongs to other modules than those of this recorder.
         """
         if list(state) != self.names:
             raise ArgumentError(
@@ -265,21 +282,21 @@ class Recorder(ABC):
             each.load_state_dict(state[each.name])
 
     def save(self, path: str | Path, mkdir: bool = False, *args: Any, **kwargs: Any) -> None:
-        """Save what was recorded: ``0.pt``, ``1.pt``, … in a folder and, by name, a safetensors file beside it.
+        """Save the data as ``0.pt``, ``1.pt``, … in a folder and, by name, in a safetensors file beside the folder.
 
-        Each numbered file holds the data of the module at that position, for ``torch.load``; ``<path>.safetensors``
-        all of them under ``<name>/<path>``, as :meth:`load` reads it, without pickle.
+        Each numbered file holds the data of the module at that position, for ``torch.load``. ``<path>.safetensors``
+        holds all data under ``<name>/<path>``, as :meth:`load` reads it, without pickle.
 
         Args:
             path: The folder.
-            mkdir: Whether to make it.
-            args: For ``pathlib.Path.mkdir``, as the next.
-            kwargs: As ``parents=True`` or ``exist_ok=True``.
+            mkdir: True to create the folder.
+            args: Positional arguments of ``pathlib.Path.mkdir``.
+            kwargs: Keyword arguments of ``pathlib.Path.mkdir``, such as ``parents=True`` or ``exist_ok=True``.
 
         Raises:
-            FileNotFoundError: If the folder is not there and ``mkdir`` is false.
-            ArgumentError: If a reduction has made something that is neither tensors nor numbers; the numbered files are
-                there then.
+            FileNotFoundError: If the folder does not exist and ``mkdir`` is False.
+            ArgumentError: If a reduction returned something other than tensors and numbers; the numbered files are
+                complete by then.
         """
         folder = Path(path)
         if mkdir:
@@ -291,14 +308,14 @@ class Recorder(ABC):
         save_recording(folder, self.state_dict(), type(self).__name__)
 
     def load(self, path: str | Path) -> None:
-        """Go on from what :meth:`save` has saved in a folder, on the CPU.
+        """Continue from data that :meth:`save` has saved in a folder. The data are loaded on the CPU.
 
-        The recorder has the same modules and the same kind of reduction as the one that was saved.
+        The recorder must have the same modules and the same kind of reduction as the saved one.
 
         Raises:
-            ArgumentError: If it is of other modules or another kind than this recorder.
-            DumpError: If the file beside the folder is damaged or none of ours.
-            FileNotFoundError: If it is not there.
+            ArgumentError: If the file belongs to other modules or another kind of recorder.
+            DumpError: If the file beside the folder is damaged or was not written by this package.
+            FileNotFoundError: If the file does not exist.
         """
         self.load_state_dict(load_recording(Path(path), type(self).__name__))
 
@@ -308,8 +325,8 @@ def _chosen(
     types: type[nn.Module] | str | Iterable[type[nn.Module] | str] | None,
     indices: int | Iterable[int] | None,
 ) -> dict[str, nn.Module]:
-    """Those of the modules that are of the types and at the positions."""
-    wanted = Selection(types=types, indices=indices)  # which checks and unifies both
+    """Return the modules of the given types and at the given positions."""
+    wanted = Selection(types=types, indices=indices)  # checks and normalises both
     places = wanted.indices if isinstance(wanted.indices, tuple) else None
     beyond = [place for place in places or () if place >= len(modules)]
     if beyond:
@@ -326,7 +343,7 @@ def _chosen(
 
 
 def _numbered(name: str) -> Iterator[str]:
-    """The name, and what a second and a third of that name are called."""
+    """Yield the name, followed by numbered variants for duplicates."""
     yield name
     number = 2
     while True:

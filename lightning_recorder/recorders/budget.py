@@ -1,4 +1,4 @@
-"""How often may be recorded so that it costs no more than a share of the training time."""
+"""An overhead limit that widens the recording interval."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from lightning_recorder.errors import ArgumentError
 __all__ = ["Budget", "check_overhead"]
 
 
-_LEAST_MS = 1e-3  # for a step, whose time on the host may be nothing beside what recording takes on a GPU
+_LEAST_MS = 1e-3  # the minimum step time; on the CPU a step may take nearly no time compared with recording on a GPU
 
 
 class Budget:
-    """Widens the interval between recorded steps until recording takes no more than a share of the time.
+    """Widen the recording interval until recording takes at most a given share of the training time.
 
-    The share is ``recording / (interval * step)``, from the mean time that recording takes in a recorded step and the
-    mean time of a step without it. The first record is left out, for which much is done for the first time.
+    The share is ``recording / (interval * step)``, with the mean recording time per recorded step and the mean step
+    time without recording. The first record is excluded because it includes one-time costs.
 
     Args:
-        max_overhead: The share, as 0.02.
+        max_overhead: The share of the training time, for example 0.02.
 
     Raises:
-        ArgumentError: If it is no share.
+        ArgumentError: If the share is not above 0 and at most 1.
 
     Example:
         >>> budget = Budget(0.02)
@@ -44,12 +44,12 @@ class Budget:
         self._spent_ms = 0.0
 
     def add_step(self, step_ms: float) -> None:
-        """Take in a step that was not recorded."""
+        """Add the time of a step that was not recorded, in milliseconds."""
         self._steps += 1
         self._steps_ms += step_ms
 
     def add_recorded(self, steps: int, steps_ms: float, spent_ms: float) -> None:
-        """Take in recorded steps, of which recording took so much."""
+        """Add the time of recorded steps and the part of it that recording took, in milliseconds."""
         if self._is_first:
             self._is_first = False
             return
@@ -59,7 +59,7 @@ class Budget:
         self._steps_ms += max(0.0, steps_ms - spent_ms)
 
     def interval(self, now: int) -> int:
-        """The interval to go on with, in steps; never less than that of now."""
+        """Return the interval to use from now on, in steps. It is never smaller than the current interval."""
         if not self._recorded:
             return now
         step_ms = max(self._steps_ms / self._steps, _LEAST_MS)
@@ -68,10 +68,10 @@ class Budget:
 
 
 def check_overhead(value: object) -> None:
-    """Refuse what is no share of the training time.
+    """Check that a value is a share of the training time.
 
     Raises:
-        ArgumentError: Naming what is allowed.
+        ArgumentError: If it is not above 0 and at most 1.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ArgumentError(f"max_overhead must be a share of the training time, above 0 and at most 1, got {value!r}")

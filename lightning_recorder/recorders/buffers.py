@@ -1,4 +1,4 @@
-"""Memory for copies that is used again."""
+"""Pool of reusable memory for tensor copies."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 __all__ = ["BufferPool"]
 
-_KEPT_STEPS = 4  # those that may be in use at a time
+_KEPT_STEPS = 4  # steps that may be in use at the same time
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 class BufferPool:
-    """Gives tensors to copy into, those that were given back before new ones.
+    """A pool of tensors to copy into, which reuses returned tensors.
 
-    The copies of a step have the shapes of those of the one before, and on a CPU writing to memory that is new costs
-    several times as much as the copy. What was not wanted for some steps, as where shapes differ, is let go of.
+    The copies of consecutive steps have the same shapes, and on a CPU writing to new memory takes several times as long
+    as the copy itself. Tensors that were not needed for several steps, for example because shapes vary, are freed.
     """
 
     def __init__(self) -> None:
         self._free: dict[Kind, list[tuple[int, Tensor]]] = {}
-        self._given_back = 0  # how many times
+        self._given_back = 0  # number of calls of give_back
         self._lock = threading.Lock()
 
     def take(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of unknown contents."""
+        """Return a tensor with undefined contents."""
         kind = (tuple(shape), dtype, device)
         with self._lock:
             free = self._free.get(kind)
@@ -37,7 +37,7 @@ class BufferPool:
         return torch.empty(kind[0], dtype=dtype, device=device)
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
-        """Take back what nobody reads any more, that of one step."""
+        """Return the tensors of one step to the pool when they are no longer read."""
         with self._lock:
             self._given_back += 1
             for tensor in tensors:

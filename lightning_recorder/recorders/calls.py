@@ -1,4 +1,4 @@
-"""The calls of a net's modules in a run: their labels, the watch that sees them, and how two runs differ."""
+"""Module calls of one run: labels, recording and comparison."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from lightning_recorder.stance import EagerStance
 __all__ = ["Call", "CallWatch", "Label", "differences", "label_calls"]
 
 Label = tuple[int, int]
-"""Depth of a module's name, the root's being 0, and the place of a call among those of its depth, from 1."""
+"""A pair of the depth of a module's name, 0 for the root, and the position of a call among those at its depth, from 1.
+"""
 
-# A message names so many calls of each kind: a net of which another branch ran may differ in hundreds.
+# The maximum number of calls of each kind in a message: a net that took another branch may differ in hundreds.
 _SHOWN = 8
 
 
 class Call(NamedTuple):
-    """One call of a module in a run, called the same in every run."""
+    """One call of a module in a run, identified in the same way in every run."""
 
     name: str
     """The module's name."""
     number: int
-    """The how-many-th call of this module in the run it is, from 1."""
+    """The ordinal of the call among those of this module in the run, from 1."""
 
     def __str__(self) -> str:
         return repr(self.name) if self.number == 1 else f"{self.name!r} (call {self.number})"
@@ -41,7 +42,7 @@ class Call(NamedTuple):
 def label_calls(calls: Iterable[Call]) -> dict[Label, Call]:
     """Label the calls of a run, given in the order in which they began.
 
-    The depth is that of the dotted name, so that a child of a ``ModuleList`` is one deeper than the list.
+    The depth is that of the dotted name, so a child of a ``ModuleList`` is one deeper than the list.
 
     Example:
         >>> label_calls([Call("", 1), Call("stem", 1), Call("blocks.0", 1), Call("stem", 2)])
@@ -58,7 +59,7 @@ def label_calls(calls: Iterable[Call]) -> dict[Label, Call]:
 
 
 def differences(labels: Mapping[Label, Call], calls: Sequence[Call]) -> str | None:
-    """In which calls a run differs from the labelled one, or ``None``.
+    """Describe the differences between the calls of a run and the labelled ones, or return ``None`` if there are none.
 
     Example:
         >>> differences({(0, 1): Call("", 1), (1, 1): Call("a", 1)}, [Call("", 1), Call("b", 1)])
@@ -72,7 +73,7 @@ def differences(labels: Mapping[Label, Call], calls: Sequence[Call]) -> str | No
     parts = [f"{kind} {_shortened(each)}" for kind, each in (("missing", missing), ("extra", extra)) if each]
     if parts:
         return "; ".join(parts)
-    # The same calls in another order.
+    # The same calls in a different order.
     label, expected, found = next(
         (label, expected, found)
         for (label, expected), found in zip(labels.items(), calls, strict=True)
@@ -87,46 +88,46 @@ def _shortened(entries: Sequence[str]) -> str:
 
 
 class _OpenCall(NamedTuple):
-    """A call that is going on."""
+    """A call in progress."""
 
     call: Call
     kwargs: dict[str, Any]
-    """The dictionary that torch makes for this call and shows to all its hooks."""
+    """The dictionary that torch creates for this call and passes to all its hooks."""
     handled: BaseException | None
-    """What was being handled when the call began."""
+    """The exception that was being handled when the call began."""
 
 
 class CallWatch:
-    """Sees the calls of modules that this thread makes while the watch is entered.
+    """Observe the module calls of this thread while the context is active.
 
-    A call that ``torch.utils.checkpoint`` repeats inside a backward pass is not a second one. Compiled modules run
+    A call that ``torch.utils.checkpoint`` repeats inside a backward pass is not counted again. Compiled modules run
     eagerly meanwhile, because hooks on compiled code never fire.
 
     Args:
-        modules: The modules by name. TorchScript modules, which take no hooks, are passed over.
+        modules: The modules by name. TorchScript modules, which do not support these hooks, are ignored.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.modules = modules
         self.calls: list[Call] = []
-        """The calls in the order in which they began, those that raised included."""
+        """The calls in the order in which they began, including those that raised."""
         self.ended: list[Call] = []
-        """The calls in the order in which they ended, without those that raised."""
+        """The calls in the order in which they ended, excluding those that raised."""
         self._counts: dict[str, int] = {}
         self._open: list[_OpenCall] = []
         self._handles: list[RemovableHandle] = []
         self._stance = EagerStance()
 
     def begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called when a call begins."""
+        """Handle the start of a call."""
 
     def end(self, call: Call, output: Any) -> Any:
-        """Called when a call ends, unless it raised; gives another output, or ``None`` for the same."""
+        """Handle the end of a call that did not raise; return a replacement output, or ``None`` to keep the output."""
         return None
 
     @property
     def caller(self) -> Call | None:
-        """The innermost call that is going on."""
+        """The innermost call in progress."""
         return self._open[-1].call if self._open else None
 
     def __enter__(self) -> Self:
@@ -168,12 +169,12 @@ class CallWatch:
 
     def _after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         found = next((each for each in reversed(self._open) if each.kwargs is kwargs), None)
-        # A call whose beginning was not seen, because another hook raised before.
+        # The start of the call was not seen because another hook raised before.
         if found is None:
             return None
         while self._open.pop() is not found:
             pass
-        # This hook is called also after a forward that raised, which the net may survive. What was raised is then being
+        # This hook also runs after a forward that raised, which the net may catch. That exception is then being
         # handled, and was not when the call began.
         if sys.exc_info()[1] is not found.handled:
             return None
@@ -190,5 +191,5 @@ class _CallHook(ModuleHook):
         self._see = see
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        # Another thread may have found the hook before it was taken off, and call it without the keyword arguments.
+        # Another thread may have fetched the hook before its removal, and may call it without the keyword arguments.
         return self._see(self._name, *seen) if self._watch._watching else None

@@ -1,15 +1,25 @@
-"""Statistics in files of tensors, beside the checkpoints or on their own."""
+"""Dumps of statistics as tensor files, next to checkpoints or in a folder of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, imported, tell
+from lightning_recorder.errors import (
+    ArgumentError,
+    RecordingError,
+    check_callable,
+    check_some,
+    describe_call,
+    imported,
+    tell,
+)
+from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.recorders.dumpfolder import DumpContent, DumpFolder
 from lightning_recorder.recorders.outlet import Outlet
 from lightning_recorder.recorders.record import Record
@@ -20,37 +30,54 @@ from lightning_recorder.taps import Site
 __all__ = ["DUMP_TIMES", "Event", "StatisticsDumps", "check_dump"]
 
 DUMP_TIMES = ("checkpoints", "records", "epochs")
-"""When the statistics of a recorder can be dumped."""
+"""The times at which the statistics of a recorder can be dumped."""
 
 
 class Event:
-    """A function of the statistics of a site that says whether they are out of the ordinary.
+    """A condition on the statistics of a site that triggers a dump.
 
     Args:
-        condition: The function, or its import path; ``lambda seen: seen.abs_max > 1e4``.
-        argument: What messages call it.
-        strict: Raise what it raises; else one warning says so, and it is not asked again.
+        condition: A function or its import path, such as ``lambda seen: seen.abs_max > 1e4``.
+        argument: The name of the argument, for messages.
+        name: The name of the recorder, for messages.
+        strict: Raise the errors of the function. Otherwise the first error causes a warning, and the function is not
+            called again.
 
     Raises:
-        ArgumentError: If it is no function.
+        ArgumentError: If the condition is not a function.
     """
 
-    def __init__(self, condition: Callable[[SiteStatistics], object] | str, argument: str, *, strict: bool) -> None:
+    def __init__(
+        self,
+        condition: Callable[[SiteStatistics], object] | str,
+        argument: str,
+        *,
+        name: str = "the recorder",
+        strict: bool,
+    ) -> None:
         found = imported(argument, condition)
-        if not callable(found):
-            raise ArgumentError(f"{argument} takes a function of the statistics of a site, got {condition!r}")
-        self._condition = found
-        self._argument = argument
+        check_callable(argument, found, "seen", " of the statistics of a site")
+        self._condition: Callable[[SiteStatistics], object] = found  # type: ignore[assignment]  # checked above
+        self._argument, self._name = argument, name
         self._strict = strict
         self._failed = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_condition": Portable(self._condition, self._argument), "_failed": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _condition=unwrap(state["_condition"]))
+
     def sites(self, found: Mapping[Site, SiteStatistics]) -> list[Site]:
-        """Those of the sites of which it is true."""
+        """Return the sites that meet the condition."""
         try:
             return [] if self._failed else [site for site, seen in found.items() if self._condition(seen)]
         except Exception as error:
             self._failed = True
-            message = f"{self._argument} is not asked any more, it raised {describe_error(error)}"
+            message = (
+                f"{self._name}: {self._argument} {describe_call(self._condition, error)}; it is not called again, "
+                "and no further dump is written because of it"
+            )
             if self._strict:
                 raise RecordingError(message) from error
             tell(message)
@@ -58,33 +85,39 @@ class Event:
 
 
 class StatisticsDumps(Outlet):
-    """Dumps the statistics of records.
+    """Dump the statistics of records.
 
     Args:
-        at: When: some of ``DUMP_TIMES``. At checkpoints and at the ends of epochs the dump has what was recorded last.
-        event: Has a record dumped as well, if it is true of any of its sites.
+        at: The times of the dumps, some of ``DUMP_TIMES``. Dumps at checkpoints and at the end of epochs contain the
+            latest record.
+        event: A condition. A record is also dumped if any of its sites meets it.
     """
 
     def __init__(self, at: Iterable[str] = ("checkpoints",), event: Event | None = None) -> None:
         self.at = tuple(at)
         self.folder: DumpFolder | None = None
-        """Where the dumps go."""
+        """The folder of the dumps."""
         self._event = event
         self._latest: tuple[Record, Mapping[Site, SiteStatistics]] | None = None
 
     def __str__(self) -> str:
         return "dumps"
 
+    @property
+    def has_event(self) -> bool:
+        """True if records may be dumped because of their statistics."""
+        return self._event is not None
+
     def begin(self, folder: DumpFolder) -> None:
-        """Begin with a run."""
+        """Begin a run."""
         self.folder, self._latest = folder, None
 
     def end(self) -> None:
-        """Let go of the folder, which may know the loggers of the run."""
+        """Release the folder, which may refer to the loggers of the run."""
         self.folder = self._latest = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "folder": None, "_latest": None}  # what belongs to a run stays with it
+        return {**self.__dict__, "folder": None, "_latest": None}  # these belong to the run
 
     @override
     def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
@@ -104,34 +137,35 @@ class StatisticsDumps(Outlet):
             self.folder.write(_content(*self._latest), "epoch")
 
     def write_beside(self, checkpoint: Path) -> None:
-        """Write what was recorded last beside a checkpoint; without a record, nothing."""
+        """Dump the latest record next to a checkpoint. A no-op if there is no record."""
         if "checkpoints" in self.at and self._latest is not None and self.folder is not None:
             self.folder.write_beside(_content(*self._latest), checkpoint)
 
     def remove_beside(self, checkpoint: Path) -> None:
-        """Remove the dump beside a checkpoint."""
+        """Remove the dump next to a checkpoint."""
         if self.folder is not None:
             self.folder.remove_beside(checkpoint)
 
 
 def check_dump(value: object) -> tuple[str, ...]:
-    """When statistics are dumped, if it is said rightly.
+    """Return the dump times from a ``dump`` argument.
 
     Raises:
-        ArgumentError: If not.
+        ArgumentError: If the argument is invalid.
     """
     if isinstance(value, bool):
         return ("checkpoints",) if value else ()
     try:
         return check_some("dump", value, DUMP_TIMES)
     except ArgumentError as error:
-        raise ArgumentError(f"{error}; True stands for 'checkpoints', False for none") from None
+        more = "" if str(error).endswith("?") else "; True stands for 'checkpoints', False for none"
+        raise ArgumentError(f"{error}{more}") from None
 
 
 def _content(
     record: Record, found: Mapping[Site, SiteStatistics], about: Mapping[str, object] | None = None
 ) -> DumpContent:
-    """The statistics of a record as tensors, by ``<site>/<statistic>``."""
+    """Return the statistics of a record as tensors named ``<site>/<statistic>``."""
     tensors: dict[str, Tensor] = {}
     samples: dict[str, int] = {}
     for site, seen in found.items():

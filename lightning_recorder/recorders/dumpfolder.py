@@ -1,34 +1,36 @@
-"""Where the dumps of a recorder lie, how many bytes they may take, and who else gets them."""
+"""The dumps of a recorder: their files, size limits and uploads."""
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lightning_recorder.dumps import file_bytes, remove_dump, temporary_name, write_dump
+from lightning_recorder.disk import attempt
+from lightning_recorder.dumps import file_bytes, remove_dump, write_dump
 from lightning_recorder.errors import tell
 from lightning_recorder.sinks import Sink
 
 __all__ = ["DumpContent", "DumpFolder"]
 
-_ROWS = 20  # of the table of dumps
+_ROWS = 20  # of the Markdown table of dumps
+_ABOUT_BYTES = 400  # an estimate for the names of a tensor in a dump and in the manifest
 
 
 @dataclass(frozen=True)
 class DumpContent:
-    """What a dump holds.
+    """The content of a dump.
 
     Args:
-        step: Of which step it is.
-        epoch: Of which epoch.
-        tensors: By name, on any device.
-        samples: Of statistics, for each site the number of values that they are of; else ``None``.
-        about: What else the manifest says.
+        step: The step.
+        epoch: The epoch.
+        tensors: The tensors by name, on any device.
+        samples: For dumps of statistics, the number of values of each site; otherwise ``None``.
+        about: Further entries of the manifest.
     """
 
     step: int
@@ -39,19 +41,20 @@ class DumpContent:
 
 
 class DumpFolder:
-    """Writes the dumps of a recorder, into a folder of the run or beside checkpoints.
+    """Write the dumps of a recorder to a folder of the run or next to checkpoints.
 
     Args:
-        label: What the files are called: ``<label>-step=<step>.safetensors``, and ``<checkpoint>.<label>.safetensors``.
-        group: What is recorded, as the manifest says it.
-        directory: The folder of the run; without one, dumps lie beside checkpoints only.
-        rank: The number of this process; the files of all but the first have it in their names.
-        max_total_bytes: So much goes into the folder; then one warning says that no more does. Those beside checkpoints
-            do not count, since they go with them.
-        upload: Loggers that keep files get each dump, and those that show text a table of them.
-        max_upload_bytes: So much is given to them.
-        name: What warnings call the recorder.
-        quiet: Whether to say nothing where there is no folder.
+        label: The first part of the file names ``<label>-step=<step>.safetensors``, and the middle part of
+            ``<checkpoint>.<label>.safetensors``.
+        group: The kind of recorded tensors, for the manifest.
+        directory: The folder of the run. Without one, dumps are only written next to checkpoints.
+        rank: The rank of this process. The file names of all ranks but the first contain it.
+        max_total_bytes: The maximum size of the dumps in the folder, in bytes. When it is reached, one warning says so.
+            Dumps next to checkpoints do not count, because they are removed with them.
+        upload: A sink that receives each dump if it supports files, and a table of the dumps if it supports text.
+        max_upload_bytes: The maximum number of bytes to upload.
+        name: The name of the recorder in warnings.
+        quiet: True to omit the warning about a missing folder.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class DumpFolder:
     ) -> None:
         self.label, self.group, self.directory, self.rank = label, group, directory, rank
         self.quiet = quiet
+        self.written = 0
+        """The number of dumps written."""
         self._name = name
         self._place = f"{label}-rank{rank}" if rank else label
         self._upload = upload
@@ -76,15 +81,18 @@ class DumpFolder:
         self._total_bytes = self._uploaded_bytes = 0
         self._uploaded: dict[str, Path] = {}
         self._told: set[str] = set()
-        self._cleaned: set[Path] = set()
         self._rows: list[str] = []
 
     def write(self, content: DumpContent, reason: str) -> Path | None:
-        """Write a dump into the folder; the answer is the file, ``None`` if there is no folder or no room.
+        """Write a dump to the folder.
 
         Args:
-            content: What it holds.
-            reason: Why it is written, as the manifest says it: ``"step"``, ``"epoch"`` or ``"event"``.
+            content: The content of the dump.
+            reason: The reason for the manifest: ``"step"``, ``"record"``, ``"epoch"`` or ``"event"``.
+
+        Returns:
+            The path of the file, or ``None`` if there is no folder, ``max_total_bytes`` is reached, or the disk is
+            full.
 
         Raises:
             OSError: If the file cannot be written.
@@ -102,29 +110,43 @@ class DumpFolder:
             limit = f"max_total_bytes={self._max_total_bytes}"
             self._tell("total", f"writes no more dumps from step {content.step} on, which would be more than {limit}")
             return None
-        self._total_bytes += self._write(path, content, reason=reason) - replaced
+        written = self._write(path, content, reason=reason)
+        if written is None:
+            return None
+        self._total_bytes += written - replaced
         return path
 
-    def write_beside(self, content: DumpContent, checkpoint: Path) -> Path:
-        """Write a dump beside a checkpoint.
+    def write_beside(self, content: DumpContent, checkpoint: Path) -> Path | None:
+        """Write a dump next to a checkpoint.
+
+        Returns:
+            The path of the file, or ``None`` if the disk is full.
 
         Raises:
             OSError: If the file cannot be written.
         """
         path = self._beside(checkpoint)
-        self._write(path, content, reason="checkpoint", checkpoint=checkpoint.name)
-        return path
+        written = self._write(path, content, reason="checkpoint", checkpoint=checkpoint.name)
+        return None if written is None else path
 
     def remove_beside(self, checkpoint: Path) -> None:
-        """Remove the dump beside a checkpoint that is gone."""
+        """Remove the dump next to a deleted checkpoint."""
         remove_dump(self._beside(checkpoint))
 
     def _beside(self, checkpoint: Path) -> Path:
         return checkpoint.with_name(f"{checkpoint.name.removesuffix('.ckpt')}.{self._place}.safetensors")
 
-    def _write(self, path: Path, content: DumpContent, **why: Any) -> int:
-        self._clean(path.parent)
-        size = write_dump(path, content.tensors, content.samples, **self._about(content, **why))
+    def _write(self, path: Path, content: DumpContent, **why: Any) -> int | None:
+        """Write a dump if the disk has room. Return its size in bytes, or None if it was skipped."""
+        about = self._about(content, **why)
+        write = partial(write_dump, path, content.tensors, content.samples, **about)
+        # A replaced file exists until the new one is complete, so the whole new size is needed.
+        nbytes = sum(each.numel() * each.dtype.itemsize + _ABOUT_BYTES for each in content.tensors.values())
+        if not attempt(path, nbytes + _ABOUT_BYTES, write):
+            self._told.add("disk")
+            return None
+        size = path.stat().st_size
+        self.written += 1
         if self._upload is not None:
             self._give(self._upload, path, size, content, why["reason"])
         return size
@@ -133,18 +155,13 @@ class DumpFolder:
         about = {"step": content.step, "epoch": content.epoch, "stage": "train", "rank": self.rank, "group": self.group}
         return {**about, **why, **content.about}
 
-    def _clean(self, folder: Path) -> None:
-        """Remove what a run that was killed has left half written."""
-        if folder in self._cleaned or not folder.is_dir():
-            return
-        self._cleaned.add(folder)
-        place = glob.escape(self._place)
-        for pattern in (f"{place}-step=*.safetensors", f"*.{place}.safetensors"):
-            for path in folder.glob(temporary_name(pattern)):
-                path.unlink(missing_ok=True)
+    @property
+    def is_full(self) -> bool:
+        """True if a dump was skipped for lack of space, which causes a warning."""
+        return bool({"total", "disk"} & self._told)
 
     def _give(self, sink: Sink, path: Path, size: int, content: DumpContent, reason: str) -> None:
-        """Hand a dump to those who keep files, and a table to those who do not."""
+        """Upload a dump to the loggers that support files, and write the table of dumps as text."""
         kept = "-"
         most = self._max_upload_bytes
         if sink.supports("write_files") and "upload" not in self._told:
@@ -160,7 +177,7 @@ class DumpFolder:
         sink.write_text(content.step, {f"recorder/{self.label}/dumps": "\n".join([head, *self._rows])})
 
     def _upload_name(self, path: Path) -> str:
-        """What a file is uploaded as; files of one name in two folders have two."""
+        """Return the upload name of a file. Files of the same name in two folders get different upload names."""
         name, number = f"dumps/{path.name}", 1
         while self._uploaded.setdefault(name, path) != path:
             number += 1

@@ -1,4 +1,4 @@
-"""What is recorded of a validation, a test or a prediction: one record for each of its loaders."""
+"""A recorder of an evaluation: one record per data loader."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["EvaluationRecorder"]
 
 
 class EvaluationRecorder(Worker):
-    """Records all batches of an evaluation, and merges those of a loader to one record when it ends.
+    """Record all batches of an evaluation, and merge those of each data loader into one record at the end.
 
     Args:
-        recorder: What brings the tensors.
+        recorder: The recorder that provides the tensors.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
-        conclude: Called with each record, on rank zero.
-        options: As for :class:`Worker`.
+        conclude: A callback that receives each record, on rank zero.
+        options: The arguments of :class:`Worker`.
 
     Note:
-        The ranks are merged when the evaluation ends and never between its loaders, since a rank may have no batch of
-        one of them.
+        Ranks are merged when the evaluation ends, not between its loaders, because a rank may have no batch of a
+        loader.
     """
 
     def __init__(self, recorder: SiteRecorder, stage: str, conclude: Callable[[Record], None], **options: Any) -> None:
@@ -34,7 +34,7 @@ class EvaluationRecorder(Worker):
         self._states: dict[int, SiteStates] = {0: recorder.states}
 
     def start_batch(self, loader: int = 0) -> None:
-        """Record the batch of a loader that begins."""
+        """Begin and record a batch of a data loader."""
         with self.contained():
             self.recorder.states = self._of(loader)
             if self.works:
@@ -43,7 +43,7 @@ class EvaluationRecorder(Worker):
                 self.recorder.remove()
 
     def end_batch(self) -> None:
-        """Record nothing until the next one begins."""
+        """Stop recording until the next batch begins."""
         with self.contained():
             self.recorder.pause()
 
@@ -51,9 +51,9 @@ class EvaluationRecorder(Worker):
         """Make the records.
 
         Args:
-            step: Where they stand on the axis of steps.
+            step: The position of the records on the step axis.
             epoch: The epoch.
-            loaders: How many loaders there are, the same number on all ranks.
+            loaders: The number of data loaders, the same on all ranks.
         """
         self.interrupt()
         for loader in range(loaders):
@@ -61,7 +61,7 @@ class EvaluationRecorder(Worker):
             merged = self.merged(scope=f"{self.stage} {loader}")
             place = loader if loaders > 1 else None
             with self.contained():
-                self.recorder.states.forget()  # the last batch of an evaluation does not come before the next one
+                self.recorder.states.forget()  # the next evaluation does not continue the stream of this one
                 if merged.snapshot is not None:
                     record = Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, ranks=merged.ranks)
                     self._conclude(record)

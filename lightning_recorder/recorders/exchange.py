@@ -1,4 +1,4 @@
-"""Merging what the processes of a run have recorded."""
+"""The exchange that merges recorded states across ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from lightning_recorder.unrecorded import unrecorded
 
 __all__ = ["Exchange", "Merged"]
 
-_FAILED, _UNKNOWN, _SEEN = range(3)  # the first numbers that a rank says
+_FAILED, _UNKNOWN, _SEEN = range(3)  # the indices of the first numbers that a rank sends
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What an exchange has brought.
+    """The result of an exchange.
 
     Args:
-        snapshot: The states of all ranks together, on the host; ``None`` on the other ranks, and where nothing was
-            recorded.
-        words: The numbers that each rank has given, ``[ranks][words]``.
+        snapshot: The merged states of all ranks, on the CPU; ``None`` on the other ranks, and if nothing was recorded.
+        words: The numbers passed by each rank, of shape ``[ranks][words]``.
         absent: The ranks whose recorder has failed.
-        ranks: Of how many ranks the states are.
-        error: What went wrong on this rank, though the ranks have talked to each other as ever.
+        ranks: The number of merged ranks.
+        error: The error on this rank, if the ranks could nevertheless complete the exchange.
     """
 
     snapshot: Snapshot | None
@@ -43,45 +42,44 @@ class Merged:
 
 
 class Exchange:
-    """Merges the states of all ranks on rank zero, in two packed transfers.
+    """Merge the states of all ranks on rank zero, in two packed transfers.
 
-    The layout of what is sent is agreed on: sites that a rank has seen for the first time are made known to the others
-    before their states are sent, so a module that runs on one rank only hangs nobody. Words that are merged by adding
-    are summed over the ranks; the others, a few numbers for each site, are gathered and merged in the order of the
-    ranks.
+    The ranks agree on the layout of the transfers: a rank announces new sites to the others before it sends their
+    states, so a module that runs on only one rank does not cause a deadlock. Words that are merged by addition are
+    summed across ranks. The others, a few numbers per site, are gathered and merged in rank order.
 
-    Every rank must call the same methods in the same order, whether its recorder is well or has failed: then it says so
-    and gives nothing. When a transfer itself fails, :attr:`is_open` is false from then on, and nothing more is sent.
+    Every rank must call the same methods in the same order, even if its recorder has failed; it then sends a failure
+    flag and no states. If a transfer itself fails, :attr:`is_open` becomes False and nothing more is sent.
 
     Args:
-        device: Where the tensors of the model are; used where the processes talk from GPU to GPU.
+        device: The device of the model's tensors, used if the backend communicates between GPUs.
 
     Note:
-        ``torch.distributed`` must be initialised. Every call waits for the other ranks.
+        ``torch.distributed`` must be initialized. Every call waits for the other ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cpu") if dist.get_backend() == "gloo" else device
-        """Where the states have to lie."""
+        """The device that the states must be on."""
         self.is_open = True
-        """Whether the ranks have agreed to merge, and no transfer has failed."""
+        """True if the ranks have agreed to merge and no transfer has failed."""
         self._layouts: dict[str, Layout] = {}
 
     @staticmethod
     def is_needed() -> bool:
-        """Whether there are several processes that can talk to each other."""
+        """Return True if there are several processes that can communicate."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def agree(self, ready: bool, about: str) -> str:
-        """Find out whether all ranks take part and record the same.
+        """Find out if all ranks record, and with the same settings.
 
         Args:
-            ready: Whether this rank takes part.
-            about: What it records.
+            ready: True if this rank records.
+            about: A description of what this rank records.
 
         Returns:
-            Why nothing is merged, or an empty string.
+            The reason for not merging the ranks, or an empty string.
         """
         self.is_open = False
         digest = float(zlib.crc32(about.encode()))
@@ -105,13 +103,13 @@ class Exchange:
         """Merge the states of all ranks.
 
         Args:
-            snapshot: The states of this rank, on :attr:`device`; ``None`` if its recorder has failed.
-            copies: The sites of which another rank has the same, which do not count.
-            words: Numbers to tell the other ranks, equally many on each.
-            scope: What the states are of; in another one a site may have another shape.
+            snapshot: The states of this rank on :attr:`device`, or ``None`` if its recorder has failed.
+            copies: The sites that are copies of another rank's. They are not counted.
+            words: Numbers to send to the other ranks, the same number on each rank.
+            scope: A name for the origin of the states. The same site may have another shape in another scope.
 
         Raises:
-            RuntimeError: If the ranks cannot talk to each other any more.
+            RuntimeError: If the ranks can no longer communicate.
         """
         with unrecorded(), torch.inference_mode(False), torch.no_grad():
             return self._merge(snapshot, copies, words, self._layouts.setdefault(scope, Layout()))
@@ -127,9 +125,9 @@ class Exchange:
                 left_out = _left_out(snapshot)
                 packed = layout.pack(own, self.device, copies=copies, left_out=left_out)
             except Exception as caught:
-                if snapshot is None:  # not even nothing can be said
+                if snapshot is None:  # even an empty contribution fails
                     raise
-                error, snapshot = caught, None  # told by the caller; the other ranks are not to wait for ever
+                error, snapshot = caught, None  # the caller reports it; the other ranks must not wait forever
                 continue
             said = [float(snapshot is None), float(len(unknown)), float(bool(own)), *words]
             head = torch.tensor(said, dtype=torch.float64, device=self.device)
@@ -149,12 +147,12 @@ class Exchange:
             return Merged(merged, told, absent, present, error)
         try:
             merged = _snapshot(snapshot, layout.merge(answers[:, len(said) :].unbind(), packed.added.cpu()))
-        except Exception as caught:  # noqa: BLE001 - as above
+        except Exception as caught:  # noqa: BLE001 - the caller reports it
             error = caught
         return Merged(merged, told, absent, present, error)
 
     def _make_known(self, layout: Layout, unknown: list[tuple[Key, Told]]) -> None:
-        """Tell the other ranks of sites that they may not know."""
+        """Send unknown sites to the other ranks."""
         told: list[list[tuple[Key, Told]]] = [[] for _ in range(self.ranks)]
         with self._closing():
             dist.all_gather_object(told, unknown)
@@ -165,20 +163,20 @@ class Exchange:
                 tell(f"{what} is not recorded at {site.path!r} of module {site.name!r}, since {why}")
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, ``[ranks, *shape]``."""
+        """Return the tensors of all ranks, of shape ``[ranks, *shape]``."""
         answers = [torch.empty_like(tensor) for _ in range(self.ranks)]
         with self._closing():
             dist.all_gather(answers, tensor)
         return torch.stack(answers)
 
     def _add_up(self, tensor: Tensor) -> None:
-        """The sum over all ranks, in place on rank zero."""
+        """Sum a tensor across ranks, in place on rank zero."""
         with self._closing():
             dist.reduce(tensor, dst=0)
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """After a transfer that failed there is no other one."""
+        """Close the exchange if a transfer in the block fails."""
         try:
             yield
         except BaseException:
@@ -187,7 +185,7 @@ class Exchange:
 
 
 def _states(snapshot: Snapshot | None) -> States:
-    """The states of a rank by their keys."""
+    """Return the states of a rank by key."""
     return {
         (bank, site): (group.reduction, state)
         for bank, groups in enumerate([] if snapshot is None else snapshot.groups)
@@ -197,16 +195,16 @@ def _states(snapshot: Snapshot | None) -> States:
 
 
 def _snapshot(own: Snapshot | None, merged: MergedStates) -> Snapshot:
-    """The merged states in the form of this rank's own."""
+    """Return the merged states in the format of this rank's own."""
     banks = [merged.groups.get(bank, []) for bank in range(1 + max(merged.groups, default=0))]
-    if own is None:  # the recorder of this rank has failed, and what it would say of the order with it
+    if own is None:  # this rank has failed, so the order of its sites is unknown
         own = Snapshot((), [], [frozenset()] * len(banks))
     banks += [[]] * (len(own.groups) - len(banks))
     return replace(own, groups=banks, rank_means=merged.rank_means, apart=merged.apart)
 
 
 def _left_out(snapshot: Snapshot | None) -> set[Key]:
-    """What a rank has left out, by the number of the reduction."""
+    """Return the keys that a rank has skipped."""
     return (
         set() if snapshot is None else {(bank, site) for bank, sites in enumerate(snapshot.left_out) for site in sites}
     )

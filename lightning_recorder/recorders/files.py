@@ -1,4 +1,4 @@
-"""A recording by name in one safetensors file, beside the folder of its numbered files."""
+"""Safetensors file of a recording by name, beside the folder of its numbered files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def save_recording(folder: Path, state: Mapping[str, Any], kind: str) -> None:
     """Write the state of a recorder beside a folder.
 
     Args:
-        folder: The folder; the file is called as it is, with ``.safetensors`` behind.
-        state: What ``Recorder.state_dict`` gives.
-        kind: The recorder's class.
+        folder: The folder; the file has the same name with the suffix ``.safetensors``.
+        state: The result of ``Recorder.state_dict``.
+        kind: The recorder's class name.
 
     Raises:
         OSError: If the file cannot be written.
@@ -43,11 +43,11 @@ def save_recording(folder: Path, state: Mapping[str, Any], kind: str) -> None:
 
 
 def load_recording(folder: Path, kind: str) -> dict[str, Any]:
-    """The state that was saved beside a folder.
+    """Return the state that was saved beside a folder.
 
     Raises:
-        ArgumentError: If a recorder of another kind has saved it.
-        DumpError: If the file is damaged or none of ours.
+        ArgumentError: If the file was saved by another kind of recorder.
+        DumpError: If the file is damaged or was not written by this package.
         FileNotFoundError: If there is no such file.
     """
     tensors, metadata = read_tensors(_file(folder), FORMAT)
@@ -69,7 +69,7 @@ def _file(folder: Path) -> Path:
 
 
 def _unique(key: str, taken: Mapping[str, Tensor]) -> str:
-    """The key, marked if a name with a slash or a path that looks like a part has led to it before."""
+    """Return the key, with a suffix if a name with a slash or a path that looks like a part already produced it."""
     while key in taken:
         key += "~"
     return key

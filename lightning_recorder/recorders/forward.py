@@ -1,4 +1,4 @@
-"""Recorders of what modules take and give."""
+"""Recorders of module inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ForwardInput", "ForwardOutput", "ForwardPre"]
 
 
 class ForwardPre(Recorder):
-    """Records what modules take, as it is before the call; arguments as for :class:`~lightning_recorder.Recorder`.
+    """Record module inputs as they are before the call. Takes the arguments of :class:`~lightning_recorder.Recorder`.
 
     Example:
         >>> import torch
@@ -33,10 +33,10 @@ class ForwardPre(Recorder):
 
 
 class ForwardInput(Recorder):
-    """Records what modules have taken, as it is after the call; arguments as for :class:`~lightning_recorder.Recorder`.
+    """Record module inputs as they are after the call. Takes the arguments of :class:`~lightning_recorder.Recorder`.
 
-    It differs from :class:`ForwardPre` for a module that changes its input in place, and for one that raises, of which
-    it records nothing.
+    It differs from :class:`ForwardPre` for a module that changes its input in place, and for one that raises: the
+    inputs of the latter are not recorded.
     """
 
     @override
@@ -45,7 +45,7 @@ class ForwardInput(Recorder):
 
 
 class ForwardOutput(Recorder):
-    """Records what modules give, as it is at that moment; arguments as for :class:`~lightning_recorder.Recorder`.
+    """Record module outputs as they are after the call. Takes the arguments of :class:`~lightning_recorder.Recorder`.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The run in which a net's calls are labelled, which leaves no trace of itself."""
+"""The run that labels a net's calls without side effects."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["run_without_trace"]
 def run_without_trace(
     net: nn.Module, watch: CallWatch, snapshot: ModuleState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Run the net once in its current mode, without autograd, and put everything back, also if it raises.
+    """Run the net once in its current mode, without autograd, and restore everything afterwards, even if it raises.
 
     Args:
         net: The net.
-        watch: Entered while the net runs.
-        snapshot: Of the net's modules; restored afterwards.
-        args: Its arguments; the net is given copies.
-        kwargs: Its keyword arguments, likewise.
+        watch: The watch that is active while the net runs.
+        snapshot: The snapshot of the net's modules, restored afterwards.
+        args: The positional arguments; the net receives copies.
+        kwargs: The keyword arguments; the net receives copies.
 
     Raises:
-        RecordingError: From the net's own error; names the module in which it was raised.
+        RecordingError: If the net raises; names the module that raised.
     """
     with unrecorded():
         copies = own_copies({**dict(enumerate(args)), **kwargs})
@@ -47,7 +47,7 @@ def run_without_trace(
 
 
 def _raised_in(error: BaseException, modules: Mapping[str, nn.Module]) -> tuple[nn.Module, str] | None:
-    """The innermost of the modules in whose method an error was raised, and how to call it."""
+    """Return the innermost module in whose method an error was raised and its description, or ``None``."""
     names = {id(module): name for name, module in modules.items()}
     found = None
     trace = error.__traceback__

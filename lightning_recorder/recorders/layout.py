@@ -1,4 +1,4 @@
-"""How the states of all sites are packed for the way between the processes of a run."""
+"""The packing of all site states for the exchange between ranks."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from lightning_recorder.taps import Site
 __all__ = ["Key", "Layout", "MergedStates", "Packed", "States", "Told"]
 
 Key = tuple[int, Site]
-"""The number of the reduction and the site."""
+"""The index of the reduction and the site."""
 States = Mapping[Key, tuple[Reduction, Tensor]]
-"""The state, ``[width]``, of each of a rank's sites, and what it is a state of."""
+"""The reduction and the state, of shape ``[width]``, of each site of a rank."""
 
-# What a rank says of a site: that it has nothing, a part, a copy of what another one has, or has left it out.
+# The status of a site on a rank: no state, a state, a copy of another rank's state, or skipped.
 _ABSENT, _COUNTS, _COPY, _LEFT_OUT = 0.0, 1.0, 2.0, 3.0
 
 
 class Packed(NamedTuple):
-    """One rank's states."""
+    """The packed states of one rank."""
 
     apart: Tensor
-    """What every rank's is needed of, 1-d float64: whether there is a state, and the words that are not added."""
+    """The data needed from each rank, 1-d float64: the status of each site, and the words that are not additive."""
     added: Tensor
-    """What is only added over the ranks, 1-d float64."""
+    """The additive words, 1-d float64."""
 
 
 class MergedStates(NamedTuple):
-    """The states of all ranks together, on the CPU."""
+    """The merged states of all ranks, on the CPU."""
 
     groups: dict[int, list[Collected[Site]]]
-    """By the number of the reduction."""
+    """The states by the index of the reduction."""
     rank_means: dict[Site, tuple[float, float]]
-    """The smallest and the largest of the means of the ranks."""
+    """The smallest and the largest per-rank mean."""
     apart: frozenset[Site]
-    """The sites of which ranks should have the same and do not."""
+    """The sites whose values should be equal on all ranks but differ."""
 
 
 class Told(NamedTuple):
-    """What the ranks have to know of a site."""
+    """The description of a site's reduction that is shared between ranks."""
 
     described: str
-    """Its reduction, in words."""
+    """The reduction as text."""
     initial: Tensor
-    """The state of an empty stream, ``[width]``."""
+    """The state of an empty stream, of shape ``[width]``."""
     additive: Tensor
-    """Which words are merged by adding, ``[width]`` bool."""
+    """A mask of the words that are merged by addition, bool of shape ``[width]``."""
     reduction: Reduction | None
-    """The reduction, without a state; none where it cannot be sent to another process."""
+    """The reduction without a state, or None if it cannot be pickled."""
 
 
 class _Kind(NamedTuple):
-    """Sites of equal states, which lie together."""
+    """A group of sites with the same reduction, stored together."""
 
     bank: int
     about: Told
@@ -67,7 +67,7 @@ class _Kind(NamedTuple):
 
     @property
     def additive(self) -> Tensor:
-        """Which words are merged by adding, ``[width]`` bool."""
+        """A mask of the words that are merged by addition, bool of shape ``[width]``."""
         return self.about.additive
 
 
@@ -77,10 +77,10 @@ class Layout:
     def __init__(self) -> None:
         self._known: dict[Key, Told] = {}
         self._refused: set[Key] = set()
-        self._own: dict[str, Reduction] = {}  # this rank's reductions, by their words
+        self._own: dict[str, Reduction] = {}  # this rank's reductions by description
 
     def unknown(self, own: States) -> list[tuple[Key, Told]]:
-        """The sites among a rank's own that are not in the layout, with what other ranks have to know of them."""
+        """Return a rank's sites that are not in the layout, with the description for the other ranks."""
         found = []
         for key, (reduction, _) in own.items():
             if key not in self._known and key not in self._refused:
@@ -90,14 +90,14 @@ class Layout:
         return found
 
     def extend(self, told: Sequence[Sequence[tuple[Key, Told]]]) -> list[tuple[Key, Told]]:
-        """Take sites into the layout.
+        """Add sites to the layout.
 
         Args:
-            told: Those of all ranks, the first one's first, the same on each rank.
+            told: The new sites of all ranks in rank order, the same on each rank.
 
         Returns:
-            Those left out, since their states differ in kind or size between the ranks, or since the first rank has
-            not seen them and cannot be sent their reduction.
+            The rejected sites: those whose states differ in kind or size between ranks, and those that the first rank
+            has not seen and whose reduction cannot be sent to it.
         """
         by_key: dict[Key, list[Told]] = {}
         for key, about in itertools.chain.from_iterable(told):
@@ -119,13 +119,13 @@ class Layout:
     def pack(
         self, own: States, device: torch.device, *, copies: Collection[Site] = (), left_out: Collection[Key] = ()
     ) -> Packed:
-        """A rank's states in the order of the layout.
+        """Pack a rank's states in the order of the layout.
 
         Args:
-            own: Its states.
-            device: Where the result lies.
-            copies: The sites that are a copy of another rank's.
-            left_out: What this rank has left out, so that there is no record of it.
+            own: The states of the rank.
+            device: The device of the result.
+            copies: The sites that are copies of another rank's.
+            left_out: The keys that this rank has skipped, so that they are not part of the record.
         """
         apart, added = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64, device=device)]
         parts = [torch.zeros(0, dtype=torch.float64, device=device)]
@@ -148,11 +148,11 @@ class Layout:
         return Packed(torch.cat([torch.cat(apart).to(device), *parts]), torch.cat(added))
 
     def merge(self, apart: Sequence[Tensor], added: Tensor) -> MergedStates:
-        """The states of all ranks together.
+        """Merge the states of all ranks.
 
         Args:
-            apart: What each rank has packed, on the CPU.
-            added: The sum over the ranks of the other part, on the CPU.
+            apart: The ``apart`` part of each rank, on the CPU.
+            added: The sum of the ``added`` parts across ranks, on the CPU.
         """
         kinds = self._kinds()
         counts = [len(kind.sites) for kind in kinds]
@@ -184,7 +184,7 @@ class Layout:
         return MergedStates(groups, means, frozenset(differing))
 
     def _kinds(self) -> list[_Kind]:
-        """The sites by the kind of their states."""
+        """Group the sites by the kind of their states."""
         kinds: dict[tuple[int, str], _Kind] = {}
         for (bank, site), about in self._known.items():
             kinds.setdefault((bank, about.described), _Kind(bank, about, [])).sites.append(site)
@@ -197,19 +197,19 @@ def _told_of(reduction: Reduction) -> Told:
     told = Told(reduction.described, reduction.initial(), reduction.additive_words(), bare)
     try:
         pickle.dumps(bare)
-    except Exception:  # noqa: BLE001 - as of a class that is defined in a function, or whatever its parts raise
+    except Exception:  # noqa: BLE001 - a local class cannot be pickled, and its parts may raise anything
         return told._replace(reduction=None)
     return told
 
 
 def _split(apart: Tensor, counts: list[int], sizes: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """What a rank says of each kind, and its words."""
+    """Split a rank's data into the status and the words of each kind."""
     there, words = apart.split([sum(counts), sum(sizes)])
     return there.split(counts), words.split(sizes)
 
 
 def _merged(reduction: Reduction, ranks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """States of the ranks, ``[sites, width]`` each, merged in the order of the ranks, where they count."""
+    """Merge the counted states of the ranks, each of shape ``[sites, width]``, in rank order."""
     total = reduction.initial().repeat(len(ranks[0][1]), 1)
     for there, states in ranks:
         rows = (there == _COUNTS).nonzero().flatten()
@@ -222,7 +222,7 @@ def _merged(reduction: Reduction, ranks: Sequence[tuple[Tensor, Tensor]]) -> Ten
 def _extreme_means(
     reduction: Statistics, sites: Sequence[Site], ranks: Sequence[tuple[Tensor, Tensor]]
 ) -> dict[Site, tuple[float, float]]:
-    """The smallest and the largest of the means of the ranks that have seen a site."""
+    """Return the smallest and the largest per-rank mean of each site, over the ranks that have seen it."""
     means = torch.stack([torch.where(there > 0, reduction.means(states), torch.nan) for there, states in ranks])
     low = means.nan_to_num(nan=torch.inf).amin(0)
     high = means.nan_to_num(nan=-torch.inf).amax(0)
@@ -232,7 +232,7 @@ def _extreme_means(
 
 
 def _differing(reduction: Statistics, sites: Sequence[Site], ranks: Sequence[tuple[Tensor, Tensor]]) -> list[Site]:
-    """The sites of which a rank has a copy that is not what the others have."""
+    """Return the replicated sites whose copies differ between ranks."""
     are_copies = torch.stack([there for there, _ in ranks]).amax(0) == _COPY
     differ = torch.zeros(len(sites), dtype=torch.bool)
     first, states = ranks[0]

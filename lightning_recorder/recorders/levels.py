@@ -1,6 +1,6 @@
-"""State dictionaries of a module that wraps another, under the names of the one that is wrapped.
+"""State dictionary hooks that hide the name of a wrapped module.
 
-The hooks are functions, so that what has them can be pickled.
+The hooks are functions, so that modules that have them can be pickled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 __all__ = ["NET", "leave_level_out", "name_as_in_net", "put_level_in"]
 
 NET = "_net"
-"""The name of the wrapped module in the wrapper, which is left out."""
+"""The name of the wrapped module in the wrapper, which is removed from keys."""
 
 
 def _renamed(keys: Iterable[str], old: str, new: str) -> dict[str, str]:
@@ -21,20 +21,21 @@ def _renamed(keys: Iterable[str], old: str, new: str) -> dict[str, str]:
 
 
 def leave_level_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """Name the entries of a state dictionary as the net itself does."""
+    """Rename the entries of a state dictionary to the names in the net itself."""
     inner = f"{prefix}{NET}."
     _rename(state_dict, _renamed(state_dict, inner, prefix))
     metadata = getattr(state_dict, "_metadata", {})
-    # The versions of modules are wanted under the net's names by the bare net, and under these by a wrapper.
+    # Module versions are needed under the net's names by the bare net, and under the original names by a wrapper.
     for key in [key for key in metadata if f"{key}.".startswith(inner)]:
         metadata[(prefix + f"{key}."[len(inner) :])[:-1]] = metadata[key]
 
 
 def put_level_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: object) -> None:
-    """Name the entries of a state dictionary as torch looks for them."""
+    """Rename the entries of a state dictionary to the names that torch expects."""
     inner = f"{prefix}{NET}."
     _rename(state_dict, _renamed(state_dict, prefix, inner))
-    # Of a bare net the versions are known only where the wrapper itself is loaded: further in torch shows no more.
+    # The versions of a bare net are available only if the wrapper is the root of the load; torch hides them further
+    # down.
     metadata = getattr(state_dict, "_metadata", {})
     for key in [key for key in metadata if f"{key}.".startswith(prefix) and not f"{key}.".startswith(inner)]:
         metadata.setdefault((inner + f"{key}."[len(prefix) :])[:-1], metadata[key])
@@ -42,7 +43,7 @@ def put_level_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ot
 
 
 def name_as_in_net(module: nn.Module, incompatible_keys: Any) -> None:
-    """Name what is missing or unexpected as the state dictionary does."""
+    """Rename missing and unexpected keys like those of the state dictionary."""
     inner = vars(module).pop("_level", None)
     if inner is None:
         return
@@ -53,6 +54,6 @@ def name_as_in_net(module: nn.Module, incompatible_keys: Any) -> None:
 
 
 def _rename(state_dict: dict[str, Any], names: Mapping[str, str]) -> None:
-    # Out with all of them first: one's new name may be another's old one.
+    # Pop all entries first: a new name may equal another entry's old name.
     entries = {new: state_dict.pop(old) for old, new in names.items()}
     state_dict.update(entries)

@@ -1,4 +1,4 @@
-"""A net that is wrapped to show the outputs of chosen module calls after each forward pass."""
+"""Wrapper around a net that exposes the outputs of selected module calls after each forward pass."""
 
 from __future__ import annotations
 
@@ -26,52 +26,53 @@ __all__ = ["RecordedNet"]
 
 
 class RecordedNet(nn.Module):
-    """A net whose module calls have labels, by which their outputs are recorded.
+    """A net with labelled module calls whose outputs can be recorded.
 
-    When it is wrapped the net is run once. Each call of a module gets the label ``(depth, idx)``: the depth of the
-    module's name, 0 for the net itself, and the place of the call among those of that depth, from 1. A module that is
-    called several times has several labels. In later runs a call is known by its module and how often that was called
-    before, never by its place alone. Modules that are never called, such as the ``out_proj`` of
-    ``nn.MultiheadAttention``, have none.
+    The net is run once when it is wrapped. Each call of a module gets the label ``(depth, idx)``: the depth of the
+    module's name, 0 for the net itself, and the position of the call among those at that depth, starting at 1. A module
+    that is called several times has several labels. In later runs a call is identified by its module and the number of
+    its earlier calls, never by its position alone. Modules that are never called, such as the ``out_proj`` of
+    ``nn.MultiheadAttention``, have no label.
 
-    The wrapper is a module like any other: parameters, modes, devices, copies and pickles are those of the net in it,
-    and so are the keys of its ``state_dict()``.
+    The wrapper is an ordinary module: parameters, modes, devices, copies and pickles are those of the wrapped net, and
+    so are the keys of its ``state_dict()``.
 
     Args:
-        net: The net. Not copied: the wrapper changes nothing of it, and hooks are on it only during a recorded forward.
-        input_size: The shape of the input to label with, or a list of shapes for several inputs. They are made on the
-            device of the net's first parameter or buffer.
-        input_data: Instead of ``input_size``, the input itself: a tensor, a tuple or list of positional arguments, or a
-            dictionary of keyword arguments. The net is given a copy.
-        input_kwargs: Keyword arguments beside either.
-        dtypes: The dtype of the inputs of ``input_size``, or a list of one for each; by default that of the net's first
-            floating-point parameter. Integers and booleans are zeros, floats random numbers.
-        depth: Calls deeper than this are left out of the table; they have their labels all the same.
-        force_static_flow: Every run must make the calls of the labelling run, in their order. If ``False``, other calls
-            may come and go, and only the recorded ones must be made.
+        net: The net. It is neither copied nor changed, and has hooks only during a recorded forward pass.
+        input_size: The shape of the input for the labelling run, or a list of shapes for several inputs. The inputs are
+            created on the device of the net's first parameter or buffer.
+        input_data: The input itself, instead of ``input_size``: a tensor, a tuple or list of positional arguments, or a
+            dictionary of keyword arguments. The net receives a copy.
+        input_kwargs: Keyword arguments in addition to either.
+        dtypes: The dtype of the inputs of ``input_size``, or a list with one for each; by default that of the net's
+            first floating-point parameter. Integers and booleans are zeros, floats are random numbers.
+        depth: The maximum depth of the calls in the table; deeper calls still have labels.
+        force_static_flow: Require every run to make the calls of the labelling run in the same order. If ``False``,
+            other calls may vary, and only the recorded ones are required.
 
     Raises:
-        ArgumentError: If not exactly one of ``input_size`` and ``input_data`` is given, or something has a value that
-            can never work.
-        RecordingError: If the net raises; the message names the module in which it did.
+        ArgumentError: If not exactly one of ``input_size`` and ``input_data`` is given, or an argument has an invalid
+            value.
+        RecordingError: If the net raises; the message names the module that raised.
 
     Note:
-        The labelling run takes place in the current mode, without autograd, and leaves no trace: attributes and buffers
-        of modules, train flags and random number generators are as before, the given tensors are not touched, and taps
-        and recorders see nothing of it. Only lazy modules, such as ``nn.LazyLinear``, are initialised by it; what a
-        forward pass writes into parameters, or into lists and dictionaries that a module has, stays, and hooks of
-        others are called.
+        The labelling run uses the current mode, without autograd, and has no side effects: attributes and buffers of
+        modules, training flags and random number generators are restored, the given tensors are not modified, and taps
+        and recorders do not see it. There are three exceptions: lazy modules, such as ``nn.LazyLinear``, are
+        initialised; values that a forward pass writes into parameters, or into lists and dictionaries of a module,
+        remain; and other hooks are called.
 
     Note:
-        Losses, gradients and buffers are those of the bare net, bit for bit. Of each recorded tensor a copy is made in
-        case that something writes to it later, so recording costs its size once more; tensors, copies and the autograd
-        graph that hangs on them are kept until the next forward starts. Compiled modules run as they are written during
-        a recorded forward. In eval mode without autograd, ``nn.TransformerEncoderLayer`` does not take its fused path
-        while it has hooks, so that last bits may differ.
+        Losses, gradients and buffers equal those of the bare net bit for bit. Each recorded tensor is copied in case it
+        is modified in place later, so recording takes its size once more. Tensors, copies and their autograd graph are
+        kept until the next forward pass starts. Compiled modules run eagerly during a recorded forward pass. In eval
+        mode without autograd, ``nn.TransformerEncoderLayer`` does not use its fused path while it has hooks, so the
+        last bits may differ.
 
     Note:
-        What ``torch.utils.checkpoint`` computes anew in the backward pass is not recorded. Nor is it postprocessed,
-        as the hooks are off by then: do not postprocess inside a checkpointed block, or its gradients are wrong.
+        Recomputations by ``torch.utils.checkpoint`` in the backward pass are not recorded. They are not postprocessed
+        either, since the hooks have been removed by then: do not postprocess inside a checkpointed block, or its
+        gradients are wrong.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU())
@@ -132,12 +133,12 @@ class RecordedNet(nn.Module):
         run_without_trace(self._net, watch, snapshot, args, kwargs)
         self._summary = watch.summary(self._net)
         self._calls = label_calls(watch.calls)
-        # What raised, and was caught by the net, has not ended.
+        # A call that raised an error caught by the net has not ended.
         ends = {call: place for place, call in enumerate(watch.ended)}
         self._order = sorted(self._calls, key=lambda label: ends.get(self._calls[label], len(ends)))
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper does not have is the net's, as its submodules are."""
+        """Return an attribute of the net, such as a submodule, if the wrapper does not have it."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -152,12 +153,12 @@ class RecordedNet(nn.Module):
 
     @property
     def summary(self) -> Summary:
-        """What the labelling run showed, as data; ``repr()`` of the wrapper is its table."""
+        """The results of the labelling run as data; ``repr()`` of the wrapper shows them as a table."""
         return self._summary
 
     @property
     def labels(self) -> Mapping[Label, str]:
-        """The name of the module behind each label, in the order in which the calls began."""
+        """The module name for each label, in the order in which the calls began."""
         return MappingProxyType({label: call.name for label, call in self._calls.items()})
 
     @property
@@ -167,28 +168,29 @@ class RecordedNet(nn.Module):
 
     @property
     def recorded_modules(self) -> dict[Label, nn.Module]:
-        """The modules whose calls are recorded."""
+        """The modules with recorded calls, by label."""
         modules = named_submodules(self._net)
         return {label: modules[self._calls[label].name] for label in self._recording}
 
     @property
     def recorded_params(self) -> dict[str, nn.Parameter]:
-        """The parameters of the recorded modules and of those below them, each once, by their names in the net."""
+        """The parameters of the recorded modules and of everything below them, each once, by their names in the net."""
         recorded = {id(each) for module in self.recorded_modules.values() for each in module.parameters()}
         return {name: each for name, each in self._net.named_parameters() if id(each) in recorded}
 
     @property
     def activations(self) -> Mapping[Label, Tensor | dict[str, Tensor]]:
-        """The recorded outputs of the latest forward, in the order in which the calls ended; read-only.
+        """The recorded outputs of the latest forward pass, in the order in which the calls ended; read-only.
 
-        An output that is no tensor is given as its tensors by their paths, as in ``{"out[0]": ..., "out[1][0]": ...}``.
-        Empty before the first forward, after one with ``dont_record=True`` and after one that raised.
+        An output that is not a tensor is returned as a dictionary of its tensors by path, as in
+        ``{"out[0]": ..., "out[1][0]": ...}``. Empty before the first forward pass, after one with ``dont_record=True``
+        and after one that raised.
 
         Note:
-            The tensor is the output itself, so that ``torch.autograd.grad(loss, activations[label])`` works; unless
-            something has written to it since. Then it is a copy of what the module gave, differentiable down to the
-            net's parameters, through which no loss has been computed. Tensors of inference mode are always copies.
-            Writes through ``tensor.data`` go unnoticed. The choice is made whenever this attribute is read.
+            The tensor is the output itself, so ``torch.autograd.grad(loss, activations[label])`` works, unless it was
+            modified in place since. In that case it is a copy of the original output, differentiable with respect to
+            the net's parameters, but not part of the graph of any loss. Inference tensors are always copies. Writes
+            through ``tensor.data`` are not detected. The choice is made each time this attribute is read.
         """
         return MappingProxyType(
             {
@@ -198,14 +200,14 @@ class RecordedNet(nn.Module):
         )
 
     def record(self, *labels: Sequence[int] | str) -> None:
-        """Choose what is recorded from the next forward on, in place of what was; nothing without arguments.
+        """Select the calls to record from the next forward pass on, replacing any others; none without arguments.
 
         Args:
-            labels: Labels ``(depth, idx)``, or names of modules, each for all of its calls; ``""`` is the net itself.
-                Order and duplicates do not matter.
+            labels: Labels ``(depth, idx)``, or module names, each for all calls of the module; ``""`` is the net
+                itself. Order and duplicates do not matter.
 
         Raises:
-            ArgumentError: If there is no such label or name. What is recorded stays as it was.
+            ArgumentError: If there is no such label or name. The selection is then unchanged.
         """
         found = [(entry, self._resolve(entry)) for entry in labels]
         unknown = [entry for entry, resolved in found if not resolved]
@@ -240,26 +242,26 @@ class RecordedNet(nn.Module):
         dont_record: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run the net, and record.
+        """Run the net and record.
 
         Args:
-            args: The net's.
-            activation_postproc: Applied to the output of each recorded call after it was recorded, and passed on in its
-                place unless it gives ``None``. A sequence has one for each recorded call, in the order in which these
-                ended when the net was labelled; surplus ones are ignored.
-            dont_record: Keep nothing. The postprocessing takes place nevertheless.
-            kwargs: The net's.
+            args: The positional arguments of the net.
+            activation_postproc: A function that is applied to the output of each recorded call after recording. Its
+                result replaces the output unless it is ``None``. A sequence has one function per recorded call, in the
+                order in which the calls ended in the labelling run; extra functions are ignored.
+            dont_record: Record nothing; outputs are still postprocessed.
+            kwargs: The keyword arguments of the net.
 
         Returns:
-            What the net gives.
+            The output of the net.
 
         Raises:
-            ArgumentError: If ``activation_postproc`` is too short, before anything runs.
-            FlowError: If the net has made other calls than those that were labelled, after it ran.
+            ArgumentError: If ``activation_postproc`` is too short; raised before the net runs.
+            FlowError: If the net made other calls than the labelled ones; raised after the net ran.
 
         Note:
-            Without anything to record or postprocess the net is merely called. A forward inside a backward pass is one
-            that ``torch.utils.checkpoint`` repeats: it leaves ``activations`` alone.
+            If there is nothing to record or postprocess, the net is simply called. A forward pass inside a backward
+            pass is a recomputation by ``torch.utils.checkpoint`` and does not change ``activations``.
         """
         postprocs = self._assign(activation_postproc)
         keep = not dont_record
@@ -271,7 +273,7 @@ class RecordedNet(nn.Module):
             return self._net(*args, **kwargs)
         run = self._run
         if torch.compiler.is_compiling():
-            # What is compiled cannot be recorded: a break in the graph here lets this forward run as it is written.
+            # Compiled code cannot be recorded: a graph break here runs this forward pass eagerly.
             run = torch.compiler.disable(run)
         return run(postprocs, keep, args, kwargs)
 
@@ -318,12 +320,12 @@ class RecordedNet(nn.Module):
 
     @override
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by their names in the net, as those of the state dictionary."""
+        """Yield the parameters by their names in the net, as in the state dictionary."""
         return ((name.replace(f"{NET}.", "", 1), each) for name, each in super().named_parameters(*args, **kwargs))
 
     @override
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The buffers by their names in the net, as those of the state dictionary."""
+        """Yield the buffers by their names in the net, as in the state dictionary."""
         return ((name.replace(f"{NET}.", "", 1), each) for name, each in super().named_buffers(*args, **kwargs))
 
     def __repr__(self) -> str:
@@ -331,5 +333,5 @@ class RecordedNet(nn.Module):
         return f"{type(self).__name__} of {type(self._net).__name__}\n{table}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors in the middle of an autograd graph can be neither copied nor pickled.
+        # Non-leaf tensors of an autograd graph can be neither copied nor pickled.
         return {**super().__getstate__(), "_records": {}}  # type: ignore[no-untyped-call]  # torch has no annotations there

@@ -1,4 +1,4 @@
-"""Parameters, their gradients, what an optimiser step changes in them, and what the optimiser keeps of them."""
+"""A recorder of parameters, their gradients, their updates and their optimizer states."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, tell
+from lightning_recorder.names import own_parameters
 from lightning_recorder.recorders.siterecorder import SiteRecorder
 from lightning_recorder.recorders.sites import SiteStates, SiteStatistics
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.stopwatch import Stopwatch
 from lightning_recorder.storage import is_uninitialized
 from lightning_recorder.taps import Site
-from lightning_recorder.taps.parameter import own_parameters
 from lightning_recorder.unrecorded import unrecorded
 
 __all__ = ["PARAMETER_PARTS", "OptimizerRecorder", "with_update_ratios"]
 
 PARAMETER_PARTS = ("values", "gradients", "updates", "moments")
-"""What can be recorded of a parameter."""
+"""The tensors of a parameter that can be recorded."""
 
 _UPDATE = ".update"
 
@@ -35,11 +35,11 @@ class _Parameter(NamedTuple):
     site: Site
     tensor: nn.Parameter
     counts: bool
-    """Whether this rank's part is not a copy of another rank's."""
+    """True if this rank's part is not a copy of another rank's part."""
 
 
 class _Step(NamedTuple):
-    """A step of an optimiser that has begun."""
+    """An optimizer step in progress."""
 
     optimizer: Optimizer
     parameters: list[_Parameter]
@@ -47,33 +47,34 @@ class _Step(NamedTuple):
 
 
 class OptimizerRecorder(SiteRecorder):
-    """Statistics of the parameters of modules at the steps of an optimiser, as a context manager.
+    """Record statistics of the parameters of modules at optimizer steps, usable as a context manager.
 
-    The sites of a parameter ``weight`` of a module are ``weight``, the values before the step; ``weight.grad``, the
-    gradient that the step finds; ``weight.update``, what the step changes in the values; and ``weight.exp_avg`` and
-    the like, what the optimiser keeps for it afterwards, whatever has its shape. :func:`with_update_ratios` adds the
+    The sites of a module's parameter ``weight`` are ``weight``, the values before the step; ``weight.grad``, the
+    gradient used by the step; ``weight.update``, the change of the values by the step; and ``weight.exp_avg`` and
+    similar, the optimizer states after the step that have the shape of the parameter. :func:`with_update_ratios` adds
     ``update_ratio`` to the statistics of ``weight``: ``rms(update) / rms(values)``, over the recorded steps.
 
-    A parameter that several modules share is recorded under the first of them. One that no recorded step belongs to,
-    or that is frozen, has no record.
+    A parameter that several modules share is recorded for the first of them. A frozen parameter, or one that no
+    recorded step updates, has no record.
 
     Args:
-        modules: The modules by name; of each its own parameters are recorded, not those of its children.
-        optimizers: Whose steps are recorded while this is attached. Of others, and where a closure computes the
-            gradients inside the step, :meth:`before_step` says when one begins.
-        parts: Which of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
-        extra: As for :class:`~lightning_recorder.StatisticsRecorder`.
-        sample: As for :class:`~lightning_recorder.StatisticsRecorder`.
-        quantiles: As for :class:`~lightning_recorder.StatisticsRecorder`.
-        strict: Raise what goes wrong instead of warning once and leaving that parameter alone from then on.
+        modules: The modules by name. Each module's own parameters are recorded, without those of its children.
+        optimizers: The optimizers whose steps are recorded while this recorder is attached. For other optimizers, and
+            if a closure computes the gradients inside the step, call :meth:`before_step`.
+        parts: Some of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
+        extra: See :class:`~lightning_recorder.StatisticsRecorder`.
+        sample: See :class:`~lightning_recorder.StatisticsRecorder`.
+        quantiles: See :class:`~lightning_recorder.StatisticsRecorder`.
+        strict: Raise errors instead of warning once and no longer recording the failed module.
 
     Raises:
-        ArgumentError: If an argument can never work.
-        RecordingError: From the optimiser's step, if ``strict``; names the module.
+        ArgumentError: If an argument is invalid.
+        RecordingError: From the optimizer step, if ``strict``. The message names the module.
 
     Note:
-        For updates a copy of the recorded parameters of the optimiser is kept during a recorded step. Of a parameter
-        that is sharded over ranks each has its part; a replicated one counts on rank zero alone when ranks are merged.
+        Updates need a copy of the optimizer's recorded parameters during a recorded step. For a parameter that is
+        sharded across ranks, each rank records its shard. A replicated parameter counts on rank zero only when ranks
+        are merged.
 
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
@@ -112,7 +113,7 @@ class OptimizerRecorder(SiteRecorder):
         self._stopwatch: Stopwatch | None = None
         self._attached = False
         self._handles: list[RemovableHandle] = []
-        self._hooked: list[Optimizer] = []  # those that say when a step has ended
+        self._hooked: list[Optimizer] = []  # the optimizers with a post-step hook
         self._steps: list[_Step] = []
         self._quiet: set[str] = set()
 
@@ -140,6 +141,10 @@ class OptimizerRecorder(SiteRecorder):
         self._quiet.clear()
         super().revive()
 
+    @override
+    def traces(self) -> dict[str, Any]:
+        return {**super().traces(), "parts": self.parts}
+
     @property
     @override
     def attached(self) -> bool:
@@ -159,7 +164,7 @@ class OptimizerRecorder(SiteRecorder):
 
     @override
     def remove(self) -> None:
-        # A step that has begun and not ended is ended first.
+        # A step in progress is completed first.
         for step in list(self._steps):
             self._after(step)
         self._attached = False
@@ -168,13 +173,13 @@ class OptimizerRecorder(SiteRecorder):
             handle.remove()
 
     def before_step(self, optimizer: Optimizer, factor: float = 1.0) -> None:
-        """Record what a step finds that is about to begin, and what it changes when it has ended.
+        """Record the tensors before a step, and record its updates when it has ended.
 
-        Called again during one step, as a closure is by LBFGS, it does nothing.
+        A no-op during a step of the same optimizer, for example in the closure of LBFGS.
 
         Args:
-            optimizer: Whose step it is.
-            factor: What the gradients are multiplied by.
+            optimizer: The optimizer of the step.
+            factor: The factor that the gradients are multiplied by.
         """
         if not self._attached or any(step.optimizer is optimizer for step in self._steps):
             return
@@ -195,13 +200,13 @@ class OptimizerRecorder(SiteRecorder):
                 tell(f"updates of parameters are not recorded, a copy of them is too large: {describe_error(error)}")
         after = getattr(optimizer, "register_step_post_hook", None)
         if after is not None and not any(each is optimizer for each in self._hooked):
-            # Stays until remove(): torch is going through the hooks of the optimiser when it calls this one.
+            # Kept until remove(), because torch iterates over the optimizer's hooks while it calls this one.
             self._hooked.append(optimizer)
             self._handles.append(after(partial(_after, self)))
         self._steps.append(_Step(optimizer, parameters, before))
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Record what a step has changed; without one that has begun, nothing."""
+        """Record the result of a step. A no-op if no step of the optimizer is in progress."""
         for step in self._steps:
             if step.optimizer is optimizer:
                 self._after(step)
@@ -218,7 +223,7 @@ class OptimizerRecorder(SiteRecorder):
 
     @staticmethod
     def _kept(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
-        """What an optimiser keeps of the shape of a parameter."""
+        """Return the optimizer states that have the shape of the parameter."""
         kept: Any = optimizer.state.get(parameter)
         if not isinstance(kept, Mapping):
             return []
@@ -229,7 +234,7 @@ class OptimizerRecorder(SiteRecorder):
         ]
 
     def _parameters_of(self, optimizer: Optimizer) -> list[_Parameter]:
-        """The parameters of the modules that a step of an optimiser can change, each once."""
+        """Return the parameters of the modules that a step of the optimizer can change, without duplicates."""
         theirs = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         found = []
         for name, module in self._modules.items():
@@ -259,10 +264,10 @@ class OptimizerRecorder(SiteRecorder):
 
 
 def is_own_part(tensor: Tensor) -> bool:
-    """Whether what this rank has of a tensor is not merely a copy of what another rank has.
+    """Return True if this rank's part of a tensor is not merely a copy of another rank's part.
 
-    A plain tensor is one that every rank has, and counts on rank zero; of a sharded one, a ``DTensor``, each rank has a
-    part, and of the ranks that have the same part, as where shards are replicated, the first one counts.
+    A plain tensor is the same on every rank and counts on rank zero. For a ``DTensor``, each rank has a shard. If
+    shards are replicated, the first of the ranks with the same shard counts.
     """
     mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
     if mesh is None or placements is None:
@@ -275,7 +280,7 @@ def is_own_part(tensor: Tensor) -> bool:
 
 
 def with_update_ratios(found: Mapping[Site, SiteStatistics]) -> dict[Site, SiteStatistics]:
-    """The same statistics, with ``update_ratio`` where there is an update: ``rms(update) / rms(values)``."""
+    """Return the statistics with ``update_ratio``, ``rms(update) / rms(values)``, at the sites that have an update."""
     ratios: dict[Site, SiteStatistics] = dict(found)
     for site, seen in found.items():
         update = found.get(Site(site.name, site.path + _UPDATE))
@@ -287,7 +292,7 @@ def with_update_ratios(found: Mapping[Site, SiteStatistics]) -> dict[Site, SiteS
 
 
 class _timed:  # noqa: N801 - read as an adjective
-    """Measures a block, if there is anything to measure it by."""
+    """Measure a block, if there is a stopwatch."""
 
     def __init__(self, watch: Stopwatch | None) -> None:
         self._watch = watch
@@ -300,10 +305,10 @@ class _timed:  # noqa: N801 - read as an adjective
             self._watch.stop(self._started)
 
 
-# Functions of their own, so that an optimiser which is pickled in the middle of a step does not take a method with it.
+# Functions rather than methods, so that pickling an optimizer in the middle of a step does not pickle the recorder.
 def _before(recorder: OptimizerRecorder, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:  # else the gradients are still to come
+    if closure is None:  # a closure computes the gradients later
         recorder.before_step(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""What is given every record of a run, beside the loggers."""
+"""The interface for consumers of records other than loggers."""
 
 from __future__ import annotations
 
@@ -13,30 +13,35 @@ __all__ = ["Outlet"]
 
 
 class Outlet(ABC):
-    """Takes each record with its statistics, in the thread that writes.
+    """A consumer of records and their statistics, called in the writer thread.
 
-    What it raises costs the run nothing but this outlet: one warning, after which it is given no more.
+    If it raises, it causes one warning and receives no further records. The run continues.
     """
 
     def __str__(self) -> str:
-        """What warnings call it, as ``"the file of records"``."""
+        """Return the name for warnings, such as ``"the file of records"``."""
         return type(self).__name__
 
     @abstractmethod
     def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
-        """Take a record.
+        """Receive a record.
 
         Args:
             record: The record.
-            found: Its statistics, in the order of the modules; may be empty.
+            found: The statistics of its sites in module order, possibly empty.
         """
 
+    @property
+    def written_bytes(self) -> int:
+        """The number of bytes of records written to files of this consumer."""
+        return 0
+
     def logged_bytes(self, records: int) -> int:
-        """How many bytes it will have given to the loggers after so many records, as far as is known."""
+        """Return the estimated number of bytes passed to the loggers after this many records."""
         return 0
 
     def end_epoch(self) -> None:  # noqa: B027 - most have nothing to do
-        """Do what is due at the end of an epoch."""
+        """Run at the end of an epoch."""
 
     def finish(self) -> None:  # noqa: B027 - most have nothing to do
-        """Do what is due at the end of the run."""
+        """Run at the end of the run."""

@@ -1,4 +1,4 @@
-"""The pictures of a run: which are drawn, and when."""
+"""A record consumer that draws the plots of a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_recorder.taps import Site
 
 __all__ = ["Plotter"]
 
-_FIRST = 10  # records; then at twice as many, and so on, so that drawing takes no more of a longer run
+_FIRST = 10  # records; then at twice as many, and so on, to limit the drawing time of long runs
 
 _MOST_SITES = 1000
-_PICTURE_BYTES = 20_000  # of one, until there are some; those of 6 layers take 5 to 10 KB and those of 100 up to 75
+_PICTURE_BYTES = 20_000  # an initial estimate; a plot of 6 layers takes 5 to 10 KB, one of 100 layers up to 75 KB
 
 _HEAT_MAPS = {
     "activations": ("rms", "mean", "zero_fraction"),
@@ -30,22 +30,22 @@ _FLOW = ("rms", "min", "max")
 
 
 class Plotter(Outlet):
-    """Draws pictures of what has been recorded up to now.
+    """Draw plots of the recorded history.
 
-    They are drawn when 10, 20, 40, … records are there, and once more when the run ends.
+    The plots are drawn after 10, 20, 40, … records, and once more at the end of the run.
 
     Args:
-        group: What is recorded: ``"activations"``, ``"gradients"`` or ``"parameters"``.
-        tags: What the tags begin with; by default the group.
-        every: Draw at each ``every``-th record instead.
-        max_images: The most pictures of single sites over time.
-        show: Takes the step and the pictures by tag, and answers how many bytes were written, if that is counted.
+        group: The kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``.
+        tags: The first part of the tags, by default the group.
+        every: Draw after every ``every``-th record instead.
+        max_images: The maximum number of plots of single sites over time.
+        show: A callback that receives the step and the images by tag. It returns the number of bytes written, or None
+            if they are not counted.
 
     Note:
-        Of the past it keeps numbers for at most 256 records, evenly spread; see
-        :class:`~lightning_recorder.plots.History`. Of more than 1,000 sites, more than a picture has rows for, every
-        second, third, … one is kept. Drawing takes a tenth of a second for each picture, of the thread
-        that writes.
+        The history holds scalars for at most 256 records, evenly spaced; see
+        :class:`~lightning_recorder.plots.History`. If there are more than 1,000 sites, more than a plot has rows for,
+        every second, third, … site is kept. Drawing takes about 0.1 s per plot in the writer thread.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Plotter(Outlet):
             if part not in self._histories:
                 self._histories[part] = History(
                     statistics=tuple(dict.fromkeys((*_HEAT_MAPS[part], *_FLOW))),
-                    max_histograms=0 if part.endswith("_grad") else self._max_images,  # of which none is drawn
+                    max_histograms=0 if part.endswith("_grad") else self._max_images,  # their histograms are not drawn
                 )
                 every = -(-len(of_part) // _MOST_SITES)
                 self._left_out |= set(of_part) - set(of_part[::every])
@@ -93,7 +93,7 @@ class Plotter(Outlet):
             self._draw()
 
     def _by_part(self, sites: list[Site]) -> dict[str, list[Site]]:
-        """The sites that belong in one picture: of parameters the values, apart from them the gradients."""
+        """Group the sites by plot: the values and the gradients of parameters are drawn separately."""
         if self._group != "parameters":
             return {self._group: sites}
         known = set(sites)

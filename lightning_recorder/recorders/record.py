@@ -1,4 +1,4 @@
-"""What was recorded between two results."""
+"""A record: the statistics of one or more steps with their metadata."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["Record"]
 
 @dataclass(frozen=True)
 class Record:
-    """What becomes one record.
+    """The statistics of one or more steps with their metadata.
 
     Args:
-        step: Where it stands on the axis of steps.
+        step: The position on the step axis.
         epoch: The epoch.
         snapshot: The states.
-        steps: How many recorded steps it is of.
+        steps: The number of recorded steps.
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        loader: The number of the loader, where there are several.
-        overflowed: Whether it is of a step whose gradients overflowed, so that the optimiser passed it over.
-        overflow_steps: How many recorded steps did so up to now.
-        recording_ms: Milliseconds that the hooks took.
-        flush_ms: Milliseconds that copying and merging took.
-        every_n_train_steps: The cadence from now on.
-        ranks: Of how many ranks it is.
+        loader: The index of the data loader, or ``None`` if there is only one.
+        overflowed: True if the gradients of the step overflowed, so that the optimizer skipped the step.
+        overflow_steps: The number of recorded steps with an overflow so far.
+        recording_ms: The time spent in the hooks, in milliseconds.
+        flush_ms: The time spent on copying and merging, in milliseconds.
+        every_n_train_steps: The interval from now on, in steps.
+        ranks: The number of merged ranks.
     """
 
     step: int
@@ -44,11 +44,11 @@ class Record:
     ranks: int = 1
 
     def in_order_of_execution(self, sites: Iterable[Site], *, backward: bool = False) -> list[Site]:
-        """Sites in the order in which the forward pass comes to them; those that only other ranks have seen last.
+        """Return the sites in the order of the forward pass. Sites that only other ranks have seen come last.
 
         Args:
             sites: The sites.
-            backward: Whether they are seen in the backward pass, which comes to them in reverse.
+            backward: True if the sites are seen in the backward pass, which visits them in reverse.
         """
         seen = list(self.snapshot.kinds)
         places = {site: place for place, site in enumerate(reversed(seen) if backward else seen)}

@@ -1,4 +1,4 @@
-"""The file in which a run leaves all of its records."""
+"""The file with all records of a run."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _ABOUT = (
 
 
 class RecordFile(Outlet):
-    """Appends each record to the file that :func:`~lightning_recorder.open_recording` reads.
+    """Append each record to the file that :func:`~lightning_recorder.open_recording` reads.
 
     Args:
         directory: The folder of the run's recordings.
-        label: What the recorder is called there.
-        group: What it records.
-        name: Its own name, if it has one.
-        ranks: Of how many processes the records are.
+        label: The name of the recorder in the file name.
+        group: The kind of tensors that are recorded.
+        name: The user-defined name of the recorder, or an empty string.
+        ranks: The number of processes that record.
     """
 
     def __init__(self, directory: Path, label: str, *, group: str, name: str = "", ranks: int = 1) -> None:
@@ -47,20 +47,22 @@ class RecordFile(Outlet):
         self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
         self._is_backward = group == "gradients"
         self._has_begun = False
+        self._header_bytes = 0  # written once, so they are no part of the bytes per record
 
     def __str__(self) -> str:
         return f"the file of records {self._writer.path.name}"
 
     @property
+    @override
     def written_bytes(self) -> int:
-        """How many bytes were written."""
-        return self._writer.written_bytes
+        return self._writer.written_bytes - self._header_bytes
 
     @override
     def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         if not self._has_begun:  # with the first record, so that a run without any leaves no file
             self._has_begun = True
             self._begin()
+            self._header_bytes = self._writer.written_bytes
         sites = record.in_order_of_execution(found, backward=self._is_backward)
         about = {name: getattr(record, name) for name in _ABOUT}
         self._writer.write(about, (_line(site, found[site]) for site in sites))

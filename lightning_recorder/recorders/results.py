@@ -1,37 +1,41 @@
-"""What becomes of the records of a run: they are written, kept, told and laid beside checkpoints."""
+"""The pipeline that summarizes, writes and reports the records of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lightning_recorder.errors import describe_error, tell
+from lightning_recorder.recorders.coverage import RunCoverage
 from lightning_recorder.recorders.outlet import Outlet
-from lightning_recorder.recorders.receipt import Receipt, Watched, paths_by_module
+from lightning_recorder.recorders.receipt import Change, Receipt, Watched, paths_by_module
 from lightning_recorder.recorders.record import Record
 from lightning_recorder.recorders.report import Report
 from lightning_recorder.recorders.sites import SiteStatistics
 from lightning_recorder.schedule import Reduce, Sampling
-from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
+from lightning_recorder.sinks import BackgroundQueue, DeferredSink, Image, MultiSink, Sink
 from lightning_recorder.taps import Site
 
 __all__ = ["Results"]
 
-_SOME_RECORDS = 10  # after which it is known how large they are
+_SOME_RECORDS = 10  # enough records to estimate their mean size
+
+# The arguments of a receipt.
+About = tuple[Watched, Sampling, Reduce]
 
 
 class Results:
-    """Makes the statistics of records and writes them, in the background.
+    """Compute the statistics of records and write them in the background.
 
     Args:
-        report: Writes them to the sink.
-        name: What messages call the recorder.
-        say: Takes the line that the receipt is in.
-        summarize: Makes the statistics of a record.
-        strict: Raise what goes wrong in an outlet.
+        report: The formatter that writes records to the sink.
+        name: The name of the recorder in messages.
+        say: A callback that receives the summary line of the receipt.
+        summarize: A function that computes the statistics of a record.
+        strict: Raise the errors of outlets.
     """
 
     def __init__(
@@ -45,50 +49,60 @@ class Results:
     ) -> None:
         self.report = report
         self.label = report.group
-        """What files call the recorder."""
+        """The name of the recorder in files."""
         self.sink: Sink | None = None
-        """Where records are written; without one they are only kept."""
+        """The sink for the records, or None to keep only the latest statistics."""
         self.directory: Path | None = None
-        """The folder of the receipt, if there is one."""
+        """The folder of the receipt, or None."""
         self._name = name
         self._say = say
         self._summarize = summarize
         self._strict = strict
         self.outlets: list[Outlet] = []
-        """Who else is given each record."""
+        """The additional consumers of records."""
         self.keepers: Sink | None = None
-        """Who is given files."""
+        """The sink for files, or None."""
+        self._deferred: list[DeferredSink] = []  # the deferred sinks inside the sink
         self._latest: dict[str, dict[Site, SiteStatistics]] = {}
         self._latest_step: int | None = None
         self._queue = BackgroundQueue()
         self._was_announced = False
         self._receipt: Receipt | None = None
+        self._coverage: RunCoverage | None = None
         self._records = self._bytes = 0
+        self.recorded: Counter[str] = Counter()
+        """The number of nonempty records of each stage. Read it only after :meth:`wait`."""
+        self.empty: Counter[str] = Counter()
+        """The number of empty records of each stage."""
+        self.note = ""
+        """A text that is appended to the summary line of the receipt."""
 
     def begin(self, sink: Sink | None, directory: Path | None, label: str, *, keepers: Sink | None = None) -> None:
-        """Begin with a run.
+        """Begin a run.
 
         Args:
-            sink: Where its records go; bears any thread.
-            directory: The folder of its recordings.
-            label: What files call the recorder.
-            keepers: Who is given files.
+            sink: The sink for the records, which must accept writes from any thread.
+            directory: The folder of the run's recordings.
+            label: The name of the recorder in files.
+            keepers: The sink for files.
         """
         self.sink, self.directory, self.label = sink, directory, label
         self.keepers = keepers
-        self.report.begin()
+        self._deferred = sink.deferred() if isinstance(sink, MultiSink) else []
+        self.report.begin(label)
         self.outlets = []
         self._was_announced = False
-        self._receipt, self._records, self._bytes = None, 0, 0
+        self._receipt, self._records, self._bytes, self._coverage = None, 0, 0, None
+        self.recorded, self.empty, self.note = Counter(), Counter(), ""
 
     def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
-        """What was recorded last of a stage; where there are several loaders, as ``"validate/0"``."""
+        """Return the latest statistics of a stage such as ``"train"``; with several loaders, ``"validate/0"``."""
         self.wait()
         return self._latest.get(stage, {})
 
     @property
     def latest_step(self) -> int | None:
-        """The step of what was recorded last of the training; ``None`` if nothing was."""
+        """The step of the latest training record, or ``None`` if there is none."""
         self.wait()
         return self._latest_step
 
@@ -97,60 +111,58 @@ class Results:
         self._queue.wait()
 
     def replay(self) -> None:
-        """Have written what sinks want to be written from this thread."""
-        if isinstance(self.sink, MultiSink):
+        """Run the queued writes of sinks that are bound to this thread."""
+        if isinstance(self.sink, MultiSink) and any(not each.is_idle for each in self._deferred):
             self.sink.replay()
 
     def end(self) -> None:
-        """Wait until everything is written, let go of the sink, and raise what went wrong."""
+        """Wait until everything is written, release the sink, and raise the first error."""
         self._queue.wait()
         try:
             self._finish()
-            self.replay()
             self._average()
+            self._conclude()
+            self.replay()
             self._queue.drain()
         finally:
-            self.sink = self.keepers = self._receipt = None
+            self.sink = self.keepers = self._receipt = self._coverage = None
+            self._deferred = []
             self.outlets = []
 
     def _finish(self) -> None:
         for outlet in list(self.outlets):
             self._contained(outlet, outlet.finish)
 
-    def __getstate__(self) -> dict[str, Any]:
-        self.wait()  # nothing is to change while it is copied
-        # A sink holds open files and the trainer's loggers.
-        return {**self.__dict__, "sink": None, "keepers": None, "outlets": []}
-
-    def add(self, record: Record, about: tuple[Watched, Sampling, Reduce] | None = None) -> None:
-        """Take a record.
+    def add(self, record: Record, about: About | None = None) -> None:
+        """Queue a record for writing.
 
         Args:
             record: The record.
-            about: Of the first record what its receipt is made from.
+            about: The arguments of the receipt, with the facts since the previous record, or ``None`` for an
+                evaluation.
         """
         self._queue.submit(partial(self._write, record, about))
 
     def add_scalar(self, step: int, tag: str, value: float) -> None:
-        """Write a number of its own."""
+        """Write a single scalar."""
         if self.sink is not None:
             self._queue.submit(partial(self.sink.write_scalars, step, {tag: value}))
 
     def end_epoch(self) -> None:
-        """Have done what is due at the end of an epoch."""
+        """Queue the outlets' work at the end of an epoch."""
         for outlet in self.outlets:
             self._queue.submit(partial(self._contained, outlet, outlet.end_epoch))
 
     def remove(self, job: Callable[[], object]) -> None:
-        """Have something removed, behind all that was handed over; also where an outlet has failed."""
+        """Queue a removal after all previous jobs. It runs even if an outlet has failed."""
         self._queue.put(job)
 
     def submit(self, outlet: Outlet, job: Callable[[], object]) -> None:
-        """Have an outlet do something behind what it was given up to now; what went wrong there is raised elsewhere."""
+        """Queue a job of an outlet after all previous jobs. Pending errors are not raised here."""
         self._queue.put(partial(self._contained, outlet, job))
 
     def show(self, step: int, images: Mapping[str, Image]) -> int | None:
-        """Write pictures, from any thread; answers how many bytes that took, if the sink counts them."""
+        """Write images from any thread. Return the number of bytes written, or None if the sink does not count them."""
         sink = self.sink
         if sink is None:
             return None
@@ -159,17 +171,16 @@ class Results:
         after = sink.written_bytes
         return None if after is None else after - (before or 0)
 
-    def announce(
-        self, step: int, recording_ms: float, sites: list[Site], about: tuple[Watched, Sampling, Reduce]
-    ) -> None:
-        """Give the receipt of a step that is no record yet; its record will complete it."""
-        receipt = replace(_receipt(step, paths_by_module(sites), *about), recording_ms=recording_ms)
-        self._say(f"{self._name}: {receipt.summary}")
+    def announce(self, step: int, recording_ms: float, sites: list[Site], about: About) -> None:
+        """Report the receipt of a step that is not a record yet. Its record completes the receipt."""
+        receipt = replace(_receipt(step, sites, *about), recording_ms=recording_ms)
+        self._say(f"{self._name}: {receipt.summary}{self.note}")
         self._was_announced = True
         self._queue.submit(partial(self._keep, receipt))
 
-    def _write(self, record: Record, about: tuple[Watched, Sampling, Reduce] | None) -> None:
+    def _write(self, record: Record, about: About | None) -> None:
         found = self._summarize(record)
+        (self.recorded if found else self.empty)[record.stage] += 1
         if found and not record.overflowed:
             self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
             if record.stage == "train":
@@ -180,9 +191,12 @@ class Results:
         after = None if self.sink is None else self.sink.written_bytes
         written = None if after is None else after - (before or 0)
         for outlet in list(self.outlets):
+            size = outlet.written_bytes
             self._contained(outlet, partial(outlet.take, record, found))
+            if outlet.written_bytes > size:
+                written = (written or 0) + outlet.written_bytes - size
         if about is not None:
-            self._complete(record, found, written, about)
+            self._cover(record, found, written, about)
         if written is not None and record.stage == "train":
             self._records += 1
             self._bytes += written
@@ -190,7 +204,7 @@ class Results:
                 self._average()
 
     def _contained(self, outlet: Outlet, job: Callable[[], object]) -> None:
-        """Do a job of an outlet; one that fails is left out from then on."""
+        """Run a job of an outlet, and remove the outlet if the job fails."""
         if outlet not in self.outlets:
             return
         try:
@@ -202,23 +216,31 @@ class Results:
             tell(f"{self._name} writes no more {outlet}: {describe_error(error)}")
 
     def _average(self) -> None:
-        """Put into the receipt how many bytes a record takes on average."""
+        """Update the receipt with the mean size of a record."""
         if self._receipt is not None and self._records:
             size = self._forecast(self._bytes / self._records, self._receipt.records_per_1000_steps)
             self._keep(replace(self._receipt, event_bytes_per_1000_steps=size))
 
     def _forecast(self, record_bytes: float, records: int) -> int:
-        """How many bytes the loggers get with so many records."""
+        """Return the estimated number of bytes written to the loggers for this many records."""
         return int(record_bytes * records) + sum(outlet.logged_bytes(records) for outlet in self.outlets)
 
+    def _cover(self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, about: About) -> None:
+        """Update the receipt with the recorded and the missing modules of a record."""
+        if self._coverage is None:
+            self._coverage = RunCoverage()
+            self._coverage.take(record.step, found, about[0])
+            self._complete(record, found, written, about)
+            return
+        changes = self._coverage.take(record.step, found, about[0])
+        self._tell(changes)
+        if self._receipt is not None and (changes or _is_round(self._coverage.records)):
+            self._keep(self._coverage.filled(self._receipt))
+
     def _complete(
-        self,
-        record: Record,
-        found: Mapping[Site, SiteStatistics],
-        written: int | None,
-        about: tuple[Watched, Sampling, Reduce],
+        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, about: About
     ) -> None:
-        receipt = _receipt(record.step, paths_by_module(found), *about)
+        receipt = _receipt(record.step, found, *about)
         receipt = replace(
             receipt,
             recording_ms=record.recording_ms,
@@ -229,10 +251,25 @@ class Results:
             merged_ranks=record.ranks,
         )
         if not self._was_announced:
-            self._say(f"{self._name}: {receipt.summary}")
+            self._say(f"{self._name}: {receipt.summary}{self.note}")
         self._keep(receipt)
         if self.sink is not None:
             self.sink.write_text(record.step, {f"recorder/{self.label}/receipt": receipt.markdown})
+
+    def _conclude(self) -> None:
+        """Update the receipt at the end of the run, and write it to the sink again if it has changed."""
+        coverage, before = self._coverage, self._receipt
+        if coverage is None or before is None:
+            return
+        self._tell(coverage.conclude())
+        receipt = coverage.filled(before)
+        self._keep(receipt)
+        if self.sink is not None and receipt.last_step > receipt.step:
+            self.sink.write_text(receipt.last_step, {f"recorder/{self.label}/receipt": receipt.markdown})
+
+    def _tell(self, changes: list[Change]) -> None:
+        for change in changes:
+            self._say(f"{self._name}: {change.text}")
 
     def _keep(self, receipt: Receipt) -> None:
         self._receipt = receipt
@@ -244,7 +281,15 @@ class Results:
                 tell(f"{self._name} could not write its receipt: {describe_error(error)}")
 
 
-def _receipt(step: int, paths: dict[str, list[str]], watched: Watched, sampling: Sampling, reduce: Reduce) -> Receipt:
+def _is_round(records: int) -> bool:
+    """Return True for 10, 20, 40, … records."""
+    tens, rest = divmod(records, _SOME_RECORDS)
+    return not rest and not tens & (tens - 1)
+
+
+def _receipt(step: int, sites: Iterable[Site], watched: Watched, sampling: Sampling, reduce: Reduce) -> Receipt:
+    found = dict.fromkeys(sites)
+    paths = paths_by_module(found)
     return Receipt(
         step=step,
         sites=paths,
@@ -252,4 +297,7 @@ def _receipt(step: int, paths: dict[str, list[str]], watched: Watched, sampling:
         state_bytes=watched.state_bytes,
         every_n_train_steps=sampling.every_n_train_steps or 0,
         records_per_1000_steps=sampling.count_records(reduce, 1000),
+        last_step=step,
+        without_gradient=tuple(watched.without_gradients(found)),
+        ran_eagerly=tuple(watched.ran_eagerly),
     )

@@ -1,4 +1,4 @@
-"""What is recorded of a training run, step by step, and what becomes one record."""
+"""A recorder of a training run that turns steps into records."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ __all__ = ["RunRecorder"]
 
 
 class RunRecorder(Worker):
-    """Records the sampled steps of a training run and puts them together to records.
+    """Record the sampled steps of a training run and combine them into records.
 
-    Whoever trains says when a batch begins and ends; nothing here knows a trainer. A step is an optimiser step, of one
-    batch or of several whose gradients are accumulated.
+    The training loop reports when a batch begins and ends; this class does not depend on a trainer. A step is an
+    optimizer step, with one batch or with several if gradients are accumulated.
 
     Args:
-        recorder: What brings the tensors.
-        sampling: Which steps are recorded, with a cadence.
-        conclude: Called with each record, on rank zero.
-        reduce: What becomes one record.
-        announce: Called behind the first recorded step, if that is no record yet, with the step and the milliseconds
-            that its hooks took; on rank zero.
-        budget: Widens the cadence of the sampling.
-        device: Where the tensors of the model are.
-        options: As for :class:`Worker`.
+        recorder: The recorder that provides the tensors.
+        sampling: The schedule of the recorded steps, including the interval.
+        conclude: A callback that receives each record, on rank zero.
+        reduce: The steps that form a record.
+        announce: A callback that receives the first recorded step and the time its hooks took, in milliseconds, if that
+            step is not a record yet; on rank zero.
+        budget: The overhead limit that widens the interval of the sampling.
+        device: The device of the model's tensors.
+        options: The arguments of :class:`Worker`.
 
     Note:
-        The calls in which a record ends, the same on all ranks, are those that merge. A state that is saved in between
-        lets another run go on to the bit, on one process; on several, what is saved is merged, and goes on as the first
-        rank's share.
+        The ranks are merged in the calls that complete a record, which are the same calls on all ranks. On one
+        process, a run that resumes from a saved state continues bit-exactly. On several, the saved state is merged, and
+        the first rank resumes with all of it.
     """
 
     def __init__(
@@ -59,61 +59,85 @@ class RunRecorder(Worker):
         self.sampling = sampling
         self.reduce = reduce
         self.overflow_steps = 0
-        """How many recorded steps had gradients that overflowed."""
+        """The number of recorded steps whose gradients overflowed."""
         self._conclude = conclude
         self._announce = announce
         self._budget = budget
         self._device = device or Device("cpu")
         self._watch = Stopwatch(self._device, clock=self._clock)
         self.recorder.watch(self._watch)
-        self._step: int | None = None  # that is being recorded
-        self._open_steps = 0  # recorded ones that are in no record yet
+        self.is_idle = False
+        """True if the batch is not recorded and there are no unwritten statistics; then the batch need not be ended."""
+        self._step: int | None = None  # the step that is being recorded
+        self._may_have_hooks = False
+        self._open_steps = 0  # recorded steps that are not part of a record yet
         self._untold_overflows = False
         self._next_step = 0
         self._epoch = 0
         self._before: list[Any] | None = None
         self._batch_began = 0.0
         self._step_ms = 0.0
-        self._timed_steps = 0  # recorded ones whose time was not taken yet
+        self._timed_steps = 0  # recorded steps whose time has not been passed to the budget yet
         self._timed_ms = 0.0
         self._is_mute = False
         self._has_recorded = False
-        self._has_share_of_all = False  # of what the ranks recorded before a checkpoint, which this one goes on from
+        self.is_covered = False
+        """True if the hooks were registered in a step of the current record; False while recording is disabled."""
+        self._has_share_of_all = False  # True after loading a checkpoint with the merged states of all ranks
         self._kept: dict[str, Any] | None = None
 
     @property
     def every_n_train_steps(self) -> int:
-        """The cadence as it is now."""
+        """The current interval, in steps."""
         return self.sampling.every_n_train_steps or 0
 
     @property
     def records(self) -> bool:
-        """Whether a step is being recorded."""
+        """True while a step is being recorded."""
         return self._step is not None
 
     @property
     def has_recorded(self) -> bool:
-        """Whether any step was recorded."""
+        """True if the hooks were registered in any step."""
         return self._has_recorded
 
     @property
     def last_step(self) -> int:
-        """The step that has ended last."""
+        """The step that ended last."""
         return max(0, self._next_step - 1)
 
-    # A batch.
+    # Batches
 
-    def start_batch(self, step: int, epoch: int, prepare: Callable[[], None] | None = None) -> None:
-        """Record the batch that begins, if its step is due.
+    def pass_over(self, step: int, epoch: int) -> bool:
+        """Begin a batch that is not recorded, at little cost.
 
         Args:
-            step: The 0-based optimiser step.
+            step: The 0-based optimizer step.
             epoch: The epoch.
-            prepare: Called before a batch whose step is due, also where this rank records nothing.
+
+        Returns:
+            False if the batch needs :meth:`start_batch` instead.
+        """
+        self.is_idle = False
+        if self._step is not None or self._may_have_hooks or self._budget is not None or self.sampling(step, epoch):
+            return False
+        self._kept = None
+        self._next_step, self._epoch = step, epoch
+        self.is_idle = not self._open_steps and not self._untold_overflows
+        return True
+
+    def start_batch(self, step: int, epoch: int, prepare: Callable[[], None] | None = None) -> None:
+        """Begin a batch, and record it if its step is due.
+
+        Args:
+            step: The 0-based optimizer step.
+            epoch: The epoch.
+            prepare: A callback that is called before a batch whose step is due, even if this rank records nothing.
         """
         self._batch_began = self._clock()
         self._kept = None
-        if self._step != step:  # the batch before had a start and no end
+        self.is_idle = False
+        if self._step != step:  # the previous batch was started but not ended
             self._drop_step()
         self._next_step, self._epoch = step, epoch
         is_due = self.sampling(step, epoch)
@@ -123,16 +147,19 @@ class RunRecorder(Worker):
             if is_due and prepare is not None:
                 prepare()
             if is_due and self.works:
+                self._has_recorded = self.is_covered = True
+                self._may_have_hooks = True
                 self.recorder.attach()
             else:
                 self.recorder.remove()
+                self._may_have_hooks = False
 
     def end_batch(self, *, stepped: bool, overflowed: bool = False) -> None:
         """End a batch.
 
         Args:
-            stepped: Whether it ended with an optimiser step.
-            overflowed: Whether the optimiser passed the step over, since gradients were not finite.
+            stepped: True if the batch ended with an optimizer step.
+            overflowed: True if the optimizer skipped the step because gradients were not finite.
         """
         step = self._next_step
         with self.contained():
@@ -140,6 +167,7 @@ class RunRecorder(Worker):
                 self.recorder.pause()
             else:
                 self.recorder.remove()
+                self._may_have_hooks = False
         self._step_ms += 1000 * (self._clock() - self._batch_began)
         if not stepped:
             return
@@ -155,21 +183,25 @@ class RunRecorder(Worker):
             self._flush(step)
 
     def _may_be_due(self, step: int) -> bool:
-        """Whether the step will be recorded; an error of the schedule is told when it begins."""
+        """Return True if the step will be recorded. An error of the schedule is reported when the step begins."""
         try:
             return self.sampling(step, self._epoch)
         except Exception:  # noqa: BLE001 - it will raise again
             return False
 
     def end_epoch(self, step: int) -> None:
-        """End an epoch, whose last step is given."""
+        """End an epoch.
+
+        Args:
+            step: The last step of the epoch.
+        """
         self.interrupt()
         self._drop_step()
         if self._has_news and (self.reduce == "epoch" or ends_window(self.reduce, self._next_step - 1)):
             self._flush(step)
 
     def finish(self) -> None:
-        """End the run: what is in no record yet becomes one, and stays in the state as well."""
+        """End the run: write the remaining statistics as a record, and also keep them in the state."""
         self.interrupt()
         self._drop_step()
         kept = self.merged_state_dict()
@@ -178,9 +210,9 @@ class RunRecorder(Worker):
         self._kept = kept
 
     def abort(self) -> None:
-        """End a run that has failed: what there is becomes a record, without the other ranks.
+        """End a failed run: make a record of the remaining statistics without the other ranks.
 
-        The state is then that before the step which was being recorded, since that will be repeated.
+        The state is then the one before the interrupted step, because a resumed run repeats that step.
         """
         self.interrupt()
         if self._kept is not None:
@@ -202,7 +234,6 @@ class RunRecorder(Worker):
 
     def _begin_step(self, step: int) -> None:
         self._step = step
-        self._has_recorded = True
         self._before = None
         if self.works and (self._open_steps or self.recorder.states.carries):
             with self.contained():
@@ -214,8 +245,9 @@ class RunRecorder(Worker):
         step, self._step = self._step, None
         if not overflowed:
             self._open_steps += 1
-            announce, self._announce = self._announce, None
-            if announce is not None and self.reduce != "step" and self._is_first:
+            announce = self._announce
+            if announce is not None and self.reduce != "step" and self._is_first and self.is_covered:
+                self._announce = None
                 with self.contained():
                     announce(step, self._watch.host_ms)
         else:
@@ -229,28 +261,28 @@ class RunRecorder(Worker):
 
     @property
     def _has_news(self) -> bool:
-        """Whether there is something for a record; the same on all ranks."""
+        """True if there is something to write in a record. The same on all ranks."""
         return self._open_steps > 0 or self._untold_overflows
 
     def _drop_step(self) -> None:
-        """Forget a step that has begun and will not end, as where an epoch is cut off: it comes again."""
+        """Discard a step that will not end, for example because its epoch was cut off. It will be repeated."""
         if self._step is not None:
             self._step, self._step_ms = None, 0.0
             self._put_back()
             self._before = None
 
     def _put_back(self) -> None:
-        """Forget what was recorded of the last step."""
+        """Discard what was recorded in the last step."""
         with self.contained():
             if self._before is None:
                 self.recorder.states.reset()
             else:
                 self.recorder.states.restore(self._before)
 
-    # A record.
+    # Records
 
     def _flush(self, step: int, *, overflowed: bool = False) -> None:
-        """Make a record of what was recorded since the last one."""
+        """Make a record from the statistics since the last one."""
         steps, self._open_steps, self._untold_overflows = self._open_steps, 0, False
         began = self._clock()
         with self._watch:
@@ -272,11 +304,12 @@ class RunRecorder(Worker):
             with self._watch, self.contained():
                 self._hand_out(record)
             self._timed_ms += 1000 * (self._clock() - began)
+        self.is_covered = False
         if self._budget is None:
             self.recorder.watch(None)
 
     def _hand_out(self, record: Record) -> None:
-        self._is_mute = True  # if it raises; who cannot write this record is not given another one
+        self._is_mute = True  # if the callback raises: do not call it again
         self._conclude(record)
         self._is_mute = False
 
@@ -292,7 +325,7 @@ class RunRecorder(Worker):
         snapshot = merged.snapshot
         if snapshot is None:
             return None
-        if self._has_share_of_all:  # what the first rank has is not its own, and says nothing of how ranks differ
+        if self._has_share_of_all:  # the first rank holds merged states, so per-rank differences are meaningless
             self._has_share_of_all = False
             snapshot = replace(snapshot, rank_means={}, apart=frozenset())
         return Record(
@@ -312,15 +345,15 @@ class RunRecorder(Worker):
         if cadence != self.every_n_train_steps:
             self.sampling = self.sampling.widened(cadence)
 
-    # What is saved.
+    # State
 
     @property
     def holds_states(self) -> bool:
-        """Whether something is in no record yet, or is carried from one record to the next; the same on all ranks."""
+        """True if there are unwritten statistics, or states that survive a reset. The same on all ranks."""
         return self._open_steps > 0 or self._step is not None or self.recorder.states.carries
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in no record yet, of this rank, as plain Python and tensors."""
+        """Return the unwritten statistics of this rank as plain Python objects and tensors."""
         return self._local_state() if self._kept is None else self._kept
 
     def _local_state(self) -> dict[str, Any]:
@@ -328,7 +361,7 @@ class RunRecorder(Worker):
         return self._state(self.recorder.states.state_dict() if holds else None)
 
     def merged_state_dict(self) -> dict[str, Any]:
-        """The same of all ranks, on rank zero; every rank must call it."""
+        """Return the unwritten statistics merged across ranks, on rank zero. Every rank must call this."""
         if self._kept is not None or not self.holds_states or self.exchange is None or not self.exchange.is_open:
             return self.state_dict()
         snapshot = self.merged(words=(float(self.every_n_train_steps),)).snapshot
@@ -344,26 +377,26 @@ class RunRecorder(Worker):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], step: int, epoch: int) -> None:
-        """Go on from a state; on all ranks, of which the first one takes the statistics.
+        """Load a state on all ranks. The first rank loads the statistics.
 
         Args:
-            state_dict: As :meth:`state_dict` gives it.
-            step: The step that the run goes on with.
-            epoch: Its epoch.
+            state_dict: The result of :meth:`state_dict`.
+            step: The step that the run resumes with.
+            epoch: The epoch that the run resumes with.
 
         Raises:
-            KeyError, TypeError, ValueError: If it is no such state.
+            KeyError, TypeError, ValueError: If the state is invalid.
         """
         open_steps, of_epoch = int(state_dict["open_steps"]), int(state_dict["epoch"])
         cadence, overflow_steps = int(state_dict["every_n_train_steps"]), int(state_dict["overflow_steps"])
         self.overflow_steps = overflow_steps
         if self._budget is not None:
             self._widen(max(self.every_n_train_steps, cadence))
-        # On all ranks alike, since what a record waits for depends on it.
+        # The same on all ranks, because it determines when a record is due.
         self._open_steps = open_steps
         if self._is_first and "states" in state_dict:
             self._load(state_dict["states"])
-        # What was saved behind the last batch of an epoch was saved before the epoch had ended.
+        # A state saved after the last batch of an epoch was saved before the epoch ended.
         if self._open_steps and self.reduce == "epoch" and of_epoch != epoch:
             self._next_step, self._epoch = step, of_epoch
             self._flush(self.last_step)
@@ -372,8 +405,8 @@ class RunRecorder(Worker):
         self._has_share_of_all = True
         try:
             self.recorder.states.load_state_dict(states, self._device)
-        except Exception as error:  # noqa: BLE001 - whatever a file has in it
-            # The other ranks go on with the window, and so does this one, with nothing in it.
+        except Exception as error:  # noqa: BLE001 - a file may contain anything
+            # The other ranks resume the window, so this one does, too, with empty statistics.
             tell(f"{self.name} begins anew, the saved statistics cannot be read: {describe_error(error)}")
             with self.contained():
                 self.recorder.states.forget()

@@ -1,4 +1,4 @@
-"""What brings tensors to the statistics of their sites."""
+"""The base class of all recorders that feed tensors to site statistics."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["SiteRecorder"]
 
 
 class SiteRecorder(ABC):
-    """Base of the recorders of statistics, as a context manager.
+    """Base class of the statistics recorders, usable as a context manager.
 
-    Leaving the context takes the hooks off and keeps what was recorded; entering it again goes on.
+    Leaving the context removes the hooks and keeps the recorded statistics. Entering it again continues the recording.
 
     Args:
-        states: Where the tensors go.
+        states: The states that receive the tensors.
     """
 
     def __init__(self, states: SiteStates) -> None:
         self.states = states
-        """Where the tensors go; may be replaced by others between two calls of the model."""
+        """The states that receive the tensors. They may be replaced between two calls of the model."""
         self._is_prepared = False
 
     @property
@@ -40,21 +40,22 @@ class SiteRecorder(ABC):
     @property
     @abstractmethod
     def failed(self) -> frozenset[str]:
-        """The names of the modules that are left alone, since recording them failed."""
+        """The names of the modules that are no longer recorded because recording them failed."""
 
     @property
     @abstractmethod
     def attached(self) -> bool:
-        """Whether the hooks are on."""
+        """True while the hooks are registered."""
 
     @abstractmethod
     def attach(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
 
     def prepare(self) -> None:
-        """Have ready what computes the statistics where the modules' parameters are; the first :meth:`attach` does so.
+        """Prepare the statistics kernels for the devices of the modules' parameters.
 
-        On a GPU that may take seconds, and waits for the device; there it is done once in a process. Nothing is raised.
+        The first :meth:`attach` calls this. On a GPU it may take seconds and synchronizes the device; it is done once
+        per process. No errors are raised.
         """
         if not self._is_prepared:
             self._is_prepared = True
@@ -63,32 +64,44 @@ class SiteRecorder(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Record nothing until :meth:`attach`; the hooks may stay on, which for recording every step is faster."""
+        """Stop recording until :meth:`attach`.
+
+        The hooks may stay registered, which is faster if every step is recorded.
+        """
 
     @abstractmethod
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
 
     @abstractmethod
     def watch(self, stopwatch: Stopwatch | None) -> None:
-        """Measure the time inside the hooks, or no more."""
+        """Measure the time inside the hooks, or stop measuring if ``stopwatch`` is None."""
 
     def revive(self) -> None:
-        """Record again what is left alone or left out."""
+        """Record the failed modules and the skipped reductions again."""
         self.states.revive()
 
     @property
     def replicated(self) -> frozenset[Site]:
-        """The sites of which another process of the run has the same: none, where each has batches of its own."""
+        """The sites that other ranks hold copies of. Empty if each rank has its own batches."""
         return frozenset()
 
     def traces(self) -> dict[str, Any]:
-        """What is to be said of the modules, as fields of :class:`~lightning_recorder.recorders.Watched`."""
-        return {"failed": self.failed, "state_bytes": self.nbytes}
+        """Return facts about the modules as fields of :class:`~lightning_recorder.recorders.Watched`."""
+        return {"failed": self.failed, "state_bytes": self.nbytes, "ran_eagerly": self.ran_eagerly}
+
+    @property
+    def ran_eagerly(self) -> tuple[str, ...]:
+        """The names of the compiled functions that ran eagerly because this recorder's hooks were registered."""
+        return ()
+
+    def take_traces(self) -> dict[str, Any]:
+        """Return :meth:`traces` and start to collect them anew."""
+        return self.traces()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state on all devices."""
+        """The size of the states on all devices, in bytes."""
         return self.states.nbytes
 
     def __enter__(self) -> Self:
@@ -101,16 +114,16 @@ class SiteRecorder(ABC):
         self.remove()
 
     def snapshot(self) -> Snapshot:
-        """The states as they are now, on the host, of which another thread can make the statistics.
+        """Return a CPU copy of the current states, from which another thread can compute the statistics.
 
-        Waits for the device, as :meth:`collect` does, but costs the copies alone.
+        Synchronizes the device like :meth:`collect`, but costs only the copies.
         """
         return self.states.snapshot(self.modules)
 
     def collect(self) -> dict[Site, SiteStatistics]:
-        """The statistics of every site that was seen since the last reset, in the order of the modules."""
+        """Return the statistics of every site seen since the last reset, in module order."""
         return self.snapshot().statistics()
 
     def reset(self) -> None:
-        """Forget what was recorded; the hooks stay as they are."""
+        """Discard the recorded statistics. The hooks stay as they are."""
         self.states.reset()

@@ -1,4 +1,4 @@
-"""The statistics of all sites: where their tensors go, whoever brings them."""
+"""The statistics states of all sites."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recorder.errors import ArgumentError, describe_error, tell
+from lightning_recorder.errors import ArgumentError, describe_error, did_you_mean, tell
 from lightning_recorder.reductions import (
     SCALAR_STATISTICS,
     Collected,
@@ -30,27 +30,27 @@ from lightning_recorder.unrecorded import unrecorded
 __all__ = ["RANK_STATISTICS", "SHOWN_STATISTICS", "SiteStates", "SiteStatistics", "Snapshot"]
 
 RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
-"""The smallest and the largest of the means that the ranks have each for itself, where there are several."""
+"""The smallest and the largest of the per-rank means, recorded if there are several ranks."""
 
 SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
-"""What can be chosen to be shown of any site."""
+"""The statistics that can be shown for any site."""
 
 _BINS = "histogram"
 
-_UNSHOWN = ("sum", "variance")  # they follow from the others
+_UNSHOWN = ("sum", "variance")  # derivable from the others
 
 
 @dataclass(frozen=True)
 class SiteStatistics:
-    """What one site showed between two resets, on the host.
+    """The statistics of one site between two resets, on the CPU.
 
     Args:
-        scalars: Statistic to value; the names are those of ``SHOWN_STATISTICS`` and those that further reductions give
-            as one number.
-        bins: Counts of the fixed bins, ``[2048]`` int64; see ``ExponentHistogram``.
-        tensors: Statistic to what further reductions give as more than one number, float64.
-        dtype: That of the latest tensor; ``None`` if only another rank has seen one.
-        shape: Its shape.
+        scalars: The statistics by name. The names are those of ``SHOWN_STATISTICS`` and those of the scalar statistics
+            of extra reductions.
+        bins: The counts of the fixed bins, int64 of shape ``[2048]``; see ``ExponentHistogram``.
+        tensors: The nonscalar statistics of extra reductions by name, float64.
+        dtype: The dtype of the latest tensor, or ``None`` if only another rank has seen the site.
+        shape: The shape of the latest tensor.
     """
 
     scalars: Mapping[str, float]
@@ -61,35 +61,39 @@ class SiteStatistics:
 
     @cached_property
     def histogram(self) -> Histogram:
-        """The counts between their edges, without the empty ends."""
+        """The counts and edges of the bins, without the empty bins at both ends."""
         return to_histogram(self.scalars, self.bins)
 
     @property
     def abs_max(self) -> float:
-        """The largest finite value without its sign; NaN when there is none."""
+        """The largest magnitude of the finite values, or NaN if there are none."""
         return max(abs(self.scalars["min"]), abs(self.scalars["max"]))
 
     def __getattr__(self, name: str) -> float:
-        # So that a condition reads as `seen.rms > 10`.
+        # Allows conditions such as `seen.rms > 10`.
         scalars = self.__dict__.get("scalars", {})
         if name in scalars:
             return float(scalars[name])
-        raise AttributeError(f"no statistic {name!r} was recorded, but {', '.join(scalars)}", name=name, obj=self)
+        known = dict.fromkeys([*scalars, "abs_max", "histogram", "bins", "tensors", "dtype", "shape"])
+        # Without obj=self, Python does not append a suggestion of its own.
+        hint = did_you_mean(name, known)
+        raise AttributeError(f"a site has no {name!r}{hint or '.'} There are {', '.join(known)}", name=name)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the sites held at one time.
+    """The states of the sites at one point in time.
 
     Args:
-        names: The modules, in order.
-        groups: For each reduction, the default statistics first, the states of its sites.
-        left_out: For each reduction the sites at which it is left out.
-        rank_means: The smallest and the largest mean of a rank, of the sites that several ranks have seen.
-        apart: The sites of which ranks should have the same and do not.
-        kinds: Dtype and shape of the latest tensor of each site, in the order in which the sites were first seen.
-        told: The places of the reductions of which it was said that they cannot be summarised; grows.
-        strict: Raise what goes wrong in a further reduction instead of warning and leaving it out.
+        names: The modules in order.
+        groups: The states of the sites for each reduction, starting with the default statistics.
+        left_out: The sites at which each reduction is skipped.
+        rank_means: The smallest and the largest per-rank mean of the sites that several ranks have seen.
+        apart: The sites whose values should be equal on all ranks but differ.
+        kinds: The dtype and shape of the latest tensor of each site, in the order in which the sites were first seen.
+        told: The indices of the reductions that have caused a warning because summarizing them failed. Updated in
+            place.
+        strict: Raise the errors of extra reductions instead of warning and skipping the reduction.
     """
 
     names: tuple[str, ...]
@@ -103,11 +107,11 @@ class Snapshot:
 
     @torch.no_grad()
     def statistics(self) -> dict[Site, SiteStatistics]:
-        """The statistics of every site that was seen, in the order of the modules."""
+        """Return the statistics of every site that was seen, in module order."""
         found: dict[Site, SiteStatistics] = {}
         for group in self.groups[0] if self.groups else ():
             for site, scalars, tensors in _by_site(group):
-                # A row that was handed out for an earlier step and has seen nothing since is no result.
+                # A row that was allocated for an earlier step and has received nothing since is skipped.
                 if scalars["count"] or scalars["nan_count"] or scalars["inf_count"]:
                     if site in self.rank_means:
                         scalars |= zip(RANK_STATISTICS, self.rank_means[site], strict=True)
@@ -125,7 +129,7 @@ class Snapshot:
     def _summaries(
         self, place: int, groups: list[Collected[Site]]
     ) -> list[tuple[Site, dict[str, float], dict[str, Tensor]]]:
-        """What a further reduction says of its sites, nothing if it cannot."""
+        """Return the statistics of an extra reduction for its sites, or an empty list if it fails."""
         try:
             return [each for group in groups for each in _by_site(group)]
         except Exception as error:
@@ -137,7 +141,7 @@ class Snapshot:
             return []
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as :meth:`SiteStates.load_state_dict` takes them, on one device."""
+        """Return the states in the format of :meth:`SiteStates.load_state_dict`, on one device."""
         return {
             "banks": [
                 [
@@ -152,20 +156,21 @@ class Snapshot:
 
 
 class SiteStates:
-    """A :class:`~lightning_recorder.Statistics` row, and one of each further reduction, for each site.
+    """A :class:`~lightning_recorder.Statistics` state and the states of the extra reductions for each site.
 
     Args:
-        extra: Further reductions of the same tensors. One that cannot take a tensor, as by its shape, is left out at
-            that site, which one warning says.
-        sample: How many values of a tensor are counted in the histogram; by default all.
-        quantiles: Shares for which the quantiles are read from the histogram, as scalars named ``quantile_<share>``.
-        strict: Raise what goes wrong in a further reduction.
+        extra: Additional reductions of the same tensors. A reduction that fails for a tensor, for example because of
+            its shape, is skipped at that site with one warning.
+        sample: The number of values of a tensor that are counted in the histogram. By default, all values are counted.
+        quantiles: The quantiles to estimate from the histogram, between 0 and 1. Their scalars are named
+            ``quantile_<share>``.
+        strict: Raise the errors of extra reductions.
 
     Raises:
-        ArgumentError: If an argument can never work, or two reductions give a statistic of the same name.
+        ArgumentError: If an argument is invalid, or if two reductions have a statistic of the same name.
 
     Note:
-        Nothing but :meth:`snapshot` and :meth:`state_dict` waits for the device.
+        Only :meth:`snapshot` and :meth:`state_dict` synchronize the device.
     """
 
     def __init__(
@@ -178,12 +183,12 @@ class SiteStates:
     ) -> None:
         statistics = Statistics(sample=sample, quantiles=quantiles)
         reductions = [statistics, *((extra,) if isinstance(extra, Reduction) else extra)]
-        Combined(reductions)  # refuses what is no reduction, and equal names
+        Combined(reductions)  # rejects objects that are not reductions, and duplicate names
         self.strict = strict
         self._reductions = reductions
         self._sample, self._quantiles = sample, tuple(statistics.parts[-1].settings["quantiles"])
         with unrecorded():
-            # Each of its own, so that one which a tensor does not suit costs none of the others.
+            # One bank per reduction, so that a reduction that fails for a tensor does not affect the others.
             self._banks: list[StateBank[Site]] = [StateBank(reduction) for reduction in reductions]
         self._left_out: list[set[Site]] = [set() for _ in reductions]
         self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
@@ -191,19 +196,19 @@ class SiteStates:
         self._told: set[int] = set()
 
     def fresh(self) -> SiteStates:
-        """Others of the same kind, which have seen nothing."""
+        """Return empty states of the same kind."""
         return SiteStates(
             extra=self._reductions[1:], sample=self._sample, quantiles=self._quantiles, strict=self.strict
         )
 
     @property
     def described(self) -> str:
-        """The reductions with their settings, the same text in every process."""
+        """The reductions with their settings, as a text that is the same in every process."""
         return ", ".join(reduction.described for reduction in self._reductions)
 
     @property
     def carries(self) -> bool:
-        """Whether something is kept when a new stream begins, as the last tensor for the change to the next."""
+        """True if some state survives a reset, such as the last tensor for the change to the next one."""
         return any(reduction.ordered for reduction in self._reductions)
 
     @property
@@ -213,11 +218,11 @@ class SiteStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state on all devices."""
+        """The size of the states on all devices, in bytes."""
         return sum(bank.nbytes for bank in self._banks)
 
     def add(self, site: Site, tensor: Tensor, factor: float = 1.0) -> None:
-        """Take a tensor, multiplied by a factor, into the statistics of a site."""
+        """Update the statistics of a site with a tensor multiplied by a factor."""
         if tensor.device.type == "meta":
             return
         values = Values(tensor, factor)
@@ -228,9 +233,10 @@ class SiteStates:
                 self._add_further(place, site, values)
 
     def add_at_once(self, site: Site, tensor: Tensor, factor: float = 1.0) -> bool:
-        """Take a tensor, which may be part of a graph, without any operation of torch, and answer whether it was taken.
+        """Try the fast path: update a site without any torch operation; return False to fall back to :meth:`add`.
 
-        It can be where there is nothing but the default statistics, which are computed on the CPU in one pass.
+        The fast path requires that there are only the default statistics, which are computed on the CPU in one pass.
+        The tensor may require grad.
         """
         row = self._rows.get(site)
         if row is None:
@@ -238,7 +244,7 @@ class SiteStates:
             if row is None:
                 return False
             self._rows[site] = row
-        kind = tensor.dtype, tensor.shape  # raises before anything is taken, if it does
+        kind = tensor.dtype, tensor.shape  # may raise, so it comes before the update
         if not add_tensor(row, tensor, factor, self._sample):
             return False
         self._kinds[site] = kind
@@ -258,17 +264,17 @@ class SiteStates:
             self._left_out[place].add(site)
 
     def revive(self) -> None:
-        """Record again what is left out."""
+        """Record the skipped reductions again."""
         for left_out in self._left_out:
             left_out.clear()
 
     @torch.no_grad()
     def snapshot(self, names: Iterable[str], device: torch.device | str = "cpu") -> Snapshot:
-        """Copies of the states as they are now, of which another thread can make the statistics.
+        """Return a copy of the current states, from which another thread can compute the statistics.
 
         Args:
-            names: The modules, in order.
-            device: Where the copies lie. Those on the host wait for the device of the tensors.
+            names: The modules in order.
+            device: The device of the copies. Copies on the CPU synchronize the device of the tensors.
         """
         groups = [bank.collect(device) for bank in self._banks]
         left_out = [frozenset(sites) for sites in self._left_out]
@@ -276,29 +282,29 @@ class SiteStates:
 
     @torch.no_grad()
     def saved(self) -> list[Any]:
-        """A copy of all states where they lie, for :meth:`restore`."""
+        """Return a copy of all states on their devices, for :meth:`restore`."""
         return [bank.saved() for bank in self._banks]
 
     @torch.no_grad()
     def restore(self, saved: list[Any]) -> None:
-        """Put back what was saved."""
+        """Restore the states from :meth:`saved`."""
         for bank, states in zip(self._banks, saved, strict=True):
             bank.restore(states)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget what was recorded."""
+        """Discard the recorded statistics."""
         for bank in self._banks:
             bank.reset()
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Forget what was recorded, what is carried from one stream to the next as well."""
+        """Discard the recorded statistics, including the states that survive a reset."""
         self.restore([[] for _ in self._banks])
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The states as plain Python and tensors on the CPU; loaded again, they go on to the bit."""
+        """Return the states as plain Python objects and CPU tensors. Recording continues bit-exactly after a reload."""
         return {
             "banks": [bank.state_dict() for bank in self._banks],
             "left_out": [[list(site) for site in sorted(sites)] for sites in self._left_out],
@@ -306,14 +312,14 @@ class SiteStates:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from a state.
+        """Load states.
 
         Args:
-            state_dict: As :meth:`state_dict` gives it.
-            device: Where the states go that were not on a CPU.
+            state_dict: The result of :meth:`state_dict`.
+            device: The device for the states that were not on a CPU.
 
         Raises:
-            ArgumentError: If it is not the state of these reductions.
+            ArgumentError: If the states belong to other reductions.
         """
         banks = state_dict.get("banks")
         if not isinstance(banks, list) or len(banks) != len(self._banks):
@@ -324,13 +330,13 @@ class SiteStates:
             left_out.update(Site(*site) for site in sites)
 
 
-# torch shares operations on more words than these among its threads; in the thread that writes they would compete with
-# those of the training.
+# torch parallelizes operations on more words than this. In the writer thread, its threads would compete with those of
+# the training.
 _FEW_WORDS = (1 << 15) - 1
 
 
 def _by_site(group: Collected[Site]) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
-    """By site the numbers and the tensors of states that are summarised together."""
+    """Yield the scalars and the tensors of each site, from states that are summarized together."""
     some = max(1, _FEW_WORDS // max(1, group.reduction.width))
     for first in range(0, len(group.keys), some):
         summary = group.reduction.summarize(group.states[first : first + some])

@@ -1,4 +1,4 @@
-"""The statistics of every tapped tensor, accumulated over batches without a trainer."""
+"""A recorder of the statistics of tapped tensors, independent of any trainer."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ __all__ = ["StatisticsRecorder"]
 
 
 class StatisticsRecorder(SiteRecorder):
-    """A tap with a :class:`~lightning_recorder.Statistics` row for each site, as a context manager.
+    """A tap with :class:`~lightning_recorder.Statistics` for each site, usable as a context manager.
 
-    Leaving the context takes the hooks off and keeps what was recorded; entering it again goes on. All calls of a
-    module merge into its site.
+    Leaving the context removes the hooks and keeps the recorded statistics. Entering it again continues the recording.
+    All calls of a module are merged into the same sites.
 
     Args:
-        modules: The modules by name, as ``Selection.resolve`` gives them.
-        tap: Which tensors: the class of any :class:`~lightning_recorder.Tap`.
-        extra: Further reductions of the same tensors. One that cannot take a tensor, as by its shape, is left out at
-            that site, which one warning says.
-        sample: How many values of a tensor are counted in the histogram; by default all.
-        quantiles: Shares for which the quantiles are read from the histogram, as scalars named ``quantile_<share>``.
-        condition: As for :class:`~lightning_recorder.Tap`.
-        strict: As for :class:`~lightning_recorder.Tap`.
+        modules: The modules by name, as returned by ``Selection.resolve``.
+        tap: The class of the :class:`~lightning_recorder.Tap`, which determines the tensors to record.
+        extra: Additional reductions of the same tensors. A reduction that fails for a tensor, for example because of
+            its shape, is skipped at that site with one warning.
+        sample: The number of values of a tensor that are counted in the histogram. By default, all values are counted.
+        quantiles: The quantiles to estimate from the histogram, between 0 and 1. Their scalars are named
+            ``quantile_<share>``.
+        condition: See :class:`~lightning_recorder.Tap`.
+        strict: See :class:`~lightning_recorder.Tap`.
 
     Raises:
-        ArgumentError: If an argument can never work, or two reductions give a statistic of the same name.
+        ArgumentError: If an argument is invalid, or if two reductions have a statistic of the same name.
 
     Note:
-        While the hooks are on nothing waits for the device. :meth:`collect` does, once per device.
+        The hooks do not synchronize the device. :meth:`collect` does, once per device.
 
     Example:
         >>> import torch
@@ -65,9 +66,9 @@ class StatisticsRecorder(SiteRecorder):
     ) -> None:
         super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
         self.factor = 1.0
-        """What each tensor is multiplied by before it is reduced: the inverse of a loss scale, for gradients."""
+        """The factor that each tensor is multiplied by before the reduction: the inverse loss scale, for gradients."""
         self.tap = tap(modules, self._receive, condition=condition, strict=strict)
-        """What brings the tensors."""
+        """The tap that provides the tensors."""
         self.tap.at_once = self._take_at_once
 
     def _take_at_once(self, site: Site, tensor: Tensor) -> bool:
@@ -97,8 +98,23 @@ class StatisticsRecorder(SiteRecorder):
 
     @override
     def traces(self) -> dict[str, Any]:
-        without_gradient = frozenset(getattr(self.tap, "without_gradient", ()))  # taps of gradients alone have it
-        return {**super().traces(), "called": frozenset(self.tap.called), "without_gradient": without_gradient}
+        # Only gradient taps have these two attributes.
+        seen = {name: frozenset(getattr(self.tap, name, ())) for name in ("without_gradient", "changed_in_place")}
+        compiled_calls = frozenset(self.tap.compiled_calls)
+        return {**super().traces(), "called": frozenset(self.tap.called), "compiled_calls": compiled_calls, **seen}
+
+    @override
+    def take_traces(self) -> dict[str, Any]:
+        traces = self.traces()
+        self.tap.called = set()
+        if traces["without_gradient"]:
+            self.tap.without_gradient = set()  # type: ignore[attr-defined]  # only gradient taps have it
+        return traces
+
+    @property
+    @override
+    def ran_eagerly(self) -> tuple[str, ...]:
+        return self.tap.ran_eagerly
 
     @property
     @override

@@ -1,4 +1,4 @@
-"""What is kept of the tensors of one site: all of them, or what a reduction makes of them."""
+"""Accumulators for the tensors of one site, with or without a reduction."""
 
 from __future__ import annotations
 
@@ -12,70 +12,71 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_recorder.errors import ArgumentError, check_integer, tell
+from lightning_recorder.errors import ArgumentError, check_callable, check_integer, tell
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.storage import storage_of
 
 __all__ = ["Budget", "Fold", "Metric", "Store", "make_store"]
 
 _WHOLE = ""
-"""The name of a value in a state of which it is all."""
+"""The name of a value that is the entire state."""
 
 Fold = Callable[[Any, Tensor], Any]
-"""Takes what it gave the last time, at first the first tensor, and the next one, both copies; as for
-``functools.reduce``."""
+"""A function of the previous result, initially the first tensor, and the next tensor, as for ``functools.reduce``.
+Both are copies.
+"""
 
 
 @runtime_checkable
 class Metric(Protocol):
-    """What is asked of a ``torchmetrics.Metric``."""
+    """The part of the ``torchmetrics.Metric`` interface that is used."""
 
     def update(self, tensor: Tensor) -> object:
-        """Take a tensor."""
+        """Update the state with a tensor."""
 
     def compute(self) -> Any:
-        """The result so far."""
+        """Return the result so far."""
 
     def reset(self) -> object:
-        """Forget."""
+        """Clear the state."""
 
 
 class Store(ABC):
-    """What is kept of the tensors of one site.
+    """The accumulated tensors of one site.
 
-    Nothing in it hangs on a step: tensors are copied when they would share memory with one of the model, and belong to
-    no autograd graph. They are plain tensors also if the model ran in inference mode.
+    Nothing in it depends on a step: tensors that would share memory with the model are copied, and none is part of an
+    autograd graph. They are normal tensors even if the model ran in inference mode.
     """
 
     @property
     @abstractmethod
     def value(self) -> Any:
-        """What there is."""
+        """The current value."""
 
     @abstractmethod
     def update(self, tensor: Tensor) -> bool:
-        """Take a tensor; answers whether it was taken."""
+        """Add a tensor; return True if it was accepted."""
 
     @abstractmethod
     def replace(self, value: Any) -> None:
-        """Put something else in the place of the value."""
+        """Replace the value."""
 
-    def release(self) -> None:  # noqa: B027 - nothing to do for what holds no share of a budget
-        """Give back what is held of a budget, when the store is given up."""
+    def release(self) -> None:  # noqa: B027 - a no-op for stores without a share of the budget
+        """Return the bytes that this store uses to the budget when it is discarded."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """The value as tensors by name.
+        """Return the value as tensors by name.
 
         Raises:
-            ArgumentError: If there is something in it that is neither a tensor nor a number.
+            ArgumentError: If the value contains something other than tensors and numbers.
         """
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state.
+        """Continue from a saved state.
 
         Raises:
-            ArgumentError: If it is of another kind of reduction.
+            ArgumentError: If the state belongs to another kind of reduction.
         """
         try:
             if _WHOLE in state:
@@ -89,16 +90,16 @@ class Store(ABC):
 
     @abstractmethod
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state of several parts, or of none."""
+        """Load a state of several parts, or of none."""
 
 
 def make_store(reduction: Fold | Reduction | Metric | type | None, budget: Budget) -> Store:
-    """The store of a new site.
+    """Create the store of a new site.
 
     Args:
-        reduction: A function of two arguments, one of our reductions or a metric, or the class of one; ``None`` keeps
-            every tensor.
-        budget: How much may be kept of all sites together without a reduction.
+        reduction: A function of two arguments, a :class:`~lightning_recorder.Reduction` or a metric, or the class of
+            one; ``None`` keeps every tensor.
+        budget: The limit in bytes for all sites together without a reduction.
 
     Raises:
         ArgumentError: If the reduction is none of these.
@@ -115,17 +116,18 @@ def make_store(reduction: Fold | Reduction | Metric | type | None, budget: Budge
             "reduction takes a function of two arguments, a Reduction, a torchmetrics.Metric or None; "
             f"got {reduction!r}"
         )
+    check_callable("reduction", given, "before, new", " that returns what is kept, as functools.reduce does")
     return _FoldStore(given)
 
 
 class Budget:
-    """How many bytes all the lists of one recorder may hold.
+    """The limit in bytes for all lists of one recorder together.
 
     Args:
-        max_bytes: The limit.
+        max_bytes: The limit in bytes.
 
     Raises:
-        ArgumentError: If the limit is no positive integer.
+        ArgumentError: If the limit is not a positive integer.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -135,7 +137,7 @@ class Budget:
         self._told = False
 
     def take(self, nbytes: int) -> bool:
-        """Whether that many bytes are left, which are then used; the first time that they are not is told."""
+        """Reserve bytes and return True; return False if too few are left, and warn the first time."""
         if self.used + nbytes <= self.max_bytes:
             self.used += nbytes
             return True
@@ -149,12 +151,12 @@ class Budget:
         return False
 
     def give_back(self, nbytes: int) -> None:
-        """Make room again."""
+        """Return bytes to the budget."""
         self.used -= nbytes
 
 
 class _ListStore(Store):
-    """Every tensor, in order."""
+    """All tensors, in order."""
 
     def __init__(self, budget: Budget) -> None:
         self._value: Any = []
@@ -193,7 +195,7 @@ class _ListStore(Store):
 
 
 class _FoldStore(Store):
-    """What a function of two arguments has made of the tensors."""
+    """The result of a two-argument function applied to the tensors."""
 
     def __init__(self, function: Fold) -> None:
         self._function = function
@@ -205,7 +207,7 @@ class _FoldStore(Store):
         return self._value
 
     def update(self, tensor: Tensor) -> bool:
-        # A copy: the function may keep it, or write to it.
+        # A copy: the function may keep it or write to it.
         new = tensor.clone()
         self._value = _trimmed(new if self._empty else self._function(self._value, new))
         self._empty = False
@@ -227,7 +229,7 @@ class _FoldStore(Store):
 
 
 class _ReplacedStore(Store):
-    """A store whose value is computed, and which takes nothing more once that was replaced."""
+    """A store with a computed value that accepts no tensors after the value was replaced."""
 
     def __init__(self) -> None:
         self._replaced: tuple[Any, ...] = ()
@@ -238,7 +240,9 @@ class _ReplacedStore(Store):
 
     def update(self, tensor: Tensor) -> bool:
         if self._replaced:
-            raise ArgumentError("the result of the reduction was replaced by apply(); reset() begins anew")
+            raise ArgumentError(
+                "the result of the reduction was replaced, by apply() or an assignment: reset() begins anew"
+            )
         self._update(tensor)
         return True
 
@@ -259,7 +263,7 @@ class _ReplacedStore(Store):
 
 
 class _ReductionStore(_ReplacedStore):
-    """The statistics of one of our reductions."""
+    """The statistics of a :class:`~lightning_recorder.Reduction`."""
 
     def __init__(self, reduction: Reduction) -> None:
         super().__init__()
@@ -281,25 +285,25 @@ class _ReductionStore(_ReplacedStore):
 
 
 class _MetricStore(_ReplacedStore):
-    """The result of a metric of torchmetrics."""
+    """The result of a torchmetrics metric."""
 
     def __init__(self, metric: Any) -> None:
         super().__init__()
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
         self._metric.persistent(True)
-        # Reading the result on one rank must not wait for the others.
+        # Computing the result on one rank must not wait for the others.
         self._metric.sync_on_compute = False
 
     def _compute(self) -> Any:
         with warnings.catch_warnings(), torch.inference_mode(False):
-            # A state that was loaded counts as no update.
+            # torchmetrics warns because loading a state does not count as an update.
             warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
             return self._metric.compute()
 
     def _update(self, tensor: Tensor) -> None:
         self._metric.to(tensor.device)
-        self._metric.update(tensor.clone())  # which some keep
+        self._metric.update(tensor.clone())  # cloned, as some metrics keep it
 
     def _state(self) -> dict[str, Tensor]:
         return {
@@ -322,7 +326,7 @@ class _MetricStore(_ReplacedStore):
 
 
 def _trimmed(value: Any) -> Any:
-    """The value with copies in place of tensors that keep more memory alive than their own, as a row does its batch."""
+    """Return the value with copies of tensors that keep a larger storage alive, such as a row of a batch."""
     if isinstance(value, Tensor):
         value = value.detach()
         return value.clone() if _is_part(value) else value
@@ -334,7 +338,7 @@ def _trimmed(value: Any) -> Any:
 
 
 def _nbytes_of(tensor: Tensor) -> int:
-    """Bytes of a tensor; of a sparse one, which does not say, as many as a dense one would take."""
+    """Return the bytes of a tensor; for a sparse one, whose size is unknown, those of a dense tensor of its shape."""
     try:
         return tensor.nbytes
     except RuntimeError:

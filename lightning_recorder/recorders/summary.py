@@ -1,4 +1,4 @@
-"""What a run of a net shows of its calls, as data to be printed as a table."""
+"""Summary of a net's calls in one run, printable as a table."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["Summary", "SummaryRow", "SummaryWatch"]
 Shape = tuple[int, ...]
 
 _COLUMNS = ("Layer (type (name)):depth-idx", "Input shape", "Output shape", "Param #", "Param %", "Mult-adds")
-# The columns of words; those of numbers are aligned to the right.
+# The number of text columns; number columns are right-aligned.
 _WORDS = 3
-# A cache or a list of hidden states has dozens of tensors.
+# Limits the shapes shown: a cache or a list of hidden states has dozens of tensors.
 _SHOWN_SHAPES = 3
 
 
@@ -41,34 +41,34 @@ class SummaryRow:
     type_name: str
     """The name of the module's class."""
     caller: Label | None
-    """The call inside which this one was made."""
+    """The call that made this one."""
     is_leaf: bool
-    """Whether no other call was made inside it."""
+    """True if the call made no other call."""
     is_repeated: bool
-    """Whether it is not the first call of its module."""
+    """True if the call is not the first one of its module."""
     input_shapes: tuple[Shape, ...]
     """The shapes of all tensors among the arguments."""
     output_shapes: tuple[Shape, ...]
     """The shapes of all tensors in the output; none if the call raised."""
     output_bytes: int
-    """The bytes of these."""
+    """The total size of the output tensors in bytes."""
     parameters: int
-    """Elements of the parameters of the module and those below it, each counted once."""
+    """The number of parameter elements of the module and those below it, each parameter counted once."""
     mult_adds: int
-    """Multiply-adds of the call, those inside it included."""
+    """Multiply-adds of the call, including nested calls."""
 
 
 @dataclass(frozen=True)
 class Summary:
     """The calls of a net in one run, in the order in which they began, with totals.
 
-    Multiply-adds are half the floating-point operations that torch's ``FlopCounterMode`` has formulas for (matrix
-    products, convolutions, attention), to which fused attention and LSTM on CPUs are added. Additions of a bias and
-    elementwise operations are not counted.
+    Multiply-adds are half of the floating-point operations that torch's ``FlopCounterMode`` has formulas for (matrix
+    products, convolutions, attention), plus fused attention and LSTM on CPUs. Bias additions and elementwise operations
+    are not counted.
 
     Note:
-        The size of a forward and backward pass is estimated as 2 × the bytes of the outputs of the leaf calls: each is
-        kept once for itself and once as a gradient. One megabyte is 10⁶ bytes.
+        The size of a forward and backward pass is estimated as 2 × the bytes of the outputs of the leaf calls: each
+        output is stored once, and so is its gradient. One megabyte is 10⁶ bytes.
 
     Example:
         >>> row = SummaryRow((0, 1), "", "ReLU", None, True, False, ((2, 3),), ((2, 3),), 24, 0, 0)
@@ -79,16 +79,16 @@ class Summary:
 
     rows: tuple[SummaryRow, ...]
     total_params: int
-    """Elements of all parameters of the net, each counted once."""
+    """The number of elements of all parameters of the net, each parameter counted once."""
     trainable_params: int
-    """Elements of those that required a gradient."""
+    """The number of elements of the parameters that require a gradient."""
     params_bytes: int
     input_bytes: int
     mult_adds: int
 
     @property
     def non_trainable_params(self) -> int:
-        """Elements of the parameters that required no gradient."""
+        """The number of elements of the parameters that do not require a gradient."""
         return self.total_params - self.trainable_params
 
     @property
@@ -98,18 +98,18 @@ class Summary:
 
     @property
     def total_bytes(self) -> int:
-        """Input, forward and backward pass, and parameters."""
+        """The bytes of the input, the forward and backward pass, and the parameters."""
         return self.input_bytes + self.forward_backward_bytes + self.params_bytes
 
     def __str__(self) -> str:
         return self.to_text()
 
     def to_text(self, *, depth: int | None = None, recording: Iterable[Label] = ()) -> str:
-        """The table.
+        """Return the table.
 
         Args:
-            depth: Calls deeper than this are left out; the totals are those of the whole net.
-            recording: The labels that the last line names.
+            depth: The maximum depth of the calls that are shown; the totals are those of the whole net.
+            recording: The labels named in the last line.
         """
         rows = [row for row in self.rows if depth is None or row.label[0] <= depth]
         recorded = ", ".join(f"{depth}-{idx}" for depth, idx in recording)
@@ -143,7 +143,7 @@ class Summary:
 
 
 def _as_tree(rows: Sequence[SummaryRow]) -> list[tuple[SummaryRow, str]]:
-    """Each row with its first cell, indented under the nearest call around it that is shown."""
+    """Return each row with its first cell, indented under the nearest shown call that encloses it."""
     children: dict[Label | None, list[SummaryRow]] = {}
     shown = {row.label for row in rows}
     for row in rows:
@@ -151,7 +151,7 @@ def _as_tree(rows: Sequence[SummaryRow]) -> list[tuple[SummaryRow, str]]:
     lines: list[tuple[SummaryRow, str]] = []
 
     def add(row: SummaryRow, around: SummaryRow | None, first: str, further: str) -> None:
-        # Below its caller a name needs to say only what is new.
+        # A name below its caller omits the common prefix.
         prefix = f"{around.name}." if around is not None and around.name else ""
         name = row.name.removeprefix(prefix)
         title = f"{row.type_name} ({name})" if name else row.type_name
@@ -191,14 +191,14 @@ def _millions(number: int) -> str:
 
 @dataclass
 class _Seen:
-    """What was seen of a call."""
+    """Observations of one call."""
 
     caller: Call | None
     input_shapes: tuple[Shape, ...]
     before: int
     """The floating-point operations of the run before the call."""
     operations: int = 0
-    """Those of the call, unless it raised."""
+    """The floating-point operations of the call, unless it raised."""
     is_leaf: bool = True
     output_shapes: tuple[Shape, ...] = ()
     output_bytes: int = 0
@@ -209,7 +209,7 @@ class SummaryWatch(CallWatch):
 
     Args:
         modules: All modules of the net by name.
-        snapshot: Takes a lazy module when it has been initialised.
+        snapshot: The snapshot that saves a lazy module once it has been initialised.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], snapshot: ModuleState) -> None:
@@ -220,7 +220,7 @@ class SummaryWatch(CallWatch):
         self._input_bytes = 0
 
     def begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the arguments."""
+        """Record the arguments."""
         self._snapshot.take(self.modules[call.name])
         given = [tensor for _, tensor in iter_tensors((args, kwargs))]
         if not call.name and call.number == 1:
@@ -230,7 +230,7 @@ class SummaryWatch(CallWatch):
         self._seen[call] = _Seen(self.caller, tuple(map(_shape, given)), self._counter.operations)
 
     def end(self, call: Call, output: Any) -> None:
-        """Note the output."""
+        """Record the output."""
         seen, tensors = self._seen[call], [tensor for _, tensor in iter_tensors(output)]
         seen.operations = self._counter.operations - seen.before
         seen.output_shapes = tuple(map(_shape, tensors))
@@ -245,7 +245,7 @@ class SummaryWatch(CallWatch):
         self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
 
     def summary(self, net: nn.Module) -> Summary:
-        """What was seen, with the net's parameters."""
+        """Return the summary of the observed calls and the net's parameters."""
         labels = {call: label for label, call in label_calls(self.calls).items()}
         parameters = [each for each in net.parameters() if not is_uninitialized(each)]
         return Summary(
@@ -277,26 +277,26 @@ class SummaryWatch(CallWatch):
 def _shape(tensor: Tensor) -> Shape:
     try:
         return tuple(int(size) for size in tensor.shape)
-    except Exception:  # noqa: BLE001 - of nested tensors some sizes are no numbers, or cannot be asked for, in many ways
+    except Exception:  # noqa: BLE001 - sizes of nested tensors may be symbolic or raise in many ways
         return ()
 
 
 def _bytes(tensor: Tensor) -> int:
-    # Of nested tensors these cannot be told.
+    # The size of nested tensors is unknown.
     return 0 if tensor.is_nested else tensor.numel() * tensor.element_size()
 
 
 def _attention_operations(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    """The two matrix products of ``softmax(q kᵀ) v``, of shapes ``[..., heads, length, features]``."""
+    """Return the FLOPs of the two products of ``softmax(q kᵀ) v``, with shapes ``[..., heads, length, features]``."""
     return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def _lstm_operations(x: Shape, weight_ih: Shape, weight_hh: Shape, *args: Any, **kwargs: Any) -> int:
-    """One layer and direction over ``x`` of shape ``[length, batch, features]``."""
+    """Return the FLOPs of one layer and direction over ``x`` of shape ``[length, batch, features]``."""
     return 2 * x[0] * x[1] * (prod(weight_ih) + prod(weight_hh))
 
 
-# What CPUs do in one operation, for which torch has no formula.
+# Fused CPU operations that torch has no formula for.
 _MORE_FORMULAS = {
     getattr(torch.ops.aten, name): formula
     for name, formula in (
@@ -308,9 +308,9 @@ _MORE_FORMULAS = {
 
 
 class _OperationCounter(TorchDispatchMode):
-    """Counts the floating-point operations of this thread, with the formulas of torch's ``FlopCounterMode``.
+    """Count the floating-point operations of this thread with the formulas of torch's ``FlopCounterMode``.
 
-    That mode itself would put hooks on all modules of the process, which other threads call too.
+    That mode itself would register hooks on all modules of the process, which other threads call too.
     """
 
     supports_higher_order_operators = True
@@ -325,14 +325,14 @@ class _OperationCounter(TorchDispatchMode):
         packet = getattr(func, "overloadpacket", func)
         formula = self._formulas.get(packet)
         if formula is None and torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            # There composite operations come in one piece.
+            # In inference mode composite operations are not decomposed before dispatch.
             with self:
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
         output = func(*args, **kwargs)
         if formula is not None:
-            # A formula may not know the arguments; the table then says less, and the net runs on.
+            # A formula may not support the arguments; the table is then incomplete, but the net still runs.
             with suppress(Exception):
                 self.operations += int(formula(*args, **kwargs, out_val=output))
         return output

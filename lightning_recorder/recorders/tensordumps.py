@@ -1,4 +1,4 @@
-"""Which of the captured tensors become dumps, in the background."""
+"""The background writer of captured tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning_recorder.sinks import BackgroundQueue
 __all__ = ["TENSOR_DUMP_TIMES", "TensorDumps"]
 
 TENSOR_DUMP_TIMES = ("checkpoints", "steps", "epochs")
-"""When tensors can be dumped."""
+"""The times at which tensors can be dumped."""
 
-_WAITING = 2  # steps whose copies may wait to be written; then the training waits, since memory is bounded
+_WAITING = 2  # the number of captured steps that may wait; then the training waits, because memory is bounded
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class _Step:
 
 
 class TensorDumps:
-    """Writes captured tensors.
+    """Write captured tensors.
 
     Args:
-        folder: Where they go.
-        at: When: some of ``TENSOR_DUMP_TIMES``. At checkpoints and at the ends of epochs the tensors of the latest
-            captured step are written.
-        event: A step is written if it is true of the statistics of any of its tensors.
-        buffers: Gets back the memory of what was written.
-        name: What warnings call the recorder.
-        strict: Raise what fails.
+        folder: The folder of the dumps.
+        at: The times of the dumps, some of ``TENSOR_DUMP_TIMES``. Dumps at checkpoints and at the end of epochs contain
+            the tensors of the latest captured step.
+        event: A condition. A step is also dumped if the statistics of any of its tensors meet it.
+        buffers: The pool that receives the memory of the written tensors.
+        name: The name of the recorder in warnings.
+        strict: Raise errors.
 
     Note:
-        What was captured stays where it is until its turn comes. While one step is written two may wait, and whoever
-        hands over another one waits with it; the latest is kept beside them, on the host.
+        Captured tensors stay on their device until they are written. While one step is written, two may wait, and
+        handing over another one blocks. The latest step is also kept, on the CPU.
     """
 
     def __init__(
@@ -66,16 +66,25 @@ class TensorDumps:
         self._latest: _Step | None = None
         self._failed = False
         self._is_told = False
+        self.steps = self.tensors = 0
+        """The number of captured steps, and the number of their tensors."""
 
     def add(self, step: int, epoch: int, captured: Captured) -> None:
-        """Take the tensors of a step."""
+        """Queue the tensors of a step."""
         if captured.left_out and not self._is_told:
             self._is_told = True
             tell(
                 f"{self._name}: {len(captured.left_out)} tensors of step {step} are left out, {captured.left_out[0]!r} "
                 "is the first: a larger max_bytes, or fewer samples, has room for them"
             )
+        self.steps += 1
+        self.tensors += len(captured.tensors) + len(captured.left_out) + len(captured.unheld)
         self._submit(partial(self._take, _Step(step, epoch, captured)))
+
+    @property
+    def failed(self) -> bool:
+        """True if no more dumps are written because of an error, which causes a warning."""
+        return self._failed
 
     def _take(self, taken: _Step) -> None:
         snapshot = taken.captured.snapshot
@@ -98,7 +107,7 @@ class TensorDumps:
             self._buffers.give_back(unused.values())
 
     def end_epoch(self) -> None:
-        """End an epoch."""
+        """Write the latest step at the end of an epoch, if requested."""
         if "epochs" in self._at:
             self._submit(self._write_epoch)
 
@@ -107,7 +116,7 @@ class TensorDumps:
             self.folder.write(_content(self._latest), "epoch")
 
     def write_beside(self, checkpoint: Path) -> None:
-        """Write the latest beside a checkpoint; without a step, nothing. What goes wrong is raised elsewhere."""
+        """Dump the latest step next to a checkpoint. A no-op without a step. Pending errors are not raised here."""
         self._queue.put(partial(self._contained, partial(self._write_beside, checkpoint)))
 
     def _write_beside(self, checkpoint: Path) -> None:
@@ -115,7 +124,7 @@ class TensorDumps:
             self.folder.write_beside(_content(self._latest), checkpoint)
 
     def remove_beside(self, checkpoint: Path) -> None:
-        """Remove what lies beside a checkpoint, also where nothing more is written."""
+        """Remove the dump next to a checkpoint, even if writing has failed."""
         self._queue.put(partial(self.folder.remove_beside, checkpoint))
 
     def _submit(self, job: Callable[[], object]) -> None:
@@ -136,7 +145,7 @@ class TensorDumps:
         """Wait until everything is written.
 
         Raises:
-            Exception: What went wrong, if ``strict``.
+            Exception: The first error, if ``strict``.
         """
         self._queue.drain()
 

@@ -1,4 +1,4 @@
-"""The tensors of one step, copied within a limit of bytes."""
+"""Copies of the tensors of one step, within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TAPS: dict[str, type[Tap]] = {
 }
 
 TENSOR_KINDS = tuple(_TAPS)
-"""Which tensors of a module can be copied."""
+"""The kinds of module tensors that can be copied."""
 
 
 @dataclass
@@ -37,11 +37,11 @@ class Captured:
     """The tensors of one step.
 
     Args:
-        tensors: By name, ``<module>/<path>``, of gradients with ``.grad`` behind, of the second call of a module with
-            ``#2`` and so on; where they were.
-        left_out: The names of those for which there was no room.
-        unheld: The names of those whose dtype no file can hold.
-        snapshot: The statistics of all of them, whole and as they were, if they were asked for.
+        tensors: The copies by name, on their original devices. The name is ``<module>/<path>``, with the suffix
+            ``.grad`` for gradients and ``#2``, ``#3``, … for further calls of a module.
+        left_out: The names of tensors that exceeded the limit of bytes.
+        unheld: The names of tensors with a dtype that the file format does not support.
+        snapshot: The statistics of the complete, unrounded tensors, if requested.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -51,20 +51,20 @@ class Captured:
 
 
 class TensorCapture:
-    """Copies the tensors of modules while it is attached, as a context manager.
+    """Copy the tensors of modules while attached. A context manager.
 
     Args:
         modules: The modules by name.
-        kinds: Which tensors: some of ``TENSOR_KINDS``.
-        samples: So many rows of each tensor are copied, the first ones; by default all.
-        dtype: What floating-point tensors are rounded to; by default they stay as they are.
-        max_bytes: The most bytes of a step; what comes later has no room.
-        statistics: Whether to compute statistics as well.
-        buffers: Where the memory of the copies comes from.
-        strict: Raise what goes wrong inside a hook.
+        kinds: The kinds of tensors, from ``TENSOR_KINDS``.
+        samples: The number of leading rows of each tensor to copy; by default all.
+        dtype: The dtype that floating-point tensors are rounded to; by default they are unchanged.
+        max_bytes: The limit in bytes per step; tensors beyond it are left out.
+        statistics: True to compute statistics as well.
+        buffers: The pool that provides the memory of the copies.
+        strict: Raise errors that occur inside a hook.
 
     Note:
-        The copies stay on the device of the tensors, so that nothing waits for it.
+        The copies stay on the device of the tensors, so the device is not synchronised.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -90,8 +90,10 @@ class TensorCapture:
         self._buffers = buffers or BufferPool()
         self._is_told = False
         self.factor = 1.0
-        """What gradients are multiplied by: the inverse of a loss scale."""
+        """The factor for gradients: the inverse of a loss scale."""
         self.taps = [_TAPS[kind](modules, partial(self._receive, kind), strict=strict) for kind in kinds]
+        self.attached = False
+        """True while the hooks are registered."""
         self._samples, self._dtype, self._max_bytes = samples, dtype, max_bytes
         self._states = SiteStates(strict=strict) if statistics else None
         self._captured = Captured()
@@ -99,17 +101,19 @@ class TensorCapture:
         self._nbytes = 0
 
     @property
-    def attached(self) -> bool:
-        """Whether the hooks are on."""
-        return any(tap.attached for tap in self.taps)
+    def ran_eagerly(self) -> tuple[str, ...]:
+        """The names of compiled functions that ran eagerly because of the hooks."""
+        return tuple(dict.fromkeys(name for tap in self.taps for name in tap.ran_eagerly))
 
     def attach(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
+        self.attached = True
         for tap in self.taps:
             tap.attach()
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
+        self.attached = False
         for tap in self.taps:
             tap.remove()
 
@@ -123,17 +127,17 @@ class TensorCapture:
         self.remove()
 
     def take(self) -> Captured:
-        """What was copied since the last time."""
+        """Return the copies since the last call and clear them."""
         captured = self._captured
         if self._states is not None:
-            # On the device, whose work is waited for by who reads it.
+            # Copied asynchronously; the reader of the snapshot waits for the device.
             captured.snapshot = self._states.snapshot(self.modules, "cpu")
             self._states.reset()
         self.drop()
         return captured
 
     def drop(self) -> None:
-        """Forget what was copied."""
+        """Discard the copies."""
         self._captured = Captured()
         self._calls.clear()
         self._nbytes = 0
@@ -141,7 +145,7 @@ class TensorCapture:
             self._states.reset()
 
     def _receive(self, kind: str, site: Site, tensor: Tensor) -> None:
-        tensor = getattr(tensor, "to_local", lambda: tensor)()  # of a DTensor the part that is here
+        tensor = getattr(tensor, "to_local", lambda: tensor)()  # the local part of a DTensor
         if tensor.device.type == "meta":
             return
         is_gradient = kind.endswith("gradients")
@@ -154,7 +158,7 @@ class TensorCapture:
         if self._calls[name] > 1:
             name = f"{name}#{self._calls[name]}"
         tensor = _rows(tensor, self._samples)
-        if factor != 1.0 and tensor.is_floating_point():  # half precision has no room for what a loss scale leaves
+        if factor != 1.0 and tensor.is_floating_point():  # unscaled gradients can underflow in half precision
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         if not can_hold(dtype):
@@ -177,12 +181,12 @@ class TensorCapture:
 
 
 def _plain(name: str) -> str:
-    """A module's name as a file can hold it."""
+    """Return a module's name in a form that a file can hold."""
     return (name or "(root)").encode("utf-8", "replace").decode("utf-8")
 
 
 def _rows(tensor: Tensor, samples: int | None) -> Tensor:
-    """The first rows of what has rows, as plain numbers."""
+    """Return the first rows of a tensor, converted to a dense one."""
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     elif tensor.is_nested:

@@ -1,4 +1,4 @@
-"""A recorder whose failures stay its own, and whose states are merged over the processes of a run."""
+"""A recorder that contains its errors and merges its states across ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """A recorder whose failures stay its own, and whose states are merged over ranks.
+    """A recorder that contains its errors and merges its states across ranks.
 
-    Whatever fails on this rank, it goes on calling the :class:`Exchange` as the other ranks do, and gives nothing.
+    After a failure on this rank, it keeps calling the :class:`Exchange` in step with the other ranks, without any
+    states.
 
     Args:
-        recorder: What brings the tensors.
-        name: What warnings call it.
-        exchange: Merges the ranks; without one, this is the only one.
-        rank: The number of this process. Where the ranks are not merged, those but the first record nothing.
-        strict: Raise what fails.
-        clock: Seconds.
+        recorder: The recorder that provides the tensors.
+        name: The name of the recorder in warnings.
+        exchange: The exchange that merges the ranks, or None if there is only one.
+        rank: The rank of this process. If ranks are not merged, only rank zero records.
+        strict: Raise errors.
+        clock: A function that returns the time in seconds.
     """
 
     def __init__(
@@ -45,22 +46,22 @@ class Worker:
         self.exchange = exchange
         self.strict = strict
         self.enabled = True
-        """Whether what is due is recorded; may be changed between two batches."""
+        """False to record nothing. May be changed between two batches."""
         self.failed = False
-        """Whether nothing more is recorded, since something went wrong."""
+        """True if recording has stopped because of an error."""
         self._is_first = rank == 0
         self._clock = clock
         self._told_absent: set[int] = set()
 
     @property
     def works(self) -> bool:
-        """Whether what is due is recorded on this rank."""
+        """True if this rank records the steps that are due."""
         merges = self.exchange is not None and self.exchange.is_open
         return self.enabled and not self.failed and (self._is_first or merges)
 
     @contextmanager
     def contained(self) -> Iterator[None]:
-        """Keep what goes wrong inside, after which nothing more is recorded; what goes wrong later is no news."""
+        """Catch errors in a block and stop recording after the first one. Only the first error causes a warning."""
         try:
             yield
         except Exception as error:
@@ -72,23 +73,24 @@ class Worker:
                 tell(f"{self.name} is off for the rest of the run: {describe_error(error)}")
 
     def fail(self) -> None:
-        """Record nothing more."""
+        """Stop recording for good."""
         self.failed = True
-        with suppress(Exception):  # what has failed already may fail here, too
+        with suppress(Exception):  # cleanup after a failure may fail, too
             self.recorder.remove()
 
     def interrupt(self) -> None:
-        """Take the hooks off until the next batch that is recorded."""
+        """Remove the hooks until the next recorded batch."""
         with self.contained():
             self.recorder.remove()
 
     def merged(self, *, alone: bool = False, words: tuple[float, ...] = (), scope: str = "") -> Merged:
-        """The states of all ranks; those of this rank where they are not merged.
+        """Return the states of all ranks, or those of this rank if ranks are not merged.
 
         Args:
-            alone: Ask no other rank, as after a failure; then the first one has its own.
-            words: As for :meth:`Exchange.merge`.
-            scope: As for :meth:`Exchange.merge`.
+            alone: Do not communicate with other ranks, for example after a failure. Rank zero then returns its own
+                states.
+            words: See :meth:`Exchange.merge`.
+            scope: See :meth:`Exchange.merge`.
         """
         exchange = None if alone else self.exchange
         if exchange is None or not exchange.is_open:

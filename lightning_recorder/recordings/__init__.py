@@ -1,4 +1,4 @@
-"""What a run leaves on the disk as numbers: written line by line, read again as tensors, compared."""
+"""Recorded statistics on disk: records written line by line, read back as tensors, and compared between runs."""
 
 from lightning_recorder.recordings.comparison import Comparison, Difference, compare
 from lightning_recorder.recordings.dumped import DumpEntry

@@ -1,4 +1,4 @@
-"""Two runs compared: the first step and site at which they part, and what else differs."""
+"""Comparison of two runs: the first step and site at which they diverge, and all other differences."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from lightning_recorder.recordings.series import Series
 
 __all__ = ["Comparison", "Difference", "compare"]
 
-_UPDATE_RATIO = "update_ratio"  # the only statistic of a parameter's values that tells what comes of them
-_UNTOUCHED = Tolerance(rtol=1e-9, atol=0.0)  # what another way of computing the statistics may make of the same values
-_GROUPS = ("activations", "gradients", "parameters")  # as they come to be in a step
+_UPDATE_RATIO = "update_ratio"  # the only statistic of a parameter's value that depends on the step itself
+_UNTOUCHED = Tolerance(rtol=1e-9, atol=0.0)  # absorbs rounding when the same values are reduced in another order
+_GROUPS = ("activations", "gradients", "parameters")  # in the order in which a step produces them
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that differs other than by a number.
+    """A difference that is not numerical.
 
     Args:
-        kind: ``"recorder"``, ``"stage"``, ``"step"``, ``"site"`` or ``"statistic"``, which only one run has, or
-            ``"dtype"`` or ``"shape"`` of a site.
+        kind: ``"recorder"``, ``"stage"``, ``"step"``, ``"site"`` or ``"statistic"`` if only one run has it; ``"dtype"``
+            or ``"shape"`` if a site differs in it.
         recorder: The label of the recorder.
-        what: Which one; of a dtype or shape the site's name and path.
-        one: What the first run has.
-        other: What the second has.
+        what: The recorder, stage, step, site or statistic in question. For a dtype or shape, the name and path of the
+            site.
+        one: The value in the first run.
+        other: The value in the second run.
     """
 
     kind: str
@@ -39,16 +40,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far two runs are the same.
+    """The result of comparing two runs.
 
     Args:
-        first: Where they part first: at the earliest step, and in it where execution comes first.
-        last_same: The last step before that which both have recorded.
-        sites: The sites that part, those first that are furthest apart.
-        differences: What differs besides.
-        steps: How many steps both have recorded.
-        first_bits: Where they first differ at all, if not to the bit of every statistic; within the tolerance or not.
-        notes: What may be the reason, and is no difference: versions, ranks, damaged lines.
+        first: The first divergence: at the earliest step, and within it at the site that is executed first. ``None`` if
+            the runs agree within the tolerance.
+        last_same: The last step before ``first`` that both runs have recorded.
+        sites: The sites that diverge, sorted by descending distance.
+        differences: The differences that are not numerical.
+        steps: The number of steps that both runs have recorded.
+        first_bits: The first divergence at bit level, within the tolerance or not; ``None`` if every statistic agrees
+            to the bit.
+        notes: Possible causes that are not differences themselves: versions, number of ranks, damaged lines.
     """
 
     first: Parting | None = None
@@ -61,29 +64,31 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs beyond the tolerance."""
+        """True if nothing differs beyond the tolerance."""
         return self.first is None and not self.differences
 
 
 def compare(
     one: Run, other: Run, tolerance: Tolerance | None = None, *, recorder: str | None = None, stage: str | None = None
 ) -> Comparison:
-    """Compare two runs, step by step and in the order of execution.
+    """Compare two runs step by step, in the order of execution.
 
-    In a step the training comes before evaluations; the values of parameters, which are there before the step, come
-    before activations, these before gradients, from the last module to the first, and what the optimiser makes of them
-    at the end. The values of step 0 nothing has been computed for, so they are to be the same whatever the tolerance. A
-    step that only one run has is a difference, and ends nothing.
+    Within a step, training comes before evaluation. The values of parameters exist before the step, so they come first.
+    Activations follow, then gradients from the last module to the first, then the parameter updates that the optimizer
+    makes at the end of the step.
+
+    Nothing has been computed before step 0, so the parameter values of that step must be equal whatever the tolerance.
+    A step that only one run has is reported as a difference; the comparison continues after it.
 
     Args:
-        one: A run.
-        other: Another.
-        tolerance: How far numbers may be apart.
-        recorder: Compare this recorder alone, by its label.
-        stage: Compare this stage alone.
+        one: The first run.
+        other: The second run.
+        tolerance: The tolerance for numbers; by default ``Tolerance()``.
+        recorder: The label of the only recorder to compare; by default all are compared.
+        stage: The only stage to compare; by default all are compared.
 
     Raises:
-        ArgumentError: If neither run has the recorder or the stage, or a tolerance is negative.
+        ArgumentError: If neither run has the recorder or the stage, or if a tolerance is negative.
         DumpError: If a file cannot be read.
     """
     tolerance = tolerance or Tolerance()
@@ -115,7 +120,7 @@ def compare(
 def _pairs(
     one: Run, other: Run, recorder: str | None, stage: str | None, differences: list[Difference]
 ) -> Iterator[SeriesPair]:
-    """What both runs have, in the order of execution in a step; what only one has goes to the differences."""
+    """Yield the series that both runs have, in execution order; append all others to ``differences``."""
     labels = [label for label in dict.fromkeys([*one, *other]) if recorder in (None, label)]
     if not labels:
         there = ", ".join(map(repr, dict.fromkeys([*one, *other]))) or "none"
@@ -147,13 +152,13 @@ def _stage_name(key: tuple[str, int | None]) -> str:
 
 
 def _group(series: Series) -> str:
-    """The group that the file says it is of; else the one that its label begins with."""
+    """Return the group stored in the file, or else the group that prefixes the file name."""
     said = series.sessions[-1].about.get("group") if series.sessions else None
     return said if isinstance(said, str) else series.path.stem.partition("-")[0]
 
 
 def _initial(pair: SeriesPair) -> list[SiteParting]:
-    """The parameters that are not the same at step 0, before anything was computed that could be rounded."""
+    """Return the parameters that differ at step 0, before any computation could introduce rounding."""
     if not pair.held or pair.steps[:1] != [0]:
         return []
     values = SeriesPair(pair.recorder, pair.one, pair.other, group=pair.group, without=[_UPDATE_RATIO])
@@ -161,7 +166,7 @@ def _initial(pair: SeriesPair) -> list[SiteParting]:
 
 
 def _once(found: Iterable[SiteParting]) -> list[SiteParting]:
-    """Each site once; one that parts from the beginning as it does there."""
+    """Return each site once; for a site that differs from step 0 on, keep that first entry."""
     sites: dict[tuple[str, str], SiteParting] = {}
     for each in found:
         sites.setdefault(each.first.site, each)
@@ -169,7 +174,7 @@ def _once(found: Iterable[SiteParting]) -> list[SiteParting]:
 
 
 def _earliest(ordered: Iterable[tuple[SeriesPair, list[SiteParting]]]) -> Parting | None:
-    # Pairs, and the sites in them, are in the order of execution, and of equals min takes the first.
+    # Pairs, and the sites within them, are in execution order; min returns the first of equal keys.
     firsts = [
         (each.first.step, each.first.site not in pair.held or each.first.statistic == _UPDATE_RATIO, each.first)
         for pair, found in ordered

@@ -1,4 +1,4 @@
-"""The counts of a histogram as a short text."""
+"""Compact text encoding of histogram counts."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from lightning_recorder.errors import ArgumentError, DumpError
 
 __all__ = ["BINS", "pack_counts", "unpack_counts"]
 
-BINS = 2048  # those of ``reductions.ExponentHistogram``, which needs NumPy
-_MOST_BYTES = BINS * (2 + 9)  # a gap below 2**11 takes two bytes at most, a count below 2**63 nine
-_LONGEST = 2 * _MOST_BYTES  # of a text; what cannot be compressed grows by a third in base64
+BINS = 2048  # the number of bins of ``reductions.ExponentHistogram``, which is not imported because it needs NumPy
+_MOST_BYTES = BINS * (2 + 9)  # a gap below 2**11 takes at most two bytes, a count below 2**63 nine
+_LONGEST = 2 * _MOST_BYTES  # characters; incompressible data grows by a third in base64
 _LARGEST = 2**63 - 1
 
 
 def pack_counts(bins: Tensor) -> str:
-    """The counts as base64 of zlib of pairs: how many empty bins lie before one that is not, and its count.
+    """Encode histogram counts as text: base64 of zlib of (gap, count) pairs.
 
-    Numbers are seven bits to a byte, the lowest first, the eighth bit saying that there is more. A histogram of the
-    values of one layer takes 100 to 600 characters, as neighbouring gaps are zero and most counts small; indices and
-    counts of fixed width take twice as many, a list of numbers in JSON four times.
+    Each pair holds the number of empty bins before a non-empty bin, and the count of that bin. Numbers are stored as
+    LEB128: seven bits per byte, lowest first, with the eighth bit set if more bytes follow. A histogram of one layer
+    takes 100 to 600 characters, because most gaps are zero and most counts are small. Fixed-width indices and counts
+    take twice as many characters, a JSON list of numbers four times as many.
 
     Args:
-        bins: ``[2048]`` int64, none negative, on any device.
+        bins: The counts, ``[2048]`` int64, non-negative, on any device.
 
     Raises:
-        ArgumentError: If they are not.
+        ArgumentError: If ``bins`` has another shape or dtype, is sparse, or contains a negative count.
 
     Example:
         >>> counts = torch.zeros(2048, dtype=torch.int64)
@@ -56,15 +57,16 @@ def pack_counts(bins: Tensor) -> str:
             packed.append(count & 127 | 128)
             count >>= 7
         packed.append(count)
-    # The fastest level: the slowest saves one byte in a hundred.
+    # Level 1 is the fastest; level 9 saves only one byte in a hundred.
     return binascii.b2a_base64(zlib.compress(bytes(packed), 1), newline=False).decode()
 
 
 def unpack_counts(text: object) -> Tensor:
-    """The counts again, ``[2048]`` int64.
+    """Decode counts that :func:`pack_counts` has encoded, as ``[2048]`` int64.
 
     Raises:
-        DumpError: If the text is no histogram; no more memory is taken than a histogram can need.
+        DumpError: If the text is not an encoded histogram. Decompression stops at the size of the largest possible
+            histogram, so a malicious text cannot exhaust memory.
     """
     try:
         if not isinstance(text, str) or len(text) > _LONGEST:

@@ -1,4 +1,4 @@
-"""The dumps of a run, each tensor read when it is asked for."""
+"""Dumps of a run, with tensors that are loaded on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_recorder.dumps.manifest import MANIFEST, manifests, read_manifest
+from lightning_recorder.dumps.manifest import MANIFEST, dumps_in, manifests
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.names import closest_names
 from lightning_recorder.recordings.files import is_inside
@@ -22,11 +22,11 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class DumpEntry:
-    """A dump on the disk, of which nothing is read before it is asked for.
+    """A dump on disk; nothing is read from the file until it is needed.
 
     Args:
         path: The file.
-        about: What the manifest says of it: ``step``, ``epoch``, ``group``, ``kind``, …
+        about: The manifest entry of the dump: ``step``, ``epoch``, ``group``, ``kind``, …
     """
 
     path: Path
@@ -34,18 +34,18 @@ class DumpEntry:
 
     @property
     def step(self) -> int | None:
-        """The step, if the manifest says it."""
+        """The step, or ``None`` if the manifest does not contain it."""
         step = self.about.get("step")
         return step if isinstance(step, int) else None
 
     @property
     def kind(self) -> str:
-        """``"statistics"``, or ``"tensors"`` for the tensors themselves."""
+        """``"statistics"``, or ``"tensors"`` if the dump contains the raw tensors."""
         return str(self.about.get("kind", "statistics"))
 
     @property
     def size_bytes(self) -> int:
-        """Of the file; 0 if it is gone."""
+        """The size of the file in bytes; 0 if the file no longer exists."""
         try:
             return self.path.stat().st_size
         except OSError:
@@ -53,19 +53,19 @@ class DumpEntry:
 
     @property
     def names(self) -> list[str]:
-        """The names of its tensors, read from the head of the file.
+        """The names of the tensors, read from the header of the file.
 
         Raises:
-            DumpError: If the file is gone or damaged, or is none of ours.
+            DumpError: If the file is missing or damaged, or was not written by this package.
         """
         return self._open(lambda file: list(file.keys()))
 
     def load(self, name: str) -> Tensor:
-        """One tensor, on the CPU; the others are not read.
+        """Load one tensor onto the CPU without reading the others.
 
         Raises:
-            ArgumentError: If there is none of that name.
-            DumpError: If the file is gone or damaged, or is none of ours.
+            ArgumentError: If the dump has no tensor of that name.
+            DumpError: If the file is missing or damaged, or was not written by this package.
         """
         names = self.names
         if name not in names:
@@ -74,10 +74,10 @@ class DumpEntry:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, on the CPU, read anew each time.
+        """All tensors by name, on the CPU; the file is read again on each access.
 
         Raises:
-            DumpError: If the file is gone or damaged, or is none of ours.
+            DumpError: If the file is missing or damaged, or was not written by this package.
         """
         return self._open(lambda file: {name: _tensor(file, name) for name in list(file.keys())})
 
@@ -103,9 +103,9 @@ def _tensor(file: Any, name: str) -> Tensor:
 
 
 def find_dumps(log_dir: Path) -> list[DumpEntry]:
-    """The dumps that are listed in any manifest below a run's folder, by their steps.
+    """Return the dumps listed in all manifests below the folder of a run, sorted by step.
 
-    Links to folders are not followed, and a dump that is a link to a file outside is left out.
+    Symbolic links to folders are not followed. A dump that is a link to a file outside the folder is ignored.
 
     Raises:
         DumpError: If a manifest cannot be read.
@@ -121,7 +121,7 @@ def find_dumps(log_dir: Path) -> list[DumpEntry]:
 
 def _listed(folder: Path, log_dir: Path) -> list[DumpEntry]:
     try:
-        lines = read_manifest(folder)
+        lines = dumps_in(folder)
     except OSError as error:
         raise DumpError(f"{folder / MANIFEST} cannot be read: {error}") from error
     return [DumpEntry(folder / line["file"], line) for line in lines if is_inside(folder / line["file"], log_dir)]

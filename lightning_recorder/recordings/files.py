@@ -1,82 +1,51 @@
-"""Where the records of a run lie, and how a line is added to a file of them."""
+"""Paths of the record files of a run."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import stat
 from pathlib import Path
 
-__all__ = ["RECORDER", "RECORDS", "append", "is_inside", "records_path"]
+__all__ = ["RECORDER", "RECORDS", "is_inside", "records_path"]
 
 RECORDER = "recorder"
-"""The folder of a run's recordings, in its ``log_dir``."""
+"""The name of the folder, inside ``log_dir``, that holds everything recorded for a run."""
 
 RECORDS = "records"
-"""The folder of the files of records, inside that."""
+"""The name of the folder, inside :data:`RECORDER`, that holds the record files."""
 
-_LONGEST_NAME = 80  # characters; file systems allow 255 bytes, of which a character may take four
+_LONGEST_NAME = 80  # characters; file systems allow 255 bytes, and a character can take four
 
 
 def records_path(directory: str | Path, label: str) -> Path:
-    """The file of records of a recorder.
+    """Return the path of the record file of a recorder.
 
     Args:
-        directory: The folder of the run's recordings, ``<log_dir>/recorder``.
-        label: What the recorder is called, which is data: whatever it holds, the file lies in the folder, and two
-            labels have two files.
+        directory: The recording folder of the run, ``<log_dir>/recorder``.
+        label: The label of the recorder. It is untrusted data: whatever it contains, the file lies inside the folder,
+            and different labels have different files.
 
     Example:
         >>> records_path("recorder", "gradients-slow").as_posix()
         'recorder/records/gradients-slow.jsonl'
     """
     harmless = re.sub(r"[^A-Za-z0-9_.\-]", "_", label).strip(".")
-    # Capitals too, since a file system may take them for small letters.
+    # Upper-case letters get a digest too, because a file system may be case-insensitive.
     if harmless != label or not 0 < len(label) <= _LONGEST_NAME or label != label.lower():
         digest = hashlib.sha256(label.encode("utf-8", "surrogatepass")).hexdigest()[:12]
         harmless = f"{harmless[:_LONGEST_NAME]}-{digest}"
     return Path(directory) / RECORDS / f"{harmless}.jsonl"
 
 
-def append(path: Path, line: bytes) -> int:
-    """Add a line by a single write, after one that a killed run has left torn is ended.
-
-    Args:
-        path: The file; made, with its folder, if it is not there.
-        line: With its newline.
-
-    Returns:
-        How many bytes were written.
-
-    Raises:
-        OSError: If not all could be written, as on a full disk. What was written of it is a torn line.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Opened for each line, so that nothing is held across a fork, a copy of the callback or a move of the folder.
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-    descriptor = os.open(path, flags, 0o666)
-    try:
-        is_torn = os.lseek(descriptor, 0, os.SEEK_END) > 0
-        if is_torn:
-            os.lseek(descriptor, -1, os.SEEK_END)
-            is_torn = os.read(descriptor, 1) != b"\n"
-        piece = b"\n" * is_torn + line
-        written = os.write(descriptor, piece)
-    finally:
-        os.close(descriptor)
-    if written < len(piece):
-        raise OSError(f"{path} took {written} of {len(piece)} bytes; is the disk full?")
-    return written
-
-
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path is that of a plain file which, links followed, lies below a folder.
+    """Return True if a path, with links resolved, is a regular file below a folder.
 
-    So no link leads a reader out of a run, and nothing is opened that waits for a writer.
+    This check keeps a symbolic link from leading a reader out of a run. It also avoids opening a FIFO, which would
+    block until another process writes to it.
     """
     try:
         real = path.resolve(strict=True)
         return real.is_relative_to(folder.resolve(strict=True)) and stat.S_ISREG(real.stat().st_mode)
-    except (OSError, ValueError, RuntimeError):  # not there, not readable; a null byte; before 3.13 links in a circle
+    except (OSError, ValueError, RuntimeError):  # missing or unreadable; a null byte; a symlink loop before Python 3.13
         return False

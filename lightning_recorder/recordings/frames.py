@@ -1,4 +1,4 @@
-"""Records in long form: one line for each step and site."""
+"""Records as long-form tables with one row per step and site."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 __all__ = ["PLACES", "columns_of", "frame", "rows_of", "series_frame", "write_parquet"]
 
 PLACES = ("step", "epoch", "stage", "loader", "module", "path", "dtype")
-"""The columns that say where the numbers of a line are from."""
+"""The columns that identify a row."""
 
 
 def columns_of(series: Iterable[Series]) -> list[str]:
-    """The statistics that are in any of the series, in the order in which they were first seen."""
+    """Return the names of the statistics that any of the series contains, in the order of first appearance."""
     return list(dict.fromkeys(name for each in series for part in _parts(each) for name in part.statistics))
 
 
 def rows_of(series: Series, columns: Iterable[str]) -> Iterator[list[Any]]:
-    """The lines of a series: the values of :data:`PLACES` and those of the columns, ``None`` where there is none."""
+    """Yield the rows of a series: the values of :data:`PLACES`, then those of ``columns``, ``None`` if missing."""
     columns = list(columns)
     for part in _parts(series):
         for step in part.steps:
@@ -40,20 +40,20 @@ def _parts(series: Series) -> list[Series]:
 
 
 def series_frame(series: Series) -> Any:
-    """The lines of a series as a ``pandas.DataFrame``.
+    """Convert a series to a ``pandas.DataFrame`` in long form.
 
     Raises:
-        ArgumentError: If pandas is not installed, or a statistic is called like one of the other columns.
+        ArgumentError: If pandas is not installed, or if a statistic has the same name as one of :data:`PLACES`.
     """
     columns = columns_of([series])
     return frame(rows_of(series, columns), [*PLACES, *columns])
 
 
 def frame(rows: Iterable[list[Any]], columns: list[str]) -> Any:
-    """Lines as a ``pandas.DataFrame``.
+    """Convert rows to a ``pandas.DataFrame``.
 
     Raises:
-        ArgumentError: If pandas is not installed, or two columns have one name.
+        ArgumentError: If pandas is not installed, or if two columns have the same name.
     """
     pandas = _library("pandas", "a frame")
     if len(set(columns)) < len(columns):
@@ -65,10 +65,10 @@ def frame(rows: Iterable[list[Any]], columns: list[str]) -> Any:
 
 
 def write_parquet(rows: Iterable[list[Any]], columns: list[str], path: Path) -> None:
-    """Write lines as a Parquet file.
+    """Write rows to a Parquet file.
 
     Raises:
-        ArgumentError: If pandas or pyarrow is not installed, or two columns have one name.
+        ArgumentError: If pandas or pyarrow is not installed, or if two columns have the same name.
         OSError: If the file cannot be written.
     """
     _library("pyarrow", "a Parquet file")
@@ -76,7 +76,7 @@ def write_parquet(rows: Iterable[list[Any]], columns: list[str], path: Path) -> 
 
 
 def _library(name: str, what: str) -> Any:
-    # Not by a statement, since whether its types are found differs from one environment to the next.
+    # Not an import statement: mypy finds the type stubs in some environments only, so no ignore comment fits all.
     try:
         return import_module(name)
     except ImportError as error:

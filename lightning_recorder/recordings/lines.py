@@ -1,4 +1,4 @@
-"""What stands in a file of records: a line when a fit begins and a line per record, each one JSON object."""
+"""Line format of record files: a header line per fit and a line per record, each one a JSON object."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """What is written of one site in one record.
+    """The values written for one site in one record.
 
     Args:
-        name: The module's name.
-        path: The tensor's path at it, as ``out``.
-        scalars: Statistic to value.
-        bins: The counts of the histogram, ``[2048]`` int64, if there is one.
-        dtype: That of the tensor, as ``"float32"``, if it is known.
-        shape: Its shape, if it is known.
+        name: The name of the module.
+        path: The path of the tensor at the module, for example ``out``.
+        scalars: A mapping from statistic to value.
+        bins: The counts of the histogram, ``[2048]`` int64; ``None`` if there is no histogram.
+        dtype: The dtype of the tensor, for example ``"float32"``; ``None`` if it is unknown.
+        shape: The shape of the tensor; ``None`` if it is unknown.
     """
 
     name: str
@@ -45,13 +45,13 @@ class SiteRecord:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the sites of a record are; the records of a run have few different ones.
+    """The schema of a record; the records of a run share a few schemas.
 
     Args:
-        sites: In the order of the record.
-        dtypes: That of each site, where it is known.
-        shapes: The shape of each site, where it is known.
-        columns: The statistics that all sites have.
+        sites: The sites in recording order.
+        dtypes: The dtype of each site; ``None`` if it is unknown.
+        shapes: The shape of each site; ``None`` if it is unknown.
+        columns: The statistics that are stored as columns for all sites.
     """
 
     sites: tuple[Site, ...]
@@ -61,19 +61,19 @@ class Layout:
 
     @cached_property
     def places(self) -> dict[Site, int]:
-        """Where each site stands."""
+        """The index of each site."""
         return {site: place for place, site in enumerate(self.sites)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """The numbers of one record.
+    """The values of one record.
 
     Args:
-        about: ``step``, ``epoch``, ``stage``, ``loader`` and what else the line says of the record.
-        layout: Its sites.
-        values: ``[sites, columns]`` in one piece, float64.
-        further: By the place of a site the statistics that it has beside the columns.
+        about: ``step``, ``epoch``, ``stage``, ``loader`` and all other fields of the record.
+        layout: The schema of the record.
+        values: The values of the columns, ``[sites, columns]`` float64, contiguous and row-major.
+        further: The statistics of a site that are not in the columns, keyed by the index of the site.
     """
 
     about: Mapping[str, Any]
@@ -82,22 +82,22 @@ class Row:
     further: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     def scalars(self, site: Site) -> dict[str, float]:
-        """The statistics of one of its sites; NaN where a column is missing."""
+        """Return the statistics of one site; NaN for a column that the site lacks."""
         place, width = self.layout.places[site], len(self.layout.columns)
         values = self.values[place * width : (place + 1) * width]
         return {**dict(zip(self.layout.columns, values, strict=True)), **self.further.get(place, {})}
 
 
 def header_line(about: Mapping[str, Any]) -> bytes:
-    """The line with which the records of a fit begin."""
+    """Return the header line that precedes the records of a fit."""
     return _line({"format": FORMAT, **about})
 
 
 def record_line(about: Mapping[str, Any], sites: Iterable[SiteRecord]) -> bytes:
-    """The line of a record.
+    """Return the line of a record.
 
-    The statistics of the first site are the columns. A site without one of them has ``null`` there, and what it has
-    beside them stands at its end.
+    The statistics of the first site are the columns. A site that lacks a column has ``null`` there. Statistics that are
+    not columns follow at the end of the site's entry.
     """
     sites = list(sites)
     columns = list(sites[0].scalars) if sites else []
@@ -114,7 +114,7 @@ def _entry(site: SiteRecord, columns: list[str]) -> list[Any]:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    # Escaped to ASCII, where half of a surrogate pair in a name survives as well.
+    # ASCII escapes preserve lone surrogates in names, too.
     return (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode("ascii")
 
 
@@ -124,10 +124,10 @@ def _plain(value: float) -> float | str:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The object in a line.
+    """Parse the JSON object in a line.
 
     Raises:
-        ValueError: If it has none.
+        ValueError: If the line does not contain a JSON object.
     """
     try:
         found = json.loads(line, parse_constant=_refuse)
@@ -143,14 +143,14 @@ def _refuse(constant: str) -> None:
 
 
 def read_row(found: dict[str, Any], known: dict[Layout, Layout]) -> Row:
-    """The record of a line.
+    """Convert a parsed line to a record.
 
     Args:
-        found: The object in the line; is taken apart.
-        known: The layouts until now, so that equal ones are kept once.
+        found: The JSON object of the line; this function modifies it.
+        known: The schemas seen so far, so that equal schemas share one object.
 
     Raises:
-        ValueError: If the line is no record of ours.
+        ValueError: If the line is not a valid record.
     """
     try:
         columns = tuple(_text(name) for name in found.pop("columns"))
@@ -177,7 +177,7 @@ def _values(entries: list[Any], columns: int) -> tuple[array[float], dict[int, d
             raise ValueError("a site has not one value for each column")
         try:
             values.extend(array("d", row))
-        except TypeError:  # not all are numbers: those that JSON lacks are texts
+        except TypeError:  # not all values are numbers: NaN and infinities are strings, a missing value is null
             values.extend(array("d", map(_number, row)))
         if len(entry) > 6:
             further[place] = {_text(name): _number(value) for name, value in entry[6].items()}

@@ -1,4 +1,4 @@
-"""Where two series of the same recorder part."""
+"""Divergence of two series of the same recorder."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ __all__ = ["Parting", "SeriesPair", "SiteParting", "Tolerance", "in_execution_or
 
 _OF_VALUES = ("mean", "std", "rms", "min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _HISTOGRAM = "histogram"
-_MADE = ("grad", "update")  # behind a dot in the path: what a step makes of a parameter
-_FOLLOWING = ("sum", "variance")  # they follow from the others, and their size is another one
+_MADE = ("grad", "update")  # path suffixes of the tensors that a step computes for a parameter
+_FOLLOWING = ("sum", "variance")  # derived from other statistics, and on a different scale
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two numbers may be apart and still be the same.
+    """The largest difference between two numbers that still count as equal.
 
     Args:
-        rtol: Relative to what the number is measured by: the larger ``rms`` of the site for its ``mean``, ``min`` and
-            the like, so that a mean that happens to be near zero is no difference; 1 for shares; else the larger of
-            the two. Counts are to be equal.
-        atol: Below it values are taken for zero: a site whose ``rms`` is smaller in both is not compared.
-        exact: Whether every bit counts, and the others are of no account.
-        histograms: Whether with ``exact`` the histograms count, too, which takes the reading of every line again.
+        rtol: The relative tolerance. The reference for ``mean``, ``min`` and similar statistics is the larger ``rms``
+            of the site, so that a mean near zero does not count as a difference. The reference for fractions is 1, and
+            for all other statistics the larger of the two values. Counts must be equal.
+        atol: The absolute tolerance. If the ``rms`` of a site is at most ``atol`` in both runs, only
+            its counts are compared.
+        exact: If True, require equality to the bit and ignore ``rtol`` and ``atol``.
+        histograms: If True, compare histograms when ``exact`` is True. Every line must be read again for this.
     """
 
     rtol: float = 1e-3
@@ -42,19 +43,19 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Parting:
-    """That a site is not the same in two runs at a step.
+    """A difference of one site between two runs at one step.
 
     Args:
         step: The step.
         recorder: The label of the recorder.
         stage: The stage.
-        loader: The loader.
+        loader: The dataloader.
         site: The site.
         statistic: The statistic.
-        one: Its value in the first run; of a ``histogram`` how many values were counted.
-        other: Its value in the second.
-        distance: The difference, relative to what the statistic is measured by; of a histogram the share of the counts
-            that lie in other bins.
+        one: The value in the first run. For ``histogram``, the number of counted values.
+        other: The value in the second run.
+        distance: The relative difference; see :class:`Tolerance` for the reference. For ``histogram``, the fraction of
+            counts that lie in different bins.
     """
 
     step: int
@@ -70,13 +71,13 @@ class Parting:
 
 @dataclass(frozen=True)
 class SiteParting:
-    """Where a site parts.
+    """The divergence of one site over all steps.
 
     Args:
-        first: The first step at which it is not the same: by its ``rms`` if that is not, else by what is furthest
-            beyond the tolerance.
-        furthest: The step and the statistic at which the two are furthest apart.
-        steps: At how many steps it is not the same.
+        first: The difference at the first step that differs. It cites ``rms`` if that differs, and otherwise the
+            statistic that exceeds the tolerance most.
+        furthest: The step and the statistic with the largest distance.
+        steps: The number of steps at which the site differs.
     """
 
     first: Parting
@@ -85,14 +86,14 @@ class SiteParting:
 
 
 class SeriesPair:
-    """The steps and the sites that two series have in common.
+    """The common steps and sites of two series.
 
     Args:
-        recorder: Their label.
-        group: What it is of: ``"activations"``, ``"gradients"`` or ``"parameters"``.
+        recorder: The label of both series.
+        group: The group of the recorder: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         one: The series of the first run.
-        other: That of the second.
-        without: Statistics that are not compared.
+        other: The series of the second run.
+        without: Statistics to leave out.
     """
 
     def __init__(
@@ -103,19 +104,19 @@ class SeriesPair:
         theirs = set(other.steps)
         self.steps = [step for step in one.steps if step in theirs]
         shared = [site for site in one.sites if site in other]
-        is_backward = group == "gradients"  # which come to the modules in reverse
-        # Parameters are there before anything runs, in the order of their modules.
+        is_backward = group == "gradients"  # gradients reach the modules in reverse order
+        # Parameters exist before any module runs, so they keep the order of their modules.
         self.sites = shared if group == "parameters" else in_execution_order(shared, is_backward=is_backward)
         self._picks = [_picks(series, self.steps, self.sites) for series in (one, other)]
-        # The rms first, since it is what people speak in: among equals the first one counts.
+        # rms comes first because it is the statistic users read first, and the first of equals is reported.
         left_out = {*_FOLLOWING, *without}
         names = [name for name in one.statistics if name in other.statistics and name not in left_out]
         self.statistics = sorted(names, key=lambda name: name != "rms")
-        """Those that both have and that are compared."""
+        """The compared statistics, which both series have."""
 
     @cached_property
     def held(self) -> frozenset[Site]:
-        """Of parameters the sites of their values, which are there before the step; of anything else none."""
+        """The sites of parameter values, which exist before the step; empty for other groups."""
         if self.group != "parameters":
             return frozenset()
         known = set(self.sites)
@@ -125,12 +126,12 @@ class SeriesPair:
 
     @cached_property
     def both(self) -> Tensor:
-        """Which sites both have recorded at which steps, ``[steps, sites]`` bool."""
+        """A mask that is True if both runs have recorded a site at a step, ``[steps, sites]`` bool."""
         return _pick(self.one.seen(), *self._picks[0]) & _pick(self.other.seen(), *self._picks[1])
 
     @cached_property
     def values(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Each statistic in both runs, ``[steps, sites]`` float64."""
+        """Both runs' values of each statistic, ``[steps, sites]`` float64 each."""
         first, second = self._picks
         return {
             name: (_pick(self.one.values(name), *first), _pick(self.other.values(name), *second))
@@ -139,13 +140,13 @@ class SeriesPair:
 
     @cached_property
     def _size(self) -> Tensor:
-        """The larger rms of the two runs, ``[steps, sites]``; infinite where it is not known."""
+        """The larger rms of the two runs, ``[steps, sites]``; infinite if it is unknown."""
         unknown = torch.full((len(self.steps), len(self.sites)), torch.inf, dtype=torch.float64)
         one, other = self.values.get("rms", (unknown, unknown))
         return torch.where(one.isnan() | other.isnan(), torch.inf, torch.fmax(one, other))
 
     def partings(self, tolerance: Tolerance) -> list[SiteParting]:
-        """The sites that part beyond the tolerance, in the order of execution."""
+        """Return the sites that diverge beyond the tolerance, in execution order."""
         with_histograms = tolerance.exact and tolerance.histograms
         shape = len(self.statistics) + with_histograms, len(self.steps), len(self.sites)
         excess, distance = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
@@ -186,14 +187,14 @@ class SeriesPair:
         return Parting(*where, name, one, other, distance)
 
     def _apart(self, name: str, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
-        """How often the tolerance goes into the difference, and the relative difference, ``[steps, sites]`` each."""
+        """Return the difference as a multiple of the tolerance and the relative one, ``[steps, sites]`` each."""
         one, other = self.values[name]
         same = (one == other) | (one.isnan() & other.isnan())
         scale = self._scale(name, one, other)
         difference = (one - other).abs()
         distance = torch.where(same, 0.0, _ratio(difference, scale))
         if tolerance.exact:
-            same &= one.isnan() | (one.view(torch.int64) == other.view(torch.int64))  # the sign of zero is a bit, too
+            same &= one.isnan() | (one.view(torch.int64) == other.view(torch.int64))  # 0.0 and -0.0 differ by a bit
             return torch.where(same, 0.0, torch.inf), distance
         if name == "count" or name.endswith("_count"):
             return torch.where(same, 0.0, torch.inf), distance
@@ -210,12 +211,12 @@ class SeriesPair:
         return larger
 
     def _compare_histograms(self, excess: Tensor, distance: Tensor) -> None:
-        """Put into the last row of both which histograms differ, and by how much."""
+        """Write the differences between histograms into the last row of ``excess`` and ``distance``."""
         for index, step in enumerate(self.steps):
             ones, others = self.one.packed_counts(step), self.other.packed_counts(step)
             for place in _places(self.both[index]):
                 one, other = ones[self.sites[place]], others[self.sites[place]]
-                # Equal counts can be packed differently, by another release of zlib.
+                # Another release of zlib may compress equal counts to different bytes.
                 if one == other or one is None or other is None:
                     continue
                 counts = unpack_counts(one), unpack_counts(other)
@@ -226,19 +227,19 @@ class SeriesPair:
 
 
 def _ratio(number: Tensor, by: Tensor) -> Tensor:
-    """Infinite where either is no number, or what it is divided by is nothing."""
+    """Return the quotient; infinite if either operand is NaN or the divisor is 0."""
     return (number / by).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _is_of_values(name: str) -> bool:
-    """Whether a statistic is measured by the size of the values."""
+    """Return True if the reference of a statistic is the magnitude of the values."""
     return name in _OF_VALUES or name.startswith("quantile_")
 
 
 def in_execution_order(sites: Iterable[Site], *, is_backward: bool = False) -> list[Site]:
-    """Sites that are listed by the order of their modules, in the order in which their tensors come to be.
+    """Sort sites from the order of their modules into the order in which their tensors are computed.
 
-    A module that others lie in gives its output after them, and takes its input before.
+    A parent module receives its input before its children run, and returns its output after them.
     """
     sites = list(sites)
     last: dict[str, int] = {}
@@ -270,6 +271,6 @@ def _pick(table: Tensor, steps: Tensor, sites: Tensor) -> Tensor:
 
 
 def _places(mask: Tensor) -> list[int]:
-    """Where a mask, ``[n]``, holds."""
+    """Return the indices at which a mask ``[n]`` is True."""
     found: list[int] = mask.nonzero().flatten().tolist()
     return found

@@ -1,4 +1,4 @@
-"""Opening what one run has recorded, or several."""
+"""Recordings: the runs found in a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_recorder.errors import ArgumentError, DumpError
+from lightning_recorder.errors import ArgumentError, DumpError, describe_missing
 from lightning_recorder.recordings.dumped import DumpEntry
 from lightning_recorder.recordings.files import RECORDER
 from lightning_recorder.recordings.run import Run, run_at
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Recording", "open_recording"]
 
-_DEEPEST = 8  # folders between the one that was given and that of a run
+_DEEPEST = 8  # folder levels between the given folder and that of a run
 
 
 class Recording:
-    """The runs below a folder. Of a single run all can be asked here.
+    """The runs below a folder. With a single run, its contents are available here directly.
 
     Args:
-        runs: By name, which is that of the folder below the one that was opened.
+        runs: The runs by name. The name is the path of the run's folder relative to the opened folder.
     """
 
     def __init__(self, runs: Mapping[str, Run]) -> None:
@@ -37,7 +37,7 @@ class Recording:
         """The only run.
 
         Raises:
-            ArgumentError: If there are several; names them.
+            ArgumentError: If there are several runs; the message lists their names.
         """
         if len(self.runs) > 1:
             names = list(self.runs)
@@ -46,7 +46,7 @@ class Recording:
         return next(iter(self.runs.values()))
 
     def __getitem__(self, name: str) -> Any:
-        """A run by its name; where there is only one, a recorder of it by its label."""
+        """Return the run of that name; if there is only one run, also accept the label of one of its recorders."""
         if name in self.runs:
             return self.runs[name]
         run = self.run
@@ -66,26 +66,26 @@ class Recording:
 
     @property
     def recorders(self) -> list[str]:
-        """Those of the only run."""
+        """The recorders of the only run."""
         return self.run.recorders
 
     @property
     def graph(self) -> Graph | None:
-        """That of the only run."""
+        """The graph of the only run."""
         return self.run.graph
 
     @property
     def receipt(self) -> Mapping[str, Any] | None:
-        """That of the only run."""
+        """The receipt of the only run."""
         return self.run.receipt
 
     @property
     def dumps(self) -> list[DumpEntry]:
-        """Those of the only run."""
+        """The dumps of the only run."""
         return self.run.dumps
 
     def refresh(self) -> int:
-        """Read what the runs have written since; how many records have come."""
+        """Read the records that the runs have written since the last call; return the number of new records."""
         return sum(run.refresh() for run in self.runs.values())
 
     def __repr__(self) -> str:
@@ -93,13 +93,15 @@ class Recording:
 
 
 def open_recording(path: str | os.PathLike[str]) -> Recording:
-    """Open what runs have recorded. Nothing in the files is executed, and nothing but JSON and safetensors is read.
+    """Open the recording of one run or of several runs.
 
-    It works while a run goes on, after it was killed, and on another machine: the folder holds all that is needed.
+    No code from the files is executed: only JSON and safetensors are read. The function works while a run is in
+    progress, after a run was killed, and on another machine, because the folder contains everything that is needed.
 
     Args:
-        path: The ``log_dir`` of a run; its folder ``recorder``; or a folder above several runs, as ``lightning_logs``,
-            which is searched eight folders deep, links not followed.
+        path: The ``log_dir`` of a run, its ``recorder`` folder, or a parent folder of several runs such as
+            ``lightning_logs``. A parent folder is searched to a depth of eight folders; symbolic links are not
+            followed.
 
     Raises:
         DumpError: If nothing was recorded there.
@@ -122,8 +124,10 @@ def open_recording(path: str | os.PathLike[str]) -> Recording:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise DumpError(f"there is no folder {str(folder)!r}")
-    # Absolute, since "." has no name; what is inside is only ever spoken of by its place in it.
+        if folder.exists():
+            raise DumpError(f"{str(folder)!r} is a file: give the log_dir of its run")
+        raise DumpError(f"nothing can be opened at {str(folder)!r}: {describe_missing(folder)}")
+    # Made absolute because "." has no name. Messages and run names use relative paths only.
     here = folder.resolve()
     only = run_at(here, here.parent.name if here.name == RECORDER else here.name)
     if only is not None:
@@ -152,6 +156,6 @@ def _runs_below(folder: Path) -> Iterator[tuple[str, Run]]:
 
 
 def _by_number(name: str) -> list[tuple[int, int, str]]:
-    """So that ``version_10`` comes after ``version_9``."""
+    """Return a sort key that orders ``version_10`` after ``version_9``."""
     parts = re.split(r"([0-9]+)", name)
     return [(0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part) for part in parts]

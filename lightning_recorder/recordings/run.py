@@ -1,4 +1,4 @@
-"""One run that was recorded: its series, its graph, its receipt and its dumps."""
+"""Recording of one run: its series, graph, receipt and dumps."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["Run"]
 
 _GROUPS = ("activations", "gradients", "parameters")
 _LONGEST_HEADER = 1 << 16  # bytes
-_LONGEST_JSON = 1 << 28  # bytes, of a graph or a receipt
+_LONGEST_JSON = 1 << 28  # bytes of a graph or a receipt
 
 
 class Run:
-    """What a run has recorded; each part is read when it is first asked for.
+    """The recording of one run; each part is read on first access.
 
     Args:
-        name: What it is called among others.
-        directory: The folder of its recordings, ``<log_dir>/recorder``.
+        name: The name of the run within its :class:`Recording`.
+        directory: The recording folder, ``<log_dir>/recorder``.
     """
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def recorders(self) -> list[str]:
-        """The recorders that have records: those of activations first, then of gradients, then of parameters."""
+        """The labels of the recorders that have records: activations first, then gradients, then parameters."""
         return list(self._all)
 
     @property
@@ -55,13 +55,13 @@ class Run:
         return self._series
 
     def refresh(self) -> int:
-        """Look for new recorders, and read what the others have written since.
+        """Look for new recorders, and read the records that known recorders have written since the last call.
 
         Returns:
-            How many records have come.
+            The number of new records of the known recorders.
 
         Raises:
-            DumpError: If a file of records cannot be read.
+            DumpError: If a record file cannot be read.
         """
         old = self._series or {}
         come = sum(series.refresh() for series in old.values())
@@ -70,17 +70,17 @@ class Run:
         for path in sorted((self.directory / RECORDS).glob("*.jsonl")):
             if is_inside(path, self.log_dir):
                 group, label = _header(path)
-                # Two files that say they are the same keep apart by their names.
+                # If two files claim the same label, the second one is listed under its file name.
                 label = path.stem if not label or label in found else label
                 found[label] = (_order(group, label), known.get(path) or Series(History(path)))
         self._series = {label: found[label][1] for label in sorted(found, key=lambda label: found[label][0])}
         return come
 
     def __getitem__(self, label: str) -> Series:
-        """The records of one recorder.
+        """Return the records of one recorder.
 
         Raises:
-            ArgumentError: If there is none of that label; names those that there are.
+            ArgumentError: If there is no recorder with that label; the message lists the labels that exist.
         """
         found = self._all.get(label)
         if found is None:
@@ -99,10 +99,10 @@ class Run:
 
     @property
     def graph(self) -> Graph | None:
-        """The graph that was recorded, if one was.
+        """The recorded graph; ``None`` if no graph was recorded.
 
         Raises:
-            DumpError: If its file is damaged.
+            DumpError: If the file is damaged.
         """
         data = self._json("graph.json")
         if data is None:
@@ -119,10 +119,12 @@ class Run:
 
     @property
     def receipt(self) -> Mapping[str, Any] | None:
-        """By recorder what it recorded, what not and why, and what it cost; ``None`` if nothing was written.
+        """The coverage and overhead of each recorder: sites recorded, sites skipped and the reason, and cost.
+
+        ``None`` if no receipt was written.
 
         Raises:
-            DumpError: If its file is damaged.
+            DumpError: If the file is damaged.
         """
         data = self._json("receipt.json")
         if data is not None and not isinstance(data, dict):
@@ -142,7 +144,7 @@ class Run:
 
     @property
     def dumps(self) -> list[DumpEntry]:
-        """The dumps below :attr:`log_dir`, beside checkpoints too, by their steps.
+        """All dumps below :attr:`log_dir`, including those next to checkpoints, sorted by step.
 
         Raises:
             DumpError: If a manifest cannot be read.
@@ -151,7 +153,7 @@ class Run:
 
     @property
     def size_bytes(self) -> int:
-        """Of all that lies in the folder of the recordings."""
+        """The total size in bytes of all files in the recording folder."""
         files = (path for path in self.directory.rglob("*") if is_inside(path, self.directory))
         return sum(path.stat().st_size for path in files)
 
@@ -160,7 +162,7 @@ class Run:
 
 
 def is_recorder(directory: Path) -> bool:
-    """Whether a folder holds what this package records of a run."""
+    """Return True if a folder contains a recording of a run."""
     return any((directory / name).is_file() for name in ("graph.json", "receipt.json")) or any(
         next((directory / folder).glob(pattern), None) is not None
         for folder, pattern in ((RECORDS, "*.jsonl"), ("dumps", "*.jsonl"))
@@ -168,7 +170,7 @@ def is_recorder(directory: Path) -> bool:
 
 
 def run_at(path: Path, name: str) -> Run | None:
-    """The run whose folder, or whose folder of recordings, this is."""
+    """Return the run at a path, which is its ``log_dir`` or its recording folder; ``None`` if there is none."""
     for directory in (path / RECORDER, path):
         if directory.is_dir() and is_recorder(directory):
             return Run(name, directory)
@@ -176,7 +178,7 @@ def run_at(path: Path, name: str) -> Run | None:
 
 
 def _header(path: Path) -> tuple[str, str]:
-    """The group and the label in the first line of a file; empty where that does not say them."""
+    """Return the group and the label from the first line of a file; empty strings if they are missing."""
     try:
         with path.open("rb") as file:
             found = parse(file.readline(_LONGEST_HEADER))
@@ -193,7 +195,7 @@ def _order(group: str, label: str) -> tuple[int, str]:
 
 
 def _check_graph(graph: Graph) -> None:
-    """Refuse a graph whose nodes are not in the order of time, among which are all that lie inside themselves."""
+    """Raise an error for a graph with a node before its parent, which includes every cycle, or with mistyped fields."""
     seen: set[int | None] = {None}
     for place, node in enumerate(graph.nodes):
         if node.parent not in seen or (place and node.parent is None) or not isinstance(node.id, int):

@@ -1,4 +1,4 @@
-"""What one recorder of a run has recorded, as tensors over steps."""
+"""Records of one recorder as tensors over steps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _WHOLE_OUTPUT = "out"
 
 
 class Series:
-    """The records of one recorder: those of the training, or of another stage that was asked for by :meth:`of`.
+    """The records of one recorder: those of training, or those of another stage selected with :meth:`of`.
 
     Args:
-        history: What its file holds; read when it is first needed.
-        stage: The stage; by default the training, and where that was not recorded the first other one.
-        loader: The number of the loader; by default the first.
+        history: The contents of the record file, read on first access.
+        stage: The stage; by default training, or the first other stage if training was not recorded.
+        loader: The index of the dataloader; by default the first.
 
     Raises:
-        DumpError: From whatever reads the file, if that cannot be read or is none of ours.
+        DumpError: From any member that reads the file, if the file cannot be read or was not written by this package.
     """
 
     def __init__(self, history: History, stage: str | None = None, loader: int | None = None) -> None:
@@ -41,21 +41,21 @@ class Series:
         return self._history
 
     def refresh(self) -> int:
-        """Read what was written since the last time, so that a run can be followed while it goes on.
+        """Read the records appended since the last call, so that a run can be followed while it is in progress.
 
         Returns:
-            How many records have come, those of other stages included.
+            The number of new records, including those of other stages.
         """
         return self._history.refresh()
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The path of the record file."""
         return self._history.path
 
     @property
     def keys(self) -> list[PartKey]:
-        """What this series is of: one stage and loader, or all of the recorder, the training first."""
+        """The stages and dataloaders that this series covers: one if a stage was selected, else all, training first."""
         return sorted((key for key in self._read().parts if not key.overflowed and self._is_of(key)), key=_order)
 
     def _is_of(self, key: PartKey) -> bool:
@@ -71,25 +71,25 @@ class Series:
 
     @property
     def stage(self) -> str:
-        """The stage whose steps and values these are."""
+        """The stage of :attr:`steps` and :meth:`values`."""
         return self._key.stage
 
     @property
     def loader(self) -> int | None:
-        """The loader whose steps and values these are; ``None`` where there is only one."""
+        """The dataloader of :attr:`steps` and :meth:`values`; ``None`` if the stage has only one."""
         return self._key.loader
 
     @property
     def stages(self) -> list[str]:
-        """The stages that the recorder has recorded, the training first."""
+        """The recorded stages, training first."""
         keys = sorted((key for key in self._read().parts if not key.overflowed), key=_order)
         return list(dict.fromkeys(key.stage for key in keys))
 
     def of(self, stage: str, loader: int | None = None) -> Series:
-        """The records of another stage, or of one of its loaders.
+        """Return the records of another stage, or of one of its dataloaders.
 
         Raises:
-            ArgumentError: If there are none; names those that there are.
+            ArgumentError: If nothing was recorded there; the message lists the recorded stages.
         """
         found = Series(self._history, stage, loader)
         self._read()
@@ -100,27 +100,27 @@ class Series:
 
     @property
     def loaders(self) -> list[int | None]:
-        """The loaders of the stage; ``[None]`` where there is only one."""
+        """The dataloaders of the stage; ``[None]`` if there is only one."""
         return [key.loader for key in self.keys if key.stage == self.stage]
 
     @property
     def sessions(self) -> list[Session]:
-        """The fits that have written the file, in their order: more than one if the run was resumed."""
+        """The fits that have written to the file, in order; more than one if the run was resumed."""
         return self._read().sessions
 
     @property
     def skipped(self) -> int:
-        """How many damaged lines were passed over."""
+        """The number of damaged lines that were skipped."""
         return self._read().skipped
 
     @property
     def replaced(self) -> int:
-        """How many records were written again, as by a run that was resumed from an earlier step; the later counts."""
+        """The number of records replaced by a later one, for example in a run resumed from an earlier step."""
         return self._part.replaced
 
     @property
     def steps(self) -> list[int]:
-        """The recorded steps, ascending."""
+        """The recorded steps in ascending order."""
         return self._part.steps
 
     @property
@@ -130,12 +130,12 @@ class Series:
 
     @property
     def overflow_steps(self) -> list[int]:
-        """The steps whose gradients overflowed, which are not among the others."""
+        """The steps with overflowed gradients, which are not part of :attr:`steps`."""
         return self._read().parts.get(self._key._replace(overflowed=True), Part()).steps
 
     @property
     def sites(self) -> list[Site]:
-        """The recorded sites, in the order in which they were first executed."""
+        """The recorded sites in the order of first execution."""
         return list(self._part.sites)
 
     @property
@@ -144,7 +144,7 @@ class Series:
         return list(self._part.statistics)
 
     def about(self, step: int) -> Mapping[str, Any]:
-        """What a record says beside its numbers, as ``epoch``, ``ranks``, ``recording_ms`` and ``time``.
+        """Return the metadata of a record, for example ``epoch``, ``ranks``, ``recording_ms`` and ``time``.
 
         Raises:
             ArgumentError: If the step was not recorded.
@@ -152,7 +152,7 @@ class Series:
         return self._entry(step).row.about
 
     def session(self, step: int) -> int:
-        """The number of the session in which a step was recorded.
+        """Return the number of the session in which a step was recorded.
 
         Raises:
             ArgumentError: If the step was not recorded.
@@ -166,11 +166,11 @@ class Series:
         return found
 
     def values(self, statistic: str) -> Tensor:
-        """One statistic of all sites at all steps.
+        """Return one statistic of all sites at all steps.
 
         Returns:
-            ``[steps, sites]`` float64, in the order of :attr:`steps` and :attr:`sites`; NaN where a site has not the
-            statistic, or was not recorded at a step.
+            The values, ``[steps, sites]`` float64, in the order of :attr:`steps` and :attr:`sites`. NaN if a site lacks
+            the statistic or was not recorded at a step.
 
         Raises:
             ArgumentError: If there is no such statistic.
@@ -179,11 +179,11 @@ class Series:
         return self._part.values(statistic)
 
     def seen(self) -> Tensor:
-        """Which sites were recorded at which steps, ``[steps, sites]`` bool."""
+        """Return a mask that is True if a site was recorded at a step, ``[steps, sites]`` bool."""
         return self._part.seen()
 
     def packed_counts(self, step: int) -> dict[Site, object]:
-        """The histogram of each site of a record as it stands in the file; ``None`` where there is none.
+        """Return the encoded histogram of each site of a record, as stored in the file; ``None`` if there is none.
 
         Raises:
             ArgumentError: If the step was not recorded.
@@ -193,10 +193,10 @@ class Series:
         return dict(zip(entry.row.layout.sites, self._history.packed_counts(entry), strict=True))
 
     def check_statistic(self, statistic: str) -> None:
-        """Refuse a statistic that there is none of.
+        """Raise an error if a statistic was not recorded.
 
         Raises:
-            ArgumentError: Naming those that there are.
+            ArgumentError: If there is no such statistic; the message lists the recorded statistics.
         """
         if statistic not in self._part.statistics:
             raise ArgumentError(f"there is no statistic {statistic!r}; there are {listed(self.statistics)}")
@@ -211,10 +211,12 @@ class Series:
         return len(self._part.sites)
 
     def __getitem__(self, key: str | tuple[str, str]) -> SiteSeries:
-        """One site, by its module's name, which means the whole output where there are several, or by name and path.
+        """Return one site, selected by module name or by the pair of module name and path.
+
+        If a module has several sites, its name alone selects the whole output.
 
         Raises:
-            ArgumentError: If there is none, with the closest names, or if it is not clear which is meant.
+            ArgumentError: If there is no such site (the message lists the closest names), or if the name is ambiguous.
         """
         found = self._matching(key)
         if not found:
@@ -235,9 +237,10 @@ class Series:
         return [site for site in self._part.sites if site == key]
 
     def frame(self) -> Any:
-        """A ``pandas.DataFrame`` in long form: one line for each step and site of all that the series is of.
+        """Convert the series to a ``pandas.DataFrame`` in long form, with one row per step and site.
 
-        The columns are ``step``, ``epoch``, ``stage``, ``loader``, ``module``, ``path``, ``dtype`` and the statistics.
+        All stages and dataloaders in :attr:`keys` are included. The columns are ``step``, ``epoch``, ``stage``,
+        ``loader``, ``module``, ``path``, ``dtype`` and the statistics.
 
         Raises:
             RecorderError: If pandas is not installed.

@@ -1,4 +1,4 @@
-"""What one site of a recorder showed, as tensors over steps."""
+"""Records of one site as tensors over steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["SiteSeries", "listed", "nearest_steps"]
 
 
 class SiteSeries:
-    """What one site showed over the steps at which it was recorded.
+    """The records of one site, over the steps at which it was recorded.
 
     Args:
-        series: The series.
+        series: The series that contains the site.
         site: The site.
     """
 
@@ -35,12 +35,12 @@ class SiteSeries:
 
     @property
     def name(self) -> str:
-        """The module's name."""
+        """The name of the module."""
         return self.site.name
 
     @property
     def path(self) -> str:
-        """The tensor's path at the module."""
+        """The path of the tensor at the module."""
         return self.site.path
 
     def _entries(self) -> list[Entry]:
@@ -50,23 +50,23 @@ class SiteSeries:
 
     @property
     def steps(self) -> list[int]:
-        """The steps at which it was recorded, ascending."""
+        """The steps at which the site was recorded, in ascending order."""
         return [entry.row.about["step"] for entry in self._entries()]
 
     @property
     def statistics(self) -> list[str]:
-        """The names of its statistics."""
+        """The names of the statistics of this site."""
         return list(dict.fromkeys(name for entry in self._entries() for name in entry.row.scalars(self.site)))
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of its tensor in the last record, as ``"float32"``; ``None`` if it is not known."""
+        """The dtype of the tensor in the last record, for example ``"float32"``; ``None`` if it is unknown."""
         layout = self._last_layout()
         return None if layout is None else layout.dtypes[layout.places[self.site]]
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of its tensor in the last record; ``None`` if it is not known."""
+        """The shape of the tensor in the last record; ``None`` if it is unknown."""
         layout = self._last_layout()
         return None if layout is None else layout.shapes[layout.places[self.site]]
 
@@ -75,7 +75,7 @@ class SiteSeries:
         return entries[-1].row.layout if entries else None
 
     def statistic(self, name: str) -> Tensor:
-        """One statistic over :attr:`steps`, ``[steps]`` float64; NaN where a record has not got it.
+        """Return one statistic over :attr:`steps`, ``[steps]`` float64; NaN if a record lacks it.
 
         Raises:
             ArgumentError: If there is no such statistic.
@@ -85,10 +85,10 @@ class SiteSeries:
         return torch.tensor(values, dtype=torch.float64)
 
     def scalars(self, step: int) -> dict[str, float]:
-        """All statistics at one step.
+        """Return all statistics at one step.
 
         Raises:
-            ArgumentError: If it was not recorded then.
+            ArgumentError: If the site was not recorded at that step.
         """
         return self._entry(step).row.scalars(self.site)
 
@@ -99,10 +99,10 @@ class SiteSeries:
         return found
 
     def bins(self, step: int) -> Tensor:
-        """The counts of the histogram at one step, ``[2048]`` int64; see ``ExponentHistogram``.
+        """Return the counts of the histogram at one step, ``[2048]`` int64; see ``ExponentHistogram``.
 
         Raises:
-            ArgumentError: If it was not recorded then, or without histograms.
+            ArgumentError: If the site was not recorded at that step, or was recorded without a histogram.
             DumpError: If the histogram is damaged.
         """
         packed = self.series.packed_counts(self._entry(step).row.about["step"])[self.site]
@@ -111,10 +111,12 @@ class SiteSeries:
         return unpack_counts(packed)
 
     def histogram(self, step: int) -> Histogram:
-        """The counts between their edges, with quantiles and the share that a narrower dtype would lose; needs NumPy.
+        """Return the histogram at one step, with edges, quantiles and the fraction that a narrower dtype would lose.
+
+        Requires NumPy.
 
         Raises:
-            ArgumentError: As :meth:`bins`, or if one of the statistics is missing that it has besides.
+            ArgumentError: As for :meth:`bins`, or if ``count``, ``mean``, ``rms``, ``min`` or ``max`` was not recorded.
             DumpError: If the histogram is damaged.
         """
         from lightning_recorder.reductions import to_histogram
@@ -130,7 +132,7 @@ class SiteSeries:
 
 
 def nearest_steps(step: object, steps: list[int]) -> str:
-    """The end of a message about a step that is not there."""
+    """Return the end of an error message about a step that was not recorded."""
     if not steps:
         return "there is no record yet"
     if not isinstance(step, int):
@@ -140,5 +142,5 @@ def nearest_steps(step: object, steps: list[int]) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names as a message has them."""
+    """Format names for an error message."""
     return ", ".join(map(repr, names)) or "none"

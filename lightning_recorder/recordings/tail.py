@@ -1,4 +1,4 @@
-"""The complete lines of a file that may still grow."""
+"""Complete lines of a file that may still grow."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import BinaryIO
 
 __all__ = ["LONGEST_LINE", "Tail"]
 
-LONGEST_LINE = 1 << 25  # bytes; 30,000 sites with histograms take less
+LONGEST_LINE = 1 << 25  # bytes; 30,000 sites with histograms need less
 _PIECE = 1 << 20
 
 
 class Tail:
-    """Reads a file from where it stopped the last time.
+    """Reads a file from the point where the last read stopped.
 
-    A last line without a newline is not given: it is torn, or being written. A line that is longer than any of ours is
-    passed over without being kept in memory, and given as an empty one.
+    A last line without a newline is not returned, because it is torn or still being written. A line longer than
+    :data:`LONGEST_LINE` is skipped without being held in memory, and returned as an empty line.
 
     Args:
-        path: The file; while it is not there, it has no lines.
+        path: The file. A missing file has no lines.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
-        """Where the first line begins that was not given."""
+        """The byte offset of the first line that has not been returned yet."""
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the file is shorter than what was read of it, so that it is another one now."""
+        """True if the file is shorter than the part already read or is gone, so that it must have been replaced."""
         return self.offset > 0 and (not self.path.exists() or self.path.stat().st_size < self.offset)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """The lines that are complete since the last time, without their newline, and where each begins.
+        """Yield the byte offset and the contents, without newline, of each line completed since the last call.
 
         Raises:
-            OSError: If the file is there and cannot be read.
+            OSError: If the file exists but cannot be read.
         """
         if not self.path.exists():
             return
@@ -52,10 +52,10 @@ class Tail:
                 yield begin, b"" if is_long else line[:-1]
 
     def line_at(self, offset: int) -> bytes:
-        """One line again.
+        """Read one line again.
 
         Raises:
-            OSError: If the file cannot be read any more.
+            OSError: If the file can no longer be read.
         """
         with self.path.open("rb") as file:
             file.seek(offset)
@@ -63,7 +63,7 @@ class Tail:
 
 
 def _end_of_line(file: BinaryIO) -> bytes:
-    """The last piece of a line of any length."""
+    """Skip to the end of a line of any length; return its last piece."""
     piece = b""
     while more := file.readline(_PIECE):
         piece = more

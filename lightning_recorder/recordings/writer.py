@@ -1,4 +1,4 @@
-"""Writing the records of one recorder."""
+"""Writer of the records of one recorder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import lightning_recorder
-from lightning_recorder.recordings.files import append
+from lightning_recorder.disk import append, attempt
 from lightning_recorder.recordings.lines import SiteRecord, header_line, record_line
 from lightning_recorder.recordings.tail import Tail
 
@@ -19,18 +19,19 @@ __all__ = ["RecordWriter"]
 
 
 class RecordWriter:
-    """Appends the records of one recorder to its file, one line each.
+    """Appends the records of one recorder to a file, one line per record.
 
-    Every number comes back to the bit, NaN and infinities included. A line is one append of the operating system, so
-    a run that is killed leaves at worst a torn last line, which the next one ends. What has been written survives the
-    process; it is not forced to the disk, and a machine that loses its power may lose the last lines.
+    Every number is restored to the bit, including NaN and infinities. Each line is written with a single append, so a
+    run that is killed leaves at most a torn last line; the next write terminates it. Written lines survive the end of
+    the process. They are not synced to disk, so a power failure may lose the last lines. If the disk is full, the
+    record is skipped, and a warning is issued once.
 
     Args:
-        path: The file, as :func:`records_path` gives it; it and its folder are made by the first line.
+        path: The file, as returned by :func:`records_path`. The first line creates the file and its folder.
 
     Note:
-        It holds no open file, so it can be copied, pickled and used in any thread, one at a time. 100 sites with
-        histograms take 5 ms and 60 KB.
+        The writer holds no open file, so it can be copied, pickled and used from any thread, by one thread at a time. A
+        record of 100 sites with histograms takes 5 ms and 60 KB.
 
     Example:
         >>> import tempfile
@@ -46,20 +47,23 @@ class RecordWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.written_bytes = 0
-        """How many bytes this writer has written."""
+        """The number of bytes that this writer has written."""
+        self._header = b""  # a header that did not fit on the disk; it must precede the next record
 
     def begin(self, *, label: str, group: str, name: str = "", ranks: int = 1, **more: Any) -> int:
-        """Write that a fit begins or goes on.
+        """Write a header line that marks the start of a fit or its continuation.
 
         Args:
-            label: What tells the recorder from the others of the run: ``activations``, ``gradients-slow``.
+            label: The label that identifies the recorder within the run, for example ``activations`` or
+                ``gradients-slow``.
             group: ``activations``, ``gradients`` or ``parameters``.
-            name: The recorder's own name, if it has one.
-            ranks: Of how many processes the records are.
-            more: What else is known, as JSON can say it; ``versions`` adds to those of torch, Python and this package.
+            name: The name of the recorder, if the user has set one.
+            ranks: The number of processes whose statistics the records combine.
+            more: Further JSON-serializable metadata. ``versions`` is merged with the versions of torch, Python and this
+                package.
 
         Returns:
-            Which session of the file it is, the first being 1.
+            The number of the session in the file, starting at 1.
 
         Raises:
             OSError: If the file cannot be written.
@@ -72,22 +76,27 @@ class RecordWriter:
         }
         session = 1 + sum(1 for _, line in Tail(self.path).lines() if line.startswith(b'{"format"'))
         about = {"label": label, "group": group, "name": name, "session": session, "ranks": ranks}
-        self._append(header_line({**about, "time": time.time(), "versions": versions, **more}))
+        header = header_line({**about, "time": time.time(), "versions": versions, **more})
+        self._header = b"" if self._append(header) else header
         return session
 
     def write(self, about: Mapping[str, Any], sites: Iterable[SiteRecord]) -> None:
         """Write a record.
 
         Args:
-            about: ``step``; ``epoch``, ``stage``, ``loader`` and what else there is to say, as JSON can say it. The
+            about: ``step`` and optionally ``epoch``, ``stage``, ``loader`` and further JSON-serializable metadata. The
                 time is added.
-            sites: In the order of execution, which is that in which a reader lists them.
+            sites: The sites in execution order; a reader lists them in this order.
 
         Raises:
-            ArgumentError: If the bins of a site are no counts.
+            ArgumentError: If the bins of a site are not valid counts.
             OSError: If the file cannot be written.
         """
-        self._append(record_line({"time": time.time(), **about}, sites))
+        if self._append(self._header + record_line({"time": time.time(), **about}, sites)):
+            self._header = b""
 
-    def _append(self, line: bytes) -> None:
-        self.written_bytes += append(self.path, line)
+    def _append(self, lines: bytes) -> bool:
+        def write() -> None:
+            self.written_bytes += append(self.path, lines, is_line=True)
+
+        return attempt(self.path, len(lines), write)

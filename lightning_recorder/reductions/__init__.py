@@ -1,4 +1,4 @@
-"""Streaming statistics: fixed-size states that are updated on the device and merged exactly."""
+"""Streaming statistics with a fixed-size state that is updated on the device and merged exactly."""
 
 from lightning_recorder.reductions.bank import Collected, StateBank, row_state
 from lightning_recorder.reductions.base import Reduction

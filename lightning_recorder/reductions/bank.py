@@ -1,4 +1,4 @@
-"""Where the states of all sites lie: packed, on their devices, and copied to the host in one transfer each."""
+"""Packed storage for the reduction states of all sites, copied to the host in one transfer per device."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["Collected", "StateBank", "row_state"]
 
 Key = TypeVar("Key", bound=Hashable)
 
-# A block is never moved, because reductions hold views of its rows; a model with more sites on one device gets further
-# blocks. Of rows of the default statistics it has 64 (1 MiB), of very long ones a single one.
+# A block is never moved, because reductions hold views of its rows. A model with more sites on one device gets further
+# blocks. A block holds 64 rows of the default statistics (1 MiB), or a single very long row.
 _MOST_ROWS = 64
 _BLOCK_WORDS = 1 << 18
 _MOST_HEADS = 64
-_MUCH = 20_480  # bytes for each site; more is told
+_MUCH = 20_480  # bytes per site; log the size of larger states
 
 _log = logging.getLogger("lightning_recorder")
 
 
-# They hold their states on the CPU, and each tensor is copied there, which waits.
+# The states for these devices are on the CPU. Each tensor is copied there, which synchronises the device.
 _WITHOUT_FLOAT64 = ("mps",)
 
 _CPU = torch.device("cpu")
@@ -41,9 +41,9 @@ class _Row(NamedTuple):
     state: Tensor
     """``[width]`` float64."""
     moves: bool
-    """Whether the tensors are on a device that the state cannot be on."""
+    """True if the tensors are on a device that cannot hold the state."""
     heads: list[Tensor]
-    """What is still to be merged into the first words of the state."""
+    """States that have not been merged into the first words of the state yet."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class _Block(Generic[Key]):
     states: Tensor
     """``[rows, width]`` float64."""
     initial: Tensor
-    """That of an empty stream, ``[width]``, on the same device."""
+    """The state of an empty stream, ``[width]``, on the same device."""
     rows: list[_Row]
-    """Those that are taken."""
+    """The rows in use."""
     keys: list[Key]
 
 
 @dataclass(frozen=True)
 class Collected(Generic[Key]):
-    """States of one kind, on one device."""
+    """The states of one kind on one device."""
 
     reduction: Reduction
     keys: list[Key]
@@ -68,17 +68,18 @@ class Collected(Generic[Key]):
 
 
 class StateBank(Generic[Key]):
-    """One row of state per key and device, in blocks of rows.
+    """A bank with one row of state per key and device, allocated in blocks of rows.
 
     Args:
-        reduction: The kind of state; of one whose width depends on the shape of the tensor, each key gets its own.
+        reduction: The kind of state. If its width depends on the shape of the tensor, each key gets its own width.
 
     Raises:
-        ArgumentError: If the reduction does not keep the contract; of one that depends on the shape, from :meth:`add`.
+        ArgumentError: If the reduction violates the contract. For a reduction that depends on the shape, :meth:`add`
+            raises it.
 
     Note:
-        Rows are handed out under a lock, because on a GPU forward and backward hooks run in different threads; updating
-        a row takes none, as each key is updated by one thread.
+        Rows are allocated under a lock, because forward and backward hooks run in different threads on a GPU. Updating
+        a row needs no lock, because each key is updated by one thread.
     """
 
     def __init__(self, reduction: Reduction) -> None:
@@ -91,19 +92,19 @@ class StateBank(Generic[Key]):
 
     @property
     def keys(self) -> list[Key]:
-        """The keys that have a state."""
+        """Keys that have a state."""
         return list(dict.fromkeys(key for key, _ in self._rows))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state on all devices."""
+        """Size of the states on all devices, in bytes."""
         return sum(block.states.nbytes for blocks in self._blocks.values() for block in blocks)
 
     def add(self, key: Key, values: Values) -> None:
-        """Take values into the state of a key, which is initial when it is new.
+        """Update the state of a key with values. A new key starts with the initial state.
 
         Raises:
-            ArgumentError: If the reduction depends on the shape, and earlier values of the key had another.
+            ArgumentError: If the reduction depends on the shape and earlier values of the key had a different shape.
         """
         row = self._rows.get((key, values.raw.device)) or self._allocate(key, values)
         if row.moves:
@@ -115,7 +116,7 @@ class StateBank(Generic[Key]):
                 _settle([row])
 
     def row(self, key: Key) -> Tensor | None:
-        """The state of what a key has seen on the CPU, where it lies; ``None`` if there is none."""
+        """Return the CPU state of a key as a view of the bank, or ``None`` if the key has no state on the CPU."""
         row = self._rows.get((key, _CPU))
         return None if row is None else row.state
 
@@ -125,10 +126,10 @@ class StateBank(Generic[Key]):
             return self._place(key, seen_on, self.reduction.sized_for(values))
 
     def _place(self, key: Key, seen_on: torch.device, reduction: Reduction) -> _Row:
-        """A new row for what is seen of a key on a device."""
+        """Allocate a row for a key whose values are on the device ``seen_on``."""
         moves = seen_on.type in _WITHOUT_FLOAT64
         device = torch.device("cpu") if moves else seen_on
-        # Validation may run in inference mode; a tensor made there could never be updated outside it again.
+        # Validation may run in inference mode. A tensor created there can never be updated outside it again.
         with torch.inference_mode(False), torch.no_grad():
             blocks = self._blocks.setdefault((device, repr(reduction)), [])
             if not blocks and not self.reduction.is_sized:
@@ -147,9 +148,9 @@ class StateBank(Generic[Key]):
             return row
 
     def collect(self, device: torch.device | str = "cpu") -> list[Collected[Key]]:
-        """Copies of the states of all keys on one device, those of one key on several devices merged.
+        """Copy the states of all keys to one device and merge the states that a key has on several devices.
 
-        Waits for the devices, once for all states of one kind on each; on the device itself for nothing.
+        Synchronises each other device once per kind of state. Does not wait if the states are already on ``device``.
         """
         groups: list[Collected[Key]] = []
         places: dict[Key, tuple[Tensor, int]] = {}
@@ -157,7 +158,7 @@ class StateBank(Generic[Key]):
             rows = [row for block in blocks for row in block.rows]
             keys = [key for block in blocks for key in block.keys]
             _settle(rows)
-            # A copy in any case, since the states go on; on a GPU a single one travels.
+            # Always a copy, because the states continue to change. A GPU makes one transfer.
             states = torch.cat([block.states[: len(block.keys)] for block in blocks]).to(device)
             new = []
             for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
@@ -166,7 +167,7 @@ class StateBank(Generic[Key]):
                     new.append(index)
                     continue
                 there, place = places[key]
-                if there.shape[1] == states.shape[1]:  # of another shape on another device: one is enough
+                if there.shape[1] == states.shape[1]:  # if the shape differs between devices, the first state is enough
                     row.reduction.merge_states(there[place], states[index])
             if len(new) < len(keys):
                 states = states[new]
@@ -176,7 +177,7 @@ class StateBank(Generic[Key]):
         return groups
 
     def saved(self) -> list[tuple[_Block[Key], Tensor, list[list[Tensor]]]]:
-        """A copy of all states where they lie, for :meth:`restore`; waits for nothing."""
+        """Return a copy of all states on their own devices, for :meth:`restore`. Does not synchronise."""
         return [
             (block, block.states[: len(block.keys)].clone(), [list(row.heads) for row in block.rows])
             for blocks in self._blocks.values()
@@ -184,7 +185,7 @@ class StateBank(Generic[Key]):
         ]
 
     def restore(self, saved: Iterable[tuple[_Block[Key], Tensor, list[list[Tensor]]]]) -> None:
-        """Put back what was saved; what was recorded since is forgotten."""
+        """Restore states from :meth:`saved` and discard what was recorded since."""
         kept = {id(block): (states, heads) for block, states, heads in saved}
         for blocks in self._blocks.values():
             for block in blocks:
@@ -197,9 +198,10 @@ class StateBank(Generic[Key]):
                 block.states[: len(states)] = states
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The states as plain tensors on the CPU, a mapping for each row.
+        """Return the states as plain tensors on the CPU, one mapping per row.
 
-        What is still to be merged is given apart, so that a stream goes on to the bit as if it had not been saved.
+        States that are still to be merged are saved separately, so that a resumed stream is bitwise identical to one
+        that was never saved.
         """
         return [
             {
@@ -212,15 +214,15 @@ class StateBank(Generic[Key]):
         ]
 
     def load_state_dict(self, rows: Iterable[Mapping[str, Any]], key_of: Any, device: torch.device) -> None:
-        """Go on from a state.
+        """Continue from a saved state.
 
         Args:
-            rows: As :meth:`state_dict` gives them.
-            key_of: Makes the key of what ``state_dict`` gives for it.
-            device: Where the rows go that were not on a CPU.
+            rows: The rows from :meth:`state_dict`.
+            key_of: A function that converts a saved key to a key of this bank.
+            device: The device for rows that were not on a CPU.
 
         Raises:
-            ArgumentError: If a row is that of another reduction, or one with other settings.
+            ArgumentError: If a row belongs to another reduction or to one with different settings.
         """
         for saved in rows:
             reduction = copy.copy(self.reduction)
@@ -234,7 +236,7 @@ class StateBank(Generic[Key]):
             row.heads[:] = saved["heads"].to(row.state.device).unbind() if "heads" in saved else ()
 
     def reset(self) -> None:
-        """Begin a new stream in every state."""
+        """Start a new stream in every state."""
         for blocks in self._blocks.values():
             for block in blocks:
                 for row in block.rows:
@@ -247,19 +249,19 @@ class StateBank(Generic[Key]):
 
 
 def row_state(reduction: Reduction, state: Tensor) -> dict[str, Tensor]:
-    """The state dict of a reduction whose state is a row, ``[width]``, on the CPU."""
+    """Return the state dict of a reduction for one state row, ``[width]``, on the CPU."""
     return {name: tensor.to("cpu") for name, tensor in reduction.on(state).state_dict().items()}
 
 
 def _settle(rows: Sequence[_Row]) -> None:
-    """Merge what was left to be merged, of all rows at once."""
+    """Merge the deferred states of all rows in one batch."""
     rows = [row for row in rows if row.heads]
     reduction = rows[0].reduction.head if rows else None
     if reduction is None:
         return
     most = max(len(row.heads) for row in rows)
     padded = [list(row.heads) for row in rows]
-    if any(len(heads) < most for heads in padded):  # a copy to the device, for which one row alone need not wait
+    if any(len(heads) < most for heads in padded):  # needs a copy to the device, which a single row avoids
         none = reduction.initial().to(rows[0].state.device)
         padded = [heads + [none] * (most - len(heads)) for heads in padded]
     merged = merged_along(

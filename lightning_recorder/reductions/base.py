@@ -1,4 +1,4 @@
-"""The contract of a streaming statistic."""
+"""The base class of streaming statistics."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _ROWS = "state being [..., width]: write state[..., 0] for the first word"
 
 
 class Reduction(ABC):
-    """A statistic over a stream of tensors, whose whole state is one row of float64 numbers.
+    """Base class of a statistic over a stream of tensors, with a state that is one row of float64 numbers.
 
-    An object has settings, which are its public attributes and never change, and a state: a fixed number of float64
-    words on the device of the tensors, so that the rows of many sites lie packed in one block and travel in one
-    transfer. Counts are exact up to 2**53.
+    A reduction has settings and a state. The settings are its public attributes, which never change. The state is a
+    fixed number of float64 words on the device of the tensors, so that the rows of many sites can be packed into one
+    block and copied in one transfer. Counts are exact up to 2**53.
 
-    A subclass states :attr:`width` and :attr:`statistics`, :meth:`update_state` and :meth:`summarize`. If its words are
-    not sums that begin with zero, it says ``additive = False`` and has :meth:`initial` and :meth:`merge_states` of its
-    own. The laws, which the tests check:
+    A subclass defines :attr:`width`, :attr:`statistics`, :meth:`update_state` and :meth:`summarize`. If its words are
+    not sums that start at zero, it sets ``additive = False`` and overrides :meth:`initial` and :meth:`merge_states`.
+    Every reduction satisfies these laws, which the tests check:
 
-    * ``merge_states`` is associative and, unless :attr:`ordered`, commutative, and a row as :meth:`initial` gives it is
-      its neutral element;
-    * updating with two tensors equals merging the two states of updating with one each, to the bit for counts, extrema
-      and histograms and within the bound that the reduction states for the rest.
+    * ``merge_states`` is associative and, unless :attr:`ordered`, commutative. A row from :meth:`initial` is its
+      neutral element.
+    * Updating with two tensors is equal to merging the states of two separate updates. Counts, extrema and histograms
+      are bitwise equal. The others agree within the error bound that the reduction documents.
 
     Note:
-        An update waits for nothing and keeps nothing of the tensor that it is given. The state takes no part in
-        autograd.
+        An update does not synchronise the device and does not keep a reference to the tensor. The state is not part of
+        the autograd graph.
 
     Example:
         >>> class NegativeShare(Reduction):
@@ -59,91 +59,92 @@ class Reduction(ABC):
     """
 
     width: int
-    """Number of float64 words in the state; 0 as long as it is not known."""
+    """Number of float64 words in the state; 0 while it is unknown."""
     statistics: tuple[str, ...]
-    """The names of what :meth:`summarize` gives."""
+    """The names of the statistics that :meth:`summarize` returns."""
     additive: bool = True
-    """Whether merging is adding, word by word; such states are merged over ranks by one sum."""
+    """True if states are merged by adding them word by word. Such states are merged across ranks with one sum."""
     piecewise: bool = False
-    """Whether only the values count and not their shape, so that they may come in pieces."""
+    """True if the result depends only on the values and not on their shape, so that they may be passed in pieces."""
     ordered: bool = False
-    """Whether the order of the tensors matters: then ``a.merge(b)`` means that ``b`` came after ``a``."""
+    """True if the order of the tensors matters. Then ``a.merge(b)`` means that ``b`` came after ``a``."""
 
     _state: Tensor | None = None
 
     def initial(self) -> Tensor:
-        """The state of an empty stream, ``[width]`` float64 on the CPU."""
+        """Return the state of an empty stream, ``[width]`` float64 on the CPU."""
         return torch.zeros(self.width, dtype=torch.float64)
 
     @abstractmethod
     def update_state(self, state: Tensor, values: Values) -> None:
-        """Take values into the state, ``[width]``, in place."""
+        """Update the state, ``[width]``, with values in place."""
 
-    def check(self, values: Values) -> None:  # noqa: B027 - most take anything
-        """Refuse values that cannot be taken into this reduction's state.
+    def check(self, values: Values) -> None:  # noqa: B027 - most reductions accept any values
+        """Check that the values can be added to the state of this reduction.
 
         Raises:
-            ArgumentError: If the reduction depends on the shape, and an earlier tensor had another.
+            ArgumentError: If the reduction depends on the shape and an earlier tensor had a different shape.
         """
 
     def add(self, state: Tensor, values: Values) -> None:
-        """Take values into the state, ``[width]``, in place, in pieces where that is possible."""
+        """Update the state, ``[width]``, with values in place, in pieces if the reduction allows it."""
         for piece in values.pieces() if self.piecewise else (values,):
             self.update_state(state, piece)
 
     def begin(self, state: Tensor, values: Values) -> Tensor | None:
-        """Take values into the state and give back what can be merged later: the state that :attr:`head` has of them.
+        """Update the state with values and return the part of the update that can be merged later.
 
-        Merging takes many small operations, which many sites share when it is done for all of them at once.
+        The returned state belongs to :attr:`head`. Merging takes many small operations, so merging the states of many
+        sites in one batch reduces the overhead.
         """
         self.add(state, values)
         return None
 
     @property
     def head(self) -> Reduction | None:
-        """The reduction of the first words, as :meth:`begin` leaves them to be merged, or none."""
+        """The reduction for the first words, whose states :meth:`begin` returns for later merging, or ``None``."""
         return None
 
     def merge_states(self, state: Tensor, other: Tensor) -> None:
-        """Take the states ``other``, ``[..., width]``, into ``state`` of equal shape, in place."""
+        """Merge the states ``other``, ``[..., width]``, into ``state`` of the same shape, in place."""
         state += other
 
     def restart(self, state: Tensor) -> None:
-        """Begin a new stream in the states, ``[..., width]``, in place: what recorders do after each result.
+        """Start a new stream in the states, ``[..., width]``, in place. Recorders call this after each result.
 
-        A reduction that is :attr:`ordered` may have something go on. The states of others become those of
-        :meth:`initial`, whoever does it.
+        An :attr:`ordered` reduction may carry part of its state over. All others are reset to :meth:`initial`, either
+        by this method or by the caller.
         """
         state.copy_(self.initial())
 
     @abstractmethod
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
-        """The statistics of the states, ``[..., width]``, by name, each ``[...]`` or ``[..., k]`` float64.
+        """Return the statistics of the states, ``[..., width]``, by name, each ``[...]`` or ``[..., k]`` float64.
 
-        Recorders give the states of all sites at once: ``state[..., 0]`` is the first word of each.
+        Recorders pass the states of all sites in one call. ``state[..., 0]`` is the first word of each state.
         """
 
     @property
     def is_sized(self) -> bool:
-        """Whether the width is known: always, unless it depends on the shape of a tensor that is still to come."""
+        """True if the width is known. It is unknown only if it depends on the shape of the first tensor."""
         return True
 
     def sized_for(self, values: Values) -> Self:
-        """This reduction with the width that values of this shape need: itself, unless it depends on the shape."""
+        """Return this reduction sized for values of this shape, or itself if it does not depend on the shape."""
         return self
 
     def additive_words(self) -> Tensor:
-        """Which words of the state are merged by adding them, ``[width]`` bool."""
+        """Return a mask of the state words that are merged by addition, ``[width]`` bool."""
         return torch.full((self.width,), self.additive)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state."""
+        """Size of the state, in bytes."""
         return 8 * self.width
 
     @property
     def state(self) -> Tensor:
-        """The row of this object's own stream, ``[width]`` float64."""
+        """The state of this object's own stream, ``[width]`` float64."""
         if not self.is_sized:
             return torch.zeros(0, dtype=torch.float64)
         if self._state is None:
@@ -152,10 +153,10 @@ class Reduction(ABC):
         return self._state
 
     def on(self, state: Tensor) -> Self:
-        """A reduction with the same settings that works on the given row, where it lies.
+        """Return a reduction with the same settings that uses the given row as its state, without a copy.
 
         Raises:
-            ArgumentError: If the row does not have the shape and type of a state.
+            ArgumentError: If the row does not have the shape and dtype of a state.
         """
         if state.shape != (self.width,) or state.dtype != torch.float64:
             needed = f"{type(self).__name__} needs a float64 state of shape ({self.width},)"
@@ -166,10 +167,10 @@ class Reduction(ABC):
 
     @torch.no_grad()
     def update(self, tensor: Tensor) -> None:
-        """Take a tensor of any shape into the stream; the state moves to its device.
+        """Update the stream with a tensor of any shape. The state moves to the device of the tensor.
 
         Raises:
-            ArgumentError: If the reduction depends on the shape, and an earlier tensor had another.
+            ArgumentError: If the reduction depends on the shape and an earlier tensor had a different shape.
         """
         if not isinstance(tensor, Tensor):
             raise ArgumentError(f"a reduction takes tensors, got {type(tensor).__name__}")
@@ -183,10 +184,10 @@ class Reduction(ABC):
 
     @torch.no_grad()
     def merge(self, other: Self) -> None:
-        """Take another stream's state into this one; the other stays as it is.
+        """Merge the state of another stream into this one. The other stream does not change.
 
         Raises:
-            ArgumentError: If the other one is of another kind, or has other settings.
+            ArgumentError: If the other reduction has a different class or different settings.
         """
         alike = type(other) is type(self) and other.choices == self.choices
         if alike and not other.is_sized:
@@ -198,25 +199,25 @@ class Reduction(ABC):
         self.merge_states(self.state, other.state.to(self.state.device))
 
     def compute(self) -> dict[str, Tensor]:
-        """The statistics so far, by name; the state stays as it is."""
+        """Return the current statistics by name. The state does not change."""
         if not self.is_sized:
             return {name: torch.tensor(torch.nan, dtype=torch.float64) for name in self.statistics}
         return self.summarize(self.state)
 
     def reset(self) -> None:
-        """Forget the stream; a shape that was fixed by the first tensor stays."""
+        """Discard the stream. A shape that was fixed by the first tensor remains."""
         if self._state is not None:
             self._state.copy_(self.initial())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state as plain tensors, independent of this object's future; with what tells other settings apart."""
+        """Return a copy of the state as plain tensors, with a fingerprint of the class and settings."""
         return {"state": self.state.detach().clone(), "kind": self._kind}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Continue the stream of a state dict.
 
         Raises:
-            ArgumentError: If the state was saved by another reduction, or one with other settings.
+            ArgumentError: If the state was saved by another reduction or by one with different settings.
         """
         if "state" not in state_dict:
             raise ArgumentError(f"the saved state of {self} must have a part 'state', got {sorted(state_dict)}")
@@ -229,12 +230,12 @@ class Reduction(ABC):
 
     @property
     def described(self) -> str:
-        """The class and the settings, in a text that is the same in every process."""
+        """The class and the settings as a text that is the same in every process."""
         return f"{type(self).__name__} {_described(self.settings)}"
 
     @property
     def _kind(self) -> Tensor:
-        """A number that differs between classes and settings, 0-d int64."""
+        """A fingerprint of the class and settings, 0-d int64."""
         text = f"{type(self).__name__} {_described(self.choices)}"
         return torch.tensor(zlib.crc32(text.encode()))
 
@@ -243,10 +244,10 @@ class Reduction(ABC):
             raise ArgumentError(f"the saved state is not of {self}: it has another class or other settings")
 
     def validate(self) -> None:
-        """Refuse a reduction that does not keep the contract, before anything is lost by it.
+        """Check the contract before any data is recorded.
 
         Raises:
-            ArgumentError: Saying what is wrong.
+            ArgumentError: If the reduction violates the contract. The message names the violation.
         """
         name = type(self).__name__
         width, statistics = getattr(self, "width", None), getattr(self, "statistics", None)
@@ -261,7 +262,7 @@ class Reduction(ABC):
             raise ArgumentError(
                 f"{name} is merged by adding, so it begins with zeros, or else has its own merge_states"
             )
-        rows = 3 if width == 2 else 2  # told apart from the words of a state
+        rows = 3 if width == 2 else 2  # must differ from the width, so that rows are not mistaken for words
         try:
             found = self.summarize(state.repeat(rows, 1))
             shapes = {key: value.shape[:1] == (rows,) for key, value in found.items()}
@@ -275,13 +276,13 @@ class Reduction(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What distinguishes this reduction from others of its class, by name."""
+        """The settings of this reduction by name."""
         derived = ("width", "statistics", "additive", "piecewise", "ordered")
         return {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in derived}
 
     @property
     def choices(self) -> dict[str, Any]:
-        """The settings without those that came from a tensor."""
+        """The settings without those that were inferred from a tensor."""
         return self.settings
 
     def __repr__(self) -> str:
@@ -289,7 +290,7 @@ class Reduction(ABC):
 
 
 def _described(value: object) -> str:
-    """Settings as a text that is the same in every process."""
+    """Convert settings to a text that is the same in every process."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_described(each)}" for key, each in sorted(value.items())) + "}"
     if isinstance(value, (list, tuple)):

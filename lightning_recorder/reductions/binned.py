@@ -1,4 +1,4 @@
-"""Counts between edges, on the host, as sinks take them."""
+"""Histograms with bin edges, on the host, in the form that sinks accept."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["Histogram"]
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts between edges, with what a back end wants to know of the values beside them.
+    """A histogram with explicit bin edges and summary numbers for the back ends.
 
     Args:
-        edges: Ascending, ``[bins + 1]`` float64.
-        counts: ``[bins]`` int64; each value lies in exactly one bin.
-        min: Smallest finite value; NaN when there is none.
-        max: Largest finite value; NaN when there is none.
-        sum: Sum of the finite values.
-        sum_squares: Sum of their squares.
-        fraction: Share of the values that were counted; less than 1 where the counts are of a sample. The other numbers
-            are of all values.
+        edges: The bin edges in ascending order, ``[bins + 1]`` float64.
+        counts: The number of values per bin, ``[bins]`` int64. Each value is in exactly one bin.
+        min: The smallest finite value; NaN if there is none.
+        max: The largest finite value; NaN if there is none.
+        sum: The sum of the finite values.
+        sum_squares: The sum of the squares of the finite values.
+        fraction: The fraction of the values that were counted; less than 1 if the counts are from a sample. The other
+            numbers cover all values.
     """
 
     edges: NDArray[np.float64]
@@ -44,20 +44,20 @@ class Histogram:
 
     @property
     def np_histogram(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Counts and edges, as ``numpy.histogram`` gives them and ``wandb.Histogram(np_histogram=…)`` takes them."""
+        """Counts and edges in the format of ``numpy.histogram``, for ``wandb.Histogram(np_histogram=…)``."""
         return self.counts, self.edges
 
     def quantile(self, share: float) -> float:
-        """The value below which that share of the counted values lies, interpolated in its bin.
+        """Estimate a quantile of the counted values by interpolation within its bin.
 
-        It is off by less than the width of the bin, which for a histogram with the fixed edges is a quarter of the
-        value. NaN without a value.
+        The error is less than the width of the bin. With the fixed bin edges that is at most 25 % of the value. Returns
+        NaN if the histogram is empty.
 
         Args:
-            share: Between 0 and 1.
+            share: The fraction of the values below the quantile, between 0 and 1.
 
         Raises:
-            ArgumentError: If the share is not.
+            ArgumentError: If ``share`` is not between 0 and 1.
 
         Example:
             >>> ten = Histogram(np.array([0.0, 1.0, 2.0]), np.array([5, 5]), 0.0, 2.0, 10.0, 15.0)
@@ -69,7 +69,7 @@ class Histogram:
         if not self.count:
             return math.nan
         below = np.concatenate(([0], np.cumsum(self.counts)))
-        # Both sides of an empty bin have the same number of values below them, and the edges of a bin rise.
+        # Both edges of an empty bin have the same number of values below them, so only occupied bins can be searched.
         occupied = np.flatnonzero(self.counts)
         where = occupied[np.searchsorted(below[occupied + 1], share * self.count)]
         edges = np.clip(self.edges, self.min, self.max)
@@ -77,14 +77,15 @@ class Histogram:
         return float(edges[where] + inside * (edges[where + 1] - edges[where]))
 
     def underflow_fraction(self, dtype: torch.dtype) -> float:
-        """The share of the counted values that a narrower type would make zero.
+        """Return the fraction of the counted values that would underflow to zero in a narrower dtype.
 
-        Values count as such that are not zero themselves and lie in a bin below half of the smallest positive number of
-        the type, which is rounded to zero; those below 2**-126 are taken for zero, as the bin around zero tells no
-        more. NaN without a value.
+        A value counts if it is nonzero and its bin lies below half of the smallest positive number of the dtype, which
+        rounds to zero. Magnitudes below 2**-126 count as zero, because the bin around zero does not resolve them.
+        Returns NaN if the histogram is empty.
 
         Args:
-            dtype: As ``torch.float16``, ``torch.bfloat16``, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+            dtype: A floating-point type such as ``torch.float16``, ``torch.bfloat16``, ``torch.float8_e4m3fn`` or
+                ``torch.float8_e5m2``.
         """
         _check_floating(dtype)
         half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
@@ -93,13 +94,13 @@ class Histogram:
         return self._share(small & ~around_zero)
 
     def overflow_fraction(self, dtype: torch.dtype) -> float:
-        """The share of the counted values that are too large for a narrower type.
+        """Return the fraction of the counted values that would overflow in a narrower dtype.
 
-        Values count as such that lie in a bin which begins beyond the largest number of the type, so that none is
-        counted which fits. NaN without a value.
+        A value counts if its whole bin lies beyond the largest number of the dtype, so values that fit are never
+        counted. Returns NaN if the histogram is empty.
 
         Args:
-            dtype: As for :meth:`underflow_fraction`.
+            dtype: A floating-point type, as for :meth:`underflow_fraction`.
         """
         _check_floating(dtype)
         largest = torch.finfo(dtype).max
@@ -109,10 +110,11 @@ class Histogram:
         return int(self.counts[bins].sum()) / self.count if self.count else math.nan
 
     def coarsened(self, bins: int) -> Histogram:
-        """The same values in at most ``bins`` bins, by joining neighbours.
+        """Return the same values in at most ``bins`` bins, by merging neighbouring bins.
 
-        The edges go at which the least is lost: those between two bins with the smallest product of the values in both
-        and the width of both. In a bell curve that is the many thin bins around zero, and the tails stay.
+        Edges are removed in order of the lowest information loss, which is the number of values in the two adjacent
+        bins times their total width. For a bell curve this merges the many thin bins around zero and preserves the
+        tails.
 
         Example:
             >>> fine = Histogram(np.arange(5.0), np.array([1, 2, 30, 40]), 0.0, 3.5, 200.0, 600.0)
@@ -125,7 +127,7 @@ class Histogram:
         if excess <= 0:
             return self
         losses = (counts[:-1] + counts[1:]) * (edges[2:] - edges[:-2])
-        # Stable, so that the same histogram is always joined in the same way.
+        # A stable sort always merges equal histograms in the same way.
         kept = np.sort(np.argsort(losses, kind="stable")[excess:]) + 1
         kept = np.concatenate(([0], kept))
         return replace(self, edges=edges[np.append(kept, -1)], counts=np.add.reduceat(counts, kept))

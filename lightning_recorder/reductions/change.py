@@ -1,4 +1,4 @@
-"""How much each tensor differs from the one before it."""
+"""The difference between each tensor and the previous one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ __all__ = ["Change"]
 
 
 class Change(ShapedReduction):
-    """Direction and size of each tensor beside the one before it, as of a gradient from step to step.
+    """Direction and size of each tensor relative to the previous one, such as a gradient from step to step.
 
-    State: ``[pairs, sum of cosines, sum of ratios, updates, carried]``, the first and the last tensor, 16 bytes per
-    element. It is ordered: in ``a.merge(b)`` the last of ``a`` and the first of ``b`` are a pair, too. When a recorder
-    begins a new stream after a result, it carries the last tensor over as the one before the next, so that no pair is
-    lost between results. Values that are not finite count as zero.
+    State: ``[pairs, sum of cosines, sum of ratios, updates, carried]``, followed by the first and the last tensor, 16
+    bytes per element. The reduction is ordered: ``a.merge(b)`` also counts the last tensor of ``a`` and the first
+    tensor of ``b`` as a pair. When a recorder starts a new stream after a result, it carries the last tensor over as
+    the predecessor of the next one, so that no pair is lost between results. Values that are not finite count as zero.
 
-    Statistics, the means over all pairs of neighbours ``p``, ``x``: ``cosine_to_previous``,
-    ``x . p / (|x| * |p|)``, between -1 and 1; ``ratio_to_previous``, ``|x| / |p|``. A pair in which a norm is zero is
-    left out; NaN without a pair. Norms beyond 1e150 or below 1e-150 leave the range of float64 where they are squared.
+    Statistics, as means over all pairs of consecutive tensors ``p``, ``x``: ``cosine_to_previous`` is
+    ``x . p / (|x| * |p|)``, between -1 and 1; ``ratio_to_previous`` is ``|x| / |p|``. Pairs in which a norm is zero are
+    ignored. Both are NaN if there is no pair. Norms above 1e150 or below 1e-150 exceed the range of float64 when they
+    are squared.
     """
 
     statistics: tuple[str, ...] = ("cosine_to_previous", "ratio_to_previous")
@@ -59,17 +60,17 @@ class Change(ShapedReduction):
         return {"cosine_to_previous": cosines / pairs, "ratio_to_previous": ratios / pairs}
 
     def _flat(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The lead, ``[..., 5]``, and the first and last tensor, ``[..., 2, numel]``, as views of the states."""
+        """Return views of the lead, ``[..., 5]``, and of the first and last tensor, ``[..., 2, numel]``."""
         return state[..., : self.lead], state[..., self.lead :].unflatten(-1, (2, -1))
 
     @staticmethod
     def _follow(lead: Tensor, ends: Tensor, next_lead: Tensor, next_ends: Tensor) -> None:
-        """Append to a stream another one that came after it, in place."""
+        """Append the stream that follows to a stream, in place."""
         (_, last), (first, _) = ends.unbind(-2), next_ends.unbind(-2)
         there = (lead[..., 3:].sum(-1) > 0).double()
         there_next = (next_lead[..., 3:].sum(-1) > 0).double()
         norm, next_norm = (torch.linalg.vector_norm(each, dim=-1) for each in (last, first))
-        # A carried tensor is the last of the stream before, and no neighbour of itself.
+        # A carried tensor is the last one of the previous stream, so it must not be paired with itself.
         joined = (there > 0) & (next_lead[..., 3] > 0) & (next_lead[..., 4] == 0) & (norm > 0) & (next_norm > 0)
         cosine = ((last * first).sum(-1) / (norm * next_norm)).clamp(-1, 1)
         ratio = next_norm / norm

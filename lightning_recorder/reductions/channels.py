@@ -1,4 +1,4 @@
-"""Statistics of each channel."""
+"""Per-channel statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ChannelMoments", "DeadChannels"]
 
 
 class _ChannelReduction(ShapedReduction):
-    """Base of what is kept for each index of one dimension."""
+    """Base class of statistics for each index of one dimension."""
 
     lead = 0
     additive = False
@@ -29,7 +29,7 @@ class _ChannelReduction(ShapedReduction):
         return (values.shaped.shape[dimension(self.dim, values)],)
 
     def _rows(self, values: Values) -> Tensor:
-        """The values, ``[channels, values of each]``."""
+        """Return the values as ``[channels, values per channel]``."""
         rows = values.shaped.movedim(dimension(self.dim, values), 0)
         return rows.reshape(len(rows), rows[:1].numel())
 
@@ -37,12 +37,13 @@ class _ChannelReduction(ShapedReduction):
 class ChannelMoments(_ChannelReduction):
     """Mean, standard deviation and root mean square of the finite values of each channel, in float64.
 
-    State: ``[3, channels]``: count, mean and sum of squared deviations, merged and bounded as those of
-    :class:`~lightning_recorder.RunningMoments`; 24 bytes per channel. Statistics, each ``[channels]``:
-    ``channel_mean``, ``channel_std`` (correction 0) and ``channel_rms``, NaN for a channel without a finite value.
+    State: ``[3, channels]`` with the count, the mean and the sum of squared deviations, 24 bytes per channel. States
+    are merged as in :class:`~lightning_recorder.RunningMoments`, with the same error bounds. Statistics, each
+    ``[channels]``: ``channel_mean``, ``channel_std`` (correction 0) and ``channel_rms``, which are NaN for a channel
+    without a finite value.
 
     Args:
-        dim: The dimension of the channels: 1 for convolutions and linear layers on ``[batch, channels]``, -1 for the
+        dim: The channel dimension: 1 for convolutions and for linear layers on ``[batch, channels]``, -1 for the
             features of a transformer.
     """
 
@@ -79,14 +80,15 @@ class ChannelMoments(_ChannelReduction):
 
 
 class DeadChannels(_ChannelReduction):
-    """Share of the channels that never leave zero, as those of a ``ReLU`` whose inputs are all negative.
+    """Fraction of the channels that are always zero, such as those of a ``ReLU`` whose inputs are all negative.
 
-    State: ``[channels]``, the largest magnitude of each, -inf before the first; 8 bytes per channel; merged by the
-    maximum, exact in any order. Statistic: ``dead_fraction``, the share of the channels in which no magnitude in the
-    whole stream is above the threshold, NaN for an empty stream. A channel with a NaN is not dead.
+    State: ``[channels]`` with the largest magnitude of each channel, -inf before the first value, 8 bytes per channel.
+    States are merged by the maximum, which is exact in any order. Statistic: ``dead_fraction``, the fraction of the
+    channels in which no magnitude in the whole stream exceeds the threshold; NaN for an empty stream. A channel with a
+    NaN is not dead.
 
     Args:
-        dim: As for :class:`ChannelMoments`.
+        dim: The channel dimension, as for :class:`ChannelMoments`.
         threshold: The largest magnitude that a dead channel may have.
     """
 
@@ -105,7 +107,7 @@ class DeadChannels(_ChannelReduction):
     def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
         rows = self._rows(values)
         if rows.shape[1]:
-            # A NaN becomes infinite, since not every maximum over ranks would keep it.
+            # Replace NaN with infinity, because some maximum reductions across ranks drop NaN.
             sizes = torch.nan_to_num(rows.abs(), nan=torch.inf, posinf=torch.inf).amax(1)
             blocks[0] = torch.maximum(blocks[0], sizes)
 

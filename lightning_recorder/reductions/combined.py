@@ -1,4 +1,4 @@
-"""Several statistics of the same tensors, side by side in one row."""
+"""Several statistics of the same tensors in one row."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ __all__ = ["Combined"]
 
 
 class Combined(Reduction):
-    """Reductions side by side in one row; passes over a tensor that several of them need are made once.
+    """A reduction that combines several reductions in one row and shares the passes over the tensor between them.
 
-    Statistics: those of all parts.
+    Statistics: the statistics of all parts.
 
     Args:
-        parts: The reductions.
+        parts: The reductions to combine.
 
     Raises:
-        ArgumentError: If there are none, if something else is among them, or if two give a statistic of the same name.
+        ArgumentError: If there are no parts, if a part is not a reduction, or if two parts have a statistic of the same
+            name.
 
     Example:
         >>> import torch
@@ -42,7 +43,7 @@ class Combined(Reduction):
 
     def __init__(self, parts: Iterable[Reduction]) -> None:
         found = _checked(parts)
-        # Those of a few words lie together at the beginning, where they are merged together.
+        # Reductions of a few words come first, so that they can be merged in one operation.
         self.parts = tuple(sorted(found, key=lambda part: not isinstance(part, ScalarReduction)))
         self.statistics = tuple(name for part in self.parts for name in part.statistics)
         twice = [name for name, count in Counter(self.statistics).items() if count > 1]
@@ -106,11 +107,11 @@ class Combined(Reduction):
 
     @override
     def begin(self, state: Tensor, values: Values) -> Tensor | None:
-        # Before anything is taken, so that a tensor which one part refuses is in none of them.
+        # Check before any update, so that a tensor that one part rejects is not added to any other part.
         self.check(values)
         others = [(part, state[words]) for part, words in self._others]
         words = []
-        # A piece at a time for all that can take pieces, since its passes are shared.
+        # Process one piece at a time for all piecewise parts, which share the passes over it.
         for piece in values.pieces():
             if (found := words_of_all(self._scalars, piece)) is not None:
                 words.append(found)

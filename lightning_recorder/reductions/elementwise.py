@@ -1,4 +1,4 @@
-"""One number for each element of a sample, over all samples."""
+"""Elementwise statistics over all samples."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["BatchMax", "BatchMean", "BatchMin", "BatchSum"]
 
 
 class _BatchReduction(ShapedReduction):
-    """Base of what is kept for each element; state: the number of samples, and then a number for each element.
+    """Base class of elementwise statistics, with the number of samples and one number per element as the state.
 
     Args:
-        dim: The dimension of the samples.
+        dim: The sample dimension.
     """
 
     def __init__(self, dim: int = 0) -> None:
@@ -30,7 +30,7 @@ class _BatchReduction(ShapedReduction):
         return tuple(self._samples(values).shape[1:])
 
     def _samples(self, values: Values) -> Tensor:
-        """The values, ``[samples, *shape]``; a 0-d tensor is one sample."""
+        """Return the values as ``[samples, *shape]``. A 0-d tensor is one sample."""
         if values.plain.dim() == 0:
             return values.shaped[None]
         return values.shaped.movedim(dimension(self.dim, values), 0)
@@ -44,23 +44,23 @@ class _BatchReduction(ShapedReduction):
 
     @abstractmethod
     def _take(self, kept: Tensor, samples: Tensor) -> None:
-        """Take ``[samples, *shape]`` into ``[*shape]`` float64, in place."""
+        """Update ``[*shape]`` float64 with ``[samples, *shape]``, in place."""
 
     def _kept(self, state: Tensor) -> Tensor:
-        """The numbers of the elements, ``[..., *shape]``, NaN where there was no sample."""
+        """Return the number of each element, ``[..., *shape]``; NaN if there was no sample."""
         kept = torch.where(state[..., :1] > 0, state[..., 1:], torch.nan)
         return kept.reshape((*state.shape[:-1], *(self.shape or ())))
 
 
 class BatchSum(_BatchReduction):
-    """The sum over all samples, element by element, in float64.
+    """Elementwise sum over all samples, in float64.
 
-    State: the number of samples and ``[*shape]`` sums, 8 bytes per element; merged by addition. Statistic:
-    ``batch_sum``, ``[*shape]``, where ``shape`` is that of a sample; NaN for an empty stream. What is not finite makes
-    its element so.
+    State: the number of samples and ``[*shape]`` sums, 8 bytes per element. States are merged by addition. Statistic:
+    ``batch_sum``, ``[*shape]``, where ``shape`` is the shape of one sample; NaN for an empty stream. NaN and infinities
+    propagate to the sum of their element.
 
     Args:
-        dim: The dimension of the samples.
+        dim: The sample dimension.
     """
 
     statistics: tuple[str, ...] = ("batch_sum",)
@@ -75,13 +75,13 @@ class BatchSum(_BatchReduction):
 
 
 class BatchMean(BatchSum):
-    """The mean over all samples, element by element, in float64; a smaller batch weighs less.
+    """Elementwise mean over all samples, in float64. Every sample has the same weight, whatever its batch size.
 
-    State: as that of :class:`BatchSum`. Statistic: ``batch_mean``, ``[*shape]``, the sums over the number of samples;
-    NaN for an empty stream. What is not finite makes its element so.
+    State: the same as for :class:`BatchSum`. Statistic: ``batch_mean``, ``[*shape]``, the sums divided by the number of
+    samples; NaN for an empty stream. NaN and infinities propagate to the mean of their element.
 
     Args:
-        dim: The dimension of the samples.
+        dim: The sample dimension.
 
     Example:
         >>> mean = BatchMean()
@@ -100,13 +100,13 @@ class BatchMean(BatchSum):
 
 
 class BatchMin(_BatchReduction):
-    """The minimum over all samples, element by element.
+    """Elementwise minimum over all samples.
 
-    State: the number of samples and ``[*shape]`` minima, 8 bytes per element; merged by the minimum, exact in any
-    order. Statistic: ``batch_min``, ``[*shape]``; NaN for an empty stream, and where there is a NaN.
+    State: the number of samples and ``[*shape]`` minima, 8 bytes per element. States are merged by the minimum, which
+    is exact in any order. Statistic: ``batch_min``, ``[*shape]``; NaN for an empty stream and for elements with a NaN.
 
     Args:
-        dim: The dimension of the samples.
+        dim: The sample dimension.
     """
 
     statistics: tuple[str, ...] = ("batch_min",)
@@ -134,12 +134,12 @@ class BatchMin(_BatchReduction):
 
 
 class BatchMax(BatchMin):
-    """The maximum over all samples, element by element; otherwise as :class:`BatchMin`.
+    """Elementwise maximum over all samples, otherwise identical to :class:`BatchMin`.
 
-    Statistic: ``batch_max``, ``[*shape]``; NaN for an empty stream, and where there is a NaN.
+    Statistic: ``batch_max``, ``[*shape]``; NaN for an empty stream and for elements with a NaN.
 
     Args:
-        dim: The dimension of the samples.
+        dim: The sample dimension.
     """
 
     statistics: tuple[str, ...] = ("batch_max",)

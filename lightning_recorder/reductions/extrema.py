@@ -1,4 +1,4 @@
-"""The smallest and the largest value of a stream."""
+"""Extrema: the smallest and the largest value of a stream."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _INF = float("inf")
 class Extrema(ScalarReduction):
     """Minimum and maximum of the finite values.
 
-    State: ``[min, max]``, of an empty stream ``[inf, -inf]``. Statistics: ``min``, ``max``, both NaN for a stream
-    without a finite value. Merging is ``minimum`` and ``maximum``, exact in any order.
+    State: ``[min, max]``, or ``[inf, -inf]`` for an empty stream. Statistics: ``min`` and ``max``, both NaN for a
+    stream without a finite value. States are merged by ``minimum`` and ``maximum``, which is exact in any order.
     """
 
     width = 2

@@ -1,11 +1,12 @@
-/* All statistics of one array in one pass through memory, added to a row of state.
+/* Statistics of one array in one pass through memory, added to a row of state.
  *
- * The row is that of the reduction Statistics: count, mean and m2 of the finite values; their minimum and maximum; the
- * numbers of values, zeros, NaN and infinities; and 2048 bins, the upper eleven bits of each value as a float.
+ * The row is the state of the reduction Statistics: count, mean and m2 of the finite values; their minimum and maximum;
+ * the numbers of values, zeros, NaN and infinities; and 2048 bins, one for each value of the upper eleven bits of a
+ * float.
  *
- * A block of values lies in the first cache while it is summed, its deviations from a mean are squared, and its bins
- * counted; blocks are merged as states are (Chan, Golub & LeVeque 1979), in double. So a small variance beside a large
- * mean is not lost, whatever comes first.
+ * A block of values stays in the L1 cache while it is summed, its deviations from a mean are squared, and its bins are
+ * counted. Blocks are merged like states (Chan, Golub & LeVeque 1979), in double, so a small variance next to a large
+ * mean is not lost, whatever the order of the values.
  */
 #include <float.h>
 #include <math.h>
@@ -15,24 +16,24 @@
 #define BINS 2048
 #define BLOCK 2048
 #define LANES 16
-#define PAD 32 /* so that equal places of two tables are not taken for one another by the processor */
-#define FEW 32768 /* values for which another thread is not worth its start */
+#define PAD 32 /* prevents false dependencies between equal places of two tables in the processor */
+#define FEW 32768 /* fewer values than this are not worth the start of another thread */
 #define MOST_THREADS 256
-#define FEWER 1024 /* values for which tables are not worth their reading */
-#define LINE 32 /* bins of a table in a line of the cache */
+#define FEWER 1024 /* fewer values than this are not worth reading the tables */
+#define LINE 32 /* bins of a table per cache line */
 
-enum { FEW_VALUES, ALL_VALUES, SAMPLED_VALUES }; /* how they are counted */
+enum { FEW_VALUES, ALL_VALUES, SAMPLED_VALUES }; /* ways to count the values in the bins */
 enum { COUNT, MEAN, M2, MIN, MAX, NUMEL, ZEROS, NANS, INFINITIES, HISTOGRAM };
 
 typedef struct {
-  int64_t count; /* no table has got more than a fourth of it */
-  uint16_t tables[4][BINS + PAD]; /* several, so that equal neighbours do not wait for each other, and small to stay near */
+  int64_t count; /* no table holds more than a fourth of it */
+  uint16_t tables[4][BINS + PAD]; /* several to decouple equal neighbours, and small to stay cached */
 } Tables;
 
 typedef struct {
   double count, mean, m2, min, max;
   int64_t zeros, nans, infinities;
-  const int64_t *place, *last; /* of the sampled values those that are still to come */
+  const int64_t *place, *last; /* the remaining sampled places */
   double *bins;
   Tables *tables;
 } Part;
@@ -45,10 +46,11 @@ static void merge(double *count, double *mean, double *m2, double n, double mu, 
   *count = total;
 }
 
-/* One block of TYPE, whose bits are of UINT and whose exponent is EXPONENT for what is not finite. In nearly every block
-   all is finite; where not, what is not is left out and the loop is run again. Deviations are from the mean of the blocks
-   before; where that is so far off that their squares say little about the spread, they are squared again from the
-   block's own mean. Sums run in LANES of their own, since one sum would wait for itself at each addition. */
+/* Process one block of TYPE. UINT holds its bits, and EXPONENT is the exponent of values that are not finite. Nearly
+   every block is entirely finite; otherwise the other values are removed and the loop runs again. Deviations are from
+   the mean of the previous blocks. If that mean is so far off that the squares lose the precision of the spread, they
+   are summed again around the mean of the block. There are LANES separate sums, because a single sum would wait for
+   each addition. */
 #define DEFINE_BLOCK(NAME, TYPE, UINT, EXPONENT, MASK)                                                                 \
   static void NAME(const TYPE *restrict x, int n, Part *part) {                                                        \
     TYPE finite[BLOCK];                                                                                                \
@@ -132,7 +134,7 @@ static void merge(double *count, double *mean, double *m2, double n, double mu, 
 DEFINE_BLOCK(block_of_floats, float, uint32_t, 0x7f800000u, 0x7fffffffu)
 DEFINE_BLOCK(block_of_doubles, double, uint64_t, 0x7ff0000000000000u, 0x7fffffffffffffffu)
 
-/* Adds the tables to the bins, of which it touches no more than needed: they have long left the cache. */
+/* Add the tables to the bins. Touches as few bins as possible, because they have left the cache. */
 static void empty_tables(Part *part) {
   uint16_t(*tables)[BINS + PAD] = part->tables->tables;
   if (!part->tables->count) return;
@@ -163,10 +165,10 @@ static void count_all(const float *x, int n, Part *part) {
     tables[3][bits[i + 3] >> 21]++;
   }
   for (int table = 0; i < n; i++, table++) tables[table][bits[i] >> 21]++;
-  part->tables->count += BLOCK; /* as if the block had been full */
+  part->tables->count += BLOCK; /* as if the block were full */
 }
 
-/* Of a block whose first value is the at-th of the array, the sampled ones, while it lies in the cache. */
+/* Count the sampled values of a block that starts at index `at` of the array, while the block is in the cache. */
 static void count_places(const float *x, int64_t at, int n, Part *part) {
   uint16_t(*tables)[BINS + PAD] = part->tables->tables;
   if (part->tables->count + 4 * n > 4 * UINT16_MAX) empty_tables(part);
@@ -174,11 +176,11 @@ static void count_places(const float *x, int64_t at, int n, Part *part) {
     uint32_t bits;
     memcpy(&bits, x + (*part->place - at), sizeof bits);
     tables[*part->place & 3][bits >> 21]++;
-    part->tables->count += 4; /* as if each table had got it */
+    part->tables->count += 4; /* as if each table had been incremented */
   }
 }
 
-/* Values so few that they are counted where the bins are: reading all tables would take longer. */
+/* Count few values directly in the bins, because reading all tables would take longer. */
 static void count_few(const float *x, int n, double *bins) {
   for (int i = 0; i < n; i++) {
     uint32_t bits;
@@ -219,7 +221,7 @@ static void part_of_doubles(const void *data, int64_t from, int64_t to, double f
     int n = to - at < BLOCK ? (int)(to - at) : BLOCK;
     for (int i = 0; i < n; i++) {
       double x = scaled[i] = values[at + i] * factor;
-      /* What is finite stays so: it goes to the end bin of its sign. */
+      /* Finite values stay finite: they go to the end bin of their sign. */
       narrow[i] = fabs(x) == INFINITY || x != x ? (float)x : x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : (float)x;
     }
     block_of_doubles(scaled, n, part);
@@ -246,9 +248,9 @@ typedef void (*PartOf)(const void *, int64_t, int64_t, double, int, Part *);
 
 static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats};
 
-/* Adds numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. With a number of
-   sampled values that is not negative only those at the places, which ascend, go to the bins, or all if there are no
-   places, and one word more tells how many values there were. */
+/* Add numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. If `sampled` is
+   negative, all values are counted in the bins. Otherwise only those at the places, which ascend, are counted, or all
+   if there are no places, and one more word counts the values. */
 void add_statistics(const void *data, int64_t numel, int kind, double factor, const int64_t *places, int64_t sampled,
                     int threads, double *row) {
   int how = sampled >= 0 && places ? SAMPLED_VALUES : numel < FEWER ? FEW_VALUES : ALL_VALUES;
@@ -259,7 +261,7 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, co
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int t = 0; t < threads; t++) {
     int64_t from = t * share, to = from + share < numel ? from + share : numel;
-    static _Thread_local Tables own; /* of each thread, and empty between two calls */
+    static _Thread_local Tables own; /* one per thread, empty between two calls */
     Part part = {.min = INFINITY, .max = -INFINITY, .place = places, .last = places, .bins = row + HISTOGRAM, .tables = &own};
     if (how == SAMPLED_VALUES) part.last += sampled;
     while (part.place < part.last && *part.place < from) part.place++;

@@ -1,20 +1,19 @@
-"""The statistics of a tensor in one pass through its memory, by a small C function that is built where it runs.
+"""Tensor statistics in one pass through memory, computed by a small C function that is compiled at run time.
 
-Separate passes of torch cost several times as much as the arithmetic. The function is plain C without torch's headers,
-so a compiler builds it in a third of a second; where there is none, or anything else is not as it should be, the passes
-of torch do the same.
+Separate torch passes cost several times as much as the arithmetic. The function is plain C without torch headers, so a
+compiler builds it in a third of a second. Without a compiler, or after any failure, torch computes the same statistics.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,18 +22,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_recorder.disk import fits
 from lightning_recorder.reductions.plain import PLAIN_TYPES
 from lightning_recorder.reductions.values import Values, sample_places
+from lightning_recorder.temporary import TemporaryFolder
 
 __all__ = ["add_statistics", "add_tensor", "prepare"]
 
 _log = logging.getLogger("lightning_recorder")
 
 _SOURCE = Path(__file__).with_suffix(".c")
-# Not -ffast-math: with some compilers it makes the whole process flush small numbers to zero, the training included.
+# -ffast-math is rejected: some compilers then make the whole process flush subnormals to zero, including the training.
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
-# The threads are those of torch: its OpenMP library is in the process already, and a second one beside it would spin on
-# the same cores. The other build is for compilers whose code needs another library.
+# The threads are those of torch, whose OpenMP library is already in the process. The threads of a second OpenMP library
+# would compete for the same cores. The build without threads is for compilers whose code needs another OpenMP library.
 _THREADS = ("-fopenmp",)
 _NO_THREADS = ("-fopenmp-simd",)
 _TIMEOUT_S = 60
@@ -45,7 +46,7 @@ _Kernel = Callable[[int, int, int, float, int, int, int, int], None]
 
 
 class _Loaded:
-    """The function of this process."""
+    """The compiled function of this process."""
 
     lock = threading.Lock()
     tried = False
@@ -53,10 +54,10 @@ class _Loaded:
 
 
 def prepare() -> bool:
-    """Have the function ready, building it if it is not in the cache; answers whether there is one.
+    """Load the compiled function, and build it first if it is not cached. Return True if it is available.
 
-    The cache is ``$XDG_CACHE_HOME/lightning_recorder`` (``~/.cache/lightning_recorder``), a folder for the user alone.
-    ``LIGHTNING_RECORDER_FUSED=0`` in the environment switches the function off. Nothing is raised.
+    The cache is ``$XDG_CACHE_HOME/lightning_recorder`` (``~/.cache/lightning_recorder``), which only the user can write
+    to. ``LIGHTNING_RECORDER_FUSED=0`` in the environment disables the function. This function never raises.
     """
     with _Loaded.lock:
         if not _Loaded.tried:
@@ -67,24 +68,25 @@ def prepare() -> bool:
 
 
 def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
-    """Add the statistics of values to a state of :class:`Statistics`, if the function can.
+    """Add the statistics of values to a state of :class:`Statistics`, if the compiled function supports them.
 
     Args:
-        row: The state, ``[2057]`` float64, on the CPU; with a sample ``[2058]``.
-        values: Of any tensor.
-        sample: The most values that go to the histogram; ``None`` for all.
+        row: The state, ``[2057]`` float64 on the CPU, or ``[2058]`` with a sample.
+        values: The values of any tensor.
+        sample: The maximum number of values to count in the histogram; ``None`` for all.
 
     Returns:
-        Whether it was done. If not, nothing has changed: there is no function, or the tensor is not on the CPU, not of
-        float32, float64 or bfloat16, or more than a plain array.
+        True if the state was updated. False without any change if the function is unavailable, or if the tensor is not
+        on the CPU, is not float32, float64 or bfloat16, or is not a plain dense array.
     """
     return add_tensor(row, values.raw, values.factor, sample)
 
 
 def add_tensor(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool:
-    """The same of a tensor, which may be part of a graph, times a factor.
+    """Add the statistics of a tensor times a factor to a state, as :func:`add_statistics` does.
 
-    No operation of torch runs that autograd or a mode would see, unless the tensor has to be copied into order.
+    The tensor may be part of an autograd graph. No torch operation runs that autograd or a dispatch mode would see,
+    unless the tensor must be copied to become contiguous.
     """
     kernel = _Loaded.kernel
     kind = _KINDS.get(tensor.dtype)
@@ -94,7 +96,7 @@ def add_tensor(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -
         return False
     if not row.is_contiguous():
         return False
-    # The order of the values matters to a sample alone; else what is dense in another order is read as it lies.
+    # The order of the values matters only for a sample. Otherwise a dense tensor is read in memory order.
     if not tensor.is_contiguous() and (
         sample is not None or tensor.dim() != 4 or not tensor.is_contiguous(memory_format=torch.channels_last)
     ):
@@ -104,7 +106,7 @@ def add_tensor(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -
         pointer = tensor.data_ptr()
     except RuntimeError:  # a tensor inside a transform of torch.func
         return False
-    if not pointer and numel:  # zeros that have no memory, as autograd gives them, or a wrapper
+    if not pointer and numel:  # zeros without memory, which autograd creates, or a wrapper
         return False
     places, sampled = 0, -1
     if sample is not None:
@@ -125,7 +127,7 @@ def _load() -> _Kernel | None:
 def _load_with(compiler: str, flags: Sequence[str]) -> _Kernel | None:
     try:
         kernel = _opened(_built(compiler, flags))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home folder
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
         _log.info("%s with %s did not build: %s", compiler, flags[-1], error)
         return None
     if not _is_right(kernel):
@@ -135,19 +137,21 @@ def _load_with(compiler: str, flags: Sequence[str]) -> _Kernel | None:
 
 
 def _built(compiler: str, flags: Sequence[str]) -> Path:
-    """The library, from the cache or built now."""
+    """Return the path of the library, from the cache or newly built."""
     folder = _cache()
     key = hashlib.sha256("\0".join([_SOURCE.read_text(), compiler, *flags, _processor()]).encode()).hexdigest()[:16]
     library = folder / f"fused-{key}.so"
     if library.exists():
         return library
+    if not fits(folder):
+        raise OSError(errno.ENOSPC, "the disk has no room for the library", str(folder))
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        object_file, made = Path(scratch, "fused.o"), Path(scratch, "fused.so")
-        # In two steps: linking without -fopenmp leaves its functions to be those of torch.
+    with TemporaryFolder(folder) as scratch:
+        object_file, made = scratch.path / "fused.o", scratch.path / "fused.so"
+        # Two steps: linking without -fopenmp leaves the OpenMP symbols to be resolved by the library of torch.
         _run([compiler, *flags, "-c", str(_SOURCE), "-o", str(object_file)])
         _run([compiler, "-shared", str(object_file), "-o", str(made), "-lm"])
-        # In one piece, since several processes may build at once.
+        # Atomic, because several processes may build at the same time.
         made.replace(library)
     _log.info("built %s in %.1f s", library, time.perf_counter() - started)
     return library
@@ -158,7 +162,7 @@ def _run(command: list[str]) -> None:
 
 
 def _cache() -> Path:
-    """A folder that nobody else can write to, since code is loaded from it."""
+    """Return the cache folder, which nobody else may write to because code is loaded from it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning_recorder")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -168,7 +172,7 @@ def _cache() -> Path:
 
 
 def _processor() -> str:
-    """What tells apart the processors for which code is built, as those of a cluster that shares a home folder."""
+    """Return a text that identifies the processor, because machines of a cluster may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -178,7 +182,7 @@ def _processor() -> str:
 
 
 def _opened(library: Path) -> _Kernel:
-    # With the interpreter's lock held: it takes less time than to get the lock back.
+    # PyDLL holds the GIL: the call takes less time than releasing and reacquiring it.
     function = ctypes.PyDLL(str(library), mode=os.RTLD_NOW).add_statistics
     function.argtypes = [
         ctypes.c_void_p,
@@ -195,7 +199,7 @@ def _opened(library: Path) -> _Kernel:
 
 
 def _is_right(kernel: _Kernel) -> bool:
-    """Whether the function counts a few numbers of each kind as it should."""
+    """Return True if the function computes correct statistics of a few numbers of each dtype."""
     values = [0.0, -0.0, 1.5, -2.0, 1e-40, float("nan"), float("inf"), float("-inf"), 3.0]
     for dtype, kind in _KINDS.items():
         tensor = torch.tensor(values, dtype=dtype)

@@ -1,7 +1,7 @@
-"""The statistics of a tensor on a GPU in one launch or two, by kernels of Triton that are compiled where they run.
+"""Tensor statistics on a GPU in one or two launches, computed by Triton kernels that are compiled at run time.
 
-Separate passes of torch are some 45 launches, which for most tensors take longer than the arithmetic. PyTorch for CUDA
-and ROCm brings Triton; where it is missing, or anything else is not as it should be, the passes of torch do the same.
+Separate torch passes need about 45 launches, which take longer than the arithmetic for most tensors. PyTorch for CUDA
+and ROCm includes Triton. If it is missing, or after any failure, torch computes the same statistics.
 """
 
 from __future__ import annotations
@@ -30,64 +30,65 @@ _SWITCH = "LIGHTNING_RECORDER_TRITON"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# One program alone is done with so many tiles before a second launch, which several need, would have begun.
+# A single program finishes this many tiles before the second launch, which several programs need, would have started.
 _FEW_TILES = 4
-# A multiprocessor has registers for two or three at once; so all are done after two rounds or three.
+# A multiprocessor has registers for two or three programs at a time, so all programs finish in two or three rounds.
 _PROGRAMS_PER_MULTIPROCESSOR = 6
 
 
 class _Prepared:
-    """The devices of this process, by index."""
+    """The prepared devices of this process, by index."""
 
     lock = threading.Lock()
     tried: ClassVar[set[int]] = set()
     most_programs: ClassVar[dict[int, int]] = {}
-    """Of those that are ready."""
+    """The maximum number of programs for each device that is ready."""
     kernels: ClassVar[ModuleType]
 
 
 def prepare_device(device: torch.device) -> bool:
-    """Have the kernels ready on a GPU; answers whether they are.
+    """Prepare the kernels on a GPU. Return True if they are available.
 
-    Those for all types of values are compiled at once, unless Triton's cache has them, and each is tried on a few
-    numbers. A process does this once for each device, also where it fails. The kernels are tested in Triton's
-    interpreter, and have not been run on a GPU yet: so they are used only with ``LIGHTNING_RECORDER_TRITON=1`` in the
-    environment. Nothing is raised.
+    The kernels for all dtypes are compiled in advance, unless the Triton cache has them, and each is checked on a few
+    numbers. A process does this once per device, even if it fails. The kernels are tested in the Triton interpreter and
+    have not been run on a GPU yet. Therefore they are used only with ``LIGHTNING_RECORDER_TRITON=1`` in the
+    environment. This function never raises.
 
     Note:
-        The first call waits for the device, and takes seconds where the cache is empty: call it before training starts.
-        While a CUDA graph is captured nothing is done.
+        The first call synchronises the device and takes seconds if the cache is empty, so call it before training
+        starts. It is a no-op while a CUDA graph is captured.
     """
     if device.type != "cuda" or os.environ.get(_SWITCH) != "1" or not torch.cuda.is_available():
         return False
     with _Prepared.lock:
         try:
-            number: int | None = device.index  # which torch says is never None
+            number: int | None = device.index  # the annotations of torch say that it is never None
             index = torch.cuda.current_device() if number is None else number
             if index not in _Prepared.tried and not torch.cuda.is_current_stream_capturing():
                 _Prepared.tried.add(index)
                 _load(torch.device("cuda", index))
             return index in _Prepared.most_programs
-        except Exception as error:  # noqa: BLE001 - of a compiler, of a driver, of a library that is missing
+        except Exception as error:  # noqa: BLE001 - a compiler, a driver or a missing library may raise anything
             _log.info("statistics on %s are computed by torch: %s", device, describe_error(error))
             return False
 
 
 def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) -> bool:
-    """Add the statistics of values to a state of :class:`Statistics`, if the kernels can.
+    """Add the statistics of values to a state of :class:`Statistics`, if the kernels support them.
 
     Args:
-        row: The state, ``[2057]`` float64, on the device of the values; with a sample ``[2058]``.
-        values: Of any tensor.
-        sample: The most values that go to the histogram; ``None`` for all.
+        row: The state, ``[2057]`` float64 on the device of the values, or ``[2058]`` with a sample.
+        values: The values of any tensor.
+        sample: The maximum number of values to count in the histogram; ``None`` for all.
 
     Returns:
-        Whether it was done. If not, nothing has changed: the device was not prepared, or the tensor has integers or is
-        of a class of its own, the local part of a ``DTensor`` excepted.
+        True if the state was updated. False without any change if the device was not prepared, or if the tensor has
+        integers or is a tensor subclass. The local part of a ``DTensor`` is supported.
 
     Note:
-        Never waits for the device. Goes into the device's current stream, or into the graph that is captured there. A
-        tensor that is not contiguous is copied; beside that and the places of a sample 56 KiB are taken at most.
+        Never synchronises the device. The work goes to the current stream of the device, or to the CUDA graph that is
+        captured there. A tensor that is not contiguous is copied. Apart from that copy and the sampled places, at most
+        56 KiB are allocated.
     """
     if not values.raw.is_cuda:
         return False
@@ -105,10 +106,10 @@ def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) ->
 
 
 def _is_array(tensor: Tensor) -> bool:
-    """Whether the kernels can read the memory of a tensor, or of a contiguous copy."""
+    """Return True if the kernels can read the memory of a tensor or of a contiguous copy."""
     if type(tensor) not in PLAIN_TYPES or tensor.dtype not in _DTYPES or tensor.is_neg():
         return False
-    try:  # zeros as autograd gives them have no memory, nor have wrappers
+    try:  # the zeros that autograd creates have no memory, nor do wrappers
         return tensor.data_ptr() != 0 or tensor.numel() == 0
     except RuntimeError:  # a tensor inside a transform of torch.func
         return False
@@ -118,11 +119,11 @@ def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None,
     """Launch the kernels on the current device.
 
     Args:
-        kernels: The module :mod:`triton_kernels`; interpreted by Triton, it takes tensors on a CPU.
-        row: As for :func:`add_statistics_on_device`.
-        values: Of which :attr:`Values.real` is a plain array.
-        sample: As there.
-        most_programs: Into how many shares the values are divided at most.
+        kernels: The module :mod:`triton_kernels`. In the Triton interpreter it accepts CPU tensors.
+        row: The state, as for :func:`add_statistics_on_device`.
+        values: Values whose :attr:`Values.real` is a plain array.
+        sample: The sample size, as for :func:`add_statistics_on_device`.
+        most_programs: The maximum number of shares that the values are divided into.
     """
     numel = values.numel
     if not numel:
@@ -131,14 +132,14 @@ def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None,
     tiles = -(-numel // tile)
     tiles_each = tiles if tiles <= _FEW_TILES else -(-tiles // min(most_programs, kernels.MOST_PROGRAMS))
     programs = -(-tiles // tiles_each)
-    # What a kernel does not need is any tensor of its type.
+    # Arguments that a kernel does not use may be any tensor of the right type.
     parts = row if programs == 1 else torch.empty(7 * programs, dtype=torch.float64, device=row.device)
     places, gathered = row, False
     if sample is not None and numel > sample:
-        # Without waiting for what the device is doing, as a plain copy to it would.
+        # A plain copy to the device would synchronise it.
         places, gathered = torch.from_numpy(sample_places(numel, sample)).to(row.device, non_blocking=True), True
     sampled = -1 if sample is None else sample
-    options = {"num_warps": 4, "enable_fp_fusion": False}  # each product is rounded, as by torch
+    options = {"num_warps": 4, "enable_fp_fusion": False}  # rounds each product, as torch does
     kernels.reduce_share[(programs,)](
         _in_memory(values.real, ordered=sample is not None),
         numel,
@@ -160,7 +161,7 @@ def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None,
 
 
 def _in_memory(tensor: Tensor, *, ordered: bool) -> Tensor:
-    """The tensor, or a copy, whose values lie one behind the other; in the order of its indices if that matters."""
+    """Return the tensor, or a copy, with contiguous memory. The values are in index order if ``ordered`` is true."""
     dense = tensor.is_contiguous() or (
         not ordered and tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     )
@@ -168,12 +169,12 @@ def _in_memory(tensor: Tensor, *, ordered: bool) -> Tensor:
 
 
 def _bits(number: float) -> int:
-    """The bits of a float64, as an integer."""
+    """Return the bits of a float64 as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
 def _load(device: torch.device) -> None:
-    """Compile the kernels and try them; the device is ready if they are right."""
+    """Compile and check the kernels, and mark the device as ready if their results are correct."""
     started = time.perf_counter()
     import triton
 
@@ -182,7 +183,7 @@ def _load(device: torch.device) -> None:
     if not isinstance(triton_kernels.reduce_share, triton.JITFunction):
         raise RuntimeError("TRITON_INTERPRET is set, and interpreted kernels wait for the device")
     most = _PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-    # Each kernel is run for each type, alone and with several programs.
+    # Run each kernel for each dtype, with one program and with several.
     several = (_FEW_TILES + 1) * triton_kernels.ROWS * triton_kernels.COLUMNS + 1
     with torch.cuda.device(device), torch.no_grad():
         for dtype, count, sample in itertools.product(_DTYPES, (9, several), (None, 5)):
@@ -208,7 +209,7 @@ def _empty_row() -> Tensor:
 
 
 def _is_right(found: Tensor, values: Values, sample: int | None) -> bool:
-    """Whether a state that was empty, on the CPU, is that of a few values."""
+    """Return True if a CPU state that started empty has the correct statistics of a few values."""
     doubles = values.flat.double()
     finite = doubles[doubles.isfinite()]
     moments = torch.stack([finite.mean(), finite.var(correction=0) * len(finite), finite.min(), finite.max()])
@@ -216,7 +217,7 @@ def _is_right(found: Tensor, values: Values, sample: int | None) -> bool:
     chosen = doubles if sample is None or len(doubles) <= sample else values.sampled(sample).double()
     bins = torch.zeros(BINS, dtype=torch.float64, device="cpu")
     count_bins(bins, chosen[chosen.isfinite()])
-    of_finite = torch.arange(BINS, device="cpu") % 1024 < 1020  # in which bin a NaN is, devices need not agree upon
+    of_finite = torch.arange(BINS, device="cpu") % 1024 < 1020  # the bin of a NaN may differ between devices
     found_bins = found[9 : 9 + BINS]
     checks = (
         found[0] == len(finite),

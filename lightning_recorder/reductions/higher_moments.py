@@ -1,4 +1,4 @@
-"""The shape of a distribution: skewness and kurtosis of a stream."""
+"""Higher moments: skewness and kurtosis of a stream."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NO_SPREAD = 1e-14
 
 
 class HigherMoments(ScalarReduction):
-    """Skewness and excess kurtosis of the finite values, those of the population, in float64.
+    """Population skewness and excess kurtosis of the finite values, in float64.
 
-    State: ``[count, mean, m2, m3, m4]`` with ``m_k`` the sum of the k-th powers of the deviations from the mean. Two
-    states are merged, with the shares ``a = n_a / n`` and ``b = n_b / n`` and ``d = mean_b - mean_a``, by
+    State: ``[count, mean, m2, m3, m4]``, where ``m_k`` is the sum of the k-th powers of the deviations from the mean.
+    With the shares ``a = n_a / n`` and ``b = n_b / n`` and with ``d = mean_b - mean_a``, two states are merged by
 
     ::
 
@@ -30,13 +30,13 @@ class HigherMoments(ScalarReduction):
                          + 6 * d**2 * (a**2 * m2_b + b**2 * m2_a) + 4 * d * (a * m3_b - b * m3_a)
 
     (Pébay, "Formulas for Robust, One-Pass Parallel Computation of Covariances and Arbitrary-Order Statistical Moments",
-    2008), and the others as in :class:`~lightning_recorder.RunningMoments`.
+    2008). The other words are merged as in :class:`~lightning_recorder.RunningMoments`.
 
-    Statistics: ``skewness``, ``sqrt(n) * m3 / m2**1.5``, 0 for what is symmetric; ``kurtosis``, ``n * m4 / m2**2 - 3``,
-    0 for a normal distribution and more where there are outliers. However a stream is split they stay within 1e-9 as
-    long as the spread is no less than 1e-4 of the mean. NaN for a stream without a finite value, and where the standard
-    deviation is below 1e-14 of the mean, which is no spread but rounding; and where fourth powers of deviations leave
-    the range of float64, beyond 1e75 or below 1e-75.
+    Statistics: ``skewness``, ``sqrt(n) * m3 / m2**1.5``, 0 for a symmetric distribution; ``kurtosis``,
+    ``n * m4 / m2**2 - 3``, 0 for a normal distribution and larger with outliers. For any split of the stream they agree
+    within 1e-9, as long as the standard deviation is at least 1e-4 of the mean. Both are NaN for a stream without a
+    finite value, if the standard deviation is below 1e-14 of the mean and thus only rounding error, and if the fourth
+    powers of the deviations exceed the range of float64 (deviations above 1e75 or below 1e-75).
     """
 
     width = 5
@@ -57,7 +57,7 @@ class HigherMoments(ScalarReduction):
         a, b = count_a / count.clamp(min=1), count_b / count.clamp(min=1)
         delta = mean_b - mean_a
         mean = mean_a + delta * b
-        # The mean of an empty stream is none, and its distance could be so large that its power is infinite.
+        # An empty stream has no mean, and the difference could be so large that its power overflows.
         delta = torch.where(a * b > 0, delta, 0)
         m2 = m2_a + m2_b + delta**2 * count * a * b
         m3 = m3_a + m3_b + delta**3 * count * a * b * (a - b) + 3 * delta * (a * m2_b - b * m2_a)

@@ -1,4 +1,4 @@
-"""A histogram whose edges are those of the floating-point format."""
+"""A histogram with bins that the floating-point format defines."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ __all__ = ["ExponentHistogram"]
 
 
 class ExponentHistogram(Reduction):
-    """Exact counts of the values in 2048 bins that are fixed by the float32 format.
+    """Exact counts of the values in 2048 bins that the float32 format defines.
 
-    The bin of a value is its sign, its exponent and the first two bits of its mantissa, so a power of two starts a bin
-    and three more follow before the next, each a quarter of the power wide; the relative width is between 1/7 and 1/4.
-    The edges are the same for every tensor, so no pass for a range is needed, merging is addition of integers, and the
-    histograms of two steps, ranks or runs can be compared bin by bin. Values of other dtypes are counted where their
-    float32 lies; a float64 beyond float32's range goes to the end bin of its sign.
+    The bin of a value is its sign, its exponent and the first two bits of its mantissa. Each octave has four bins, each
+    a quarter of its power of two wide, so the relative bin width is between 1/7 and 1/4. The edges are the same for
+    every tensor. Therefore no pass is needed to find the range, merging is integer addition, and histograms of
+    different steps, ranks or runs can be compared bin by bin. Values of other dtypes are converted to float32 first. A
+    float64 beyond the range of float32 goes to the end bin of its sign.
 
-    State: ``[2048]`` counts. Bins 0 to 1019 hold ``+0`` and the positive values in ascending order, 1024 to 2043 ``-0``
-    and the negative ones by magnitude, the octaves from 1020 and from 2044 infinities and NaN; bin 0 of a sign reaches
-    to 2**-128, so zeros are told apart by :class:`Tallies`. With ``sample`` one word more: the number of all values.
+    State: ``[2048]`` counts. Bins 0 to 1019 hold ``+0`` and the positive values in ascending order, bins 1024 to 2043
+    hold ``-0`` and the negative values by magnitude, and the octaves from 1020 and from 2044 hold infinities and NaN.
+    The first bin of each sign reaches up to 2**-128, so :class:`Tallies` counts exact zeros. With ``sample`` the state
+    has one more word: the number of all values.
 
-    Statistics: ``histogram``, the counts; with ``sample`` also ``histogram_fraction``, the share of the values that
-    were counted, 1 where none was left out; for each q of ``quantiles`` ``quantile_<q>``, the value below which the
-    share q of the finite values lies. A quantile is interpolated in its bin, so it is off by less than the width of the
-    bin, a quarter of its magnitude, below 2**-126 by 2**-128; NaN without a finite value.
+    Statistics: ``histogram``, the counts; with ``sample`` also ``histogram_fraction``, the fraction of the values that
+    were counted, 1 if none was left out; for each q of ``quantiles`` also ``quantile_<q>``, the value below which the
+    fraction q of the finite values lies. Quantiles are interpolated within their bin with a relative error of at most
+    25 %, or an absolute error of at most 2**-128 below 2**-126. They are NaN without a finite value.
 
     Args:
-        sample: Count no more than this many values of a tensor, one of each of so many equal parts; by default all.
-        quantiles: Shares between 0 and 1.
+        sample: The maximum number of values to count per tensor, one from each of that many equal parts; all by
+            default.
+        quantiles: The fractions of the quantiles, between 0 and 1.
     """
 
     def __init__(self, *, sample: int | None = None, quantiles: Iterable[float] = ()) -> None:
@@ -44,7 +46,7 @@ class ExponentHistogram(Reduction):
             check_integer("sample", sample, 1)
         self.sample = sample
         self.quantiles = _checked_shares(quantiles)
-        self.piecewise = sample is None  # the sample is of the whole tensor, not of a piece
+        self.piecewise = sample is None  # a sample is drawn from the whole tensor, not from a piece
         self.width = BINS if sample is None else BINS + 1
         self.statistics = (
             "histogram",
@@ -79,7 +81,9 @@ def _checked_shares(shares: object) -> tuple[float, ...]:
     found = tuple(shares)
     for share in found:
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            raise ArgumentError(f"quantiles takes shares between 0 and 1, got {share!r}")
+            is_percentage = isinstance(share, (int, float)) and 1 < share <= 100
+            hint = f": write {share / 100:g}" if is_percentage else ""
+            raise ArgumentError(f"quantiles takes shares between 0 and 1, got {share!r}{hint}")
         if found.count(share) > 1:
             raise ArgumentError(f"quantiles has {share:g} more than once")
     return found

@@ -1,7 +1,7 @@
-"""The statistics of a tensor on the CPU by few passes of torch, with a look at what one found before the next is made.
+"""Statistics of CPU tensors in few torch passes, where each pass may depend on the result of the previous one.
 
-On a GPU a look would wait for the device, so there every case is computed of every tensor. On the CPU there is nothing
-to wait for: NaN and infinities, of which there are hardly ever any, cost nothing until they come.
+On a GPU, reading a result would synchronise the device, so every case is computed for every tensor. On the CPU reading
+a result is free, so NaN and infinities, which are rare, cost nothing until they occur.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lightning_recorder.reductions.values import BIN_SHIFT, BINS, Values, bins_o
 
 __all__ = ["add_statistics_on_host"]
 
-# What the passes over so many values make stays in the caches, and leaves room there for what the training needs next;
-# and BLAS, which adds in few lanes, loses no more than a part in 1e12 of that many small squares beside a huge one.
+# The temporaries for this many values stay in the caches and leave room for the data that the training needs next.
+# BLAS, which adds in few lanes, loses at most a relative 1e-12 of that many small squares next to a huge one.
 _PIECE = 1 << 16
 _MOST_VIEWS = 64
 
 
 @dataclass
 class _Head:
-    """The first words of a state of :class:`Statistics`, in their order."""
+    """The first words of a state of :class:`Statistics`, in the same order."""
 
     count: float
     mean: float
@@ -46,15 +46,15 @@ _WORDS = len(_Head.__dataclass_fields__)
 
 
 def add_statistics_on_host(row: Tensor, values: Values, sample: int | None) -> bool:
-    """Add the statistics of values to a state of :class:`Statistics`, if they are in the memory of the host.
+    """Add the statistics of values to a state of :class:`Statistics`, if the values are in host memory.
 
     Args:
-        row: The state, ``[2057]`` float64; with a sample ``[2058]``.
-        values: Of any tensor.
-        sample: The most values that go to the histogram; ``None`` for all.
+        row: The state, ``[2057]`` float64, or ``[2058]`` with a sample.
+        values: The values of any tensor.
+        sample: The maximum number of values to count in the histogram; ``None`` for all.
 
     Returns:
-        Whether it was done. If not, nothing has changed.
+        True if the state was updated. False without any change otherwise.
     """
     raw = values.raw
     if not (raw.is_cpu and row.is_cpu and (type(raw) in PLAIN_TYPES or type(values.real) in PLAIN_TYPES)):
@@ -79,7 +79,7 @@ def add_statistics_on_host(row: Tensor, values: Values, sample: int | None) -> b
 
 
 def _pieces(values: Values) -> Iterable[Tensor]:
-    """The values, widened and flat, in pieces of ``[numel]``."""
+    """Return the values, widened and flat, in pieces of ``[numel]``."""
     if _is_ready(values):
         x = values.raw.view(-1)
         return (x,) if x.numel() <= _PIECE else x.split(_PIECE)
@@ -87,7 +87,7 @@ def _pieces(values: Values) -> Iterable[Tensor]:
 
 
 def _is_ready(values: Values) -> bool:
-    """Whether nothing is to be done before the values can be read, as nearly always."""
+    """Return True if the values can be read without any preparation, which is the common case."""
     raw = values.raw
     return (
         raw.dtype is torch.float32
@@ -101,7 +101,7 @@ def _is_ready(values: Values) -> bool:
 
 
 def _take(head: _Head, x: Tensor) -> None:
-    """Take values, ``[numel]`` float32 or float64, into the numbers."""
+    """Update the numbers with values, ``[numel]`` float32 or float64."""
     low, high = (end.item() for end in torch.aminmax(x))
     if not (math.isfinite(low) and math.isfinite(high)):
         x = _finite(head, x)
@@ -111,21 +111,21 @@ def _take(head: _Head, x: Tensor) -> None:
     head.min, head.max = min(head.min, low), max(head.max, high)
     count = x.numel()
     if low <= 0 <= high:
-        # Into floats, since comparisons into booleans are not vectorised and take four times as long.
+        # Compare into floats: comparisons into booleans are not vectorised and take four times as long.
         nonzero = torch.ne(x, 0, out=_scratch.of(x.dtype, count))
         head.zeros += count - torch.dot(nonzero, nonzero).item()
     wide = _scratch.of(torch.float64, count).copy_(x)
     mean: float = wide.sum().item() / count
     square = torch.dot(wide, wide).item()
     spread = square - mean * mean * count
-    if not square <= 16 * spread:  # beside so large a mean the squares say little about the spread
+    if not square <= 16 * spread:  # with such a large mean, the squares have too little precision for the spread
         wide.sub_(mean)
         spread = torch.dot(wide, wide).item()
     _merge(head, count, mean, spread)
 
 
 def _finite(head: _Head, x: Tensor) -> Tensor:
-    """Count the values that are not finite, and give the others."""
+    """Count the values that are not finite and return the finite ones."""
     array = x.detach().numpy()
     finite = array[np.isfinite(array)]
     nans = int(np.count_nonzero(np.isnan(array)))
@@ -135,7 +135,7 @@ def _finite(head: _Head, x: Tensor) -> Tensor:
 
 
 def _merge(head: _Head, count: int, mean: float, m2: float) -> None:
-    """Merge the moments of further values, by Chan, Golub & LeVeque, 1979."""
+    """Merge the moments of further values (Chan, Golub & LeVeque, 1979)."""
     total = head.count + count
     share = count / total
     delta = mean - head.mean
@@ -145,10 +145,10 @@ def _merge(head: _Head, count: int, mean: float, m2: float) -> None:
 
 
 def _sampled_counts(values: Values, sample: int) -> NDArray[np.int64]:
-    """How many of the sampled values lie in each bin."""
+    """Return the number of sampled values in each bin."""
     if not _is_ready(values):
         return torch.bincount(bins_of(values.sampled(sample)), minlength=BINS).numpy()
-    # Of so few values NumPy does the same in half the time of torch's operations.
+    # For so few values NumPy takes half the time of the torch operations.
     x = values.raw.view(-1).numpy()
     if len(x) > sample:
         x = x[sample_places(len(x), sample)]
@@ -156,7 +156,7 @@ def _sampled_counts(values: Values, sample: int) -> NDArray[np.int64]:
 
 
 class _Scratch(threading.local):
-    """Memory for the passes over a piece, kept by each thread: what is fresh from the system takes longer to write."""
+    """Scratch memory for the passes over a piece, one per thread. Reusing it is faster than fresh memory."""
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
@@ -164,12 +164,12 @@ class _Scratch(threading.local):
         self._views: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def of(self, dtype: torch.dtype, count: int) -> Tensor:
-        """A tensor of that type, ``[count]``, in the memory of all others."""
+        """Return a tensor of that dtype, ``[count]``, which shares its memory with all others."""
         view = self._views.get((dtype, count))
         if view is None:
             if len(self._views) == _MOST_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):  # or it could not be written to outside of it again
+            with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
                 view = self._views[dtype, count] = self._words.view(dtype)[:count]
         return view
 

@@ -1,4 +1,4 @@
-"""The value that came last."""
+"""The last value of a stream."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ __all__ = ["LastValue"]
 
 
 class LastValue(ShapedReduction):
-    """The tensor that was given last, or its last sample.
+    """The last tensor of the stream, or its last sample.
 
-    State: the number of updates and the values, 8 bytes each. It is ordered: ``a.merge(b)`` is the last of ``b``, if it
-    has seen any. Statistic: ``last``, in the shape of the tensor, NaN for an empty stream.
+    State: the number of updates and the values, 8 bytes each. The reduction is ordered: ``a.merge(b)`` has the last
+    value of ``b``, if ``b`` is not empty. Statistic: ``last``, in the shape of the tensor, NaN for an empty stream.
 
     Args:
-        dim: Keep the last slice along this dimension, so that batches of any size do; by default the whole tensor.
+        dim: The dimension along which to record the last slice, which allows batches of any size. By default the whole
+            tensor is recorded.
     """
 
     statistics: tuple[str, ...] = ("last",)

@@ -1,4 +1,4 @@
-"""Count, mean and variance of a stream."""
+"""Streaming moments: count, mean and variance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RunningMoments", "merged_moments", "moments_of", "sum_of_products"]
 class RunningMoments(ScalarReduction):
     """Count, sum, mean, variance, standard deviation and root mean square of the finite values, in float64.
 
-    State: ``[count, mean, m2]`` with ``m2`` the sum of squared deviations from the mean. Two states are merged by
+    State: ``[count, mean, m2]``, where ``m2`` is the sum of squared deviations from the mean. Two states are merged by
 
     ::
 
@@ -27,18 +27,20 @@ class RunningMoments(ScalarReduction):
         mean = mean_a + d * n_b / n
         m2   = m2_a + m2_b + d**2 * n_a * n_b / n
 
-    (Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), which
-    does not lose a small variance beside a large mean as sums of squares do. However a stream is split, the mean stays
-    within ``1e-12 * rms`` and the variance within ``1e-12 * (variance + 2e-4 * mean**2)``; beyond a magnitude of about
-    1e154 squares leave the range of float64, and ``variance``, ``std`` and ``rms`` are infinite or NaN.
+    (Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979). Unlike
+    sums of squares, this does not lose a small variance next to a large mean. For any split of the stream, the mean is
+    accurate within ``1e-12 * rms`` and the variance within ``1e-12 * (variance + 2e-4 * mean**2)``. Squares of
+    magnitudes above about 1e154 exceed the range of float64, and ``variance``, ``std`` and ``rms`` become infinite or
+    NaN.
 
     Statistics: ``count``; ``sum``, which is ``mean * count``; ``mean``; ``variance``, ``m2 / (count - correction)``;
-    ``std``, its root; ``rms``, ``sqrt(mean**2 + m2 / count)``, whatever the correction. For an empty stream the sum is
-    zero and all but the count and the sum are NaN, as the variance is for no more values than the correction.
+    ``std``, the square root of the variance; ``rms``, ``sqrt(mean**2 + m2 / count)`` for any correction. For an empty
+    stream the count and the sum are zero and the others are NaN. The variance and ``std`` are also NaN if the count
+    does not exceed the correction.
 
     Args:
-        correction: What is subtracted from the count for the variance: 0 for that of the population, 1 for that of a
-            sample.
+        correction: The number that is subtracted from the count for the variance: 0 for the population variance, 1 for
+            the sample variance.
     """
 
     width = 3
@@ -75,27 +77,27 @@ class RunningMoments(ScalarReduction):
 
 
 def moments_of(values: Values) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of the finite values the count, the mean and the sum of squared deviations, each 0-d float64, and the deviations.
+    """Return the count, mean and sum of squared deviations of the finite values, each 0-d float64, and the deviations.
 
-    The deviations, ``[numel]`` float64, are zero for a value that is not finite.
+    The deviations, ``[numel]`` float64, are zero for values that are not finite.
     """
     count = values.finite_count
     mean = values.finite.sum(dtype=torch.float64) / count.clamp(min=1)
-    # A copy, whatever the type. A NaN or an infinity is still one after the subtraction, and adds nothing.
+    # Always copied, whatever the dtype. A NaN or an infinity survives the subtraction and then adds nothing.
     deviations = finite_or_zero_(values.flat.to(torch.float64, copy=True).sub_(mean))
     return count, mean, sum_of_products(deviations, deviations), deviations
 
 
 def sum_of_products(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of the products of two float64 tensors, ``[numel]``, 0-d.
+    """Return the sum of the products of two float64 tensors, ``[numel]``, as a 0-d tensor.
 
-    Not their dot product, which adds in few lanes: of many equal small ones beside a huge one it loses too much.
+    A dot product is not accurate enough: it adds in few lanes and loses many equal small products next to a huge one.
     """
     return (one * other).sum()
 
 
 def merged_moments(one: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts, means and sums of squared deviations of two streams together, each of any common shape."""
+    """Merge the counts, means and sums of squared deviations of two streams, each of any common shape."""
     (count_a, mean_a, m2_a), (count_b, mean_b, m2_b) = one, other
     count = count_a + count_b
     share = count_b / count.clamp(min=1)

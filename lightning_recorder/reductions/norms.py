@@ -1,4 +1,4 @@
-"""Norms of a stream, taken as one long vector."""
+"""Norms of a stream as one long vector."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Norms"]
 class Norms(ScalarReduction):
     """Largest magnitude, sum of magnitudes and Euclidean norm of the finite values, in float64.
 
-    State: ``[abs_max, sum |x|, sum x**2]``, of an empty stream ``[-inf, 0, 0]``. Statistics: ``abs_max``, NaN for a
-    stream without a finite value; ``l1_norm``, ``sum |x|``; ``l2_norm``, ``sqrt(sum x**2)``, which is infinite where
-    values are beyond 1e154, and knows nothing of values below 1e-154. They are those of all values together, so they
-    grow with the number of batches; per value it is ``rms`` of :class:`~lightning_recorder.RunningMoments`. The sums
-    are right to 1e-12 of themselves, in whatever order they are merged.
+    State: ``[abs_max, sum |x|, sum x**2]``, or ``[-inf, 0, 0]`` for an empty stream. Statistics: ``abs_max``, NaN for a
+    stream without a finite value; ``l1_norm``, ``sum |x|``; ``l2_norm``, ``sqrt(sum x**2)``. The ``l2_norm`` is
+    infinite with values above 1e154 and ignores values below 1e-154. The norms cover all values of the stream, so they
+    grow with the number of batches. The ``rms`` of :class:`~lightning_recorder.RunningMoments` is the norm per value.
+    The sums have a relative error of at most 1e-12, for any order of merging.
     """
 
     width = 3
@@ -36,7 +36,7 @@ class Norms(ScalarReduction):
     @override
     def words_of(self, values: Values) -> Sequence[Tensor]:
         sizes = values.finite.abs()
-        # Zero takes the place of a value that is not finite, which is wrong only where no other is there.
+        # Zero replaces values that are not finite, which would be wrong only if there is no finite value.
         largest = torch.where(values.finite_count > 0, sizes.amax().double(), -torch.inf)
         return largest, sizes.sum(dtype=torch.float64), sum_of_products(values.doubles, values.doubles)
 

@@ -1,4 +1,4 @@
-"""Tensors of every kind as plain dense ones."""
+"""Conversion of every kind of tensor to a plain dense tensor."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from lightning_recorder.errors import ArgumentError
 __all__ = ["PLAIN_TYPES", "as_plain"]
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
-"""The types of tensors that have nothing of their own beside their values."""
+"""The tensor classes that hold nothing but their values."""
 
-_MOST_DENSE = 1 << 28  # values that a sparse tensor may have when it is made dense: a gibibyte of float32
+_MOST_DENSE = 1 << 28  # the largest numel of a sparse tensor that is made dense: 1 GiB of float32
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """The values of a tensor in a dense strided one, which shares its memory where it can.
+    """Return the values of a tensor as a dense strided tensor, which shares its memory if possible.
 
-    Of a ``DTensor`` that is the local part, of a nested tensor the values of all its parts in a row. A quantised tensor
-    is dequantised; a sparse one is made dense, zeros included.
+    A ``DTensor`` is replaced by its local part and a nested tensor by the concatenated values of its parts. A quantised
+    tensor is dequantised. A sparse tensor is made dense, zeros included.
 
     Raises:
-        ArgumentError: If a sparse tensor is so large that making it dense could take memory that training needs.
+        ArgumentError: If a sparse tensor is so large that its dense copy could take memory that the training needs.
     """
     if type(tensor) not in PLAIN_TYPES and hasattr(
         tensor, "to_local"
     ):  # a DTensor, without importing torch.distributed.tensor
         tensor = tensor.to_local()
     if tensor.is_nested:
-        # One with gaps between its parts, as torch.nested.narrow makes it, has values that are no part of it.
+        # If there are gaps between the parts, as after torch.nested.narrow, values() includes the gaps.
         lengths: Any = getattr(tensor, "lengths", lambda: None)()
         tensor = torch.cat([part.flatten() for part in tensor.unbind()]) if lengths is not None else tensor.values()
     if tensor.is_quantized:

@@ -1,4 +1,4 @@
-"""A random sample of the values of a stream."""
+"""A uniform random sample of the values of a stream."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ __all__ = ["Reservoir"]
 
 
 class Reservoir(Reduction):
-    """A sample of a fixed size in which each value of the stream is with equal probability.
+    """A random sample of fixed size in which each value of the stream appears with equal probability.
 
-    Each value of the stream has a random key, and those with the least keys stay (bottom-k sampling: Cohen & Kaplan,
-    "Summarizing Data Using Bottom-k Sketches", 2007), so that a merged sample is again one of the whole. Of a tensor
-    only the least keys are made, as the order statistics of so many uniform numbers, and given to a value in each of
-    as many equal parts of the tensor, in random order. Keys and places are a hash (SplitMix64:
-    Steele, Lea & Flood, 2014) of the seed and of the number of values before, not random numbers of torch: training
-    draws the same with and without, and a run repeats itself.
+    Each value of the stream has a random key, and the values with the smallest keys are kept (bottom-k sampling: Cohen
+    & Kaplan, "Summarizing Data Using Bottom-k Sketches", 2007), so a merged sample is a sample of the whole stream. For
+    each tensor only the smallest keys are generated, as the order statistics of uniform numbers. Each key is assigned
+    to a value in one of equally many parts of the tensor, in random order. Keys and places are a hash (SplitMix64:
+    Steele, Lea & Flood, 2014) of the seed and the number of earlier values. They do not use the random numbers of
+    torch, so the training draws the same numbers with and without recording, and a run is reproducible.
 
     State: ``[values seen]``, ``size`` keys in ascending order and ``size`` values: ``8 + 16 * size`` bytes. Statistic:
-    ``sample``, ``[size]``, in random order, NaN in the places that are not taken yet; NaN and infinities of the stream
-    are values like others.
+    ``sample``, ``[size]``, in random order, with NaN in unused places. NaN and infinities of the stream are sampled
+    like any other value.
 
     Args:
-        size: How many values are kept.
-        seed: Of the hash. Streams that are recorded side by side and merged later, as on several ranks, take different
-            seeds: with the same one they choose the same places, and the sample has less variety than it seems.
+        size: The number of values in the sample.
+        seed: The seed of the hash. Streams that are recorded in parallel and merged later, such as those of several
+            ranks, need different seeds. With equal seeds they choose the same places, and the merged sample has less
+            variety than its size suggests.
     """
 
     statistics: tuple[str, ...] = ("sample",)
@@ -45,7 +46,7 @@ class Reservoir(Reduction):
 
     @property
     def seed(self) -> int:
-        """The seed, which may differ between samples that are merged."""
+        """The seed. Samples with different seeds can be merged."""
         return self._seed
 
     @override
@@ -61,16 +62,16 @@ class Reservoir(Reduction):
         if not drawn:
             return
         numbers = torch.arange(drawn, device=state.device)
-        # Different for each value of the stream, as no more are drawn than there are.
+        # Unique for each value of the stream, because at most as many keys are drawn as there are values.
         counters = (state[0].long() + numbers) * 4
         first, inside, spacing, order = (_uniform(counters + draw, self._seed) for draw in range(4))
-        # The k least of n uniform numbers: each is the least of those that are left above the one before.
+        # The k smallest of n uniform numbers. Each is the smallest of the remaining numbers above the previous one.
         keys = -torch.expm1(_running_sum(torch.log1p(-spacing) / (values.numel - numbers)))
-        # One in each of equal parts, so all are different; from a random place on, since parts are equal but for one.
+        # One place per equal part, so the places are distinct. The random start evens out the sizes of the parts.
         bounds = torch.arange(drawn + 1, device=state.device) * values.numel // drawn
         places = bounds[:-1] + (inside * bounds.diff()).long() + (first[0] * values.numel).long()
         places %= values.numel
-        fresh = torch.full_like(state, torch.nan)  # filled on the device: a copy to it would wait
+        fresh = torch.full_like(state, torch.nan)  # filled on the device: a copy to it would synchronise
         fresh[1 : 1 + self.size] = torch.inf
         fresh[0] = values.numel
         fresh[1 : 1 + drawn] = keys
@@ -80,7 +81,7 @@ class Reservoir(Reduction):
     @override
     def merge_states(self, state: Tensor, other: Tensor) -> None:
         both = torch.cat((state[..., 1:].unflatten(-1, (2, -1)), other[..., 1:].unflatten(-1, (2, -1))), dim=-1)
-        # By key, and where two streams had the same seed by value, so that it does not matter which came first.
+        # Sort by key, and by value if two streams have the same seed, so that the order of the streams does not matter.
         values, order = both[..., 1, :].sort(dim=-1, stable=True)
         keys, order = both[..., 0, :].gather(-1, order).sort(dim=-1, stable=True)
         values = values.gather(-1, order)
@@ -93,7 +94,7 @@ class Reservoir(Reduction):
 
 
 def _running_sum(numbers: Tensor) -> Tensor:
-    """The sum of each number and those before it; torch's own is not deterministic on a GPU."""
+    """Return the cumulative sum of the numbers. The cumulative sum of torch is not deterministic on a GPU."""
     shift = 1
     while shift < len(numbers):
         numbers = numbers + torch.nn.functional.pad(numbers[:-shift], (shift, 0))
@@ -102,7 +103,7 @@ def _running_sum(numbers: Tensor) -> Tensor:
 
 
 def _uniform(counters: Tensor, seed: int) -> Tensor:
-    """SplitMix64 of the counters, as float64 in [0, 1), from integer operations alone."""
+    """Return SplitMix64 of the counters as float64 in [0, 1), computed only with integer operations."""
     bits = (counters + seed * 0x5851F42D4C957F2D % 2**62) * _signed(0x9E3779B97F4A7C15)
     bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
     bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
@@ -110,10 +111,10 @@ def _uniform(counters: Tensor, seed: int) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """The bits moved to the right, with zeros from the left."""
+    """Return the bits shifted right, filled with zeros from the left."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(bits: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     return bits - (1 << 64) if bits >> 63 else bits

@@ -1,4 +1,4 @@
-"""Reductions whose state is a few numbers that are computed of each tensor alone and then merged."""
+"""Reductions with a state of a few numbers that are computed for each tensor separately and then merged."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["ScalarReduction", "merged_along", "words_of_all"]
 
 
 class ScalarReduction(Reduction):
-    """Base of the reductions of which each word is one number of the values."""
+    """Base class of reductions in which each word is one number that is computed from the values."""
 
     piecewise = True
 
     @abstractmethod
     def words_of(self, values: Values) -> Sequence[Tensor]:
-        """The state of these values alone, ``width`` tensors, 0-d."""
+        """Return the state of these values alone as ``width`` 0-d tensors."""
 
     @override
     def update_state(self, state: Tensor, values: Values) -> None:
@@ -40,14 +40,14 @@ class ScalarReduction(Reduction):
 
 
 def words_of_all(reductions: Iterable[ScalarReduction], values: Values) -> Tensor | None:
-    """The states of several reductions, one behind the other, of these values; ``None`` if there are none of either."""
+    """Return the concatenated states of several reductions for values, or ``None`` without reductions or values."""
     words = [word for reduction in reductions for word in reduction.words_of(values)] if values.numel else []
     return _stacked(words) if words else None
 
 
 def _stacked(words: Sequence[Tensor]) -> Tensor:
-    """The numbers as one float64 tensor, ``[k]``."""
-    # All float32 ones widened together: stacking different types takes several times as long.
+    """Stack the numbers to one float64 tensor, ``[k]``."""
+    # Widen all float32 numbers in one operation: stacking different dtypes takes several times as long.
     narrow = [word for word in words if word.dtype != torch.float64]
     if narrow:
         widened = iter(torch.stack(narrow).double().unbind())
@@ -56,9 +56,9 @@ def _stacked(words: Sequence[Tensor]) -> Tensor:
 
 
 def merged_along(reduction: Reduction, states: Tensor) -> Tensor:
-    """Merge states, ``[..., k, width]``, along the last dimension but one, ``[..., width]``.
+    """Merge states, ``[..., k, width]``, along the second to last dimension and return ``[..., width]``.
 
-    In pairs, so that few operations do for many states; the states given are overwritten.
+    States are merged in pairs to keep the number of operations small. The given states are overwritten.
     """
     while (count := states.shape[-2]) > 1:
         half = count // 2

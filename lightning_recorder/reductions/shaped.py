@@ -1,4 +1,4 @@
-"""Reductions whose state has the size of what they are given."""
+"""Reductions with a state whose size depends on the shape of the tensor."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ __all__ = ["ShapedReduction"]
 
 
 class ShapedReduction(Reduction):
-    """Base of the reductions that keep numbers for each channel or element.
+    """Base class of reductions that keep numbers for each channel or element.
 
-    The first tensor fixes the shape of what is kept, and later ones must have the same. The state is of one number,
-    usually a count, and then so many blocks of that shape.
+    The first tensor determines the shape of the state, and later tensors must match it. The state consists of leading
+    numbers, usually one count, and a number of blocks of that shape.
     """
 
     blocks: ClassVar[int] = 1
-    """How many numbers are kept for each element."""
+    """Number of blocks, which is the number of values that are kept for each element."""
     lead: ClassVar[int] = 1
-    """How many numbers come before them."""
+    """Number of words before the blocks."""
 
     def __init__(self) -> None:
         self.shape: tuple[int, ...] | None = None
 
     @abstractmethod
     def shape_of(self, values: Values) -> tuple[int, ...]:
-        """The shape of what is kept of values."""
+        """Return the shape of the numbers that are kept for values."""
 
     @abstractmethod
     def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
-        """Take values into the state, ``[lead]`` and ``[blocks, *shape]``, in place."""
+        """Update the state, ``[lead]`` and ``[blocks, *shape]``, with values in place."""
 
     @property
     @override
-    def width(self) -> int:  # type: ignore[override]  # read-only here: it follows from the shape
+    def width(self) -> int:  # type: ignore[override]  # read-only here, because the width follows from the shape
         """Number of float64 words in the state; 0 before the first tensor."""
         return 0 if self.shape is None else self.lead + self.blocks * torch.Size(self.shape).numel()
 
     def parts(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The lead, ``[..., lead]``, and the blocks, ``[..., blocks, *shape]``, of states, as views of them."""
+        """Return views of the lead, ``[..., lead]``, and of the blocks, ``[..., blocks, *shape]``, of states."""
         blocks = state[..., self.lead :]
         return state[..., : self.lead], blocks.unflatten(-1, (self.blocks, *(self.shape or ())))
 
@@ -78,7 +78,7 @@ class ShapedReduction(Reduction):
 
     @override
     def state_dict(self) -> dict[str, Tensor]:
-        # Empty as long as there was no tensor.
+        # Empty until the first tensor.
         return {} if self.shape is None else {**super().state_dict(), "shape": torch.tensor(self.shape)}
 
     @override
@@ -106,10 +106,10 @@ class ShapedReduction(Reduction):
 
 
 def check_dim(dim: object) -> int:
-    """Refuse what is no number of a dimension.
+    """Return the dimension if it is an integer.
 
     Raises:
-        ArgumentError: If it is no integer.
+        ArgumentError: If ``dim`` is not an integer.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise ArgumentError(f"dim must be the number of a dimension, got {dim!r}")
@@ -117,7 +117,7 @@ def check_dim(dim: object) -> int:
 
 
 def dimension(dim: int, values: Values) -> int:
-    """The dimension of that number, counted from the first.
+    """Return the non-negative index of a dimension.
 
     Raises:
         ArgumentError: If the tensor has no such dimension.

@@ -1,4 +1,4 @@
-"""The statistics that are recorded by default, as one reduction over one prepared tensor."""
+"""The default statistics as one reduction that shares its passes over the tensor."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from lightning_recorder.reductions.values import Values
 __all__ = ["SCALAR_STATISTICS", "Statistics", "to_histogram"]
 
 SCALAR_STATISTICS = ("count", "mean", "std", "rms", "min", "max", "zero_fraction", "nan_count", "inf_count")
-"""Names of the statistics of which recorders keep the numbers by default."""
+"""The names of the scalar statistics that recorders write by default."""
 
 
-# What computes them of a tensor together, where it can: each answers whether it did.
+# Fast paths that compute all statistics together. Each returns True if it updated the state.
 _QUICK = (add_statistics, add_statistics_on_device, add_statistics_on_host)
 
-_ROUNDING = 1e-10  # relative, of sums in float64 that were added in another order
+_ROUNDING = 1e-10  # relative error of float64 sums that were added in a different order
 
 
 class Statistics(Combined):
-    """Moments, extrema, tallies and the histogram, side by side in one row of 2057 words (16.5 KB).
+    """Moments, extrema, tallies and the histogram in one row of 2057 words (16.5 KB).
 
     Statistics: those of :class:`RunningMoments`, :class:`Extrema`, :class:`Tallies` and :class:`ExponentHistogram`,
-    under the same names. On a CPU with a C compiler and on a GPU with Triton they are computed in one pass; see
+    with the same names. On a CPU with a C compiler and on a GPU with Triton they are computed in one pass; see
     :func:`prepare` and :func:`prepare_device`.
 
     Args:
-        sample: As for :class:`ExponentHistogram`; all but the histogram and its quantiles stays exact.
-        quantiles: As for :class:`ExponentHistogram`.
+        sample: The sample size, as for :class:`ExponentHistogram`. Only the histogram and its quantiles are estimated
+            from the sample; all other statistics remain exact.
+        quantiles: The fractions of the quantiles, as for :class:`ExponentHistogram`.
 
     Example:
         >>> import torch
@@ -66,15 +67,15 @@ class Statistics(Combined):
         return super().begin(state, values)
 
     def means(self, state: Tensor) -> Tensor:
-        """The means alone of states, ``[..., width]``, each ``[...]``; NaN where there is none."""
+        """Return only the means of states, ``[..., width]``, each ``[...]``; NaN without a finite value."""
         count, mean = state[..., 0], state[..., 1]
         return torch.where(count > 0, mean, torch.nan)
 
     @staticmethod
     def are_alike(one: Tensor, other: Tensor) -> Tensor:
-        """Whether states, ``[..., width]``, can be of the same values, beyond the order in which they were added up.
+        """Return True for states, ``[..., width]``, that may cover the same values added in a different order.
 
-        Told from counts, means, squares and extrema, ``[...]``.
+        The counts, means, squares and extrema are compared. The result is a bool tensor, ``[...]``.
         """
         count, mean, m2 = one[..., :3].unbind(-1)
         size = (mean.square() + m2 / count.clamp(min=1)).sqrt()
@@ -87,7 +88,7 @@ class Statistics(Combined):
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
         found = super().summarize(state)
         for name, value in found.items():
-            if name.startswith("quantile_"):  # its bin may reach beyond the values
+            if name.startswith("quantile_"):  # the bin may extend beyond the values
                 found[name] = torch.minimum(torch.maximum(value, found["min"]), found["max"])
         return found
 
@@ -98,12 +99,12 @@ class Statistics(Combined):
 
 
 def to_histogram(statistics: Mapping[str, float], bins: Tensor) -> Histogram:
-    """The histogram of one site, on the host, as sinks take it.
+    """Return the histogram of one site on the host, in the form that sinks accept.
 
     Args:
-        statistics: Numbers of :meth:`Statistics.compute`: ``count``, ``mean``, ``rms``, ``min``, ``max`` and, if there
-            is one, ``histogram_fraction``.
-        bins: Its ``histogram``, ``[2048]``.
+        statistics: The statistics of the site from :meth:`Statistics.compute`: ``count``, ``mean``, ``rms``, ``min``,
+            ``max`` and, if present, ``histogram_fraction``.
+        bins: The ``histogram`` of the site, ``[2048]``.
     """
     edges, counts = between_edges(bins.numpy())
     count, mean, rms = (float(statistics[name]) for name in ("count", "mean", "rms"))

@@ -1,4 +1,4 @@
-"""How many values of a stream are zero, NaN or infinite."""
+"""Counts of zero, NaN and infinite values in a stream."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Tallies"]
 
 
 class Tallies(ScalarReduction):
-    """Share of zeros and number of NaN and infinities among all values.
+    """Fraction of zeros and number of NaN and infinities among all values.
 
-    State: ``[numel, zeros, nans, infinities]``. Statistics: ``zero_fraction``, zeros of either sign over all values,
-    NaN for an empty stream; ``nan_count``; ``inf_count``, of either sign. Merging is addition of integers, exact in any
-    order.
+    State: ``[numel, zeros, nans, infinities]``. Statistics: ``zero_fraction``, the fraction of values that are zero of
+    either sign, NaN for an empty stream; ``nan_count``; ``inf_count``, of either sign. Merging is integer addition,
+    which is exact in any order.
     """
 
     width = 4

@@ -1,4 +1,4 @@
-"""Shares of the values that are small or large in magnitude."""
+"""Fractions of the values with a small or large magnitude."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["NearZero", "Saturation"]
 
 
 class _Share(ScalarReduction):
-    """The share of the values whose magnitude compares with a threshold as asked; state ``[values, hits]``.
+    """Base class for the fraction of values whose magnitude satisfies a comparison; state ``[values, hits]``.
 
-    Magnitudes are compared in float32, those of float64 and of integers in float64, and so is the threshold.
+    Magnitudes and the threshold are compared in float32, or in float64 if the values are float64 or integers.
     """
 
     width = 2
@@ -32,12 +32,12 @@ class _Share(ScalarReduction):
     @property
     @abstractmethod
     def _comparison(self) -> Callable[..., Tensor]:
-        """Of a magnitude with the threshold; nothing compares with NaN."""
+        """The comparison of a magnitude with the threshold. It is always false for NaN."""
 
     @override
     def words_of(self, values: Values) -> Sequence[Tensor]:
         sizes = values.flat.abs()
-        # A threshold beyond the type would be an infinity, to which one compares as equal.
+        # A threshold beyond the range of the dtype would become infinite, and infinities would compare as equal to it.
         hits = count_where(self._comparison, sizes, min(self.threshold, torch.finfo(sizes.dtype).max))
         return torch.full_like(hits, values.numel, dtype=torch.float64), hits
 
@@ -47,15 +47,15 @@ class _Share(ScalarReduction):
 
 
 class NearZero(_Share):
-    """Share of the values that are zero or nearly so.
+    """Fraction of the values that are zero or nearly zero.
 
-    State: ``[values, those of them with |x| <= threshold]``, merged by addition, exact in any order. Statistic:
-    ``near_zero_fraction``, the second over the first; NaN for an empty stream. A NaN counts among the values. Threshold
-    and values are compared in float32, or in float64 if the values are of float64 or integers.
+    State: ``[values, values with |x| <= threshold]``. States are merged by addition, which is exact in any order.
+    Statistic: ``near_zero_fraction``, the second divided by the first; NaN for an empty stream. A NaN counts as a
+    value. Threshold and values are compared in float32, or in float64 if the values are float64 or integers.
 
     Args:
         threshold: The largest magnitude that counts as nearly zero.
-        name: Of the statistic, where there are to be several thresholds.
+        name: The name of the statistic, for use with several thresholds.
     """
 
     statistics: tuple[str, ...] = ("near_zero_fraction",)
@@ -70,15 +70,16 @@ class NearZero(_Share):
 
 
 class Saturation(_Share):
-    """Share of the values beyond a threshold, such as 0.99 behind a ``Tanh``.
+    """Fraction of the values beyond a threshold, such as 0.99 for the output of ``Tanh``.
 
-    State: ``[values, those of them with |x| > threshold]``, merged by addition, exact in any order. Statistic:
-    ``saturation_fraction``, the second over the first; NaN for an empty stream. An infinity is beyond any threshold, a
-    NaN counts among the values alone. Threshold and values are compared as by :class:`NearZero`.
+    State: ``[values, values with |x| > threshold]``. States are merged by addition, which is exact in any order.
+    Statistic: ``saturation_fraction``, the second divided by the first; NaN for an empty stream. An infinity exceeds
+    every threshold. A NaN counts as a value but never as saturated. Threshold and values are compared as in
+    :class:`NearZero`.
 
     Args:
         threshold: The largest magnitude that does not count as saturated.
-        name: Of the statistic, where there are to be several thresholds.
+        name: The name of the statistic, for use with several thresholds.
     """
 
     statistics: tuple[str, ...] = ("saturation_fraction",)

@@ -1,14 +1,14 @@
-"""The kernels of the fused statistics on a GPU, in Triton's language.
+"""Triton kernels of the fused statistics on a GPU.
 
-Importing this file imports Triton, which few CPUs have, so it is imported when there is a device to prepare.
+Importing this module imports Triton, which few CPU installations have, so it is imported only to prepare a device.
 
-A program, which runs on one multiprocessor, takes a share of the values, tile by tile; a second kernel merges in order
-what the programs found. Sums of deviations are float64, one for each column of the tiles, so equal launches give equal
-bits. Bins alone are added up in whatever order programs end: whole numbers are exact in any.
+A program runs on one multiprocessor and reduces one share of the values, tile by tile. A second kernel merges the
+results of the programs in order. Sums of deviations are float64, one per column of the tiles, so equal launches are
+bitwise equal. Only bins are added in the order in which the programs end, and integers are exact in any order.
 
 Note:
-    Numbers are written out or are parameters: Triton 3.2 takes a compiled kernel from its cache although a constant of
-    the module has changed that it uses.
+    Constants are literals or parameters: Triton 3.2 uses a cached kernel even if a constant of the module that the
+    kernel uses has changed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triton.language as tl
 
 __all__ = ["COLUMNS", "MOST_PROGRAMS", "ROWS", "merge_shares", "reduce_share"]
 
-# A tile is what 128 threads take at once: each has 16 values in its registers, and neighbours in memory are those of
-# neighbouring threads.
+# A tile is the number of values that 128 threads process at a time. Each thread has 16 values in its registers, and
+# neighbouring threads have neighbouring values.
 ROWS, COLUMNS = 4, 512
 MOST_PROGRAMS = 1024
 
@@ -28,19 +28,19 @@ MOST_PROGRAMS = 1024
 def _values_at(
     data: tl.tensor, places: tl.tensor, inside: tl.tensor, factor: tl.tensor, scaled: tl.tensor
 ) -> tl.tensor:
-    """The values at places, widened and multiplied; zero outside."""
+    """Return the values at places, widened and multiplied; zero outside."""
     values = tl.load(data + places, mask=inside, other=0.0)
-    if values.dtype == tl.bfloat16:  # by its bits, which keeps each NaN, as torch does
+    if values.dtype == tl.bfloat16:  # converts the bits, which preserves every NaN, as torch does
         values = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif values.dtype == tl.float16:
         values = values.to(tl.float32)
-    # Not by one either, which would change a NaN. That it is one the compiler must not see, or it leaves this out.
+    # Multiplying by one would change a NaN. The flag hides the factor of one from the compiler, which would fold this.
     return tl.where(scaled != 0, values * factor.to(values.dtype), values)
 
 
 @triton.jit
 def _sizes_of(values: tl.tensor) -> tl.tensor:
-    """The bits of values but for their signs, as integers: a subnormal number is never taken for a zero."""
+    """Return the bits of values without the signs as integers, so that subnormals are never mistaken for zeros."""
     return (
         values.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
         if values.dtype == tl.float64
@@ -50,13 +50,13 @@ def _sizes_of(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _infinity_of(values: tl.tensor) -> tl.tensor:
-    """The size of an infinity of that type; those of NaN are larger."""
+    """Return the bits of an infinity of that dtype without the sign. Those of NaN are larger."""
     return 0x7FF0000000000000 if values.dtype == tl.float64 else 0x7F800000
 
 
 @triton.jit
 def _bins_of(values: tl.tensor) -> tl.tensor:
-    """The upper eleven bits of values as float32; a finite one beyond its range has those of the largest."""
+    """Return the upper eleven bits of values as float32. Finite values beyond its range use the largest float32."""
     if values.dtype == tl.float64:
         bounded = tl.minimum(tl.maximum(values, -3.4028234663852886e38), 3.4028234663852886e38)
         values = tl.where(_sizes_of(values) < _infinity_of(values), bounded, values).to(tl.float32)
@@ -73,7 +73,7 @@ def _tile_at(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The values from a place on, ``[rows, columns]``, and which of these are before the end."""
+    """Return the values from a place on, ``[rows, columns]``, and a mask of those before the end."""
     places = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
     inside = places < tl.minimum(end - at, rows * columns).to(tl.int32)
     return _values_at(data + at, places, inside, factor, scaled), inside
@@ -81,14 +81,14 @@ def _tile_at(
 
 @triton.jit
 def _deviations_of(values: tl.tensor, inside: tl.tensor, pivot: tl.tensor) -> tl.tensor:
-    """Those from the pivot, float64; zero for what is not finite."""
+    """Return the deviations from the pivot as float64; zero for values that are not finite."""
     finite = inside & (_sizes_of(values) < _infinity_of(values))
     return tl.where(finite, values.to(tl.float64) - pivot, 0.0)
 
 
 @triton.jit
 def _total(counts: tl.tensor) -> tl.tensor:
-    """The sum of integers, as float64."""
+    """Return the sum of integers as float64."""
     return tl.sum(counts, axis=0).to(tl.float64)
 
 
@@ -102,7 +102,7 @@ def _mean_at(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> tl.tensor:
-    """The mean of the finite values of one tile; zero where there is none."""
+    """Return the mean of the finite values of one tile; zero if there is none."""
     values, inside = _tile_at(data, at, end, factor, scaled, rows, columns)
     finite = inside & (_sizes_of(values) < _infinity_of(values))
     total = tl.sum(tl.sum(_deviations_of(values, inside, 0.0), axis=0), axis=0)
@@ -120,7 +120,7 @@ def _squares_from(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> tl.tensor:
-    """The sum of the squared deviations of a share from the pivot."""
+    """Return the sum of the squared deviations of a share from the pivot."""
     squares = tl.zeros([columns], tl.float64)
     for at in range(start, end, rows * columns):
         values, inside = _tile_at(data, at, end, factor, scaled, rows, columns)
@@ -133,7 +133,7 @@ def _squares_from(
 def _count_places(
     data: tl.tensor, factor: tl.tensor, scaled: tl.tensor, places: tl.tensor, sampled: tl.tensor, row: tl.tensor
 ) -> None:
-    """Add to the bins the values at this program's part of the places."""
+    """Add the values at this program's part of the places to the bins."""
     part = tl.cdiv(sampled, tl.num_programs(0))
     start = tl.program_id(0) * part
     end = tl.minimum(start + part, sampled)
@@ -146,9 +146,9 @@ def _count_places(
 
 @triton.jit
 def _add_bins(bins: tl.tensor, taken: tl.tensor, row: tl.tensor, tile: tl.constexpr) -> None:
-    """Add the bins of all tiles, ``[2048]`` int32, to those of the row."""
+    """Add the bins of all tiles, ``[2048]`` int32, to the bins of the row."""
     place = tl.arange(0, 2048)
-    # What lies behind the end in the last tile was counted as so many zeros.
+    # The padding of the last tile was counted as zeros.
     behind = tl.cdiv(taken, tile) * tile - taken
     bins -= tl.where(place == 0, behind, 0).to(tl.int32)
     tl.atomic_add(row + 9 + place, bins.to(tl.float64), mask=bins != 0, sem="relaxed")
@@ -167,7 +167,7 @@ def _merge(
     numel: tl.tensor,
     sampled: tl.tensor,
 ) -> None:
-    """Merge what was found into the head of a state (Chan, Golub & LeVeque 1979)."""
+    """Merge the results into the first words of a state (Chan, Golub & LeVeque 1979)."""
     before, mean_before, m2_before = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     total = before + count
     share = count / tl.maximum(total, 1.0)
@@ -197,7 +197,7 @@ def _write_part(
     zeros: tl.tensor,
     nans: tl.tensor,
 ) -> None:
-    """Leave what was found to :func:`merge_shares`, the same numbers of all programs side by side."""
+    """Write the results for :func:`merge_shares`, with the same number of all programs side by side."""
     tl.store(part, count)
     tl.store(part + programs, mean)
     tl.store(part + 2 * programs, m2)
@@ -207,7 +207,7 @@ def _write_part(
     tl.store(part + 6 * programs, nans)
 
 
-# Compiled once for each type of the values, and not again for numbers and addresses that can be divided by sixteen.
+# Compiled once per dtype of the values, without specialisation for numbers and addresses that are divisible by 16.
 @triton.jit(do_not_specialize=["data", "numel", "share", "factor", "scaled", "places", "sampled", "parts", "row"])
 def reduce_share(
     data: tl.tensor,
@@ -223,21 +223,21 @@ def reduce_share(
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """Reduce one share of the values: bins go to the row, all else to the parts, or to the row from a single program.
+    """Reduce one share of the values. Bins go to the row, the rest to the parts or, from a single program, to the row.
 
     Args:
         data: The values, ``[numel]`` float16, bfloat16, float32 or float64.
-        numel: Their number, at least one.
-        share: Values for each program, a multiple of those in a tile.
-        factor: The bits of the float64 by which they are multiplied; a float would come as float32.
-        scaled: 0 if that is one, else 1.
-        places: Of the values that go to the bins, ``[sampled]`` int64, if gathered.
-        sampled: The most values that go to the bins; negative for a row that has no word for that.
-        parts: ``[7, programs]`` float64, for :func:`merge_shares`.
-        row: The state, ``[2057]`` float64, or ``[2058]``.
-        gathered: Whether only the values at the places go to the bins.
-        rows: Of a tile.
-        columns: Of a tile.
+        numel: The number of values, at least one.
+        share: The number of values per program, a multiple of the tile size.
+        factor: The bits of the float64 factor. A float argument would arrive as float32.
+        scaled: 0 if the factor is one, otherwise 1.
+        places: The places of the values to count in the bins, ``[sampled]`` int64, if ``gathered``.
+        sampled: The maximum number of values to count in the bins; negative if the row has no word for the sample.
+        parts: The results of all programs, ``[7, programs]`` float64, for :func:`merge_shares`.
+        row: The state, ``[2057]`` float64, or ``[2058]`` with a sample.
+        gathered: True if only the values at the places are counted in the bins.
+        rows: The number of rows of a tile.
+        columns: The number of columns of a tile.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -277,7 +277,7 @@ def reduce_share(
     shift = total / tl.maximum(count, 1.0)
     mean = pivot + shift
     m2 = square - total * shift
-    # Where the first tile is so far from the mean that the squares say little about the spread, they are summed again.
+    # If the mean of the first tile is too far from the mean, the squares lose precision, so they are summed again.
     if not (square <= 16 * m2):
         m2 = _squares_from(mean, data, start, end, factor, scaled, rows, columns)
     low, high = tl.min(lows, axis=0).to(tl.float64), tl.max(highs, axis=0).to(tl.float64)
@@ -296,15 +296,15 @@ def merge_shares(
     row: tl.tensor,
     most_programs: tl.constexpr,
 ) -> None:
-    """Merge what the programs found into the head of the state; one program does it.
+    """Merge the results of the programs into the first words of the state, with one program.
 
     Args:
-        parts: ``[7, programs]`` float64, of :func:`reduce_share`.
-        programs: How many there were.
-        numel: As there.
-        sampled: As there.
+        parts: The results of :func:`reduce_share`, ``[7, programs]`` float64.
+        programs: The number of programs of :func:`reduce_share`.
+        numel: The number of values, as for :func:`reduce_share`.
+        sampled: The sample size, as for :func:`reduce_share`.
         row: The state.
-        most_programs: A power of two that is not less.
+        most_programs: A power of two that is not less than ``programs``.
     """
     program = tl.arange(0, most_programs)
     inside = program < programs

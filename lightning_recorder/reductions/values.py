@@ -1,4 +1,4 @@
-"""A tensor made ready to be reduced, with the intermediate results that several reductions share."""
+"""The values of one tensor, prepared for reductions, with cached intermediate results."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ __all__ = [
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 BIN_SHIFT = 21
-"""Drops all but sign, exponent and the first two bits of the mantissa of a float32."""
+"""The shift that drops all bits of a float32 except sign, exponent and the first two bits of the mantissa."""
 BINS = 1 << (32 - BIN_SHIFT)
-# Values of which the temporaries of the passes fit into a cache of a CPU, and on a GPU into 128 MiB.
+# The temporaries of the passes over this many values fit into a CPU cache, or into 128 MiB on a GPU.
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 24
-# Most values of a tensor fall into a hundred bins, and threads of a GPU that add to the same number wait for each
+# Most values of a tensor fall into about a hundred bins, and GPU threads that add to the same number wait for each
 # other.
 _COPIES = {"cuda": 64}
 
 
 class Values:
-    """The real values of one tensor: widened, flat, and each shared pass over them made at most once.
+    """The real values of one tensor, widened and flat. Each pass that several reductions share runs at most once.
 
     Args:
-        raw: Any tensor. Half precision is widened to float32 first; integers and booleans become float64, which holds
-            them exactly up to 2**53; a complex tensor counts as its real and imaginary parts. Of a ``DTensor`` the
-            local part counts, and sparse, quantised and nested tensors as :func:`as_plain` makes them dense.
+        raw: Any tensor. Half precision is widened to float32. Integers and booleans become float64, which is exact up
+            to 2**53. A complex tensor is treated as its real and imaginary parts. A ``DTensor`` is replaced by its
+            local part. Sparse, quantised and nested tensors are made dense by :func:`as_plain`.
         factor: A number by which the values are multiplied, such as the inverse of a loss scale.
 
     Note:
-        Nothing here waits for the device or has a shape that depends on data, so it runs on ``meta`` tensors and inside
+        Nothing here synchronises the device or has a data-dependent shape, so it works with ``meta`` tensors and inside
         a CUDA graph.
     """
 
@@ -56,18 +56,18 @@ class Values:
 
     @cached_property
     def plain(self) -> Tensor:
-        """The tensor as a plain dense one, of its own type."""
+        """The tensor as a plain dense tensor of its own dtype."""
         return as_plain(self.raw)
 
     @cached_property
     def real(self) -> Tensor:
-        """The tensor as a plain dense one of real numbers, of its own type; a complex one has ``[..., 2]``."""
+        """The tensor as a plain dense tensor of real numbers. A complex tensor gets the shape ``[..., 2]``."""
         tensor = self.plain
         return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
     @cached_property
     def shaped(self) -> Tensor:
-        """The values in the shape of :attr:`real`, widened and multiplied, float32 or float64."""
+        """The values in the shape of :attr:`real`, widened to float32 or float64 and multiplied by the factor."""
         return self._widened(self.real)
 
     def _widened(self, tensor: Tensor) -> Tensor:
@@ -85,11 +85,11 @@ class Values:
 
     @cached_property
     def numel(self) -> int:
-        """How many real values there are."""
+        """Number of real values."""
         return self.real.numel()
 
     def pieces(self) -> Iterator[Values]:
-        """The values in pieces, in order, so small that what a pass needs beside them stays bounded."""
+        """Yield the values in order in pieces, small enough to bound the memory for temporaries."""
         size = _PIECE.get(self.raw.device.type, _LARGE_PIECE)
         if self.raw.numel() <= size:
             yield self
@@ -98,29 +98,29 @@ class Values:
             yield Values(piece, self.factor)
 
     def sampled(self, most: int) -> Tensor:
-        """No more than ``most`` of the values of :attr:`flat`: all, or those at :func:`sample_places`."""
+        """Return at most ``most`` of the values of :attr:`flat`: all of them, or those at :func:`sample_places`."""
         if self.numel <= most:
             return self.flat
-        # Without waiting for what the device is doing, as a plain copy to it would.
+        # A plain copy to the device would synchronise it.
         return self.at(torch.from_numpy(sample_places(self.numel, most)).to(self.real.device, non_blocking=True))
 
     def at(self, places: Tensor) -> Tensor:
-        """The values at those places of :attr:`flat`, ``[k]``."""
+        """Return the values at the given places of :attr:`flat`, ``[k]``."""
         return self._widened(self.real.reshape(-1).index_select(0, places))
 
     @cached_property
     def finite(self) -> Tensor:
-        """The values with zero in place of every NaN and infinity, ``[numel]``."""
+        """The values with every NaN and infinity replaced by zero, ``[numel]``."""
         return finite_or_zero(self.flat)
 
     @cached_property
     def doubles(self) -> Tensor:
-        """The finite values as float64, ``[numel]``, with zero in place of the others."""
+        """The values as float64 with every NaN and infinity replaced by zero, ``[numel]``."""
         return self.finite.double()
 
     @cached_property
     def nan_count(self) -> Tensor:
-        """Number of NaN, 0-d."""
+        """Number of NaN values, 0-d."""
         return self._count(torch.ne, self.flat)
 
     @cached_property
@@ -130,7 +130,7 @@ class Values:
 
     @cached_property
     def finite_count(self) -> Tensor:
-        """Number of the other values, 0-d."""
+        """Number of finite values, 0-d."""
         return torch.rsub(self.nonfinite_count, self.numel)
 
     @cached_property
@@ -147,13 +147,13 @@ class Values:
 
 
 def sample_places(numel: int, most: int) -> NDArray[np.int64]:
-    """Places of a sample of values, ascending, ``[most]``: one in each of as many parts, by chance, always the same.
+    """Return ascending places of a sample of values, ``[most]``, one at random in each of equally many parts.
 
-    Places at equal distances would meet the same channels again and again.
+    The result is the same for every call. Equidistant places would hit the same channels again and again.
 
     Args:
-        numel: Number of the values, more than ``most``.
-        most: Positive.
+        numel: The number of values, greater than ``most``.
+        most: The size of the sample, positive.
     """
     return (_kept_places if most <= _FEW_PLACES else _places)(numel, most)
 
@@ -163,7 +163,7 @@ def _places(numel: int, most: int) -> NDArray[np.int64]:
     return bounds[:-1] + (np.random.default_rng(0).random(most) * np.diff(bounds)).astype(np.int64)
 
 
-# The same sizes come again at each step; for 64 of them no more than 8 MiB are kept.
+# The same sizes recur at each step. Caching 64 of them takes at most 8 MiB.
 _kept_places = lru_cache(maxsize=64)(_places)
 _FEW_PLACES = 1 << 14
 
@@ -172,15 +172,16 @@ def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> 
     """Add the number of values per bin to counts.
 
     Args:
-        counts: ``[2048 or more]`` float64.
-        values: ``[numel]`` float32 or float64.
-        copies: Into how many copies of the bins neighbouring values are counted; by default one, on a GPU several.
+        counts: The counts, ``[2048 or more]`` float64.
+        values: The values, ``[numel]`` float32 or float64.
+        copies: The number of copies of the bins that neighbouring values are spread over. The default is one on a CPU
+            and several on a GPU.
     """
     index = bins_of(values)
     if copies is None:
         copies = _COPIES.get(values.device.type, 1)
-    # index_add_ and not bincount: bincount looks at the largest value first, which makes a GPU wait and fails on meta
-    # tensors. Whole numbers are exact in whatever order they are added.
+    # bincount is not used: it reads the largest value first, which synchronises a GPU and fails on meta tensors.
+    # Integer sums in float64 are exact in any order.
     one = counts.new_ones(1).expand(values.numel())
     if copies == 1:
         counts.index_add_(0, index, one)
@@ -191,13 +192,13 @@ def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> 
 
 
 def bins_of(values: Tensor) -> Tensor:
-    """The bins of values, ``[numel]`` int32: the upper eleven bits of each as a float32.
+    """Return the bins of values, ``[numel]`` int32: the upper eleven bits of each value as a float32.
 
-    A finite float64 beyond the range of float32 goes to the end bin of its sign and one too small for it to the bin of
-    its signed zero.
+    A finite float64 beyond the range of float32 goes to the end bin of its sign. A float64 too small for float32 goes
+    to the bin of its signed zero.
 
     Args:
-        values: ``[numel]`` float32 or float64.
+        values: The values, ``[numel]`` float32 or float64.
     """
     if values.dtype == torch.float64:
         values = torch.where(values.isfinite(), values.clamp(-_FLOAT32_MAX, _FLOAT32_MAX), values).float()
@@ -205,27 +206,27 @@ def bins_of(values: Tensor) -> Tensor:
 
 
 def finite_or_zero(values: Tensor) -> Tensor:
-    """The values with zero in place of every NaN and infinity."""
+    """Return the values with every NaN and infinity replaced by zero."""
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def finite_or_zero_(values: Tensor) -> Tensor:
-    """The same in place."""
+    """Replace every NaN and infinity by zero, in place."""
     return torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def count_where(
     comparison: Callable[..., Tensor], values: Tensor, other: Tensor | float, scratch: Tensor | None = None
 ) -> Tensor:
-    """For how many values the comparison with the other ones holds, 0-d.
+    """Return the number of values for which a comparison is true, 0-d.
 
     Args:
-        comparison: One of torch's, such as ``torch.ne``.
-        values: ``[numel]`` floats.
-        other: What they are compared with, value by value.
-        scratch: ``[numel]`` of the same type, which is overwritten.
+        comparison: A comparison function of torch, such as ``torch.ne``.
+        values: The floating-point values, ``[numel]``.
+        other: The values to compare with, elementwise.
+        scratch: A buffer, ``[numel]`` of the same dtype, which is overwritten.
     """
-    # Into floats, since comparisons into booleans are not vectorised on the CPU and take four times as long.
+    # Compare into floats: comparisons into booleans are not vectorised on the CPU and take four times as long.
     holds = comparison(values, other, out=torch.empty_like(values) if scratch is None else scratch)
-    # Whole numbers up to there are exact in float32, in whatever order they are added.
+    # Integers up to 2**24 are exact in float32, in any order of addition.
     return holds.dot(holds) if holds.numel() <= 1 << 24 else holds.sum(dtype=torch.float64)

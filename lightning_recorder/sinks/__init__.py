@@ -1,4 +1,4 @@
-"""Sinks: where scalars, histograms, images, texts, files and graphs go."""
+"""Sinks: back ends for scalars, histograms, images, texts, files and graphs."""
 
 from lightning_recorder.sinks.background import BackgroundQueue
 from lightning_recorder.sinks.base import Image, Sink

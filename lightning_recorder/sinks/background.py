@@ -1,4 +1,4 @@
-"""Work that is done off the training thread, in order."""
+"""A job queue that runs in a background thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 __all__ = ["BackgroundQueue"]
 
@@ -14,18 +14,18 @@ Job = Callable[[], object]
 
 
 class BackgroundQueue:
-    """Does jobs one after another in a thread of its own, which is there while there is something to do.
+    """Run jobs in order in a daemon thread that exists only while there is work.
 
-    What a job raises is raised in the thread that hands over the next one or waits; the jobs between are done all the
-    same.
+    An exception of a job is raised again in the next :meth:`submit` or :meth:`drain`. The jobs queued after the failed
+    one still run.
 
     Args:
-        limit: How many jobs may wait. Where there are more, handing one over waits: nothing is left out.
-        idle_s: How long the thread waits for another job before it ends.
+        limit: The number of jobs that may wait. At the limit, :meth:`submit` and :meth:`put` block; no job is dropped.
+        idle_s: The time in seconds that the idle thread waits for another job before it ends.
 
     Note:
-        The thread does not keep a process from ending, so :meth:`drain` belongs before the end. A copy of a queue, also
-        one in a process that was forked, begins with nothing to do. A job that never ends keeps :meth:`drain` waiting.
+        The thread does not keep the process alive, so call :meth:`drain` before the process ends. A copy of a queue
+        starts empty, and so does a queue in a forked process. A job that never ends blocks :meth:`drain`.
     """
 
     def __init__(self, limit: int = 16, *, idle_s: float = 1.0) -> None:
@@ -39,16 +39,20 @@ class BackgroundQueue:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._doing: int | None = None  # the thread that is inside a job
+        self._doing: int | None = None  # the identifier of the thread that is running a job
 
-    def __reduce__(self) -> tuple[Callable[[], BackgroundQueue], tuple[()]]:
-        return partial(BackgroundQueue, self.limit, idle_s=self.idle_s), ()
+    def __getstate__(self) -> dict[str, float]:
+        return {"limit": self.limit, "idle_s": self.idle_s}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     def submit(self, job: Job) -> None:
-        """Have a job done.
+        """Queue a job.
 
         Raises:
-            BaseException: What an earlier job raised; this one is done nevertheless.
+            BaseException: The exception of an earlier job. The new job is queued nevertheless.
         """
         error = None
         if self._process == os.getpid():
@@ -58,23 +62,23 @@ class BackgroundQueue:
             raise error
 
     def put(self, job: Job) -> None:
-        """Have a job done, and leave what an earlier one raised to be raised elsewhere."""
+        """Queue a job without raising the exception of an earlier one, which stays pending."""
         self._leave_parent()
         self._jobs.put(job)
         self._see_to_it()
 
     def wait(self) -> None:
-        """Wait until nothing is left to do; from inside a job, return at once."""
+        """Wait until all jobs are done. Return at once when called from inside a job."""
         self._leave_parent()
         if threading.get_ident() != self._doing:
             self._see_to_it()
             self._jobs.join()
 
     def drain(self) -> None:
-        """Wait until nothing is left to do; from inside a job, return at once.
+        """Wait until all jobs are done. Return at once when called from inside a job.
 
         Raises:
-            BaseException: What a job raised.
+            BaseException: The first exception of a job.
         """
         self.wait()
         error, self._error = self._error, None
@@ -82,12 +86,12 @@ class BackgroundQueue:
             raise error
 
     def _leave_parent(self) -> None:
-        """In a process that was forked neither the thread nor the jobs of the other are ours."""
+        """Reset the queue after a fork: the thread and the jobs belong to the parent process."""
         if self._process != os.getpid():
             self._begin()
 
     def _see_to_it(self) -> None:
-        """Have a thread for the jobs; where none can be started, do them here."""
+        """Start a thread if there are jobs; run the jobs here if no thread can be started."""
         with self._lock:
             if self._jobs.unfinished_tasks == 0 or (self._thread is not None and self._thread.is_alive()):
                 return
@@ -112,13 +116,13 @@ class BackgroundQueue:
                         return
                 continue
             self._do(job)
-            del job  # which may hold what takes much memory, until the next one comes
+            del job  # do not keep its memory alive while waiting for the next one
 
     def _do(self, job: Job) -> None:
         self._doing = threading.get_ident()
         try:
             job()
-        except BaseException as error:  # noqa: BLE001 - it is raised again, where it can be handled
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             self._error = self._error or error
         finally:
             self._doing = None

@@ -1,4 +1,4 @@
-"""The contract of a sink: where results go."""
+"""The sink interface: the base class of all back ends."""
 
 from __future__ import annotations
 
@@ -19,72 +19,75 @@ if TYPE_CHECKING:
 __all__ = ["Image", "Sink"]
 
 Image = NDArray[np.uint8]
-"""A picture, ``[height, width, 3]``, RGB."""
+"""An RGB image, uint8, of shape ``[height, width, 3]``."""
 
 
 class Sink:
-    """Takes results of several kinds and shows or stores them.
+    """Base class of the sinks, which store or display results.
 
-    Each verb takes the step first and then what to write by tag, and answers whether this sink shows that kind. The
-    answer depends on the kind alone: it is the same for an empty mapping, of which nothing is written. A kind that a
-    sink does not override is not supported: the answer is ``False``, nothing is written and nothing is raised, so that
-    the caller can hand the results to another sink. A sink whose back end is switched off answers ``False`` throughout.
+    Each verb takes the step first, then a mapping from tags to values, and returns True if the sink supports that kind
+    of result. The return value depends on the kind alone: it is the same for an empty mapping, for which nothing is
+    written. A verb that a sink does not override returns ``False`` without writing or raising, so that the caller can
+    pass the results to another sink. A sink with a disabled back end returns ``False`` from every verb.
 
-    Writing a tag again at the same step adds a second entry or replaces the first, as the back end has it; steps may go
-    back. ``NaN`` and infinities are values like others; a histogram without a finite value may be left out. A tag is
-    any text that is not empty, of any length. Where a back end refuses it, the sink writes it under another key, no two
-    tags under the same, and never as a path: nothing is written outside of the run. What a verb gets is written in one
-    call where the back end has such a call.
+    Writing a tag twice at the same step adds a second entry or replaces the first one, depending on the back end. Steps
+    may decrease. ``NaN`` and infinities are valid values; a sink may skip a histogram without a finite value. A tag is
+    any nonempty string of any length. If a back end rejects a tag, the sink writes it under another key. Different tags
+    get different keys, and no tag is used as a path, so nothing is written outside the run. A sink writes all values of
+    a call at once if the back end supports that.
 
-    An error of the back end is raised to the caller, also one while it is flushed or closed;
-    :class:`~lightning_recorder.MultiSink` keeps one sink's error from the others, and closes all in any case.
+    Errors of the back end are raised to the caller, including those of a flush or a close.
+    :class:`~lightning_recorder.MultiSink` isolates the sinks from each other's errors and closes all of them in any
+    case.
 
-    The step is the one that ``self.log`` uses in Lightning: the number of optimiser steps done before this one. Results
-    arrive on the host.
+    The step is the one that ``self.log`` uses in Lightning: the number of optimizer steps done before this one. All
+    values are on the CPU.
 
-    :meth:`flush` brings what was written to where it can be read, or on its way there where the back end sends it by
-    itself; :meth:`close` flushes, and may be called twice. After it nothing may be written. A sink does not close a
-    logger, a run or a writer that it was given.
+    :meth:`flush` makes the written results readable, or starts their upload if the back end uploads on its own.
+    :meth:`close` flushes and is idempotent. Nothing may be written after it. A sink does not close a logger, a run or a
+    writer that the caller passed in.
     """
 
     any_thread: bool = False
-    """Whether the sink may be written to from another thread while the training goes on. The callbacks then write in
-    the background; otherwise between two batches. Never from two threads at once."""
+    """True if a thread other than the training thread may write to the sink. The callbacks then write in the
+    background; otherwise they write between two batches. Two threads never write at the same time."""
 
     written_bytes: int | None = None
-    """Bytes of the scalars, histograms and images written so far, where the sink counts them."""
+    """The number of bytes of scalars, histograms and images written so far, or None if the sink does not count them."""
 
     def __str__(self) -> str:
         return type(self).__name__
 
     def supports(self, verb: str) -> bool:
-        """Whether the sink overrides a verb, as ``"write_files"``; it may answer ``False`` nevertheless."""
+        """Return True if the sink overrides a verb such as ``"write_files"``. The verb may still return ``False``."""
         return getattr(type(self), verb) is not getattr(Sink, verb)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Write numbers by tag."""
+        """Write scalars by tag."""
         return False
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
-        """Write binned values by tag."""
+        """Write histograms by tag."""
         return False
 
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
-        """Write pictures by tag, each ``[height, width, 3]`` uint8."""
+        """Write images by tag, each uint8 of shape ``[height, width, 3]``."""
         return False
 
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
-        """Write Markdown by tag."""
+        """Write Markdown texts by tag."""
         return False
 
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
-        """Hand over existing files by the name under which they are to be kept, relative and with ``/``.
+        """Copy or upload existing files. The originals stay in place.
 
-        They are copied or sent; the caller's own stay.
+        Args:
+            step: The step.
+            files: The paths by target name. A target name is relative and uses ``/``.
 
         Raises:
-            ArgumentError: If a name leads out of the run, as with ``..``.
-            OSError: If a file is not there.
+            ArgumentError: If a name points outside the run, for example with ``..``.
+            OSError: If a file does not exist.
         """
         return False
 
@@ -93,10 +96,10 @@ class Sink:
         return False
 
     def flush(self) -> None:
-        """Make everything that was written readable."""
+        """Make all written results readable."""
 
     def close(self) -> None:
-        """Flush and give up what the sink itself has opened."""
+        """Flush, and release the resources that the sink itself has opened."""
         self.flush()
 
     def __enter__(self) -> Self:

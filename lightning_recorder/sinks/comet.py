@@ -1,4 +1,4 @@
-"""A sink that writes to an experiment of Comet."""
+"""A sink that writes to a Comet experiment."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ if TYPE_CHECKING:
 
 __all__ = ["CometSink"]
 
-_LONGEST_KEY = 100  # characters; Comet cuts what is beyond, with a line on the console for each
-_FOLDER = "recorder"  # among the assets of the experiment
+_LONGEST_KEY = 100  # characters; Comet truncates longer keys and logs a line to the console for each
+_FOLDER = "recorder"  # the folder among the assets of the experiment
 
-# The experiments that are known to write nothing, which is said once of each.
+# Disabled experiments that the user has been warned about, to warn only once.
 _TOLD: WeakSet[Any] = WeakSet()
 
 
 class CometSink(Sink):
-    """Writes scalars as metrics, histograms, images and texts as Comet has them, files and graphs as assets.
+    """Write scalars as metrics, histograms, images and texts as their Comet types, and files and graphs as assets.
 
-    A histogram has Comet's own bins, each 10 % wide: the values of each of our bins are counted where its middle lies,
-    with no more than that bin's width between. One without a finite value is left out. Assets lie under ``recorder/``;
-    SVG files are shown among the graphics, too, and HTML files under HTML. Keys of more than 100 characters are
-    shortened. Tags of texts are in their metadata.
+    A histogram is converted to Comet's bins, each of which is 10 % wide: the count of each source bin is added at the
+    center of that bin, so a value moves by at most the width of its source bin. A histogram without a finite value is
+    skipped. Assets are stored under ``recorder/``. SVG files also appear among the graphics, HTML files under HTML.
+    Keys of more than 100 characters are shortened. The tag of a text is stored in its metadata.
 
-    A disabled experiment shows nothing, which is told once; Lightning's ``CometLogger(online=False)`` makes such a one.
+    A disabled experiment writes nothing and causes one warning; Lightning's ``CometLogger(online=False)`` creates such
+    an experiment.
 
     Args:
-        experiment: A ``comet_ml.CometExperiment``, such as ``CometLogger.experiment``; it stays the caller's.
-        prefix: Stands before each key of a metric, a histogram or an image, with a ``_`` between, as in the logger.
+        experiment: A ``comet_ml.CometExperiment``, such as ``CometLogger.experiment``. The sink does not end it.
+        prefix: A prefix for the keys of metrics, histograms and images, joined with ``_`` as in the logger.
 
     Note:
-        Not for any thread: Comet puts the step on the experiment and reads it from there for each number, so that of
-        two threads each could take the other's. What it is given it sends in a thread of its own.
+        Not thread-safe: Comet stores the step on the experiment and reads it from there for each value, so two threads
+        could mix up their steps. Comet uploads in a thread of its own.
     """
 
     def __init__(self, experiment: Any, prefix: str | None = None) -> None:
@@ -88,7 +89,7 @@ class CometSink(Sink):
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
         for name, source in self._items(files):
             asset = path_below(Path(_FOLDER), name).as_posix()
-            Path(source).stat()  # Comet logs an error where there is none, and goes on
+            Path(source).stat()  # raises for a missing file, which Comet would only log
             self._experiment.log_asset(str(source), file_name=asset, step=step)
             if asset.lower().endswith(".svg"):
                 self._experiment.log_image(str(source), name=shortened(asset, _LONGEST_KEY), step=step)
@@ -105,7 +106,7 @@ class CometSink(Sink):
 
     @override
     def flush(self) -> None:
-        """Nothing: Comet sends by itself, and waiting for the network belongs to the end, where the logger does it."""
+        """Do nothing: Comet uploads on its own, and waiting for the network is left to the end of the run."""
 
     @override
     def close(self) -> None:
@@ -123,18 +124,18 @@ class CometSink(Sink):
 
     @cached_property
     def _bins(self) -> Any:
-        """Comet's empty histogram. It takes a millisecond to make, and is read as soon as it is logged."""
+        """An empty Comet histogram, cached because creating one takes 1 ms. Comet reads it as soon as it is logged."""
         from comet_ml import data_structure
 
-        library: Any = data_structure  # typed, but for what is called here
+        library: Any = data_structure  # its annotations do not cover the calls made here
         return library.Histogram()
 
     def _in_its_bins(self, histogram: Histogram) -> Any:
-        """The same counts in Comet's bins."""
+        """Return the histogram's counts in Comet's bins."""
         occupied = histogram.counts > 0
         edges = np.clip(histogram.edges, histogram.min, histogram.max)
         middles = (edges[:-1] / 2 + edges[1:] / 2)[occupied]
-        # Comet counts what is nearer to zero than its first edge on the other side of it, what is beyond its last not.
+        # Comet counts a value closer to zero than its first edge with the wrong sign, and drops values beyond its last.
         middles[np.abs(middles) <= self._bins.start] = 0.0
         last = np.nextafter(self._bins.stop, 0.0)
         self._bins.clear()

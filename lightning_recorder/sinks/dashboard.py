@@ -1,4 +1,4 @@
-"""The layout of TensorBoard's Custom Scalars page: the layers of one statistic in one chart."""
+"""The layout of TensorBoard's Custom Scalars page: one chart per statistic with all modules."""
 
 from __future__ import annotations
 
@@ -15,38 +15,45 @@ if TYPE_CHECKING:
 
 __all__ = ["Dashboard", "dashboard_of"]
 
-_TAG = b"custom_scalars__config__"  # under which TensorBoard looks for a layout
+_TAG = b"custom_scalars__config__"  # TensorBoard looks for a layout under this tag
 _LOADER = re.compile(r"dataloader_idx_\d+")
 
 
 class Dashboard:
-    """The charts of a writer: one for each statistic of each group of tags, with all modules in it.
+    """The charts of a writer: one for each statistic in each group of tags, with a line for each module.
 
-    A chart finds its lines by a pattern, so that the layout is small however many modules there are. It is written when
-    a statistic is new. Where somebody else has given the run a layout, that stays, and ours is not written.
+    A chart selects its lines with a pattern, so the size of the layout does not depend on the number of modules. The
+    layout is written again when a new statistic appears.
 
     Args:
-        directory: Where the writer's event files are.
+        directory: The folder of the event files if the writer is shared with other code. If that folder already has a
+            layout, that layout is kept and none is written.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self._directory = Path(directory)
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self._directory = None if directory is None else Path(directory)
         self._charts: dict[str, dict[str, str]] = {}
         self._seen: set[str] = set()
         self._is_ours: bool | None = None
-        self._lock = threading.Lock()  # recorders write in threads of their own, and the last layout counts
+        self._is_due = False
+        self._lock = threading.Lock()  # recorders write in their own threads, and the last layout wins
 
-    def update(self, tags: Collection[str], write: Callable[[dict[str, dict[str, str]]], object]) -> None:
-        """Have the layout written, if it is another one than before: group to title to a pattern of tags."""
+    def update(self, tags: Collection[str], write: Callable[[dict[str, dict[str, str]]], bool]) -> None:
+        """Write the layout if it has changed.
+
+        Args:
+            tags: The tags of the scalars that were written.
+            write: A callback that writes a layout, group to title to tag pattern, and returns False if it failed.
+        """
         with self._lock:
-            if self._seen.issuperset(tags):  # as nearly always
-                return
-            self._seen.update(tags)
-            if self._take(tags):
-                write(dict(sorted(self._charts.items())))
+            if not self._seen.issuperset(tags):  # False in nearly every call
+                self._seen.update(tags)
+                self._is_due |= self._take(tags)
+            if self._is_due:
+                self._is_due = not write(dict(sorted(self._charts.items())))
 
     def _take(self, tags: Iterable[str]) -> bool:
-        """Whether the layout is another one with these tags, and ours to write."""
+        """Add the charts of these tags. Return True if the layout has changed and may be written."""
         is_new = False
         for tag in tags:
             group, title, pattern = _chart(tag)
@@ -55,12 +62,12 @@ class Dashboard:
                 charts[title] = pattern
                 is_new = True
         if is_new and self._is_ours is None:
-            self._is_ours = not _has_layout(self._directory)
+            self._is_ours = self._directory is None or not _has_layout(self._directory)
         return is_new and bool(self._is_ours)
 
 
 def _chart(tag: str) -> tuple[str, str, str]:
-    """The group, the title and the pattern of the chart that a tag belongs in; empty for one without a module."""
+    """Return the group, title and pattern of the chart of a tag, or empty strings for a tag without a module."""
     parts = tag.split("/")
     loader = r"(/dataloader_idx_\d+)?$"
     if _LOADER.fullmatch(parts[-1]):
@@ -71,7 +78,7 @@ def _chart(tag: str) -> tuple[str, str, str]:
     head, tail = re.escape(group), re.escape(statistic) + loader
     if not group.startswith("parameters"):
         return group, statistic, f"^{head}/.+/{tail}"
-    # Beside the values of parameters, as weight, are those of weight.grad, weight.update and what the optimiser keeps.
+    # A parameter such as weight has related tags: weight.grad, weight.update and the optimizer states.
     part = path.rpartition(".")[2] if "." in path else ""
     if not part:
         return group, statistic, f"^{head}/.+/[^/.]+/{tail}"
@@ -79,7 +86,7 @@ def _chart(tag: str) -> tuple[str, str, str]:
 
 
 def _has_layout(directory: Path) -> bool:
-    """Whether the run has a layout already."""
+    """Return True if an event file in the folder already has a layout."""
     try:
         return any(_holds_layout(path) for path in directory.glob("events.out.tfevents.*"))
     except OSError:
@@ -98,7 +105,7 @@ _LOCK = threading.Lock()
 
 
 def dashboard_of(writer: SummaryWriter) -> Dashboard:
-    """The one dashboard of a writer, to which several sinks may write."""
+    """Return the dashboard of a writer, shared by all sinks that use the writer."""
     with _LOCK:
         if writer not in _DASHBOARDS:
             _DASHBOARDS[writer] = Dashboard(writer.get_logdir())

@@ -1,4 +1,4 @@
-"""A sink that lets any thread write to one which only a certain thread may write to."""
+"""A sink that accepts writes from any thread for a sink that is bound to one thread."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["DeferredSink", "for_any_thread"]
 
 
 class DeferredSink(Sink):
-    """Takes what is written from any thread, and writes it when :meth:`replay` is called.
+    """Queue the writes from any thread, and run them when :meth:`replay` is called.
 
-    A verb that the sink does not override is answered with ``False`` at once; any other with ``True``, since it is not
-    known yet what the sink will answer.
+    A verb that the wrapped sink does not override returns ``False``. Any other verb returns ``True``, because the
+    return value of the wrapped sink is not known yet.
 
     Args:
-        sink: What is written to.
+        sink: The wrapped sink.
     """
 
     any_thread = True
 
     def __init__(self, sink: Sink) -> None:
         self.verb = ""
-        """What is written or was written last."""
+        """The verb that is running or that ran last."""
         self._sink = sink
         self._waiting: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
 
@@ -41,16 +41,21 @@ class DeferredSink(Sink):
         return str(self._sink)
 
     @property
-    def written_bytes(self) -> int | None:  # type: ignore[override]  # read-only here: it is the sink's
-        """As the sink counts them."""
+    def written_bytes(self) -> int | None:  # type: ignore[override]  # read-only here: the wrapped sink counts
+        """The number of bytes that the wrapped sink counted."""
         return self._sink.written_bytes
 
     @override
     def supports(self, verb: str) -> bool:
         return self._sink.supports(verb)
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no writes are queued."""
+        return self._waiting.empty()
+
     def replay(self) -> None:
-        """Write what was put off; to be called by the thread that may."""
+        """Run the queued writes. Call this from the thread that may write to the wrapped sink."""
         while not self._waiting.empty():
             self.verb, write = self._waiting.get()
             write()
@@ -85,7 +90,7 @@ class DeferredSink(Sink):
         return True
 
     def _write_files(self, step: int, files: Mapping[str, Path]) -> None:
-        there = {name: path for name, path in files.items() if path.exists()}  # others were pruned meanwhile
+        there = {name: path for name, path in files.items() if path.exists()}  # others were pruned in the meantime
         if there:
             self._sink.write_files(step, there)
 
@@ -104,5 +109,5 @@ class DeferredSink(Sink):
 
 
 def for_any_thread(sink: Sink) -> Sink:
-    """The sink itself if it bears any thread, else one that puts off what is written to it."""
+    """Return the sink itself if it accepts writes from any thread; otherwise wrap it in a :class:`DeferredSink`."""
     return sink if sink.any_thread else DeferredSink(sink)

@@ -1,18 +1,22 @@
-"""A sink that writes plain files into a folder."""
+"""A sink that writes plain files to a folder."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_recorder.disk import append, attempt
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.naming import file_of_tag, keep_file, path_below
+from lightning_recorder.temporary import write_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -23,18 +27,20 @@ __all__ = ["FilesSink", "histogram_as_json", "picture_of"]
 
 
 class FilesSink(Sink):
-    """Writes every kind of result into one folder.
+    """Write every kind of result to one folder.
 
-    ``scalars.jsonl`` and ``histograms.jsonl`` get a line per step and tag group; a line is one JSON object, so a run
-    that was killed leaves at worst a torn last line. ``images/`` gets a PNG per tag and step, ``texts/`` a Markdown
-    file, ``graphs/`` a JSON file; files are copied to the name that they are given. Numbers that JSON lacks are the
-    strings ``"nan"``, ``"inf"`` and ``"-inf"``.
+    ``scalars.jsonl`` and ``histograms.jsonl`` receive one line per call. Each line is a JSON object, so a killed run
+    leaves at most one incomplete line, at the end. ``images/`` contains a PNG file per tag and step, ``texts/`` a
+    Markdown file and ``graphs/`` a JSON file. Files are copied to their target names. Numbers that JSON lacks are
+    written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
+
+    If the disk is full, results are skipped with one warning.
 
     Args:
-        directory: The folder; made when the first result is written. A second run into the same folder appends.
+        directory: The folder, created by the first result. A second run with the same folder appends.
 
     Raises:
-        ArgumentError: From ``write_files``, if a name leads out of the folder.
+        ArgumentError: From ``write_files``, if a name points outside the folder.
         OSError: From any verb, if the folder cannot be written.
     """
 
@@ -60,38 +66,43 @@ class FilesSink(Sink):
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
         for tag, pixels in images.items():
-            path = self._place("images", tag, step, ".png")
-            picture_of(pixels).save(path)
-            self.written_bytes += path.stat().st_size
+            file = io.BytesIO()
+            picture_of(pixels).save(file, "png")
+            self._write("images", tag, step, ".png", file.getvalue())
         return True
 
     @override
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
         for tag, text in texts.items():
-            self._place("texts", tag, step, ".md").write_text(text, encoding="utf-8")
+            self._write("texts", tag, step, ".md", text.encode("utf-8"))
         return True
 
     @override
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
         for name, source in files.items():
-            keep_file(source, path_below(self.directory, name))
+            target = path_below(self.directory, name)
+            attempt(target, source.stat().st_size, partial(keep_file, source, target))
         return True
 
     @override
     def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
         for tag, graph in graphs.items():
-            self._place("graphs", tag, step, ".json").write_text(json.dumps(graph.to_json()), encoding="utf-8")
+            self._write("graphs", tag, step, ".json", json.dumps(graph.to_json()).encode("utf-8"))
         return True
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with (self.directory / name).open("ab") as file:
-            file.write(line)
-        self.written_bytes += len(line)
+        path = self.directory / name
+        if attempt(path, len(line), partial(append, path, line, is_line=True)):
+            self.written_bytes += len(line)
 
-    def _place(self, folder: str, tag: str, step: int, suffix: str) -> Path:
-        return file_of_tag(self.directory / folder, tag, step, suffix)
+    def _write(self, folder: str, tag: str, step: int, suffix: str, data: bytes) -> None:
+        def put() -> None:
+            path = file_of_tag(self.directory / folder, tag, step, suffix)
+            write_whole(path, lambda file: file.write(data))
+            self.written_bytes += len(data)
+
+        attempt(self.directory, len(data), put)
 
 
 def _plain(value: float) -> float | str:
@@ -99,14 +110,14 @@ def _plain(value: float) -> float | str:
 
 
 def picture_of(pixels: Image) -> Picture:
-    """A picture as Pillow has it, which several back ends take."""
+    """Return the pixels as a Pillow image, which several back ends accept."""
     from PIL import Image as Pictures
 
     return Pictures.fromarray(pixels)
 
 
 def histogram_as_json(histogram: Histogram) -> dict[str, Any]:
-    """A histogram as data that JSON has; NaN is a string."""
+    """Return a histogram as JSON-compatible data. NaN and infinities become strings."""
     return {
         "edges": histogram.edges.tolist(),
         "counts": histogram.counts.tolist(),

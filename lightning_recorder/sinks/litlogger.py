@@ -1,4 +1,4 @@
-"""A sink for Lightning's logger of its own platform."""
+"""A sink for ``LitLogger``, the logger of the Lightning platform."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FOLDER = "recorder"
 
 
 class FileLogger(MetricsLogger, Protocol):
-    """Lightning's ``LitLogger``, as far as it is used here."""
+    """The part of Lightning's ``LitLogger`` that is used here."""
 
     @property
     def log_dir(self) -> str:
@@ -28,16 +28,16 @@ class FileLogger(MetricsLogger, Protocol):
 
 
 class LitLoggerSink(MetricsSink):
-    """Writes scalars as series and hands over files, which it keeps under ``<log_dir>/recorder``.
+    """Write scalars as series, and upload files that are copied to ``<log_dir>/recorder`` first.
 
-    The logger calls a file by its path below the working directory, or by its last part where it lies elsewhere; the
-    copy below ``log_dir`` makes that path the same in each run.
+    The logger names a file by its path relative to the working directory, or by its last component if the file is
+    elsewhere. The copy below ``log_dir`` makes that path the same in each run.
 
     Args:
-        logger: The logger; it stays the trainer's.
+        logger: The logger. The sink does not close it.
 
     Note:
-        Not for any thread: nothing says that the logger may be used by two, and it uploads a file before it returns.
+        Not thread-safe: the logger does not document that two threads may use it. An upload blocks until it is done.
     """
 
     _logger: FileLogger

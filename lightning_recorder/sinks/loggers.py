@@ -1,63 +1,105 @@
-"""Which sink serves which of the trainer's loggers.
+"""The mapping from Lightning loggers to sinks.
 
-A logger is known by its class or one that it is derived from, of `lightning.pytorch` or `pytorch_lightning`; of one
-that is not known nothing but ``log_metrics`` is used. That is also what serves a ``NeptuneLogger``, where there is one:
-the service has ended, and Lightning's own class raises when it is made.
+A logger is identified by the name of its class or of a base class, from `lightning.pytorch` or `pytorch_lightning`. For
+an unknown logger only ``log_metrics`` is used. That also applies to a ``NeptuneLogger``, if there is one: the service
+has been shut down, and Lightning's class raises on creation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from lightning_recorder.sinks.base import Sink
 from lightning_recorder.sinks.comet import CometSink
 from lightning_recorder.sinks.csv import CsvSink
+from lightning_recorder.sinks.deferred import for_any_thread
 from lightning_recorder.sinks.litlogger import LitLoggerSink
 from lightning_recorder.sinks.metrics import MetricsSink
 from lightning_recorder.sinks.mlflow import MlflowSink
+from lightning_recorder.sinks.multi import MultiSink
 from lightning_recorder.sinks.tensorboard import TensorBoardSink
 from lightning_recorder.sinks.wandb import WandbSink
 
 __all__ = ["register_sink", "sink_for_logger", "sinks_for_loggers"]
 
-# By the name of a class and not by the class: `lightning` and `pytorch_lightning` have different ones, and importing a
-# logger imports its back end. What is asked of a logger here the Trainer has asked before: no run begins for a sink.
+_FOLDER = "recorder"  # the folder inside the folder of a run
+
+
+def _tensorboard_sink(logger: Any) -> Sink:
+    folder = _own_folder(logger)
+    return TensorBoardSink(logger.experiment if folder is None else folder)
+
+
+def _csv_sink(logger: Any) -> Sink:
+    folder = _own_folder(logger)
+    return CsvSink(logger if folder is None else folder / "metrics.csv")
+
+
+def _own_folder(logger: Any) -> Path | None:
+    """Return the recorder's folder inside the logger's ``log_dir``, or ``None`` if that is on a remote file system.
+
+    The logger's own file is avoided where possible: the first disk error ends the thread of TensorBoard's writer, and
+    then the user's ``self.log`` raises.
+    """
+    log_dir = str(logger.log_dir)
+    return None if "://" in log_dir else Path(log_dir, _FOLDER)
+
+
+# Keyed by class name: `lightning` and `pytorch_lightning` have different classes, and importing a logger imports its
+# back end. The attributes read here have already been read by the Trainer, so no sink starts a run.
 _SINKS: dict[str, Callable[[Any], Sink | None]] = {
-    "CSVLogger": CsvSink,
+    "CSVLogger": _csv_sink,
     "CometLogger": lambda logger: CometSink(logger.experiment, prefix=_prefix(logger)),
     "LitLogger": LitLoggerSink,
     "MLFlowLogger": lambda logger: MlflowSink(logger.experiment, logger.run_id, prefix=_prefix(logger)),
-    "TensorBoardLogger": lambda logger: TensorBoardSink(logger.experiment),
+    "TensorBoardLogger": _tensorboard_sink,
     "WandbLogger": lambda logger: WandbSink(logger.experiment, log=logger.log_metrics),
-    # Stands in for the loggers in a fast_dev_run, which is to leave nothing behind.
+    # Replaces the loggers in a fast_dev_run, which must not leave any output.
     "DummyLogger": lambda logger: None,
 }
 
 
 def _prefix(logger: Any) -> str:
-    """What a logger puts before its keys: known to it alone, hence the private name."""
+    """Return the key prefix of a logger. It has no public accessor, hence the private name."""
     return getattr(logger, "_prefix", None) or ""
 
 
 def register_sink(logger_class: str, make: Callable[[Any], Sink | None]) -> None:
-    """Serve loggers of a class, or of one derived from it, by a sink of one's own.
+    """Register a sink factory for a logger class and the classes derived from it.
 
     Args:
-        logger_class: The class's name, as ``"WandbLogger"``.
-        make: Takes the logger and gives the sink, or ``None`` to write nothing to it.
+        logger_class: The name of the class, such as ``"WandbLogger"``.
+        make: A factory that takes the logger and returns the sink, or ``None`` to write nothing to the logger.
     """
     _SINKS[logger_class] = make
 
 
 def sink_for_logger(logger: Any) -> Sink | None:
-    """The sink for one Lightning logger: the registered one, else its ``log_metrics``."""
+    """Return the registered sink for a Lightning logger, or a :class:`MetricsSink` if there is none."""
     for base in type(logger).__mro__:
         if base.__name__ in _SINKS:
             return _SINKS[base.__name__](logger)
     return MetricsSink(logger)
 
 
-def sinks_for_loggers(loggers: Iterable[Any]) -> list[Sink]:
-    """One sink for each logger that shows anything."""
-    return [sink for sink in map(sink_for_logger, loggers) if sink is not None]
+def sinks_for_loggers(loggers: Iterable[Any], *, strict: bool = False) -> list[Sink]:
+    """Return a sink for each logger that is written to. Any thread may write to these sinks.
+
+    Args:
+        loggers: The loggers.
+        strict: Raise the errors of the sinks.
+
+    Note:
+        A sink that writes through its logger pauses while the disk of the logger's ``save_dir`` is full.
+    """
+    sinks = [(logger, sink) for logger in loggers if (sink := sink_for_logger(logger)) is not None]
+    return [_pausing(sink, logger, strict=strict) for logger, sink in sinks]
+
+
+def _pausing(sink: Sink, logger: Any, *, strict: bool) -> Sink:
+    if isinstance(sink, (TensorBoardSink, CsvSink)) and _own_folder(logger) is not None:
+        return sink  # it knows its path and the sizes of its writes, so it checks the disk itself
+    save_dir = str(getattr(logger, "save_dir", None) or Path())
+    return MultiSink([for_any_thread(sink)], strict=strict, folder=None if "://" in save_dir else Path(save_dir))

@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 class MemorySink(Sink):
-    """Keeps what is written as ``tag -> step -> value``; writing a tag again at a step replaces the value.
+    """Keep results in memory as ``tag -> step -> value``. Writing a tag again at a step replaces the value.
 
     Example:
         >>> sink = MemorySink()
@@ -41,7 +41,7 @@ class MemorySink(Sink):
         self.graphs: dict[str, dict[int, Graph]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copied in one go, since another thread may be writing.
+        # Copied in one expression, because another thread may be writing.
         return {
             kind: {tag: dict(by_step) for tag, by_step in dict(by_tag).items()} for kind, by_tag in vars(self).items()
         }

@@ -1,4 +1,4 @@
-"""A sink for loggers that are known by ``log_metrics`` alone."""
+"""A sink for loggers that support only ``log_metrics``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["MetricsLogger", "MetricsSink"]
 
 
 class MetricsLogger(Protocol):
-    """Anything with the ``log_metrics`` of Lightning's loggers."""
+    """Any object with the ``log_metrics`` method of Lightning's loggers."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Take numbers by name."""
+        """Log numbers by name."""
 
 
 class MetricsSink(Sink):
-    """Writes scalars through ``log_metrics``, which every Lightning logger has, and supports nothing else.
+    """Write scalars through ``log_metrics``, which every Lightning logger has. Other kinds are not supported.
 
     Args:
-        logger: The logger; it stays the trainer's.
+        logger: The logger. The sink does not close it.
     """
 
     def __init__(self, logger: MetricsLogger) -> None:
@@ -39,7 +39,7 @@ class MetricsSink(Sink):
 
     @override
     def flush(self) -> None:
-        # A CSV logger keeps its rows until it is told to save them; not every logger has that.
+        # A CSV logger buffers its rows until save() is called; not every logger has that method.
         save = getattr(self._logger, "save", None)
         if callable(save):
             save()

@@ -1,4 +1,4 @@
-"""A sink that writes to a run of MLflow."""
+"""A sink that writes to an MLflow run."""
 
 from __future__ import annotations
 
@@ -6,55 +6,57 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_recorder.disk import has_room
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.files import FilesSink, histogram_as_json
 from lightning_recorder.sinks.naming import digest, harmless, shortened
+from lightning_recorder.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
 
 __all__ = ["MlflowSink"]
 
-_MOST_METRICS = 1000  # in a request, by MLflow's own limit
-_LONGEST_KEY = 250  # characters, likewise
-_LONGEST_IMAGE_KEY = 120  # it becomes a part of a file's name, of 255 bytes, beside 100 of MLflow's own
+_MOST_METRICS = 1000  # per request, a limit of MLflow
+_LONGEST_KEY = 250  # characters, a limit of MLflow
+_LONGEST_IMAGE_KEY = 120  # MLflow puts it into a file name of at most 255 bytes and adds 100 of its own
 
-# MLflow takes letters of other scripts in metrics, not in the keys of images. Escaped they could make a request of
-# 1000 metrics larger than the megabyte that a server takes.
+# MLflow accepts non-ASCII letters in metrics, but not in the keys of images. Escaped, they could make a request of 1000
+# metrics larger than the 1 MB that a server accepts.
 _UNWANTED = r"[^A-Za-z0-9_. \-]"
 
-_MAX_BINS = 64  # twice as many as can be told apart in a picture of one
+_MAX_BINS = 64  # about twice as many as a plot can show
 
-_FOLDER = "recorder"  # among the artifacts of the run
+_FOLDER = "recorder"  # the folder among the artifacts of the run
 
 
 class MlflowSink(Sink):
-    """Writes scalars as metrics, images as logged images, everything else as artifacts under ``recorder/``.
+    """Write scalars as metrics, images as logged images, and everything else as artifacts under ``recorder/``.
 
-    Images have a slider over the steps in MLflow's page, and lie under ``recorder/images/`` as well. Artifacts are
-    shown there as they are: texts as Markdown, SVG and HTML as pages, JSON with its lines. The histograms of a call are
-    one JSON file, ``recorder/histograms/<group>/step<step>-<tags>.json``, with the edges and counts of each tag in at
-    most 64 bins: exact, and read by ``mlflow.artifacts.load_dict``. A picture of each would be two artifacts a site and
-    step, and minutes of drawing in a long run.
+    Images have a step slider in MLflow's UI and are also stored under ``recorder/images/``. The UI renders artifacts:
+    texts as Markdown, SVG and HTML as pages, JSON with line breaks. All histograms of a call go to one JSON file,
+    ``recorder/histograms/<group>/step<step>-<tags>.json``, with the edges and counts of each tag in at most 64 bins.
+    The counts are exact, and ``mlflow.artifacts.load_dict`` reads the file. An image per histogram would need two
+    artifacts per site and step, and minutes of rendering in a long run.
 
-    In keys, characters that MLflow refuses become ``_`` and the part that had them gets a digest, so that
-    ``lstm/out[1]`` is ``lstm/out_1_-d5a985103d8a``; keys of more than 250 characters are shortened. A database keeps
-    infinities as the largest float64.
+    In keys, characters that MLflow rejects become ``_``, and a digest is appended to the affected part:
+    ``lstm/out[1]`` becomes ``lstm/out_1_-d5a985103d8a``. Keys of more than 250 characters are shortened. A database
+    stores infinities as the largest float64.
 
     Args:
         client: A ``mlflow.MlflowClient``, such as ``MLFlowLogger.experiment``.
-        run_id: The run, which stays the caller's and is not ended.
-        prefix: Stands before each key of a metric or an image, with a ``-`` between, as in the logger.
+        run_id: The ID of the run. The sink does not end the run.
+        prefix: A prefix for the keys of metrics and images, joined with ``-`` as in the logger.
 
     Note:
-        For any thread: the client opens a session or a request for each call. Calls wait for the store, about 0.2 ms
-        for each metric in SQLite, so that errors reach the caller.
+        Thread-safe: the client opens a session or a request for each call. Calls wait for the store, about 0.2 ms per
+        metric in SQLite, so that errors reach the caller.
     """
 
     any_thread = True
@@ -86,7 +88,7 @@ class MlflowSink(Sink):
         for tag, pixels in images.items():
             key = self._key(tag, _LONGEST_IMAGE_KEY)
             self._client.log_image(self._run_id, pixels, key=key, step=step, synchronous=True)
-        # The page's slider begins at step 0, where most have none; among the artifacts they have plain names.
+        # The slider starts at step 0, where most tags have no image. The artifacts have plain names.
         return self._write_artifacts(lambda files: files.write_images(step, images))
 
     @override
@@ -102,11 +104,14 @@ class MlflowSink(Sink):
         return self._write_artifacts(lambda files: files.write_graph(step, graphs))
 
     def _write_artifacts(self, write: Callable[[FilesSink], bool]) -> bool:
-        """Log what a sink of files makes of something, under the names that it gives."""
-        with TemporaryDirectory(prefix="lightning_recorder-") as folder:
-            write(FilesSink(folder))
-            if any(Path(folder).iterdir()):
-                self._client.log_artifacts(self._run_id, folder, _FOLDER)
+        """Log the files that a :class:`FilesSink` writes, under the same names."""
+        if not has_room(gettempdir()):
+            return True
+        with TemporaryFolder() as folder:
+            artifacts = folder.path / "artifacts"
+            write(FilesSink(artifacts))
+            if artifacts.exists():
+                self._client.log_artifacts(self._run_id, str(artifacts), _FOLDER)
         return True
 
     def _key(self, tag: str, longest: int) -> str:
@@ -115,7 +120,7 @@ class MlflowSink(Sink):
 
 
 def _name_of(tags: list[str], step: int) -> str:
-    """The file of some tags' histograms at a step: other tags at the same step are in a file of their own."""
+    """Return the histogram file name for these tags and this step. Another set of tags gets another name."""
     group = harmless(tags[0].split("/")[0], _UNWANTED)
     others = digest("\n".join(sorted(tags)))
     return f"{group}/step{step:08d}-{others}.json"

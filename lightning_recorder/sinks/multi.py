@@ -1,4 +1,4 @@
-"""A sink made of sinks, none of which can harm another."""
+"""A composite sink that isolates its sinks from each other's errors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
+from lightning_recorder.disk import UNKNOWN_BYTES, has_room, is_full, warn_of_full
 from lightning_recorder.errors import tell
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
@@ -26,37 +27,48 @@ _log = logging.getLogger("lightning_recorder")
 
 
 class MultiSink(Sink):
-    """Writes to all of several sinks; the answer of a verb is whether any of them shows that kind.
+    """Write to several sinks. A verb returns True if any of them supports that kind of result.
 
-    A sink that raises is told about once and left out from then on, except that it is still closed; the others go on.
-    With ``strict`` the error is raised after all others have had their turn.
+    A sink that raises causes one warning and is skipped from then on, except that it is still closed. The other sinks
+    continue. An error that means a full disk only skips the current write. With ``strict``, the first error is raised
+    after all other sinks have been called.
 
     Args:
-        sinks: The sinks, in the order in which they are written to.
-        fallback: Gets what none of the sinks shows; it is logged once per kind that it does.
-        strict: Raise the first error instead of telling it.
+        sinks: The sinks in writing order.
+        fallback: A sink for the kinds that none of the sinks supports. Its first use for each kind is logged.
+        strict: Raise the first error instead of warning.
+        folder: A folder on the disk that the back ends of the sinks write to. While that disk is full, nothing is
+            written to the sinks, with one warning.
     """
 
-    def __init__(self, sinks: Iterable[Sink], *, fallback: Sink | None = None, strict: bool = False) -> None:
+    def __init__(
+        self,
+        sinks: Iterable[Sink],
+        *,
+        fallback: Sink | None = None,
+        strict: bool = False,
+        folder: Path | None = None,
+    ) -> None:
         self.sinks = list(sinks)
         self.fallback = fallback
         self.strict = strict
+        self.folder = folder
         self._failed: set[int] = set()
         self._fallen_back: set[str] = set()
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no sink in it, nor in those that are in it."""
+        """True if there is no sink, including inside nested sinks."""
         return all(isinstance(sink, MultiSink) and sink.is_empty for sink in self._all())
 
     @property
-    def any_thread(self) -> bool:  # type: ignore[override]  # read-only here: it follows from the sinks
-        """Whether all of the sinks may be written to from another thread."""
+    def any_thread(self) -> bool:  # type: ignore[override]  # read-only here: derived from the sinks
+        """True if all sinks accept writes from any thread."""
         return all(sink.any_thread for sink in self._all())
 
     @property
-    def written_bytes(self) -> int | None:  # type: ignore[override]  # read-only here: it follows from the sinks
-        """Bytes that those of the sinks have written which count them; ``None`` if none does."""
+    def written_bytes(self) -> int | None:  # type: ignore[override]  # read-only here: derived from the sinks
+        """The bytes written by the sinks that count them, or ``None`` if none of them does."""
         counted = [each.written_bytes for each in self._all() if each.written_bytes is not None]
         return sum(counted) if counted else None
 
@@ -64,13 +76,25 @@ class MultiSink(Sink):
     def supports(self, verb: str) -> bool:
         return any(sink.supports(verb) for sink in self._all())
 
+    def deferred(self) -> list[DeferredSink]:
+        """Return the deferred sinks, including those inside nested sinks."""
+        found: list[DeferredSink] = []
+        for sink in self._all():
+            if isinstance(sink, DeferredSink):
+                found.append(sink)
+            elif isinstance(sink, MultiSink):
+                found += sink.deferred()
+        return found
+
     def replay(self) -> None:
-        """Have what was put off written, by the thread that may."""
-        # Without their turns: another thread may be inside a long write, for which this one must not wait.
+        """Run the queued writes of the deferred sinks. Call this from the thread that may write to them."""
+        # Without locks: another thread may be inside a long write, and this thread must not wait for it.
         putting_off = [sink for sink in self._all() if isinstance(sink, (DeferredSink, MultiSink))]
         self._each("replay", _replay, putting_off, in_turn=False)
 
-    def _write(self, verb: str, call: Callable[[Sink], bool]) -> bool:
+    def _write(self, verb: str, call: Callable[[Sink], bool], nbytes: int = 0) -> bool:
+        if self.folder is not None and not has_room(self.folder, UNKNOWN_BYTES + nbytes):
+            return self.supports(verb)
         shown = self._each(verb, call, self.sinks)
         if not shown and self.fallback is not None:
             shown = self._each(verb, call, [self.fallback])
@@ -96,6 +120,10 @@ class MultiSink(Sink):
                 with _turn(sink) if in_turn else nullcontext():
                     shown |= bool(call(sink))
             except Exception as error:  # noqa: BLE001 - a back end may raise anything
+                if is_full(error) and not self.strict:
+                    warn_of_full(self.folder or Path(), error)
+                    shown = True
+                    continue
                 errors.append(error)
                 if not self.strict and id(sink) not in self._failed:
                     cause = f"{type(error).__name__}: {error}"
@@ -124,7 +152,8 @@ class MultiSink(Sink):
 
     @override
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
-        return self._write("write_files", lambda sink: sink.write_files(step, files))
+        nbytes = 0 if self.folder is None else sum(Path(path).stat().st_size for path in files.values())
+        return self._write("write_files", lambda sink: sink.write_files(step, files), nbytes)
 
     @override
     def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
@@ -147,15 +176,15 @@ def _replay(sink: Sink) -> None:
         sink.replay()
 
 
-# Two callbacks that were given one sink write to it in threads of their own.
+# Two callbacks with the same sink write to it from their own threads.
 _TURNS: WeakKeyDictionary[Sink, threading.RLock] = WeakKeyDictionary()
 _LOCK = threading.RLock()
 
 
 def _turn(sink: Sink) -> threading.RLock:
-    """What a thread holds while it writes to the sink."""
+    """Return the lock that a thread holds while it writes to the sink."""
     with _LOCK:
         try:
             return _TURNS.setdefault(sink, threading.RLock())
-        except TypeError:  # a sink that cannot be a key shares its turns with others of the kind
+        except TypeError:  # an unhashable or not weakly referenceable sink shares one lock with others of its kind
             return _LOCK

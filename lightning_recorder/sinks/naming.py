@@ -1,28 +1,28 @@
-"""Tags and names, which are data, as the file names and keys that a back end takes."""
+"""Safe file names and keys for tags and file names, which are untrusted data."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 from pathlib import Path, PurePosixPath
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.temporary import copy_whole
 
 __all__ = ["digest", "file_of_tag", "harmless", "keep_file", "path_below", "shortened"]
 
-_LONGEST_NAME = 80  # bytes; file systems allow 255, and a digest, a step and a suffix are added
+_LONGEST_NAME = 80  # bytes; file systems allow 255, and a digest, a step and a suffix are appended
 
 
 def path_below(folder: Path, name: str) -> Path:
-    """Where a file of that name lies in a folder.
+    """Return the path of a file with this name in a folder.
 
     Args:
         folder: The folder.
-        name: Relative and with ``/``, as :meth:`~lightning_recorder.Sink.write_files` takes it.
+        name: A relative name with ``/``, as in :meth:`~lightning_recorder.Sink.write_files`.
 
     Raises:
-        ArgumentError: If the name leads out of the folder, on whichever operating system.
+        ArgumentError: If the name points outside the folder on any operating system.
     """
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or any(char in name for char in "\\:\0"):
@@ -31,20 +31,20 @@ def path_below(folder: Path, name: str) -> Path:
 
 
 def keep_file(source: Path, target: Path) -> None:
-    """Copy a file to its place, unless that is where it lies.
+    """Copy a file to its target, unless it is already there.
 
     Raises:
-        OSError: If the file is not there, or its copy cannot be written.
+        OSError: If the file does not exist or its copy cannot be written.
     """
     if target.resolve() != Path(source).resolve():
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+        copy_whole(source, target)
 
 
 def file_of_tag(folder: Path, tag: str, step: int, suffix: str) -> Path:
-    """The file of a tag at a step; its folder is made.
+    """Return the path of the file for a tag at a step, and create its folder.
 
-    Each segment of the tag becomes a harmless file name and never a path, so that the file lies below the folder.
+    Each segment of the tag becomes a safe file name, never a path, so the file is always below the folder.
     """
     *outer, last = [harmless(segment) for segment in tag.split("/")]
     path = folder.joinpath(*outer, f"{last}-step{step}{suffix}")
@@ -53,14 +53,14 @@ def file_of_tag(folder: Path, tag: str, step: int, suffix: str) -> Path:
 
 
 def harmless(segment: str, unwanted: str = r"[^\w.\-\[\]()]", longest: int = _LONGEST_NAME) -> str:
-    """A part of a tag itself where it is harmless, else what is harmless of it and a digest.
+    """Return a tag segment unchanged if it is safe; otherwise return its safe characters and a digest.
 
-    Two that differ stay different, up to a collision of 48 bits.
+    Different segments have different results, up to collisions of the 48-bit digest.
 
     Args:
-        segment: What stands between two slashes.
-        unwanted: A pattern of the characters that may not be in the result.
-        longest: Bytes of the segment, in UTF-8, that are kept.
+        segment: The part of a tag between two slashes.
+        unwanted: A pattern of the characters that are not allowed in the result.
+        longest: The number of UTF-8 bytes of the segment to keep.
 
     Example:
         >>> harmless("conv1"), harmless("a b"), harmless("..")
@@ -74,7 +74,9 @@ def harmless(segment: str, unwanted: str = r"[^\w.\-\[\]()]", longest: int = _LO
 
 
 def shortened(tag: str, longest: int) -> str:
-    """A tag itself where it is short enough, else its beginning, a digest and its end, which says what it is of.
+    """Return a tag unchanged if it is short enough; otherwise join its beginning, a digest and its end.
+
+    The end is kept because it names the module and the statistic.
 
     Example:
         >>> shortened("activations/" + "a.very." * 10 + "deep/mean", 50)
@@ -88,5 +90,5 @@ def shortened(tag: str, longest: int) -> str:
 
 
 def digest(text: str) -> str:
-    """Twelve digits by which two texts are told apart."""
+    """Return a digest of 12 hexadecimal digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -12,9 +13,11 @@ from lightning_recorder.graph.graphdef import to_graph_def
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.dashboard import dashboard_of
+from lightning_recorder.sinks.eventfile import EventFile, event_file
 from lightning_recorder.sinks.records import quicken_records
 
 if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
@@ -22,40 +25,41 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorBoardSink"]
 
-# TensorBoard draws a histogram in 30 bins; beyond twice as many the event file grows and the picture does not change.
+# TensorBoard draws a histogram in 30 bins. More than twice as many enlarge the event file and do not change the plot.
 _MAX_BINS = 64
 
-# What a file has of an event beside its summary: a length and two checksums, the time and the step.
-_EVENT_BYTES = 32
+# The overhead of an event in the file: a length and two checksums.
+_RECORD_BYTES = 16
 
 
 class TensorBoardSink(Sink):
-    """Writes scalars, histograms, images, texts and graphs as events.
+    """Write scalars, histograms, images, texts and graphs as events.
 
-    Under Custom Scalars each statistic of a group has one chart with all modules, unless the run has a layout already.
+    The Custom Scalars page has one chart per statistic and group, with all modules, unless the run already has a
+    layout.
 
-    A histogram is written from its bins, joined to at most 64 (about 1.1 KB); its ``min``, ``max``, ``sum`` and
-    ``sum_squares`` are exact, and so is ``num`` unless the histogram is of a sample. One without a finite value is left
-    out, since TensorBoard cannot draw it. Of graphs TensorBoard shows one in a run, under Graphs: the last that was
-    written, whatever its tag. A file cannot be shown.
+    A histogram is written from its bins, merged to at most 64 (about 1.1 KB). Its ``min``, ``max``, ``sum`` and
+    ``sum_squares`` are exact, and so is ``num`` unless the histogram is based on a sample. A histogram without a finite
+    value is skipped, since TensorBoard cannot draw it. TensorBoard shows one graph per run, under Graphs: the one
+    written last, regardless of its tag. Files are not supported.
 
     Args:
-        writer: A ``SummaryWriter``, such as ``TensorBoardLogger.experiment``, which stays the caller's and is not
-            closed; or a folder, for which a writer is opened and closed.
+        writer: A ``SummaryWriter``, such as ``TensorBoardLogger.experiment``, or a folder. The sink does not close a
+            ``SummaryWriter``. A folder receives its own event file. All sinks of a local folder share one file. If its
+            disk is full, results are skipped with one warning.
     """
 
     any_thread = True
 
     def __init__(self, writer: SummaryWriter | str | Path) -> None:
         self._owned = isinstance(writer, (str, Path))
-        if isinstance(writer, (str, Path)):
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(str(writer))
-        self._writer = writer
+        self._writer = _opened(writer) if isinstance(writer, (str, Path)) else writer
         self.written_bytes: int = 0
-        self._dashboard = dashboard_of(writer)
-        quicken_records(writer)
+        if isinstance(self._writer, EventFile):
+            self._dashboard = self._writer.dashboard
+        else:
+            self._dashboard = dashboard_of(self._writer)
+            quicken_records(self._writer)
 
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
@@ -66,13 +70,15 @@ class TensorBoardSink(Sink):
         self._dashboard.update(scalars, self._write_layout)
         return True
 
-    def _write_layout(self, layout: Mapping[str, Mapping[str, str]]) -> None:
-        self._writer.add_custom_scalars(
-            {
-                group: {title: ["Multiline", [pattern]] for title, pattern in charts.items()}
-                for group, charts in layout.items()
-            }
-        )
+    def _write_layout(self, layout: Mapping[str, Mapping[str, str]]) -> bool:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from torch.utils.tensorboard.summary import custom_scalars
+
+        charts_by_group = {
+            group: {title: ["Multiline", [pattern]] for title, pattern in charts.items()}
+            for group, charts in layout.items()
+        }
+        return self._add_event(Event(summary=custom_scalars(charts_by_group))) > 0
 
     @override
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
@@ -97,14 +103,21 @@ class TensorBoardSink(Sink):
         return True
 
     def _add(self, step: int, summary: Summary) -> None:
-        # All in one event: the writer waits for the disk after every ten of them, and a model has hundreds of numbers.
-        if summary.value:
-            self._events().add_summary(summary, step)
-            self.written_bytes += summary.ByteSize() + _EVENT_BYTES
+        from tensorboard.compat.proto.event_pb2 import Event
 
-    def _events(self) -> Any:
-        """What writes events of any contents: private to torch's writer, whose verbs write one value each, or trace."""
-        return self._writer._get_file_writer()
+        # One event for all values: a writer waits for the disk after every ten events, and a model has hundreds of
+        # values.
+        if summary.value:
+            self.written_bytes += self._add_event(Event(summary=summary), step)
+
+    def _add_event(self, event: Event, step: int = 0) -> int:
+        """Write an event, and return its approximate size in bytes, or 0 if it was skipped."""
+        if isinstance(self._writer, EventFile):
+            event.wall_time, event.step = time.time(), step
+            return self._writer.add(event.SerializeToString())
+        # A private attribute: the public methods of torch's writer write one value each, or trace a model.
+        self._writer._get_file_writer().add_event(event, step)
+        return int(event.ByteSize()) + _RECORD_BYTES
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
@@ -116,8 +129,11 @@ class TensorBoardSink(Sink):
 
     @override
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from torch.utils.tensorboard.summary import text as as_summary
+
         for tag, text in texts.items():
-            self._writer.add_text(tag, text, step)
+            self._add_event(Event(summary=as_summary(tag, text)), step)
         return True
 
     @override
@@ -125,8 +141,8 @@ class TensorBoardSink(Sink):
         from tensorboard.compat.proto.event_pb2 import Event
 
         for graph in graphs.values():
-            # Not by add_graph, which writes an empty profile beside it.
-            self._events().add_event(Event(graph_def=to_graph_def(graph).SerializeToString()), step)
+            # add_graph would also write an empty profile.
+            self._add_event(Event(graph_def=to_graph_def(graph).SerializeToString()), step)
         return True
 
     @override
@@ -139,3 +155,12 @@ class TensorBoardSink(Sink):
             self._writer.close()
         else:
             self.flush()
+
+
+def _opened(folder: str | Path) -> EventFile | SummaryWriter:
+    """Return a writer for a folder, which may be on a remote file system."""
+    if "://" not in str(folder):
+        return event_file(folder)
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))

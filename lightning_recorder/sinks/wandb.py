@@ -1,4 +1,4 @@
-"""A sink that writes to a run of Weights & Biases."""
+"""A sink that writes to a Weights & Biases run."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
 
 __all__ = ["WandbSink"]
 
-# What wandb.Histogram itself makes of values. It takes up to 512, which would be eight times the bytes of each row for
-# a picture that shows a bin in less than a pixel.
+# The default of wandb.Histogram. Its maximum of 512 would make each row eight times larger, for a plot that draws each
+# bin narrower than a pixel.
 _MAX_BINS = 64
 
-# wandb puts the key of a picture into a path, whose parts have at most 255 bytes, and adds 40 bytes of its own.
+# wandb puts the key of an image into a path, whose components have at most 255 bytes, and adds 40 bytes of its own.
 _LONGEST_PART_BYTES = 200
 _BYTES_OF_A_CHARACTER = 4
 
-_FOLDER = "recorder"  # in the files of the run
+_FOLDER = "recorder"  # the folder among the files of the run
 _SHOWN_AS_PAGE = (".svg", ".html")
 
 Log = Callable[[dict[str, Any], int], object]
 
 
 class WandbSink(Sink):
-    """Writes scalars, histograms, images and texts as rows of a run's history, files and graphs among its files.
+    """Write scalars, histograms, images and texts as rows of the run's history, and files and graphs as run files.
 
-    What a verb gets is one row, and its step is in ``trainer/global_step``, which is the x axis of Lightning's
-    ``WandbLogger``. A histogram is joined to at most 64 bins; one without a finite value is left out. A text is a panel
-    with its Markdown as it was written. Files and the JSON of graphs are copied to ``recorder/`` among the run's files
-    and uploaded at once; of files the SVG and HTML are panels as well. A disabled run shows nothing.
+    Each call of a verb writes one row with the step in ``trainer/global_step``, which is the x-axis of Lightning's
+    ``WandbLogger``. A histogram is merged to at most 64 bins; a histogram without a finite value is skipped. A text is
+    a panel that shows its Markdown source. Files and the JSON of graphs are copied to ``recorder/`` in the run's files
+    and uploaded at once. SVG and HTML files are also shown as panels. A disabled run writes nothing.
 
     Args:
-        run: A ``wandb.Run``, such as ``WandbLogger.experiment``, which stays the caller's and is not finished.
-        log: Writes values by key at a step, such as ``WandbLogger.log_metrics``, which adds the logger's prefix;
-            without it ``run.log`` with the step in ``trainer/global_step``.
+        run: A ``wandb.Run``, such as ``WandbLogger.experiment``. The sink does not finish it.
+        log: A callable that writes values by key at a step, such as ``WandbLogger.log_metrics``, which adds the
+            logger's prefix. By default ``run.log`` is called with the step in ``trainer/global_step``.
 
     Note:
-        For any thread: each row is one message to the process of wandb, so that rows of two threads do not mix. Only a
-        row that one's own code has begun with ``commit=False`` is ended by the next one, as by any row of Lightning.
+        Thread-safe: each row is one message to the wandb process, so rows of two threads do not mix. A row that the
+        user's code has begun with ``commit=False`` is committed by the next row, as by any row of Lightning.
     """
 
     any_thread = True
@@ -79,7 +79,7 @@ class WandbSink(Sink):
 
     @override
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
-        # wandb renders no Markdown outside of reports; as it was written it can be read, in a table of one cell hardly.
+        # wandb renders Markdown only in reports. The source is readable; in a table of one cell it would hardly be.
         return self._write_pages(
             step, {tag: f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>' for tag, text in texts.items()}
         )
@@ -117,7 +117,7 @@ class WandbSink(Sink):
     def _write_pages(self, step: int, pages: Mapping[str, str]) -> bool:
         import wandb
 
-        # Nothing injected: that is a stylesheet from wandb's server.
+        # inject=True would load a stylesheet from wandb's server.
         return self._write_row(step, {_media_key(tag): wandb.Html(page, inject=False) for tag, page in pages.items()})
 
     def _write_row(self, step: int, values: Mapping[str, Any]) -> bool:

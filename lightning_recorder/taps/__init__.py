@@ -1,9 +1,9 @@
-"""Taps: hooks that hand the tensors of chosen modules to a receiver and leave the training as it is."""
+"""Taps: hooks that pass the tensors of selected modules to a receiver without affecting the training."""
 
 from lightning_recorder.taps.base import Receiver, Site, Tap
 from lightning_recorder.taps.forward import InputTap, OutputTap
-from lightning_recorder.taps.gradient import OutputGradientTap
 from lightning_recorder.taps.input_gradient import InputGradientTap
+from lightning_recorder.taps.output_gradient import OutputGradientTap
 from lightning_recorder.taps.parameter import ParameterGradientTap, ParameterTap
 
 __all__ = [

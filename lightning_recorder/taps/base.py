@@ -1,4 +1,4 @@
-"""What every tap is: hooks on chosen modules that are put on and surely taken off together."""
+"""The base class of taps: hooks on selected modules that are attached and removed together."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.autograd import in_transform, is_tracing, is_transformed
+from lightning_recorder.compiled import describe_compiled, observe_compiled_calls, stop_observing
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, tell
 from lightning_recorder.hooks import ModuleHook
 from lightning_recorder.stance import EagerStance
@@ -26,50 +27,51 @@ from lightning_recorder.unrecorded import is_unrecorded, unrecorded
 __all__ = ["Receiver", "Site", "Tap"]
 
 _FEW_HANDLES = 256
-_PATH = "_lightning_recorder_path"  # where an error that a receiver raised says of which tensor
-# One for all taps: it is held for an append, and a lock of its own would keep a tap from being copied.
+_PATH = "_lightning_recorder_path"  # the attribute of a receiver's error that holds the path of the tensor
+# One lock for all taps: it is held only for an append, and a lock per tap would make taps impossible to copy.
 _LOCK = threading.Lock()
 
 
 class Site(NamedTuple):
-    """Where a tensor was seen."""
+    """The place where a tensor was recorded: a module and the path of the tensor in it."""
 
     name: str
-    """The module's name."""
+    """The name of the module."""
     path: str
-    """The tensor's path at the module: ``out`` for the output and ``out.logits`` inside it, ``in[0]`` for the first
-    positional argument, ``in.mask`` for the keyword argument of that name; of a parameter its name in the module,
-    ``weight``."""
+    """The path of the tensor in the module: ``out`` for the output and ``out.logits`` inside it, ``in[0]`` for the
+    first positional argument, ``in.mask`` for the keyword argument of that name; for a parameter its name in the
+    module, ``weight``."""
 
 
 Receiver = Callable[[Site, Tensor], None]
-"""Takes one detached tensor; must not keep it, because an in-place operation may change it later."""
+"""A callback for one detached tensor. It must not keep the tensor, because an in-place operation may change it."""
 
 
 class Tap(ABC):
-    """Hooks on modules that hand each tensor to a receiver while the tap is attached.
+    """Base class of hooks on modules that pass each tensor to a receiver while the tap is attached.
 
-    A tap is a context manager. When it is left, in whatever way, no hook of it is on any module or tensor. Attaching
-    anew is cheap, so a tap is put on for the steps that are recorded and on the others costs nothing at all.
+    A tap is a context manager. On exit, including after an exception, all its hooks are removed from modules and
+    tensors. Attaching again is cheap, so a tap is attached only for recorded steps and has no overhead on the others.
 
     Args:
         modules: The modules by name.
-        receive: Called with the site and the tensor, inside the hook, without autograd. The tensor is detached and no
-            copy: read it or clone it, do not keep it, since the model may write to its memory, and do not write to it.
-        condition: Called without arguments, once for each call of a module (of gradients for each one); where it gives
-            something false, nothing is handed over.
-        strict: Raise what goes wrong in ``receive`` or ``condition`` instead of warning once and leaving that module
-            alone from then on.
+        receive: A callback for the site and the tensor, called inside the hook with autograd disabled. The tensor is
+            detached but not copied. Read it or clone it, but do not keep it, because the model may overwrite its
+            memory. Do not write to it.
+        condition: A callback without arguments, called once per module call (for gradients, once per gradient). If it
+            returns a false value, nothing is recorded.
+        strict: Raise errors from ``receive`` or ``condition``, instead of warning once and ignoring that module from
+            then on.
 
     Raises:
-        ArgumentError: If the modules are no mapping from names to modules, or what is to be called cannot be.
-        RecordingError: From the model's forward or backward pass, if ``strict`` and ``receive`` or ``condition``
-            raised; names the module.
+        ArgumentError: If ``modules`` is not a mapping from names to modules, or a callback is not callable.
+        RecordingError: If ``strict`` is true and ``receive`` or ``condition`` raises. It is raised from the forward or
+            backward pass of the model and names the module.
 
     Note:
-        Values, gradients, random numbers and the autograd graph of the model stay as they are. Nothing is kept of the
-        step. Each model may be trained in a thread of its own. Compiled modules run eagerly while a tap is on, since
-        hooks on compiled code never fire.
+        Values, gradients, random numbers and the autograd graph of the model do not change. Nothing of a step is kept
+        alive. Several models may be trained in separate threads. Compiled modules and functions run eagerly while a tap
+        is attached, since hooks on compiled code never run.
     """
 
     def __init__(
@@ -81,9 +83,9 @@ class Tap(ABC):
         strict: bool = False,
     ) -> None:
         self.modules = _checked(modules)
-        check_callable("receive", receive, "(site, tensor)")
+        check_callable("receive", receive, "site, tensor")
         if condition is not None:
-            check_callable("condition", condition, "()")
+            check_callable("condition", condition, "")
         self.strict = strict
         self._receive = receive
         self._condition = condition
@@ -91,39 +93,48 @@ class Tap(ABC):
         self._hooked = False
         self._stance = EagerStance()
         self._handles: list[RemovableHandle] = []
+        self._hooks_on_modules: list[RemovableHandle] = []  # used if compiled code stays compiled, else in _handles
+        self._thread = 0
+        self.compiled_calls: set[str] = set()
+        """The names of compiled functions that were called while the hooks were attached and ``eager`` was false."""
         self.eager = True
-        """Whether compiled code runs eagerly while the hooks are on."""
+        """Run compiled code eagerly while the hooks are attached."""
         self.stopwatch: Stopwatch | None = None
-        """What measures the time inside the hooks, if anything does."""
+        """The stopwatch that measures the time inside the hooks, or None."""
         self.at_once: Callable[[Site, Tensor], bool] | None = None
-        """What is asked before ``receive`` about a plain tensor that is not detached: it takes the tensor without any
-        operation of torch and answers whether it did."""
+        """A fast path that is tried before ``receive`` with a plain tensor that is not detached. It processes the
+        tensor without any torch operation and returns True, or returns False to fall back to ``receive``."""
         self.called: set[str] = set()
-        """The names of the modules of which a hook was called; may be cleared."""
+        """The names of the modules whose hooks were called; may be cleared."""
         self._quiet: set[str] = set()
         self._unknown: set[type] = set()
         self._prune_at = _FEW_HANDLES
 
     @abstractmethod
     def _put_on(self, name: str, module: nn.Module) -> None:
-        """Put the hooks of one module on, and give each handle to :meth:`_keep`."""
+        """Register the hooks of one module and pass each handle to :meth:`_keep`."""
 
     @property
     def attached(self) -> bool:
-        """Whether the hooks are on."""
+        """True while the tap records."""
         return self._attached
 
     @property
+    def ran_eagerly(self) -> tuple[str, ...]:
+        """The names of compiled functions that ran eagerly while the hooks were attached."""
+        return self._stance.ran
+
+    @property
     def failed(self) -> frozenset[str]:
-        """The names of the modules that are left alone, since recording them failed."""
+        """The names of the modules that are ignored because recording them failed."""
         return frozenset(self._quiet)
 
     def revive(self) -> None:
-        """Record again what is left alone."""
+        """Resume recording of the modules that are ignored after a failure."""
         self._quiet.clear()
 
     def attach(self) -> None:
-        """Put the hooks on; attached already, nothing."""
+        """Attach the hooks. A no-op if they are already attached."""
         if self._attached:
             return
         self._attached = True
@@ -133,28 +144,58 @@ class Tap(ABC):
         try:
             if self.eager:
                 self._stance.hold()
-            for name, module in self.modules.items():
-                # TorchScript modules, for one, take no hooks.
-                self._guarded(name, self._put_on, module)
+            else:
+                self._thread = threading.get_ident()
+                observe_compiled_calls(self._enter_compiled)
+            self._put_on_all()
         except BaseException:
             self.remove()
             raise
 
-    def pause(self) -> None:
-        """Record nothing until :meth:`attach`, for which the hooks stay on, as between two steps that are recorded.
+    def _put_on_all(self) -> None:
+        for name, module in self.modules.items():
+            # Some modules, such as TorchScript modules, do not support hooks.
+            self._guarded(name, self._put_on, module)
+        if not self.eager:
+            with _LOCK:
+                self._hooks_on_modules, self._handles = self._handles, []
 
-        Putting hooks on costs more than calling them in vain.
+    def _enter_compiled(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:
+        """Remove the hooks during a call of compiled code, because with a hook it would be compiled again."""
+        if self._thread != threading.get_ident() or not self._hooks_on_modules:
+            return None
+        self.compiled_calls.add(describe_compiled(function))
+        hooks, self._hooks_on_modules = self._hooks_on_modules, []
+        others, self._handles = self._handles, []
+        for hook in hooks:
+            hook.remove()
+
+        def leave(args: Any, kwargs: Any, result: Any) -> None:
+            if self._hooked:
+                self._put_on_all()
+                self._handles += others
+
+        return leave
+
+    def pause(self) -> None:
+        """Stop recording until the next :meth:`attach`, but leave the hooks registered, such as between recorded steps.
+
+        Registering hooks has more overhead than calling them without effect.
         """
         self._attached = False
 
     def remove(self) -> None:
-        """Take every hook off, from modules and tensors; not attached, nothing."""
+        """Remove all hooks from modules and tensors. A no-op if the tap is not attached."""
         self._attached = self._hooked = False
         with _LOCK:
-            handles, self._handles = self._handles, []
+            handles, self._handles = self._handles + self._hooks_on_modules, []
+            self._hooks_on_modules = []
         for handle in handles:
             handle.remove()
-        self._stance.release()
+        if self.eager:
+            self._stance.release()
+        else:
+            stop_observing(self._enter_compiled)
 
     def __enter__(self) -> Self:
         self.attach()
@@ -166,21 +207,21 @@ class Tap(ABC):
         self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is on the copies of the modules, and not attached: the hooks in these do nothing.
-        return {**self.__dict__, "_attached": False, "_hooked": False, "_handles": []}
+        # A copy refers to copies of the modules and is not attached. The hooks on those copies do nothing.
+        return {**self.__dict__, "_attached": False, "_hooked": False, "_handles": [], "_hooks_on_modules": []}
 
     def _keep(self, handle: RemovableHandle) -> None:
-        """Remember a hook, and forget now and then those whose tensors are gone, so that it costs nothing."""
+        """Keep the handle of a hook. Occasionally drop handles whose tensors are gone, to bound the list."""
         with _LOCK:
             self._handles.append(handle)
             if len(self._handles) > self._prune_at:
                 self._handles = [each for each in self._handles if each.hooks_dict_ref() is not None]
                 self._prune_at = max(_FEW_HANDLES, 2 * len(self._handles))
-        if not self._attached:  # taken off by another thread while this one was inside a hook
+        if not self._attached:  # another thread removed the tap while this thread was inside a hook
             handle.remove()
 
     def _guarded(self, name: str, function: Callable[..., None], *args: Any) -> None:
-        """Call a function of ours from a hook so that its failure does not become the model's."""
+        """Call a function from a hook so that its errors do not reach the model."""
         if name in self._quiet or not self._attached or in_transform() or is_unrecorded():
             return
         watch = self.stopwatch
@@ -201,7 +242,7 @@ class Tap(ABC):
                 watch.stop(started)
 
     def _taken_at_once(self, site: Site, tensor: Tensor) -> bool:
-        """Whether nothing is left to be done for a tensor: nearly all the time that a hook takes is for other cases."""
+        """Try the fast path; return False to fall back. Most of the overhead of a hook is in the fallback."""
         if (
             self.at_once is None
             or type(tensor) is not Tensor
@@ -215,30 +256,30 @@ class Tap(ABC):
             return False
         try:
             return self.at_once(site, tensor)
-        except Exception:  # noqa: BLE001 - what went wrong does so again where it is told
+        except Exception:  # noqa: BLE001 - the fallback raises the same error again and reports it
             return False
 
     def _hand_over(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._condition is not None and not self._condition():
             return
         for path, tensor in tensors:
-            # The values of a transformed tensor cannot be read here.
+            # The values of a tensor inside a functorch transform cannot be read here.
             if not is_transformed(tensor):
                 try:
                     self._receive(Site(name, path), tensor.detach())
                 except Exception as error:
-                    with suppress(AttributeError):  # of an error that takes no attributes
+                    with suppress(AttributeError):  # some errors do not allow new attributes
                         setattr(error, _PATH, path)
                     raise
 
     def _tensors(self, name: str, value: Any, path: str) -> Iterable[tuple[str, Tensor]]:
-        """The tensors in what the module of that name took or gave."""
-        if isinstance(value, Tensor):  # as nearly always: no walk
+        """Return the tensors in the arguments or the output of the named module."""
+        if isinstance(value, Tensor):  # the common case, without a traversal
             return ((path, value),)
         return iter_tensors(value, path, unknown=partial(self._tell_unknown, name))
 
     def _inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors in the arguments of the module of that name."""
+        """Yield the tensors in the arguments of the named module."""
         yield from self._tensors(name, args, "in")
         yield from self._tensors(name, kwargs, "in")
 
@@ -249,7 +290,7 @@ class Tap(ABC):
 
 
 def _checked(modules: object) -> dict[str, nn.Module]:
-    """The modules by name, if they are that."""
+    """Return the modules as a dictionary, or raise if they are not a mapping from names to modules."""
     if isinstance(modules, Mapping) and all(isinstance(module, nn.Module) for module in modules.values()):
         return dict(modules)
     raise ArgumentError(
@@ -258,7 +299,7 @@ def _checked(modules: object) -> dict[str, nn.Module]:
 
 
 class TapHook(ModuleHook):
-    """A hook on a module that belongs to one tap and calls a method of it with the name and what torch passes."""
+    """A hook on a module that calls a method of its tap with the name of the module and the arguments of the hook."""
 
     def __init__(self, tap: Tap, name: str, method: Callable[..., None]) -> None:
         self._tap = tap
@@ -266,7 +307,7 @@ class TapHook(ModuleHook):
         self._method = method
 
     def __call__(self, module: nn.Module, *passed: Any) -> None:
-        # Under torch.compile the hook would be traced into the graph; what is compiled is recorded in eager steps only.
+        # torch.compile would trace the hook into the graph. Compiled code is recorded only in eager steps.
         if torch.compiler.is_compiling() or is_tracing() or not self._tap.attached:
             return
         self._tap.called.add(self._name)

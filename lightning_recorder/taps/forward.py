@@ -1,4 +1,4 @@
-"""The tensors that modules take and give."""
+"""Taps for the inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["InputTap", "OutputTap"]
 
 
 class InputTap(Tap):
-    """Hands over each tensor among the arguments of the modules, keyword arguments included, before the call.
+    """Records each tensor in the arguments of the modules, including keyword arguments, before the call.
 
     Args:
         modules: The modules by name.
-        receive: As for :class:`~lightning_recorder.Tap`.
-        after: Hand the arguments over when the module has returned, as it leaves them: after an in-place module with
-            its results in them, and not at all if the module raised.
-        condition: As for :class:`~lightning_recorder.Tap`.
-        strict: As for :class:`~lightning_recorder.Tap`.
+        receive: The receiver, as for :class:`~lightning_recorder.Tap`.
+        after: Record the arguments after the module has returned, in their state at that time. After an in-place
+            module they contain its results. Nothing is recorded if the module raises.
+        condition: The condition, as for :class:`~lightning_recorder.Tap`.
+        strict: The error handling, as for :class:`~lightning_recorder.Tap`.
 
     Example:
         >>> import torch
@@ -62,10 +62,10 @@ class InputTap(Tap):
 
 
 class OutputTap(Tap):
-    """Hands over each output tensor of the modules, at the moment when the module returns.
+    """Records each output tensor of the modules when the module returns.
 
-    An in-place operation that follows does not matter, since the receiver has read the tensor by then. A forward pass
-    that ``torch.utils.checkpoint`` repeats inside the backward pass is not a second call and is passed over.
+    Later in-place operations have no effect, because the receiver has already read the tensor. The forward pass that
+    ``torch.utils.checkpoint`` repeats inside the backward pass is ignored, because it is not a second call.
 
     Example:
         >>> import torch
@@ -86,7 +86,7 @@ class OutputTap(Tap):
 
 
 class _OutputHook(TapHook):
-    """A hook that has an output which is one tensor taken at once."""
+    """A hook that tries the fast path for an output that is a single tensor."""
 
     def __init__(self, tap: Tap, name: str, method: Callable[..., None]) -> None:
         super().__init__(tap, name, method)

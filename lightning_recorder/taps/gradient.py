@@ -1,4 +1,4 @@
-"""The gradients of the tensors that modules give."""
+"""Base classes of taps and hooks for gradients."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_recorder.autograd import hooks_of_leaf
 from lightning_recorder.errors import tell
-from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
+from lightning_recorder.taps.base import Receiver, Site, Tap
 from lightning_recorder.taps.living import LIVING_NODES, MOST_NODES
 
-__all__ = ["GradientHook", "GradientTap", "OutputGradientTap"]
+__all__ = ["GradientHook", "GradientTap"]
 
 Hook = TypeVar("Hook", bound="GradientHook")
 
 
 class GradientTap(Tap):
-    """A tap whose tensors come in the backward pass; arguments as for :class:`~lightning_recorder.Tap`."""
+    """A tap that records tensors in the backward pass; arguments as for :class:`~lightning_recorder.Tap`."""
 
     def __init__(
         self,
@@ -31,11 +30,14 @@ class GradientTap(Tap):
     ) -> None:
         super().__init__(modules, receive, condition=condition, strict=strict)
         self.without_gradient: set[str] = set()
-        """The names of the modules of which a call gave tensors, none of which needs a gradient; may be cleared."""
+        """The names of modules with a call in which no output tensor required a gradient; may be cleared."""
+        self.changed_in_place: set[str] = set()
+        """The names of modules that returned a view whose gradient is unknown because the view was changed in place;
+        may be cleared."""
         self._told = False
 
     def _may_look_at(self, nodes: int) -> bool:
-        """Whether that many nodes of the autograd graph more can be looked at."""
+        """Return True if that many more nodes of the autograd graph may be visited."""
         if LIVING_NODES.has_room(nodes):
             return True
         if not self._told:
@@ -47,15 +49,15 @@ class GradientTap(Tap):
         return False
 
     def _bring(self, name: str, function: Callable[..., None], *args: Any) -> None:
-        """Call a function of ours from a hook of the backward pass."""
+        """Call a function from a hook of the backward pass so that its errors do not reach the model."""
         LIVING_NODES.expect_less()
         self._guarded(name, function, *args)
 
     def _put_on_tensor(self, tensor: Tensor, hook: Hook) -> Hook:
-        """Put a hook on a tensor. A leaf outlives the step, so it keeps the one that it has already, if they are equal.
+        """Register a hook on a tensor. A leaf outlives the step, so an equal hook on it is reused.
 
         Returns:
-            The hook that is on.
+            The registered hook.
         """
         is_leaf = tensor.is_leaf
         if is_leaf:
@@ -69,46 +71,11 @@ class GradientTap(Tap):
         return hook
 
 
-class OutputGradientTap(GradientTap):
-    """Hands over the gradient of the loss with respect to each output tensor of the modules.
-
-    The hook sits on the output tensor and not on the module: a full backward hook raises where an in-place operation
-    follows, stays silent for dictionaries and dataclasses, and puts a node into the autograd graph that changes the
-    last bits of the gradients. The gradient is that of the tensor, so for an output which is used twice it is the sum
-    of both uses, and for a module that returns its input that of the input. An output that is a view, and is written to
-    later, as that of ``nn.Flatten`` before an in-place activation, is another tensor to autograd then and has none.
-
-    Under gradient checkpointing with ``use_reentrant=True`` the graph is built inside the backward pass; the hooks are
-    put on there. A backward pass that is run twice, as by ``torch.autograd.grad`` for a gradient penalty, hands over
-    both gradients. Backward passes after the tap was removed are not seen.
-
-    Example:
-        >>> import torch
-        >>> net = torch.nn.Linear(2, 1)
-        >>> with OutputGradientTap({"head": net}, lambda site, grad: print(site.name, grad.tolist())):
-        ...     (3 * net(torch.ones(1, 2))).sum().backward()
-        head [[3.0]]
-    """
-
-    @override
-    def _put_on(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_hook(TapHook(self, name, self._see)))
-
-    def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found = tuple(self._tensors(name, output, "out"))
-        needing = [(path, tensor) for path, tensor in found if tensor.requires_grad]
-        if found and not needing:
-            self.without_gradient.add(name)
-        for path, tensor in needing:
-            if self._may_look_at(1):
-                self._put_on_tensor(tensor, GradientHook(self, name, path))
-
-
 class GradientHook:
-    """A tensor hook that belongs to one site of a tap and hands the gradient over."""
+    """A tensor hook that passes the gradient of one site to its tap."""
 
-    # Read by torch when it pickles the tensor: says that leaving the hook out is intended, so that nobody is warned of
-    # it.
+    # torch reads this when it pickles the tensor. It means that the hook is left out on purpose, which suppresses the
+    # warning.
     __torch_unserializable__ = True
 
     def __init__(self, tap: GradientTap, name: str, path: str) -> None:
@@ -117,12 +84,12 @@ class GradientHook:
 
     @property
     def place(self) -> tuple[Tap, Site]:
-        """What tells it from the hooks of other sites and taps."""
+        """The tap and the site, which identify the hook."""
         return self.tap, self.site
 
     def __call__(self, grad: Tensor | None) -> None:
-        """Hand the gradient over."""
-        # torch calls the hook of an output that took no part in the loss with None.
+        """Pass the gradient to the tap."""
+        # torch calls the hook of an output that does not contribute to the loss with None.
         if grad is None:
             return
         if self.tap._taken_at_once(self.site, grad):

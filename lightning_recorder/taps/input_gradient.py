@@ -1,4 +1,4 @@
-"""The gradients of the tensors that modules take, through these modules."""
+"""A tap for the gradients of module inputs, restricted to the contribution of the module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from typing_extensions import override
 
 from lightning_recorder.autograd import (
-    graph_task,
+    base_of,
     is_transformed,
     running_calls,
     sequence_number,
@@ -23,28 +23,32 @@ from lightning_recorder.autograd import (
 from lightning_recorder.taps.base import TapHook
 from lightning_recorder.taps.gradient import GradientHook, GradientTap
 from lightning_recorder.taps.living import LIVING_NODES
+from lightning_recorder.taps.total import Total
+from lightning_recorder.taps.view import Region, View
 
 __all__ = ["InputGradientTap"]
 
 _Edge = tuple[Node, int]
-"""A node of the autograd graph and which of its outputs."""
+"""A node of the autograd graph and the index of one of its outputs."""
 
 
 class InputGradientTap(GradientTap):
-    """Hands over the gradient of the loss with respect to each tensor that the modules take, through the module.
+    """Records the gradient of the loss with respect to each input tensor of the modules, through the module.
 
-    What other users of the tensor add to its gradient is left out: in ``x + branch(x)`` the input of ``branch`` has the
-    gradient that comes back out of ``branch`` alone. Nothing is put into the autograd graph for this. When the module
-    is called, the nodes are noted that gave its inputs; when it returns, the graph is searched from its outputs for the
-    nodes that take them, and these get a hook. Where several take one input the parts of its gradient are summed as
-    the backward pass brings them, and the sum is handed over when the whole gradient of the tensor is complete.
+    Contributions from other uses of the tensor are excluded: in ``x + branch(x)`` the input of ``branch`` has only the
+    gradient that flows back through ``branch``. Nothing is added to the autograd graph. When the module is called, the
+    tap notes the nodes that produced its inputs. When the module returns, the tap searches the graph from the outputs
+    for the nodes that consume these inputs and registers hooks on them. If several nodes consume one input, the parts
+    of its gradient are summed as the backward pass computes them, and the sum is recorded when the whole gradient of
+    the tensor is complete.
 
     Note:
-        A module that returns its input has the gradient of the whole tensor, with all its uses, since nothing tells
-        them apart. One tensor that is given as two arguments has one gradient, under the first of their paths. The
-        gradient of an input is not found if it is a view which the module changes in place, if what comes of it leaves
-        the module otherwise than by its output, or if another thread computes it. Checkpoints, repeated backward passes
-        and the end of the tap are as for :class:`~lightning_recorder.OutputGradientTap`.
+        For a module that returns its input, the recorded gradient is that of the whole tensor with all its uses,
+        because they cannot be separated. A tensor that is passed as two arguments has one gradient, recorded at the
+        first of their paths. The gradient of an input is not found if its results leave the module in another way than
+        through its output, or if another thread computes it. It is also not found for a view that the module changes in
+        place, if the module also receives the base or another view of the base. Checkpointing, repeated backward passes
+        and the removal of the tap are handled as in :class:`~lightning_recorder.OutputGradientTap`.
 
     Example:
         >>> import torch
@@ -59,7 +63,7 @@ class InputGradientTap(GradientTap):
     @override
     def _put_on(self, name: str, module: nn.Module) -> None:
         self._keep(module.register_forward_pre_hook(TapHook(self, name, self._see_inputs), with_kwargs=True))
-        # Called also if the module raises, as it does where a recomputation ends early: what was opened is closed.
+        # Also called if the module raises, as it does when a recomputation stops early, so that every call is closed.
         self._keep(module.register_forward_hook(TapHook(self, name, self._see_output), always_call=True))
 
     @override
@@ -74,7 +78,8 @@ class InputGradientTap(GradientTap):
                 edge = _edge(tensor)
                 if edge is not None:
                     entering.setdefault(edge, _Input(path, tensor))
-        _OPEN_CALLS.open(_Call(self, name, module, sequence_number(), entering))
+        views = _views_in(entering)
+        _OPEN_CALLS.open(_Call(self, name, module, sequence_number(), entering, views))
 
     def _see_output(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = _OPEN_CALLS.close(self, name, module)
@@ -90,10 +95,10 @@ class InputGradientTap(GradientTap):
         _OPEN_CALLS.look_at(call.looked_at)
 
     def _search(self, call: _Call, output: Any) -> Callable[[], object] | None:
-        """Put hooks on what takes the inputs of a call that has ended.
+        """Register hooks on the consumers of the inputs of a call that has ended.
 
         Returns:
-            A weak reference to something that lives as long as the graph of the call, if it has one.
+            A weak reference to an object that lives as long as the graph of the call, or ``None`` without a graph.
         """
         leaving: dict[_Edge, Tensor] = {}
         for _, tensor in self._tensors(call.name, output, "out"):
@@ -105,62 +110,88 @@ class InputGradientTap(GradientTap):
             self._put_on_tensor(leaving[edge], GradientHook(self, call.name, call.entering[edge].path))
         roots = [node for node, number in leaving if (node, number) not in through]
         alive: list[Callable[[], object]] = [weakref.ref(tensor) for tensor in leaving.values()]
-        for edge, takers in _takers(roots, call).items():
-            if edge not in through:
-                alive = [self._put_on_takers(call.name, edge, call.entering[edge], takers)]
+        found = _takers(roots, call)
+        for edge, taken in call.entering.items():
+            takers = [_Taker(node, places, None) for node, places in found.get(edge, {}).items()]
+            base = call.views.get(edge)
+            if base is not None and base.view.is_changed:
+                # The modified tensor is the first input of an in-place operation.
+                writers = [node for node, places in found.get(base.edge, {}).items() if 0 in places]
+                takers += [_Taker(node, [0], base.view.region) for node in writers]
+            if takers and edge not in through:
+                alive = [self._put_on_takers(call, edge, taken, takers)]
         return alive[0] if alive else None
 
-    def _put_on_takers(
-        self, name: str, edge: _Edge, taken: _Input, takers: dict[Node, list[int]]
-    ) -> Callable[[], object]:
-        total = _Total()
-        alone = sum(map(len, takers.values())) == 1
-        complete = _CompleteHook(self, name, taken.path)
+    def _put_on_takers(self, call: _Call, edge: _Edge, taken: _Input, takers: list[_Taker]) -> Callable[[], object]:
+        total = Total()
+        alone = sum(len(each.places) for each in takers) == 1
+        complete = _CompleteHook(self, call.name, taken.path)
         if not alone:
-            # All that take a tensor have run when its own gradient is complete. After an in-place operation the tensor
-            # is another one to autograd, and the node that gave it has to do.
+            # All consumers of a tensor have run when its own gradient is complete. After an in-place operation the
+            # tensor has another node, so the hook goes on the node that produced it, or the base of a view.
             if _edge(taken.tensor) == edge:
                 complete = self._put_on_tensor(taken.tensor, complete)
+            elif any(each.region for each in takers):
+                self._keep(call.views[edge].edge[0].register_prehook(complete))
             else:
                 self._keep(edge[0].register_prehook(complete))
             complete.expect(total)
-        for node, places in takers.items():
-            handle = node.register_hook(_TakerHook(complete, total, places, alone))
+        for taker in takers:
+            handle = taker.node.register_hook(_TakerHook(complete, total, taker, alone))
             self._keep(handle)
         return handle.hooks_dict_ref
 
 
 class _Input(NamedTuple):
-    """A tensor that a module was given."""
+    """An input tensor of a module."""
 
     path: str
     tensor: Tensor
 
 
+class _Base(NamedTuple):
+    """The base of an input that is a view."""
+
+    edge: _Edge
+    view: View
+
+
+class _Taker(NamedTuple):
+    """A node that consumes an input of a module, or the base of an input."""
+
+    node: Node
+    places: list[int]
+    """The indices among the inputs of the node."""
+    region: Region | None
+    """The region of the base that the input covers, or ``None`` for an input that is consumed directly."""
+
+
 @dataclass
 class _Call:
-    """A module call that has begun; what is in it is gone when it ends."""
+    """A module call that is in progress. It is discarded when the call ends."""
 
     tap: InputGradientTap
     name: str
     module: nn.Module
     first: int
-    """The number of the first node that it can make."""
+    """The sequence number of the first node that the call can create."""
     entering: dict[_Edge, _Input]
-    """Each input by the edge of the autograd graph that it stands for."""
+    """Each input by its edge of the autograd graph."""
+    views: dict[_Edge, _Base]
+    """The base of each input that is a view, by the edge of the input."""
     looked_at: int = 0
-    """How many of its nodes were looked at already, by calls inside it."""
+    """Number of nodes of this call that were already visited for calls inside it."""
 
 
 class _OpenCalls(threading.local):
-    """The calls of this thread that have begun and not yet returned, the innermost last, those of all taps together."""
+    """The module calls in progress in this thread for all taps, innermost last."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
 
     def open(self, call: _Call) -> None:
-        """Begin a call."""
-        # What a KeyboardInterrupt has ended was not closed, as torch then calls no hooks.
+        """Start a call."""
+        # A KeyboardInterrupt leaves calls open, because torch then does not call the hooks.
         older = [each for each in self.calls if each.tap is call.tap and each.name == call.name]
         if older:
             gone = older[: max(0, len(older) + 1 - running_calls(call.module))]
@@ -169,21 +200,21 @@ class _OpenCalls(threading.local):
         self.calls.append(call)
 
     def drop_detached(self) -> None:
-        """Forget the calls of taps that were taken off, as a KeyboardInterrupt leaves them."""
+        """Drop the calls of removed taps, which a KeyboardInterrupt can leave open."""
         self.calls = [each for each in self.calls if each.tap.attached]
 
     def close(self, tap: InputGradientTap, name: str, module: nn.Module) -> _Call | None:
-        """The innermost call of a module, which ends it and what is still open inside it."""
+        """Remove and return the innermost call of a module, together with the calls that are still open inside it."""
         for place in reversed(range(len(self.calls))):
             call = self.calls[place]
             if call.tap is tap and call.name == name:
-                # A module with two names or taps has two calls open at once, which end in the order they began in.
+                # A module with two names or taps has two open calls, which end in the order in which they started.
                 self.calls[place:] = [inner for inner in self.calls[place + 1 :] if inner.module is module]
                 return call
         return None
 
     def look_at(self, nodes: int) -> None:
-        """Note that so many nodes of the innermost call were looked at."""
+        """Count nodes of the innermost call as visited."""
         if self.calls:
             self.calls[-1].looked_at += nodes
 
@@ -191,41 +222,18 @@ class _OpenCalls(threading.local):
 _OPEN_CALLS = _OpenCalls()
 
 
-class _Total:
-    """The gradient of one input, as far as the nodes that take it have brought it in one backward pass."""
-
-    def __init__(self) -> None:
-        self._task = -1
-        self._sum: Tensor | None = None
-
-    def add(self, part: Tensor) -> None:
-        """Add a part."""
-        # What a backward pass that raised has left behind is no part of the next one.
-        if self._task != graph_task():
-            self._task, self._sum = graph_task(), None
-        # A sparse tensor can be added to a dense one, and not the other way round.
-        if self._sum is not None and self._sum.is_sparse:
-            part, self._sum = self._sum, part
-        self._sum = part if self._sum is None else self._sum + part
-
-    def take(self) -> Tensor | None:
-        """The sum of this backward pass, which is then gone."""
-        total, self._sum = self._sum, None
-        return total if self._task == graph_task() else None
-
-
 class _CompleteHook(GradientHook):
-    """The hook of a tensor, or of the node that gave it, which is called when its whole gradient is complete."""
+    """A hook on a tensor, or on the node that produced it, that runs when the whole gradient is complete."""
 
     tap: InputGradientTap
 
     def __init__(self, tap: InputGradientTap, name: str, path: str) -> None:
         super().__init__(tap, name, path)
-        # Held by the nodes that bring them: a leaf, which keeps this hook, does not keep what belongs to a step.
-        self._totals: weakref.WeakValueDictionary[int, _Total] = weakref.WeakValueDictionary()
+        # The consumer nodes hold the totals, so that a leaf, which keeps this hook, keeps nothing of a step alive.
+        self._totals: weakref.WeakValueDictionary[int, Total] = weakref.WeakValueDictionary()
 
-    def expect(self, total: _Total) -> None:
-        """Hand this one over, too."""
+    def expect(self, total: Total) -> None:
+        """Register a total to record when the gradient is complete."""
         self._totals[next(_COUNTER)] = total
 
     @override
@@ -236,8 +244,8 @@ class _CompleteHook(GradientHook):
         for total in list(self._totals.values()):
             self.hand_over(total)
 
-    def hand_over(self, total: _Total) -> None:
-        """Hand a sum over, if this backward pass has brought anything."""
+    def hand_over(self, total: Total) -> None:
+        """Record a total if this backward pass has contributed to it."""
         grad = total.take()
         if grad is not None:
             self.tap._hand_over(self.site.name, [(self.site.path, grad)])
@@ -247,12 +255,13 @@ _COUNTER = itertools.count()
 
 
 class _TakerHook:
-    """The hook of a node that takes an input of a module."""
+    """A hook on a node that consumes an input of a module."""
 
-    def __init__(self, complete: _CompleteHook, total: _Total, places: list[int], alone: bool) -> None:
+    def __init__(self, complete: _CompleteHook, total: Total, taker: _Taker, alone: bool) -> None:
         self._complete = complete
         self._total = total
-        self._places = places
+        self._places = taker.places  # a reference to the taker would keep its node, which refers to this hook
+        self._region = taker.region
         self._alone = alone
 
     def __call__(self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
@@ -262,37 +271,53 @@ class _TakerHook:
         for place in self._places:
             part = grad_inputs[place]
             if part is not None and not is_transformed(part):
-                self._total.add(part.detach())
+                part = part.detach()
+                self._total.add(part if self._region is None else self._region.part_of(part))
         if self._alone:
             self._complete.hand_over(self._total)
 
 
 def _edge(tensor: Tensor) -> _Edge | None:
-    """The edge of the autograd graph that a tensor stands for, if it stands for one."""
+    """Return the edge of the autograd graph for a tensor, or ``None`` if it has none."""
     if not tensor.requires_grad:
         return None
     try:
         edge = get_gradient_edge(tensor)
     except (RuntimeError, AssertionError):
-        # Of a view whose base was changed in place in a way that forbids it a gradient, or of one of several that were
-        # made without autograd.
+        # A view has no edge if its base was changed in place in a way that forbids its gradient, or if it is one of
+        # several views that were created without autograd.
         return None
     return edge.node, edge.output_nr
 
 
+def _views_in(entering: dict[_Edge, _Input]) -> dict[_Edge, _Base]:
+    """Return the bases of the inputs that are views, except bases that are inputs or that have several views here."""
+    found: dict[_Edge, _Base] = {}
+    for edge, (_, tensor) in entering.items():
+        base = base_of(tensor)
+        # A leaf can have views, too, but it cannot be changed in place.
+        base_edge = None if base is None or base.is_leaf else _edge(base)
+        view = None if base is None or base_edge is None else View.of(tensor, base)
+        if base_edge is not None and view is not None:
+            found[edge] = _Base(base_edge, view)
+    edges = [base.edge for base in found.values()]
+    return {edge: each for edge, each in found.items() if each.edge not in entering and edges.count(each.edge) == 1}
+
+
 def _takers(roots: Iterable[Node], call: _Call) -> dict[_Edge, dict[Node, list[int]]]:
-    """The nodes of a call that take its inputs, each with the places of its own inputs at which it does, by edge."""
+    """Return, by edge, the nodes of a call that consume its inputs or their bases, with the indices of these inputs."""
+    wanted = call.entering.keys() | {base.edge for base in call.views.values()}
     found: dict[_Edge, dict[Node, list[int]]] = {}
     todo = list(roots)
     seen: set[Node] = set()
     while todo:
         node = todo.pop()
-        # What was there before the call, and the nodes of leaves, have no part in it.
+        # Nodes from before the call and nodes of leaves are not part of the call.
         if node in seen or not call.first <= sequence_number_of(node):
             continue
         seen.add(node)
         for place, edge in enumerate(node.next_functions):
-            if edge in call.entering:
+            if edge in wanted:
                 found.setdefault(edge, {}).setdefault(node, []).append(place)
             elif edge[0] is not None:
                 todo.append(edge[0])

@@ -1,4 +1,4 @@
-"""How many nodes of autograd graphs the taps of this process may look at while these graphs live."""
+"""A limit on the autograd graph nodes that the taps of this process visit while the graphs are alive."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 __all__ = ["LIVING_NODES", "MOST_NODES", "LivingNodes"]
 
-# torch frees the nodes of a graph that Python has looked at one inside the other, on the stack: with 45,000 in a row,
-# as of a loop unrolled that often, the process ends (torch 2.13, 8 MiB of stack; ``tensor.grad_fn`` alone does it).
+# torch frees nodes that Python has visited recursively. With 45,000 of them in a row, such as from an unrolled loop,
+# the stack overflows and the process ends (torch 2.13, 8 MiB of stack; ``tensor.grad_fn`` alone is enough).
 MOST_NODES = 20_000
 
-# Counting what still lives takes time, so when it was too much, it is not counted again at once.
+# Counting the live nodes takes time, so after a refusal the next count waits for this many requests.
 _REFUSALS = 1000
 
 
 class LivingNodes:
-    """Counts the nodes that were looked at, and forgets them when their graph is gone.
+    """A counter of visited nodes that drops them when their graph is freed.
 
-    One for all taps: it is one graph, whichever of them look at it.
+    All taps share one counter, because they visit the same graph.
     """
 
     def __init__(self) -> None:
@@ -28,8 +28,8 @@ class LivingNodes:
         self._refusals = 0
 
     def has_room(self, nodes: int) -> bool:
-        """Whether that many nodes more may be looked at."""
-        if self._count + nodes <= MOST_NODES:  # as nearly always; a number is read without the lock
+        """Return True if that many more nodes may be visited."""
+        if self._count + nodes <= MOST_NODES:  # the common case; reading a number needs no lock
             return True
         with self._lock:
             if self._count + nodes <= MOST_NODES:
@@ -45,13 +45,13 @@ class LivingNodes:
             return False
 
     def add(self, reference: Callable[[], object], nodes: int) -> None:
-        """Note that nodes were looked at, which live as long as what the weak reference refers to."""
+        """Count visited nodes that live as long as the target of the weak reference."""
         with self._lock:
             self._looked_at.append((reference, nodes))
             self._count += nodes
 
     def expect_less(self) -> None:
-        """Count again when there is no room the next time, as after a backward pass, when graphs are freed."""
+        """Recount at the next request without room. Called after a backward pass, when graphs are freed."""
         self._refusals = 0
 
 

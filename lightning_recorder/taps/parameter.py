@@ -1,8 +1,7 @@
-"""The parameters of modules and their gradients."""
+"""Taps for the parameters of modules and their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -10,18 +9,19 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_recorder.autograd import in_backward
+from lightning_recorder.names import own_parameters
 from lightning_recorder.taps.base import Tap, TapHook
 from lightning_recorder.taps.gradient import GradientHook, GradientTap
 
-__all__ = ["ParameterGradientTap", "ParameterTap", "own_parameters"]
+__all__ = ["ParameterGradientTap", "ParameterTap"]
 
 
 class ParameterTap(Tap):
-    """Hands over the parameters of the modules at each call, with the values that the call used.
+    """Records the parameters of the modules at each call, with the values that the call used.
 
-    Those of its submodules are no parameters of a module, but for submodules that are a part of it: what
-    ``torch.nn.utils.parametrize`` puts in, and the projection of ``nn.MultiheadAttention``. A parameter that two
-    modules share is handed over by both.
+    Parameters of submodules do not belong to a module, except for submodules that it never calls: lists and
+    dictionaries of parameters, parametrizations from ``torch.nn.utils.parametrize``, and the projection of
+    ``nn.MultiheadAttention``. A parameter that two modules share is recorded for both.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -42,12 +42,12 @@ class ParameterTap(Tap):
 
 
 class ParameterGradientTap(GradientTap):
-    """Hands over what each backward pass adds to the gradients of the modules' parameters.
+    """Records the gradient that each backward pass adds to the parameters of the modules.
 
-    It is the gradient of that pass alone, on this rank, with the scale of the loss that was differentiated; ``.grad``
-    is the sum of those since it was set to zero, after DDP the mean over the ranks. Which parameters are the modules'
-    own is said at :class:`ParameterTap`. One that is frozen has no gradient; one that is thawed while the tap is on is
-    seen when the tap is attached the next time.
+    It is the gradient of that pass alone, on this rank, with the scale of the differentiated loss. In contrast,
+    ``.grad`` is the sum of these gradients since it was last zeroed, and the mean over the ranks after DDP.
+    :class:`ParameterTap` defines the parameters that belong to a module. A frozen parameter has no gradient. A
+    parameter that is unfrozen while the tap is attached is recorded from the next time the tap is attached.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ class ParameterGradientTap(GradientTap):
     @override
     def _put_on(self, name: str, module: nn.Module) -> None:
         if any(is_lazy(parameter) for _, parameter in own_parameters(module)):
-            # They take no hook before the module has been called.
+            # Lazy parameters do not support hooks before the first call of the module.
             self._keep(module.register_forward_hook(TapHook(self, name, self._see)))
         else:
             self._see(name, module)
@@ -70,16 +70,3 @@ class ParameterGradientTap(GradientTap):
         for path, parameter in own_parameters(module):
             if parameter.requires_grad:
                 self._put_on_tensor(parameter, GradientHook(self, name, path))
-
-
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a call of the module uses itself, by their names in it.
-
-    Example:
-        >>> [name for name, _ in own_parameters(nn.MultiheadAttention(4, 2))]
-        ['in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias']
-    """
-    yield from module.named_parameters(recurse=False)
-    for name, child in module.named_children():
-        if name == "parametrizations" or isinstance(module, nn.MultiheadAttention):
-            yield from child.named_parameters(prefix=name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -36,14 +37,14 @@ def main() -> None:
     """Run the demo, serve it, and photograph it."""
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        runpy.run_path(str(ROOT / "examples" / "digits.py"))["main"](Path(folder))
+        subprocess.run([sys.executable, ROOT / "examples" / "digits.py", folder], check=True)
         run = Path(folder) / "digits" / "version_0"
         (PICTURES / "digits-graph.png").write_bytes((run / "recorder" / "graph.png").read_bytes())
         with tensorboard(Path(folder) / "digits") as address, open_page() as page:
             get_json(address, "histograms/tags")
             shoot(page, address, "histograms", "tf-histogram-loader", PICTURES / "tensorboard-histograms.png")
             shoot(page, address, "images", "tf-image-loader img", PICTURES / "tensorboard-images.png")
-            (*_, latest) = get_json(address, "images/images", run="version_0", tag=HEAT_MAP, sample=0)
+            (*_, latest) = get_json(address, "images/images", run="version_0/recorder", tag=HEAT_MAP, sample=0)
             (PICTURES / "digits-heat-map.png").write_bytes(get(address, f"images/individualImage?{latest['query']}&"))
     for picture in PICTURES.glob("*.png"):
         shrink(picture)

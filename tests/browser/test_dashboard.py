@@ -96,7 +96,7 @@ def test_custom_scalars_have_all_layers_in_one_chart(page: Page, deep_address: s
     assert titles["activations"] == ["mean", "std", "rms", "min", "max", "zero_fraction"]
     assert {"rms", "update_ratio", "grad rms", "update rms"} <= set(titles["parameters"])
     (pattern,) = layout["category"][0]["chart"][2]["multiline"]["tag"]
-    lines = get_json(deep_address, "custom_scalars/scalars", run="version_0", tag=pattern)
+    lines = get_json(deep_address, "custom_scalars/scalars", run="version_0/recorder", tag=pattern)
     assert len(lines["tag_to_events"]) == 19 * 3 + 3
     page.goto(f"{deep_address}/#custom_scalars")
     expect(page.locator("tf-custom-scalar-multi-line-chart-card").first).to_be_visible(timeout=60_000)
@@ -105,11 +105,11 @@ def test_custom_scalars_have_all_layers_in_one_chart(page: Page, deep_address: s
 
 def test_one_picture_shows_all_layers(page: Page, deep_address: str) -> None:
     """Under Images there is a heat map of layers and steps for each of some statistics, at most 1,600 pixels high."""
-    tags = get_json(deep_address, "images/tags")["version_0"]
+    tags = get_json(deep_address, "images/tags")["version_0/recorder"]
     assert {f"{group}_plots/heat_map/rms" for group in GROUPS} <= set(tags)
     assert {"gradients_plots/flow", "parameters_grad_plots/flow"} <= set(tags)
     tag = "activations_plots/heat_map/rms"
-    (*_, latest) = get_json(deep_address, "images/images", run="version_0", tag=tag, sample=0)
+    (*_, latest) = get_json(deep_address, "images/images", run="version_0/recorder", tag=tag, sample=0)
     with Image.open(io.BytesIO(get(deep_address, f"images/individualImage?{latest['query']}&"))) as picture:
         assert (latest["step"], picture.width, picture.height <= 1600) == (39, 350, True)
     page.goto(f"{deep_address}/#images")
@@ -132,7 +132,7 @@ def test_the_time_series_can_be_looked_through(page: Page, deep_address: str) ->
 
 def test_the_receipt_is_a_text(page: Page, deep_address: str) -> None:
     """Under Text each recorder has a table of what it has recorded."""
-    assert set(get_json(deep_address, "text/tags")["version_0"]) == {
+    assert set(get_json(deep_address, "text/tags")["version_0/recorder"]) == {
         f"recorder/{group}/receipt/text_summary" for group in GROUPS
     }
     page.goto(f"{deep_address}/#text")

@@ -1,4 +1,4 @@
-"""Models and fits that the tests of the callbacks share."""
+"""Models and fits that the callback tests share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Encoder(nn.Module):
-    """A convolution, a normalisation and an in-place activation, then a way around a second convolution."""
+    """A convolution, a normalisation and an in-place activation, then a second convolution with a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Encoder(nn.Module):
 
 
 class Classifier(LightningModule):
-    """A small image classifier that remembers the loss of each step."""
+    """A small image classifier that stores the loss of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ class Classifier(LightningModule):
 
 
 LEAVES = ["encoder.conv1", "encoder.norm", "encoder.relu", "encoder.conv2", "dropout", "head"]
-"""The leaf modules of :class:`Classifier` in their order."""
+"""The leaf modules of :class:`Classifier`, in order."""
 
 
 def digits(batches: int = 6, batch_size: int = 8) -> DataLoader[tuple[Tensor, ...]]:
-    """Batches of images of 8×8 with a class each, always the same."""
+    """Return fixed batches of 8×8 images with one class each."""
     generator = torch.Generator().manual_seed(3)
     images = torch.rand(batches * batch_size, 1, 8, 8, generator=generator)
     classes = torch.randint(0, 10, (batches * batch_size,), generator=generator)
@@ -86,17 +86,19 @@ def fit(model: LightningModule, folder: Path, callbacks: Sequence[Callback] = ()
     return trainer
 
 
-def events(trainer: Trainer) -> EventAccumulator:
-    """What the event files of a run say."""
+def events(trainer: Trainer, folder: str = "recorder") -> EventAccumulator:
+    """Return the content of the recorders' event file; with ``"."``, that of the file ``self.log`` writes."""
     with warnings.catch_warnings():
-        # TensorBoard looks at all of a file's events; size_guidance 0 keeps each of them.
-        accumulator = EventAccumulator(str(trainer.log_dir), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
+        # size_guidance 0 keeps all events; by default, TensorBoard keeps a sample.
+        accumulator = EventAccumulator(
+            str(Path(str(trainer.log_dir), folder)), size_guidance={"scalars": 0, "histograms": 0, "images": 0}
+        )
         accumulator.Reload()
     return accumulator
 
 
 def hooks_left(model: nn.Module) -> list[str]:
-    """The names of the modules and parameters that still have a hook."""
+    """Return the names of the modules and parameters that still have a hook."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     left = [name for name, module in model.named_modules() if any(getattr(module, kind) for kind in kinds)]
     return left + [name for name, parameter in model.named_parameters() if parameter._backward_hooks]

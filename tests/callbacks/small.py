@@ -1,4 +1,4 @@
-"""A small model, fits of it that can be interrupted, and what they have shown."""
+"""A small model, interruptible fits of it, and the output that they show."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ WEIGHTS_ONLY: dict[str, Any] = (
 
 
 class Small(Classifier):
-    """Two linear layers and nothing that draws random numbers."""
+    """Two linear layers, without randomness."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU())  # type: ignore[assignment]  # another encoder
-        self.dropout = nn.Identity()  # type: ignore[assignment]  # as above
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU())  # type: ignore[assignment]  # a different encoder
+        self.dropout = nn.Identity()  # type: ignore[assignment]  # a different module
         self.head = nn.Linear(8, 10)
 
 
 def small() -> Small:
-    """The model, with the same parameters each time."""
+    """Return the model, always with the same parameters."""
     seed_everything(1, verbose=False)
     return Small()
 
 
 class Resumable(DataLoader[tuple[Tensor, ...]]):
-    """The batches of :func:`digits`, going on behind those that were given before a checkpoint."""
+    """The batches of :func:`digits`, which resume after those that were used before a checkpoint."""
 
     def __init__(self) -> None:
         dataset: Any = digits(BATCHES).dataset
@@ -76,7 +76,7 @@ def go(
     validation: bool = False,
     **options: Any,
 ) -> Trainer:
-    """Train the small model, or go on from a checkpoint."""
+    """Train the small model, or resume from a checkpoint."""
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -91,7 +91,7 @@ def go(
 
 
 def shown(sink: MemorySink, start: int = 0) -> dict[tuple[str, int], Any]:
-    """Every scalar and histogram from a step on, by tag and step, in a form that is equal just where all bits are."""
+    """Return all scalars and histograms from a step on, by tag and step, in a form that compares bitwise."""
     scalars = {(tag, step): repr(value) for tag, by_step in sink.scalars.items() for step, value in by_step.items()}
     histograms = {
         (tag, step): (*(each.tolist() for each in (seen.edges, seen.counts)), seen.min, seen.max, seen.sum)
@@ -102,7 +102,7 @@ def shown(sink: MemorySink, start: int = 0) -> dict[tuple[str, int], Any]:
 
 
 def told_by(run: Callable[[], object]) -> list[str]:
-    """The warnings of ours that a run gives."""
+    """Return the warnings of this package from a run."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()

@@ -1,4 +1,4 @@
-"""Dumps lie beside every checkpoint, whoever saves it, and go with it."""
+"""Dumps are written beside every checkpoint and removed with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.callbacks.models import Classifier, digits, fit
 
 
 def tensors(**options: Any) -> TensorDumper:
-    return TensorDumper("head", **{"every_n_train_steps": 1, "strict": True, **options})
+    return TensorDumper("head", **{"every_n_train_steps": 1, "at": "checkpoints", "strict": True, **options})
 
 
 def statistics(**options: Any) -> ActivationRecorder:
@@ -36,7 +36,7 @@ both = pytest.mark.parametrize(("make", "label"), BOTH, ids=["tensors", "statist
 
 
 class Stepping(Classifier):
-    """Logs a number that falls and one that rises."""
+    """Logs one metric that falls and one that rises."""
 
     @override
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
@@ -55,7 +55,9 @@ def checkpoints_of(folder: Path) -> set[str]:
 
 
 def dumped(folder: Path, label: str) -> dict[str, int]:
-    """By its checkpoint the step of each dump, which the manifest and the file agree upon."""
+    """Return the step of each dump by its checkpoint, and check that manifest and file agree."""
+    if not folder.exists():  # nothing was saved
+        return {}
     lines = [line for line in read_manifest(folder) if line["file"].endswith(f".{label}.safetensors")]
     assert {line["file"] for line in lines} == {path.name for path in folder.glob(f"*.{label}.safetensors")}
     for line in lines:
@@ -65,12 +67,12 @@ def dumped(folder: Path, label: str) -> dict[str, int]:
 
 
 def step_of(folder: Path, checkpoint: str) -> int:
-    """The step behind which a checkpoint was saved."""
+    """Return the step after which a checkpoint was saved."""
     return int(torch.load(folder / checkpoint, weights_only=False)["global_step"]) - 1
 
 
 def check(folder: Path, label: str, names: set[str]) -> None:
-    """These checkpoints are there, and each has the dump of its step."""
+    """Check that these checkpoints exist and that each has the dump of its step."""
     assert checkpoints_of(folder) == names
     assert dumped(folder, label) == {name: step_of(folder, name) for name in names}
 
@@ -102,7 +104,7 @@ def check(folder: Path, label: str, names: set[str]) -> None:
 def test_each_checkpoint_has_its_dump(
     make: Make, label: str, options: dict[str, Any], names: set[str], tmp_path: Path
 ) -> None:
-    """Beside what ``ModelCheckpoint`` keeps lies a dump of the step behind which it was saved, and no other."""
+    """Each checkpoint that ``ModelCheckpoint`` keeps has a dump of its step beside it, and there are no other dumps."""
     kept = tmp_path / "kept"
     train(tmp_path, [make(), ModelCheckpoint(kept, **options)])
     check(kept, label, names)
@@ -111,7 +113,7 @@ def test_each_checkpoint_has_its_dump(
 @pytest.mark.parametrize("at", ["steps", "epochs"])
 @pytest.mark.parametrize("saved", [{"save_last": "link"}, {"save_top_k": -1, "every_n_train_steps": 2}], ids=str)
 def test_beside_checkpoints_there_are_dumps_only_if_asked_for(at: str, saved: dict[str, Any], tmp_path: Path) -> None:
-    """A dumper that writes at steps or at epochs leaves nothing beside the checkpoints of its run."""
+    """A dumper that writes at steps or at epochs writes nothing beside the checkpoints of its run."""
     kept = tmp_path / "kept"
     train(tmp_path, [tensors(at=at), ModelCheckpoint(kept, **saved)], max_epochs=2)
     assert {path.suffix for path in kept.iterdir()} == {".ckpt"}
@@ -119,7 +121,7 @@ def test_beside_checkpoints_there_are_dumps_only_if_asked_for(at: str, saved: di
 
 @both
 def test_several_monitors(make: Make, label: str, tmp_path: Path) -> None:
-    """Each of several checkpoint callbacks prunes its own, in a folder of its own or in one with another."""
+    """Each of several checkpoint callbacks prunes its own dumps, in its own folder or in a shared one."""
     saved: dict[str, Any] = {"save_top_k": 1, "every_n_train_steps": 1}
     train(
         tmp_path,
@@ -136,7 +138,7 @@ def test_several_monitors(make: Make, label: str, tmp_path: Path) -> None:
 
 @both
 def test_asynchronous_checkpoints(make: Make, label: str, tmp_path: Path) -> None:
-    """Where checkpoints are written in the background, dumps are those of their steps all the same."""
+    """If checkpoints are written in the background, each dump still has the step of its checkpoint."""
     kept = ModelCheckpoint(tmp_path / "kept", save_top_k=2, monitor="falling", every_n_train_steps=1, save_last=True)
     trainer = train(tmp_path, [make(), kept], plugins=[AsyncCheckpointIO()])
     check(tmp_path / "kept", label, {"epoch=0-step=5.ckpt", "epoch=0-step=6.ckpt", "last.ckpt"})
@@ -146,7 +148,7 @@ def test_asynchronous_checkpoints(make: Make, label: str, tmp_path: Path) -> Non
 @both
 @pytest.mark.parametrize(("cadence", "step"), [(1, 2), (2, 1), (5, 0)])
 def test_the_latest_sampled_step_is_in_it(make: Make, label: str, cadence: int, step: int, tmp_path: Path) -> None:
-    """Of a checkpoint that is saved by hand between two sampled steps the dump has the earlier one."""
+    """A checkpoint saved manually between two sampled steps has a dump of the earlier one."""
 
     class Saver(Callback):
         @override
@@ -162,7 +164,7 @@ def test_the_latest_sampled_step_is_in_it(make: Make, label: str, cadence: int, 
 
 @both
 def test_before_anything_is_sampled_there_is_no_dump(make: Make, label: str, tmp_path: Path) -> None:
-    """A checkpoint that is saved before the first sampled step has none, also in a second run of the callback."""
+    """A checkpoint before the first sampled step has no dump, also in a second run of the callback."""
     callback = make(every_n_train_steps=None, step_window=(4, 6))
     for run in ("first", "second"):
         kept = tmp_path / run
@@ -171,12 +173,12 @@ def test_before_anything_is_sampled_there_is_no_dump(make: Make, label: str, tmp
         assert dumped(kept, label) == {"epoch=0-step=6.ckpt": 5}
 
 
-# Lightning takes its own checkpoint of an exception for one to go on from.
+# Lightning regards its own checkpoint of an exception as one to resume from.
 @pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=:UserWarning")
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @both
 def test_a_checkpoint_of_an_exception(make: Make, label: str, error: type[BaseException], tmp_path: Path) -> None:
-    """What is saved because a run ends early has the dump of the last step that was sampled."""
+    """A checkpoint saved because a run ends early has a dump of the last sampled step."""
 
     class Brittle(Stepping):
         @override
@@ -196,7 +198,7 @@ def test_a_checkpoint_of_an_exception(make: Make, label: str, error: type[BaseEx
 
 @both
 def test_a_resumed_run_prunes_what_the_first_one_left(make: Make, label: str, tmp_path: Path) -> None:
-    """Checkpoints that a later run removes take the dumps of the earlier one with them."""
+    """If a later run removes checkpoints of an earlier run, their dumps are removed as well."""
     kept = tmp_path / "kept"
 
     def saver() -> ModelCheckpoint:
@@ -224,7 +226,7 @@ def test_a_resumed_run_prunes_what_the_first_one_left(make: Make, label: str, tm
 
 @both
 def test_strict_raises_what_a_dump_beside_a_checkpoint_raises(make: Make, label: str, tmp_path: Path) -> None:
-    """Whatever comes behind the dump that failed, and be it another checkpoint, the run ends with its error."""
+    """With ``strict``, a failed dump ends the run with its error, even if another checkpoint follows."""
     kept = tmp_path / "kept"
     (kept / f"a.{label}.safetensors" / "in the way").mkdir(parents=True)
     callback = make()
@@ -241,14 +243,14 @@ def test_strict_raises_what_a_dump_beside_a_checkpoint_raises(make: Make, label:
 
 
 def wait_for(callback: Any) -> None:
-    """Wait until all is written that was handed over, and raise nothing."""
+    """Wait until all queued writes have finished, without raising."""
     queue = callback._results._queue if isinstance(callback, ActivationRecorder) else callback._dumps._queue
     queue.wait()
 
 
 @both
 def test_a_dump_that_fails_leaves_the_removals(make: Make, label: str, tmp_path: Path) -> None:
-    """After one that could not be written, the dumps of pruned checkpoints go with these as before."""
+    """After a dump has failed, dumps of pruned checkpoints are still removed."""
     kept = tmp_path / "kept"
     (kept / f"epoch=0-step=4.{label}.safetensors" / "in the way").mkdir(parents=True)
     with warnings.catch_warnings():
@@ -259,7 +261,7 @@ def test_a_dump_that_fails_leaves_the_removals(make: Make, label: str, tmp_path:
 
 
 class OneThread(MemorySink):
-    """May be written to from the training thread alone, and reads what it is given."""
+    """A sink that must be written from the training thread only, and that reads the files that it receives."""
 
     any_thread = False
 
@@ -272,7 +274,7 @@ class OneThread(MemorySink):
 
 @both
 def test_a_checkpoint_that_lives_shortly_costs_no_upload(make: Make, label: str, tmp_path: Path) -> None:
-    """A dump that is pruned before the training thread can upload it is passed over, and later ones are uploaded."""
+    """A dump that is pruned before the training thread uploads it is skipped, and later dumps are uploaded."""
     sink = OneThread()
     callback = make(upload=True, sinks=[sink], strict=False)
 
@@ -297,7 +299,7 @@ def test_a_checkpoint_that_lives_shortly_costs_no_upload(make: Make, label: str,
 
 @both
 def test_the_last_link_has_the_last_record(make: Make, label: str, tmp_path: Path) -> None:
-    """Also where the records are written slowly, the dump beside a link that is made at the end has the latest step."""
+    """The dump beside a link that is created at the end has the latest step, even if records are written slowly."""
 
     class SlowSink(MemorySink):
         @override
@@ -338,7 +340,7 @@ class Sharded(Classifier):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     kept = ModelCheckpoint(folder / "kept", save_top_k=2, monitor="step", mode="max", every_n_train_steps=1)
-    dumper = TensorDumper("head", every_n_train_steps=1, per_rank=True, strict=True)
+    dumper = TensorDumper("head", every_n_train_steps=1, at="checkpoints", per_rank=True, strict=True)
 
     class Step(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
@@ -354,7 +356,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_sharded_checkpoints(tmp_path: Path) -> None:
-    """A checkpoint that two processes write into a folder has a dump of each beside it, which is pruned with it."""
+    """A checkpoint that two processes write to one folder has a dump of each process, which is pruned with it."""
     (tmp_path / "train.py").write_text(SHARDED)
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

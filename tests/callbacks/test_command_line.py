@@ -1,4 +1,4 @@
-"""The callbacks in the command line and the configuration files of ``LightningCLI``."""
+"""The callbacks on the command line and in configuration files of ``LightningCLI``."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ MODULE = "tests.callbacks.test_command_line"
 
 
 def even(step: int) -> bool:
-    """Whether a step is even."""
+    """Return True if a step is even."""
     return step % 2 == 0
 
 
 def is_large(seen: SiteStatistics) -> bool:
-    """Whether a site has shown large values."""
+    """Return True if a site has large values."""
     return seen.abs_max > 1e4
 
 
@@ -181,7 +181,7 @@ NAMED = [
 
 
 def arguments(kind: type[Any]) -> dict[str, inspect.Parameter]:
-    """The arguments that a callback takes, those that it passes on included."""
+    """Return the arguments that a callback accepts, including those that it passes on."""
     own = dict(inspect.signature(kind).parameters)
     if own.pop("options", None) is not None:
         own = {**inspect.signature(StatisticsCallback).parameters, **own}
@@ -190,13 +190,13 @@ def arguments(kind: type[Any]) -> dict[str, inspect.Parameter]:
 
 @pytest.fixture(autouse=True)
 def _program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line has the arguments of the test alone."""
+    """Keep only the test's own arguments on the command line."""
     monkeypatch.setattr("sys.argv", ["train.py"])
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 uses what 4.53 deprecates
 
 
 def load(*args: str) -> Any:
-    """The command line with these arguments, up to where it would run."""
+    """Run the command line with these arguments, up to the point at which it would start the run."""
     quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
     return LightningCLI(
         Classifier, run=False, save_config_callback=None, seed_everything_default=1, args=[*quiet, *args]
@@ -209,7 +209,7 @@ def callback_of(cli: Any, kind: type[Any]) -> Any:
 
 
 def written(folder: Path, kind: type[Any], values: dict[str, Any]) -> Path:
-    """A configuration file with one callback."""
+    """Write a configuration file with one callback, and return its path."""
     path = folder / "config.yaml"
     entry = {"class_path": f"lightning_recorder.{kind.__name__}", "init_args": values}
     path.write_text(yaml.safe_dump({"trainer": {"callbacks": [entry]}}))
@@ -217,14 +217,14 @@ def written(folder: Path, kind: type[Any], values: dict[str, Any]) -> Path:
 
 
 def settings(callback: Any) -> dict[str, Any]:
-    """What a callback was made with, as it can be compared."""
+    """Return the settings of a callback in a comparable form."""
     found = {name: read(callback) for name, _, read, _ in CASES[type(callback)]}
     return {name: value.__name__ if callable(value) else value for name, value in found.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cases_are_all_arguments(kind: type[Any]) -> None:
-    """These tests know each argument of each callback, and no other."""
+    """These tests cover exactly the arguments of each callback."""
     assert {name for name, *_ in CASES[kind]} == set(arguments(kind))
 
 
@@ -232,20 +232,20 @@ def test_the_cases_are_all_arguments(kind: type[Any]) -> None:
 def test_each_argument_can_be_given_in_a_file(
     kind: type[Any], name: str, value: Any, read: Any, expected: Any, tmp_path: Path
 ) -> None:
-    """What a configuration file says of an argument reaches the callback."""
+    """The value of an argument in a configuration file reaches the callback."""
     callback = callback_of(load("--config", str(written(tmp_path, kind, {name: value}))), kind)
     assert read(callback) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_defaults_are_those_of_the_class(kind: type[Any], tmp_path: Path) -> None:
-    """Without arguments a callback from a file has the settings of one that was made by hand."""
+    """Without arguments, a callback from a file has the same settings as one created in Python."""
     assert settings(callback_of(load("--config", str(written(tmp_path, kind, {}))), kind)) == settings(kind())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_callback_can_be_given_on_the_command_line(kind: type[Any]) -> None:
-    """A name is enough for the class, and its arguments follow."""
+    """The name of the class is enough, and arguments can follow."""
     cli = load(f"--trainer.callbacks+={kind.__name__}", "--trainer.callbacks.strict=true", "--trainer.callbacks.name=a")
     callback = callback_of(cli, kind)
     assert (callback.strict, callback.name) == (True, "a")
@@ -255,7 +255,7 @@ def test_a_callback_can_be_given_on_the_command_line(kind: type[Any]) -> None:
 def test_a_printed_configuration_loads_again(
     kind: type[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The output of ``--print_config``, with all arguments given, loads and gives an equal callback and output."""
+    """The output of ``--print_config`` with all arguments can be loaded and gives an equal callback and output."""
     given = {name: value for name, value, *_ in CASES[kind]}
     first = load("--config", str(written(tmp_path, kind, given)))
     printed = [print_config(capsys, "--config", str(written(tmp_path, kind, given)))]
@@ -278,7 +278,7 @@ def print_config(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def described(kind: type[Any]) -> dict[str, str]:
-    """The arguments in the docstrings of a class and its bases, with the first words of what they say."""
+    """Return the arguments in the docstrings of a class and its bases, with the first line of each description."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         section = re.search(r"^\s*Args:\n(.*?)(?:\n\s*\n\s*\w+:|\Z)", each.__doc__ or "", re.S | re.M)
@@ -290,7 +290,7 @@ def described(kind: type[Any]) -> dict[str, str]:
 def test_the_help_describes_each_argument(
     kind: type[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``--trainer.callbacks.help`` has each argument with what its docstring says of it."""
+    """``--trainer.callbacks.help`` shows each argument with the description from its docstring."""
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as ended:
         load("--trainer.callbacks.help", f"lightning_recorder.{kind.__name__}")
@@ -307,7 +307,11 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "names": [(3, "names takes module names or globs"), ([], "names is empty")],
     "types": [([int], "types takes subclasses of torch.nn.Module or their names"), ([], "types is empty")],
     "exclude": [([None], "exclude takes module names or globs")],
-    "every_n_train_steps": [(-1, "integer of at least 0"), (1.5, "integer of at least 0"), (True, "integer of at")],
+    "every_n_train_steps": [
+        (-1, "integer of at least 0"),
+        (1.5, "integer of at least 0"),
+        (True, "write 1 to record every"),
+    ],
     "every_n_epochs": [(0, "integer of at least 1"), ("2", "integer of at least 1")],
     "first_n_steps": [(-1, "integer of at least 0"), (None, "integer of at least 0")],
     "step_window": [((3, 3), "0 <= start < stop"), ((1,), "two integers"), (4, "two integers"), ("12", "two integers")],
@@ -321,7 +325,11 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "dump": [("no", "'checkpoints', 'records', 'epochs'"), ([], "'checkpoints'"), (3, "True stands for")],
     "compiled": [("both", "'eager' or 'skip'"), (None, "'eager' or 'skip'")],
     "max_tags": [(0, "integer of at least 1"), ("many", "integer of at least 1")],
-    "dump_when": [(3, "function of the statistics"), ("no.such.path", "cannot be imported")],
+    "dump_when": [
+        (3, r"function \(seen\) of the statistics"),
+        (lambda: True, r"takes \(\)"),
+        ("no.such.path", "cannot be imported"),
+    ],
     "max_total_bytes": [(-1, "integer of at least"), (1e9, "integer of at least")],
     "upload": [("no", "True or False")],
     "max_upload_bytes": [(-1, "integer of at least 0"), (None, "integer of at least 0")],
@@ -350,7 +358,13 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "timeout_s": [(0, "must be positive"), ("5", "must be positive"), (None, "must be positive")],
     "styler": [(GraphvizStyler, "must be a GraphvizStyler"), ("dark", "must be a GraphvizStyler")],
 }
-DUMPER_WRONG = {"when": [(3, "function of the statistics"), ("no.such.path", "cannot be imported")]}
+DUMPER_WRONG = {
+    "when": [
+        (3, r"function \(seen\) of the statistics"),
+        (lambda a, b: True, r"takes \(a, b\)"),
+        ("no.such.path", "cannot be imported"),
+    ]
+}
 GRAPH_WRONG = {"name": [("a/b", "that of a file"), ("", "that of a file"), (3, "must be a string")]}
 REFUSED = [
     (kind, name, value, told)
@@ -362,31 +376,119 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kind", "name", "value", "told"), REFUSED)
 def test_a_wrong_argument_is_named_with_what_is_allowed(kind: type[Any], name: str, value: Any, told: str) -> None:
-    """A value that can never work raises at construction; the message has the argument and the allowed values."""
+    """An invalid value raises at construction, and the message has the argument and the allowed values."""
     with pytest.raises(ArgumentError, match=told) as raised:
         kind(**{name: value})
     assert name in str(raised.value)
+    assert str(raised.value).startswith(f"{kind.__name__}: ")
 
 
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder])
 def test_a_predicate_can_be_given_by_its_import_path(kind: type[StatisticsCallback]) -> None:
-    """``when`` takes the import path of a function in Python as it does in a file."""
+    """``when`` accepts the import path of a function in Python as well as in a file."""
     sampling = kind(when=f"{MODULE}.even", every_n_train_steps=1).sampling
     assert [step for step in range(5) if sampling(step)] == [0, 2, 4]
 
 
+UNKNOWN = {
+    "every_n_steps": "every_n_train_steps",
+    "log_every_n_steps": "every_n_train_steps",
+    "every_n_batches": "every_n_train_steps",
+    "every_n_train_step": "every_n_train_steps",
+    "freq": "every_n_train_steps",
+    "interval": "every_n_train_steps",
+    "every_n_epoch": "every_n_epochs",
+    "layers": "names",
+    "modules": "names",
+    "type": "types",
+    "excludes": "exclude",
+    "statistic": "statistics",
+    "quantile": "quantiles",
+    "stage": "stages",
+    "stages": "stage",
+    "part": "parts",
+    "logger": "sinks",
+    "max_depth": "depth",
+    "rankdir": "direction",
+    "tensor": "tensors",
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unknown_argument_is_refused(kind: type[Any]) -> None:
-    """An argument that there is not is a TypeError that names it."""
-    with pytest.raises(TypeError, match="every_n_step"):
-        kind(every_n_step=3)
+    """An unknown argument raises a TypeError that names the class and suggests the intended argument."""
+    tried = [
+        (wrong, meant) for wrong, meant in UNKNOWN.items() if meant in arguments(kind) and wrong not in arguments(kind)
+    ]
+    assert len(tried) >= 3
+    for wrong, meant in tried:
+        with pytest.raises(
+            ArgumentError, match=f"^{kind.__name__} has no argument {wrong}: did you mean {meant}"
+        ) as raised:
+            kind(**{wrong: 3})
+        assert isinstance(raised.value, TypeError)
+    with pytest.raises(ArgumentError, match=f"^{kind.__name__} has no argument zzz; its arguments are .*, strict$"):
+        kind(zzz=3)
+
+
+def test_an_unknown_argument_of_a_subclass_is_refused() -> None:
+    """The message names the subclass, and the subclass's own arguments are known."""
+
+    class Mine(ActivationRecorder):
+        def __init__(self, *, colour: str = "red", **options: Any) -> None:
+            self.colour = colour
+            super().__init__(**options)
+
+    assert Mine(colour="blue", strict=True).strict
+    with pytest.raises(TypeError, match=r"^Mine has no argument every_n_steps: did you mean every_n_train_steps\?$"):
+        Mine(every_n_steps=3)
+    with pytest.raises(TypeError, match=r"^Mine has no argument color: did you mean colour\?$"):
+        Mine(color="blue")
+
+
+def test_several_names_are_a_list() -> None:
+    """Several positional names raise an error that shows the list to write."""
+    with pytest.raises(
+        ArgumentError, match=r"^ActivationRecorder takes one .*: write ActivationRecorder\(\['a', 'b'\]\)$"
+    ):
+        ActivationRecorder("a", "b")  # type: ignore[call-arg]  # the point of the test
+
+
+MISTYPED = [
+    (ActivationRecorder, {"stages": "val"}, "'validate'"),
+    (ActivationRecorder, {"reduce": "epochs"}, "'epoch'"),
+    (ActivationRecorder, {"dump": "checkpoint"}, "'checkpoints'"),
+    (GradientRecorder, {"statistics": "average"}, "'mean'"),
+    (ParameterRecorder, {"parts": "grads"}, "'gradients'"),
+    (TensorDumper, {"tensors": "output"}, "'outputs'"),
+    (TensorDumper, {"tensors": ["grad_output"]}, "'output_gradients'"),
+    (TensorDumper, {"at": "step"}, "'steps'"),
+    (TensorDumper, {"dtype": "bf16"}, "'bfloat16'"),
+    (GraphRecorder, {"stage": "val"}, "'validate'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "meant"), MISTYPED)
+def test_a_mistyped_word_is_suggested(kind: type[Any], given: dict[str, Any], meant: str) -> None:
+    """The message suggests the allowed word that is similar or that other packages call by the given word."""
+    (name,) = given
+    with pytest.raises(ArgumentError, match=rf"^{kind.__name__}: {name} .*: did you mean {meant}\?$"):
+        kind(**given)
+
+
+@pytest.mark.parametrize(("name", "call"), [("abs_max", r"Norms\(\)"), ("kurtosis", r"HigherMoments\(\)")])
+def test_a_further_statistic_names_its_reduction(name: str, call: str) -> None:
+    """The message about a statistic of an extra reduction says how to add that reduction."""
+    shown = rf"extra=\[{call}\] shows it, without naming it in statistics$"
+    with pytest.raises(ArgumentError, match=rf"got '{name}': {shown}"):
+        ActivationRecorder(statistics=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unknown_argument_in_a_file_is_refused(
     kind: type[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A configuration file with an argument that there is not ends the program, which names it."""
+    """An unknown argument in a configuration file ends the program with a message that names it."""
     with pytest.raises(SystemExit) as ended:
         load("--config", str(written(tmp_path, kind, {"every_n_step": 3})))
     assert ended.value.code == 2
@@ -408,7 +510,7 @@ def test_an_unknown_argument_in_a_file_is_refused(
 def test_a_wrong_value_in_a_file_is_refused(
     kind: type[Any], name: str, value: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A configuration file with a value of the wrong kind ends the program, which names it and what is allowed."""
+    """An invalid value in a configuration file ends the program with a message that names the allowed values."""
     with pytest.raises(SystemExit) as ended:
         load("--config", str(written(tmp_path, kind, {name: value})))
     assert ended.value.code == 2
@@ -418,13 +520,13 @@ def test_a_wrong_value_in_a_file_is_refused(
 
 
 def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
-    """A configuration file with an import path that leads nowhere ends the program with what is missing."""
-    with pytest.raises(ValueError, match=r"the when 'tests\.nowhere\.even' cannot be imported"):
+    """An import path that does not exist ends the program with a message that names the missing part."""
+    with pytest.raises(ValueError, match=r"when='tests\.nowhere\.even' cannot be imported"):
         load("--config", str(written(tmp_path, ActivationRecorder, {"when": "tests.nowhere.even"})))
 
 
 def test_a_run_from_the_command_line_records(tmp_path: Path) -> None:
-    """``fit`` with a configuration file of all callbacks trains and leaves records, a graph and the saved file."""
+    """``fit`` with a configuration file of all callbacks trains and writes records, a graph and the saved file."""
     entries = [{"class_path": f"lightning_recorder.{kind.__name__}", "init_args": {"strict": True}} for kind in KINDS]
     trainer = {"callbacks": entries, "max_epochs": 1, "enable_progress_bar": False, "enable_model_summary": False}
     trainer |= {"accelerator": "cpu", "log_every_n_steps": 2, "default_root_dir": str(tmp_path)}
@@ -438,7 +540,7 @@ def test_a_run_from_the_command_line_records(tmp_path: Path) -> None:
 
 
 class Trained(Classifier):
-    """A classifier with its own data."""
+    """A classifier that includes its own data."""
 
     def train_dataloader(self) -> Any:
         return digits(2)

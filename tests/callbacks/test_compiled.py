@@ -1,4 +1,4 @@
-"""The callbacks on models that are compiled, as a whole or in parts."""
+"""The callbacks on models that are compiled as a whole or in parts."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ENCODER = ["encoder.conv1", "encoder.norm", "encoder.relu", "encoder.conv2"]
 
 
 class Bare(Classifier):
-    """Does not log, which a compiled LightningModule of this Lightning cannot do under this torch."""
+    """Does not log, because with this torch version a compiled LightningModule of this Lightning version cannot log."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return F.cross_entropy(self(batch[0]), batch[1])
 
 
 class Losses(Callback):
-    """Keeps the loss of each step from outside of the model."""
+    """Stores the loss of each step outside the model."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -51,8 +51,8 @@ class Losses(Callback):
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Nothing is compiled before or after a test, and no stance is left by one."""
-    gc.collect()  # of recorders that other tests have left attached
+    """Reset compilation before and after a test, and leave no stance behind."""
+    gc.collect()  # frees recorders that other tests have left attached
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -61,12 +61,12 @@ def _fresh() -> Iterator[None]:
 
 
 def stance() -> str:
-    """The stance of the process."""
+    """Return the compiler stance of the process."""
     return str(torch._dynamo.eval_frame._stance.stance)
 
 
 def compiled(how: str, backend: str) -> tuple[Classifier, Any]:
-    """A model and what is given to ``fit``."""
+    """Return a compiled model and the model to pass to ``fit``."""
     torch.manual_seed(2)
     model = Bare()
     if how == "fit":
@@ -76,7 +76,7 @@ def compiled(how: str, backend: str) -> tuple[Classifier, Any]:
     elif how == "model.compile":
         model.compile(backend=backend)
     else:
-        model.encoder = torch.compile(model.encoder, backend=backend)  # type: ignore[assignment]  # acts as one
+        model.encoder = torch.compile(model.encoder, backend=backend)  # type: ignore[assignment]  # has the same interface
     return model, model
 
 
@@ -84,7 +84,7 @@ HOWS = ["fit", "submodule", "module.compile", "model.compile"]
 
 
 def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
-    """All callbacks, each third step."""
+    """Return all callbacks, recording every third step."""
     options = {"every_n_train_steps": 3, "sinks": [sink], "strict": True, **options}
     kinds: list[type[StatisticsCallback]] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
     return [GraphRecorder(strict=True), *(kind(**options) for kind in kinds)]
@@ -93,7 +93,7 @@ def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", HOWS)
 def test_compiled_models_are_recorded_and_compiled_once(how: str, backend: str, tmp_path: Path) -> None:
-    """All modules are recorded under their own names; there is one graph, no break of it and no recompilation."""
+    """All modules are recorded under their own names, with one graph, no graph break and no recompilation."""
     model, given = compiled(how, backend)
     sink = MemorySink()
     callbacks = recorders(sink)
@@ -114,7 +114,7 @@ def test_compiled_models_are_recorded_and_compiled_once(how: str, backend: str, 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_steps_without_a_record_run_the_compiled_code(how: str, tmp_path: Path) -> None:
-    """Of twelve steps the seven that are not recorded run the compiled graph, and the five others do not."""
+    """In a run of twelve steps, the seven unrecorded ones run the compiled graph and the five recorded ones do not."""
     runs: list[int] = []
 
     def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -124,7 +124,7 @@ def test_steps_without_a_record_run_the_compiled_code(how: str, tmp_path: Path) 
 
         return call
 
-    _, given = compiled(how, counting)  # type: ignore[arg-type]  # a backend may be a function
+    _, given = compiled(how, counting)  # type: ignore[arg-type]  # a backend can be a function
     fit(given, tmp_path, recorders(MemorySink()), logger=False, max_epochs=2)
     assert len(runs) == 7
 
@@ -133,7 +133,7 @@ def test_steps_without_a_record_run_the_compiled_code(how: str, tmp_path: Path) 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own import
 @pytest.mark.parametrize("how", HOWS)
 def test_code_of_inductor_is_compiled_once(how: str, tmp_path: Path) -> None:
-    """With torch's own backend there is one graph, too, and training goes on in it."""
+    """With torch's own backend there is also one graph, and training continues with it."""
     _, given = compiled(how, "inductor")
     sink = MemorySink()
     fit(given, tmp_path, recorders(sink), logger=False)
@@ -146,7 +146,7 @@ def test_code_of_inductor_is_compiled_once(how: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", HOWS)
 def test_compiled_training_is_bitwise_the_same(how: str, backend: str, tmp_path: Path) -> None:
-    """With a backend that computes as eager code does, a run with all callbacks equals one without to the bit."""
+    """With a backend that computes like eager code, a run with all callbacks is bitwise equal to one without."""
     found = []
     for folder, callbacks in (("bare", []), ("recorded", recorders(MemorySink()))):
         torch._dynamo.reset()
@@ -162,7 +162,7 @@ def test_compiled_training_is_bitwise_the_same(how: str, backend: str, tmp_path:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("own", ["default", "eager_on_recompile", "fail_on_recompile"])
 def test_the_users_own_stance_is_restored(how: str, fails: bool, own: str, tmp_path: Path) -> None:
-    """The stance that the user has set is there again on every step without a record, and behind a fit or an error."""
+    """The user's stance is restored on each unrecorded step and after a fit or an error."""
     seen: list[str] = []
 
     class Seeing(Callback):
@@ -173,7 +173,7 @@ def test_the_users_own_stance_is_restored(how: str, fails: bool, own: str, tmp_p
 
     _, given = compiled(how, "eager")
     callbacks = [*recorders(MemorySink(), every_n_train_steps=2), Seeing()]
-    if own == "fail_on_recompile":  # compiled before, since nothing is under this stance
+    if own == "fail_on_recompile":  # compile first, since nothing compiles under this stance
         fit(given, tmp_path / "before", logger=False, max_steps=1)
     with torch.compiler.set_stance(own):
         if fails:
@@ -189,7 +189,7 @@ def test_the_users_own_stance_is_restored(how: str, fails: bool, own: str, tmp_p
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", ["submodule", "module.compile"])
 def test_compiled_modules_can_be_left_out(how: str, backend: str, tmp_path: Path) -> None:
-    """With ``skip`` what is not compiled is recorded, the receipt says of the rest why, and all steps run compiled."""
+    """With ``skip``, only uncompiled modules are recorded, the receipt lists the others, and all steps run compiled."""
     stances: list[str] = []
 
     class Seeing(Callback):
@@ -230,7 +230,7 @@ def test_compiled_modules_can_be_left_out(how: str, backend: str, tmp_path: Path
 @pytest.mark.parametrize("how", ["fit", "model.compile"])
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder])
 def test_where_all_is_compiled_skip_records_nothing(kind: type[StatisticsCallback], how: str, tmp_path: Path) -> None:
-    """With ``skip`` a model that is compiled as a whole has no record, and one warning says so."""
+    """With ``skip``, a model compiled as a whole has no records, and one warning is given."""
     model, given = compiled(how, "eager")
     sink = MemorySink()
     with pytest.warns(RecorderWarning, match=f"{kind.__name__} records nothing: .* all are compiled"):
@@ -241,18 +241,35 @@ def test_where_all_is_compiled_skip_records_nothing(kind: type[StatisticsCallbac
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_skip_records_no_graph_of_a_compiled_model(how: str, tmp_path: Path) -> None:
-    """With ``skip`` there is no graph of a model that is compiled, even in part, and one warning says so."""
-    _, given = compiled(how, "eager")
-    recorder = GraphRecorder(compiled="skip")
-    with pytest.warns(RecorderWarning, match="GraphRecorder records no graph"):
-        fit(given, tmp_path, [recorder], logger=False)
-    assert recorder.graph is None
+def test_with_skip_a_compiled_part_is_one_node(how: str, tmp_path: Path) -> None:
+    """With ``skip``, the recorded step runs the compiled code, which is compiled once and drawn as one node."""
+    runs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            runs.append(1)
+            return graph.forward(*args)
+
+        return call
+
+    _, given = compiled(how, counting)  # type: ignore[arg-type]  # a backend can be a function
+    recorder = GraphRecorder(compiled="skip", strict=True)
+    fit(given, tmp_path, [recorder], logger=False)
+    assert (len(runs), counters["stats"]["unique_graphs"]) == (6, 1)
+    assert recorder.graph is not None
+    modules = [node.name for node in recorder.graph.nodes if node.kind == "module"]
+    ops = [node.name for node in recorder.graph.nodes if node.kind == "op"]
+    if how in ("submodule", "module.compile"):
+        assert modules == ["", "encoder", "dropout", "head"]
+        assert ops == ["unseen", "dropout", "linear", "cross_entropy"]
+    else:
+        whole = {"fit": ["Bare.training_step"], "model.compile": ["Bare.forward", "cross_entropy"]}
+        assert (modules, ops) == ([""], whole[how])
 
 
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder, GraphRecorder])
 def test_skip_is_nothing_to_a_model_that_is_not_compiled(kind: Any, tmp_path: Path) -> None:
-    """With ``skip`` all of a model is recorded of which nothing is compiled."""
+    """With ``skip``, a model without compiled parts is recorded completely."""
     sink = MemorySink()
     recorder = kind(compiled="skip", sinks=[sink], strict=True)
     fit(Bare(), tmp_path, [recorder], logger=False)
@@ -265,7 +282,7 @@ def test_skip_is_nothing_to_a_model_that_is_not_compiled(kind: Any, tmp_path: Pa
 
 
 class FlexAttention(nn.Module):
-    """Names ``flex_attention`` in its code, and reaches it on no path."""
+    """Mentions ``flex_attention`` in its code but never calls it."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 1:
@@ -276,7 +293,7 @@ class FlexAttention(nn.Module):
 
 
 class Flex(Bare):
-    """A classifier with such a module in front of its head."""
+    """A classifier with such a module before its head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,11 +306,10 @@ class Flex(Bare):
 
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, GraphRecorder])
 @pytest.mark.parametrize(("is_compiled", "skips", "told"), [(True, False, 1), (False, False, 0), (True, True, 0)])
-@pytest.mark.filterwarnings("ignore:GraphRecorder records no graph")
 def test_compiled_flex_attention_is_warned_of(
     kind: Any, is_compiled: bool, skips: bool, told: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Where recorded steps take ``flex_attention`` out of compiled code, a warning names the module and the way out."""
+    """If recorded steps run ``flex_attention`` uncompiled, a warning names the module and the fix."""
     model = Flex()
     if is_compiled:
         model.attention.compile(backend="eager")

@@ -1,7 +1,7 @@
 """The callbacks on several processes.
 
-What two processes do is a scenario, a function of this file that ``python -m tests.callbacks.test_distributed`` runs.
-Many of them follow each other in one pair of processes, which each leave what the scenario gave as a file.
+Each scenario is a function of this file, which ``python -m tests.callbacks.test_distributed`` runs in two processes.
+A pair of processes runs many scenarios in a row, and each process writes the result of a scenario to a file.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from lightning_recorder import (
     Reduction,
     Statistics,
     Values,
+    open_recording,
     read_dump,
 )
 from lightning_recorder.recorders import SHOWN_STATISTICS, SiteRecorder
@@ -48,7 +49,7 @@ from lightning_recorder.reductions import to_histogram
 from tests.callbacks.models import LEAVES, Classifier, digits
 from tests.reductions.reference import Moments, values_of
 
-# The checkpoints are kept by a callback that the run which goes on does without.
+# The resumed run does not have the callback that saves the checkpoints.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")]
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ WEIGHTS_ONLY: dict[str, Any] = (
 
 
 class Net(LightningModule):
-    """Two linear layers that remember what they gave while they trained, behind one whose bits know no batch size."""
+    """Two linear layers that store their training outputs, after a layer whose bits do not depend on the batch size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ def trainer_of(folder: Path, callbacks: Sequence[Callback], **options: Any) -> T
 
 
 def shared(batches: int) -> DataLoader[Any]:
-    """Every second row of so many batches, in order, which Lightning would shuffle."""
+    """Return every second row of the given number of batches, in order; Lightning would shuffle them."""
     dataset = digits(batches, ROWS).dataset
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, 2, this_rank(), shuffle=False)
     return DataLoader(dataset, batch_size=ROWS, sampler=sampler)
@@ -117,7 +118,7 @@ def train(
     checkpoint: Path | None = None,
     **options: Any,
 ) -> LightningModule:
-    """Train for three steps on each of two ranks, of eight rows each unless a loader says otherwise."""
+    """Train for three steps on each of two ranks, with eight rows each by default."""
     trainer = trainer_of(folder, callbacks, **options)
     model = model or Net()
     trainer.fit(model, loader or shared(2 * STEPS), validation, ckpt_path=checkpoint, **WEIGHTS_ONLY)
@@ -125,7 +126,7 @@ def train(
 
 
 def watching(sink: MemorySink, *names: str, **options: Any) -> ActivationRecorder:
-    """Records every step in full."""
+    """Return the callbacks that record every step in full."""
     options = {"every_n_train_steps": 1, "statistics": SHOWN_STATISTICS, "dump": False, "sinks": [sink], **options}
     return ActivationRecorder(names or None, **options)
 
@@ -176,7 +177,7 @@ COLLECTIVES = [
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count the calls of what waits for other ranks."""
+    """Count the calls of functions that wait for other ranks."""
     calls: Counter[str] = Counter()
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,7 +198,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 class Tally(Callback):
-    """Notes the calls of each batch; stands behind the recorder."""
+    """Counts the calls per batch. Comes after the recorder in the list of callbacks."""
 
     def __init__(self, calls: Counter[str]) -> None:
         self.calls = calls
@@ -222,7 +223,7 @@ def transfers(folder: Path) -> dict[str, Any]:
 
 
 class OneSided(Net):
-    """Has a module for each rank, which the other one does not run, and one whose output differs in shape."""
+    """Has one module per rank, which the other rank does not run, and one whose output shape differs between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +240,7 @@ class OneSided(Net):
 
 @scenario
 def one_sided(folder: Path) -> dict[str, Any]:
-    """Rank 0 has batches of 4 rows and 2 of them to validate with, rank 1 batches of 12 rows and 3 of them."""
+    """Rank 0 has training batches of 4 rows and 2 validation batches; rank 1 has batches of 12 rows and 3."""
     sink = MemorySink()
     rank = this_rank()
     rows, batches = (4, 12)[rank], (2, 3)[rank]
@@ -256,7 +257,7 @@ def one_sided(folder: Path) -> dict[str, Any]:
 
 @scenario
 def shapes(folder: Path) -> dict[str, Any]:
-    """A reduction that keeps a number for each element of what differs between the ranks."""
+    """Use an elementwise reduction on tensors whose shape differs between the ranks."""
     sink = MemorySink()
     train(folder, [watching(sink, "varied", "head", extra=[Change()])], OneSided())
     return written(sink)
@@ -264,7 +265,7 @@ def shapes(folder: Path) -> dict[str, Any]:
 
 @scenario
 def stage_shapes(folder: Path) -> dict[str, Any]:
-    """The same where training and two validations each have batches of another size."""
+    """Use the same reduction when training and two validations have different batch sizes."""
     sink = MemorySink()
     recorder = watching(sink, "head", stages=["train", "validate"], extra=[Change()])
     train(folder, [recorder], validation=[digits(4, 4), digits(4, 2)])
@@ -272,7 +273,7 @@ def stage_shapes(folder: Path) -> dict[str, Any]:
 
 
 class Doubling:
-    """A setting whose text says where it lies in memory, as that of any object which does not say its own."""
+    """A setting whose text contains its memory address, like that of any object without its own ``__repr__``."""
 
     def __call__(self, values: Tensor) -> Tensor:
         return 2 * values
@@ -312,7 +313,7 @@ def local_reduction(folder: Path) -> dict[str, Any]:
 
 
 class Unmergeable(Scaled):
-    """Cannot merge states that have seen anything."""
+    """A reduction that cannot merge non-empty states."""
 
     additive = False
 
@@ -330,7 +331,7 @@ def unmergeable(folder: Path) -> dict[str, Any]:
 
 @scenario
 def unsendable(folder: Path) -> dict[str, Any]:
-    """Rank 1 alone has to tell of a reduction whose class no pickle can name."""
+    """Only rank 1 reports a reduction, and its class cannot be pickled."""
 
     class Local(Scaled):
         pass
@@ -340,7 +341,7 @@ def unsendable(folder: Path) -> dict[str, Any]:
 
 
 class Sabotage(Callback):
-    """Makes a method of the recorder of one rank raise from a step on; stands before the recorder."""
+    """Makes a method of one rank's recorder raise from a step on. Comes before the recorder in the list."""
 
     def __init__(self, recorder: ActivationRecorder, rank: int, method: str, step: int = 1) -> None:
         self.recorder, self.rank, self.method, self.step = recorder, rank, method, step
@@ -373,7 +374,7 @@ for _rank in 0, 1:
 
 
 class Late(ActivationRecorder):
-    """Fails on rank 1 when the ranks have agreed to record."""
+    """Fails on rank 1 after the ranks have agreed to record."""
 
     def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
         if modules and this_rank() == 1:
@@ -402,7 +403,7 @@ def switched_off(folder: Path) -> dict[str, Any]:
 
 @scenario
 def other_modules(folder: Path) -> dict[str, Any]:
-    """Rank 1 has another module than rank 0."""
+    """Rank 1 has a different module from rank 0."""
     sink = MemorySink()
     model = Net()
     model.add_module(f"extra{this_rank()}", nn.Identity())
@@ -411,7 +412,7 @@ def other_modules(folder: Path) -> dict[str, Any]:
 
 
 class Drift(Callback):
-    """Changes a parameter on rank 1 alone when the training starts."""
+    """Changes a parameter on rank 1 only, when training starts."""
 
     def __init__(self, change: Callable[[Tensor], object]) -> None:
         self.change = change
@@ -436,7 +437,7 @@ def shifted(folder: Path) -> dict[str, Any]:
 
 @scenario
 def negated(folder: Path) -> dict[str, Any]:
-    """The mean stays, the values do not."""
+    """Change the values of a tensor and keep their mean."""
     return drifted(folder, lambda weight: weight.sub_(2 * (weight - weight.double().mean())))
 
 
@@ -446,7 +447,7 @@ def spoilt(folder: Path) -> dict[str, Any]:
 
 
 class Sharded(Net):
-    """Seven and ten rows of weights over two ranks."""
+    """Seven and ten rows of weights, sharded over two ranks."""
 
     def configure_model(self) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -457,7 +458,7 @@ class Sharded(Net):
 
 
 class Whole(Callback):
-    """Keeps the whole parameters of each step, as they are before it."""
+    """Stores the full parameters before each step."""
 
     def __init__(self) -> None:
         self.by_step: list[dict[str, Tensor]] = []
@@ -491,7 +492,7 @@ def unused(folder: Path) -> dict[str, Any]:
 
 @scenario
 def windows(folder: Path) -> dict[str, Any]:
-    """Two epochs of three steps, of which windows of two or epochs are a record, and evaluations."""
+    """Record windows of two steps or epochs over two epochs of three steps, and evaluations."""
     found: dict[str, Any] = {}
     for reduce in 2, "epoch":
         sink = MemorySink()
@@ -509,7 +510,7 @@ def evaluated(folder: Path) -> dict[str, Any]:
 
 
 class Cadence(Callback):
-    """Notes the interval after each batch; stands behind the recorder."""
+    """Stores the recording interval after each batch. Comes after the recorder in the list of callbacks."""
 
     def __init__(self, recorder: ActivationRecorder) -> None:
         self.recorder = recorder
@@ -530,7 +531,7 @@ def budgeted(folder: Path) -> dict[str, Any]:
 
 
 def resumable(sink: MemorySink) -> ActivationRecorder:
-    """Its windows of four steps do not end with the epochs of three."""
+    """Record windows of four steps, which do not align with the epochs of three."""
     return watching(sink, "squash", "hidden", reduce=4)
 
 
@@ -548,7 +549,7 @@ def resumed(folder: Path) -> dict[str, Any]:
 
 @scenario
 def empty_share(folder: Path) -> dict[str, Any]:
-    """Rank 1 has nothing to validate with, which the model allows."""
+    """Rank 1 has no validation batches, which the model allows."""
     sink = MemorySink()
     model = Net()
     model.allow_zero_length_dataloader_with_multiple_devices = True
@@ -566,11 +567,11 @@ def empty_share(folder: Path) -> dict[str, Any]:
     return written(sink)
 
 
-# Scenarios of which the last act is left to Lightning.
+# Scenarios that Lightning itself ends.
 
 
 class Complete(Classifier):
-    """Has a module that runs on rank 0 alone."""
+    """Has a module that runs on rank 0 only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -584,7 +585,7 @@ class Complete(Classifier):
 
 
 class Final(Callback):
-    """Leaves the parameters of a run beside its results."""
+    """Saves the parameters of a run beside its results."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -592,7 +593,7 @@ class Final(Callback):
 
 
 def complete(folder: Path, strategy: str) -> dict[str, Any]:
-    """Train with the recorders, a logger and checkpoints, where it takes little time also without the recorders."""
+    """Train with the recorders, a logger and checkpoints, and without the recorders if that is fast."""
     for how in ("bare", "recorded") if strategy == "ddp" else ("recorded",):
         torch.manual_seed(0)
         recorders = [GraphRecorder(strict=True), ActivationRecorder(strict=True), GradientRecorder(strict=True)]
@@ -613,7 +614,7 @@ for _strategy in "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook":
 
 
 class Doomed(Net):
-    """Ends one rank in the second of its steps."""
+    """Ends one rank in its second step."""
 
     def __init__(self, rank: int, end: Callable[[], object]) -> None:
         super().__init__()
@@ -663,12 +664,12 @@ SPAWNED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
 
 def go(folder: Path, *names: str, timeout_s: float = 60.0) -> tuple[int, str]:
-    """Have two processes do the scenarios; gives what the first one ended with, and what both printed."""
+    """Run the scenarios in two processes; return the exit status of the first one and the output of both."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.callbacks.test_distributed", str(folder), *names]
     log = folder / "log.txt"
     with log.open("w") as out:
-        # In a session of their own, so that none of them outlives a test that has waited long enough.
+        # A separate session, so that no process outlives a test that has timed out.
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -684,14 +685,14 @@ def go(folder: Path, *names: str, timeout_s: float = 60.0) -> tuple[int, str]:
 
 
 def outcome(folder: Path, name: str) -> tuple[list[Any], list[list[str]]]:
-    """What a scenario gave on each rank, and the warnings of ours that it told."""
+    """Return the result of a scenario on each rank, and the warnings of this package."""
     found = [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in (0, 1)]
     return [result for result, _ in found], [told for _, told in found]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes have left what the scenarios gave that end well."""
+    """Return the folder with the results of all scenarios that end normally."""
     folder = tmp_path_factory.mktemp("pair")
     code, log = go(folder, *HEALTHY, timeout_s=120.0)
     assert code == 0, log[-3000:]
@@ -700,7 +701,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a process that has others do the work has left what it has of it."""
+    """Return the folder with the results of a process that spawns its workers."""
     folder = tmp_path_factory.mktemp("launched")
     code, log = go(folder, *SPAWNED, timeout_s=120.0)
     assert code == 0, log[-3000:]
@@ -713,7 +714,7 @@ def union(results: Sequence[Mapping[str, Any]], name: str, step: int) -> list[Te
 
 
 def at(scalars: Mapping[str, Mapping[int, float]], place: str, step: int) -> dict[str, float]:
-    """The scalars of a place, as ``activations/hidden``, by statistic; those of ranks are not in every record."""
+    """Return the scalars of a site, such as ``activations/hidden``, by statistic, without the per-rank ones."""
     tags = {tag.rpartition("/")[2]: found for tag, found in scalars.items() if tag.rpartition("/")[0] == place}
     return {statistic: found[step] for statistic, found in tags.items() if step in found}
 
@@ -738,9 +739,9 @@ PLACES = [("activations/squash", "squash"), ("activations/hidden", "hidden"), ("
 @pytest.mark.parametrize("step", range(STEPS))
 @pytest.mark.parametrize(("place", "name"), PLACES)
 def test_merged_states_are_one_reduction_over_the_ranks(pair: Path, place: str, name: str, step: int) -> None:
-    """Counts, extrema and bins equal those of the tensors of both ranks to the bit, moments to their bounds.
+    """Counts, extrema and bins are bitwise those of the tensors of both ranks; moments agree within their bounds.
 
-    Gradients are those of each rank's own loss, so their union is that of what each rank saw.
+    Gradients are those of each rank's own loss, so the merged record is that of the tensors of both ranks.
     """
     results, told = outcome(pair, "merged")
     tensors = union(results, name, step)
@@ -763,19 +764,19 @@ def test_merged_states_are_one_reduction_over_the_ranks(pair: Path, place: str, 
 
 
 def test_rank_zero_alone_writes(pair: Path) -> None:
-    """The other rank writes nothing into the sinks that it was given."""
+    """Only rank 0 writes to its sinks."""
     assert outcome(pair, "merged")[0][1]["scalars"] == {}
 
 
 @pytest.mark.parametrize("name", ["merged", "sharded"])
 def test_parameters_are_those_of_a_run_without_callbacks(pair: Path, name: str) -> None:
-    """Recording changes no bit of what is trained, on either rank."""
+    """Recording leaves the trained parameters bitwise unchanged on both ranks."""
     for result in outcome(pair, name)[0]:
         assert same_tensors(result["final"], result["bare"])
 
 
 def test_two_processes_record_what_one_does_over_their_batches(pair: Path, tmp_path: Path) -> None:
-    """Beside one process over the union of the batches only the last bits of matrix products differ: 1e-5 of the size.
+    """One process over both ranks' batches gives equal records, up to a relative 1e-5 from matrix products.
 
     A rank's own loss is the mean of half as many rows, so the gradients of its activations are twice as large; those of
     the parameters are averaged over the ranks.
@@ -803,7 +804,7 @@ def test_two_processes_record_what_one_does_over_their_batches(pair: Path, tmp_p
 
 
 def test_replicated_parameters_count_once(pair: Path) -> None:
-    """Of parameters, averaged gradients and updates one copy is in the record, and all ranks agree on it."""
+    """Parameters, averaged gradients and updates are recorded once, and all ranks agree on them."""
     scalars = outcome(pair, "merged")[0][0]["scalars"]
     sizes = {"hidden/weight": 448, "hidden/bias": 7, "head/weight": 70, "head/bias": 10}
     for name, size in sizes.items():
@@ -816,7 +817,7 @@ def test_replicated_parameters_count_once(pair: Path) -> None:
 
 @pytest.mark.parametrize("name", ["merged", "one_sided", "sharded", "unused"])
 def test_tags_name_modules_as_the_model_does(pair: Path, name: str) -> None:
-    """What the strategy wraps around the model is in no tag."""
+    """Tags do not contain the wrappers that the strategy adds to the model."""
     scalars = outcome(pair, name)[0][0]["scalars"]
     known = {"squash", "hidden", "head", "first", "second", "varied"}
     assert {tag.split("/")[1] for tag in scalars} <= known
@@ -824,7 +825,7 @@ def test_tags_name_modules_as_the_model_does(pair: Path, name: str) -> None:
 
 
 def test_a_flush_takes_two_transfers(pair: Path) -> None:
-    """Each record costs one gather and one sum, the first one what makes the sites known as well, on both ranks."""
+    """Each record takes one gather and one sum on both ranks; the first one also shares the sites."""
     for result in outcome(pair, "transfers")[0]:
         assert result["bare"] == [{}] * STEPS
         assert result["recorded"][1:] == [{"all_gather": 1, "reduce": 1}] * (STEPS - 1)
@@ -832,7 +833,7 @@ def test_a_flush_takes_two_transfers(pair: Path) -> None:
 
 
 def test_a_module_of_one_rank_has_its_record(pair: Path) -> None:
-    """What runs on one rank alone is recorded, and what differs in shape is merged by its values."""
+    """A module that runs on one rank only is recorded, and values of different shapes are merged."""
     results, told = outcome(pair, "one_sided")
     scalars = results[0]["scalars"]
     assert counted_values(scalars, "activations/first") == dict.fromkeys(range(STEPS), 6)
@@ -853,14 +854,14 @@ def test_a_module_of_one_rank_has_its_record(pair: Path) -> None:
 
 
 def test_uneven_batches_count_by_their_values(pair: Path) -> None:
-    """Batches of 4 and 12 rows, and 2 and 3 of them in a validation, are merged by the number of their values."""
+    """Batches of 4 and 12 rows, and 2 and 3 validation batches, are weighted by their number of values."""
     scalars = outcome(pair, "one_sided")[0][0]["scalars"]
     assert counted_values(scalars, "activations/squash") == dict.fromkeys(range(STEPS), (4 + 12) * 64)
     assert counted_values(scalars, "activations_validate/squash") == {STEPS - 1: (2 * 4 + 3 * 12) * 64}
 
 
 def test_elements_of_another_shape_on_each_rank_are_left_out(pair: Path) -> None:
-    """A reduction that keeps a number for each element is not recorded where the ranks have other shapes, once told."""
+    """An elementwise reduction is left out with one warning if shapes differ between ranks."""
     results, told = outcome(pair, "shapes")
     places = [tag for tag in results[0]["scalars"] if tag.endswith("cosine_to_previous")]
     assert places == ["activations/head/cosine_to_previous"]
@@ -870,7 +871,7 @@ def test_elements_of_another_shape_on_each_rank_are_left_out(pair: Path) -> None
 
 
 def test_a_validation_may_have_batches_of_another_size_than_training(pair: Path) -> None:
-    """Also where a reduction keeps a number for each element: each stage has a shape of its own."""
+    """Elementwise reductions support a different shape in each stage."""
     results, told = outcome(pair, "stage_shapes")
     assert told == [[], []]
     scalars = results[0]["scalars"]
@@ -883,7 +884,7 @@ def test_a_validation_may_have_batches_of_another_size_than_training(pair: Path)
 
 @pytest.mark.parametrize("name", ["own_reduction", "local_reduction"])
 def test_a_reduction_of_the_user_is_merged(pair: Path, name: str) -> None:
-    """Wherever its class lives, and whatever text its settings have in each process."""
+    """A user's reduction is merged wherever its class is defined and whatever text its settings have."""
     results, told = outcome(pair, name)
     assert told == [[], []]
     for step in range(STEPS):
@@ -892,14 +893,14 @@ def test_a_reduction_of_the_user_is_merged(pair: Path, name: str) -> None:
 
 
 def test_unused_parameters_change_nothing(pair: Path) -> None:
-    """Under ``ddp_find_unused_parameters_true`` the records are those of both ranks."""
+    """Under ``ddp_find_unused_parameters_true``, the records are those of both ranks."""
     results, told = outcome(pair, "unused")
     assert counted_values(results[0]["scalars"], "activations/hidden") == dict.fromkeys(range(STEPS), 2 * ROWS * 7)
     assert told == [[], []]
 
 
 def test_shards_of_a_parameter_are_merged(pair: Path) -> None:
-    """Under FSDP2 a record is that of the whole parameter, though shards are uneven; activations are those of all."""
+    """Under FSDP2, a record covers the full parameter, even with uneven shards, and the activations of all ranks."""
     results, told = outcome(pair, "sharded")
     scalars = results[0]["scalars"]
     for step, whole in enumerate(results[0]["whole"]):
@@ -916,14 +917,14 @@ def test_shards_of_a_parameter_are_merged(pair: Path) -> None:
 
 @pytest.mark.parametrize("name", ["shifted", "negated", "spoilt"])
 def test_replicas_that_have_come_apart_are_told(pair: Path, name: str) -> None:
-    """One warning, on rank zero, says that the ranks do not have the same: shifted, of the same mean, or NaN."""
+    """One warning on rank 0 reports replicas that differ: shifted values, equal means, or NaN."""
     told = outcome(pair, name)[1]
     assert [len(each) for each in told] == [1, 0]
     assert told[0][0].startswith("the ranks do not have the same 'hidden.weight")
 
 
 def test_windows_epochs_and_evaluations_are_merged(pair: Path) -> None:
-    """Steps of a window or an epoch, and all batches of a validation or a test, are one record of both ranks."""
+    """The steps of a window or epoch, and all batches of an evaluation, are one record of both ranks."""
     results, told = outcome(pair, "windows")
     step = 2 * ROWS * 64
     by_window, by_epoch = results[0]["2"], results[0]["epoch"]
@@ -937,7 +938,7 @@ def test_windows_epochs_and_evaluations_are_merged(pair: Path) -> None:
 
 
 def test_a_budget_leaves_all_ranks_with_one_interval(pair: Path) -> None:
-    """Whatever time each rank has measured; what can never be kept leaves the three steps that it takes to know."""
+    """All ranks use one interval; an unreachable limit leaves the three steps of the measurement."""
     (first, second), told = outcome(pair, "budgeted")
     assert first["cadence"] == second["cadence"]
     assert first["cadence"][:2] == [1, 1]
@@ -948,10 +949,10 @@ def test_a_budget_leaves_all_ranks_with_one_interval(pair: Path) -> None:
 @pytest.mark.parametrize("method", ["attach", "snapshot", "reset"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_recorder_that_fails_on_one_rank_costs_its_share(pair: Path, rank: int, method: str) -> None:
-    """The others go on, as does the training, and one warning of rank zero names the rank."""
+    """If a recorder fails on one rank, records and training continue, and one warning on rank 0 names the rank."""
     results, told = outcome(pair, f"broken_{method}_{rank}")
     both, one = 2 * ROWS * 64, ROWS * 64
-    # What is reset when the record of step 1 is made is in that record.
+    # A state that is reset when the record of step 1 is made is in that record.
     expected = {0: both, 1: both if method == "reset" else one, 2: one}
     assert counted_values(results[0]["scalars"], "activations/squash") == expected
     Moments.of(values_of([results[1 - rank]["kept"]["squash"][2]])).assert_near(
@@ -973,7 +974,7 @@ def test_a_recorder_that_fails_on_one_rank_costs_its_share(pair: Path, rank: int
     ],
 )
 def test_ranks_that_do_not_record_the_same_are_not_merged(pair: Path, name: str, reason: str) -> None:
-    """Rank zero then records alone and says so, as where ``LIGHTNING_RECORDER=off`` is on one rank."""
+    """If the ranks' settings differ, or one has ``LIGHTNING_RECORDER=off``, rank 0 records alone and warns."""
     results, told = outcome(pair, name)
     assert told == [[f"ActivationRecorder: statistics are those of rank 0 alone, since {reason}"], []]
     assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(STEPS), ROWS * 64)
@@ -981,7 +982,7 @@ def test_ranks_that_do_not_record_the_same_are_not_merged(pair: Path, name: str,
 
 
 def test_a_checkpoint_holds_what_all_ranks_have_seen(pair: Path) -> None:
-    """The state in it is plain data, and that of both ranks."""
+    """The state in a checkpoint is plain data and covers both ranks."""
     callbacks = torch.load(pair / "resumed" / "epoch=0.ckpt", weights_only=True)["callbacks"]
     (state,) = (state for key, state in callbacks.items() if key.startswith("ActivationRecorder"))
     rows = {tuple(row["key"]): row["state"]["state"] for row in state["states"]["banks"][0]}
@@ -990,7 +991,7 @@ def test_a_checkpoint_holds_what_all_ranks_have_seen(pair: Path) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_resumed_run_records_what_an_uninterrupted_one_does(pair: Path, tmp_path: Path, devices: int) -> None:
-    """On as many processes or on one, a window goes on: counts, extrema and bins exactly, moments to their rounding."""
+    """On two processes or one, a window resumes: counts, extrema and bins exactly, moments up to rounding."""
     results, told = outcome(pair, "resumed")
     whole, rest = results[0]["whole"], results[0]["rest"]
     if devices == 1:
@@ -1009,20 +1010,20 @@ def test_a_resumed_run_records_what_an_uninterrupted_one_does(pair: Path, tmp_pa
         one, other = (each["histograms"]["activations/squash/histogram"][step] for each in (rest, whole))
         assert same_histogram(one, other)
         assert at(rest["scalars"], "activations/hidden", step)["count"] == steps * 16 * 7
-        # What the first rank goes on from is the share of all, so how the ranks differ is known in the next record.
+        # Rank 0 resumes with the merged state, so differences between ranks are known from the next record on.
         assert ("rank_mean_min" in found) == (devices == 2 and step == 5)
     assert told == [[], []]
 
 
 def check_complete(folder: Path, bare: Path) -> None:
-    """One set of results, complete, and the parameters of a run without callbacks."""
+    """Check that there is one complete set of results and that the parameters are those of a run without callbacks."""
     final = [torch.load(path / "final.pt", weights_only=True) for path in (bare, folder / "recorded")]
     assert same_tensors(*final)
     (version,) = (folder / "recorded" / "lightning_logs").iterdir()
     assert (version / "recorder" / "graph.png").is_file()
     names = {node["name"] for node in json.loads((version / "recorder" / "graph.json").read_text())["nodes"]}
     assert {*LEAVES, "extra"} <= names
-    assert len(list(version.glob("events.out.tfevents.*"))) == 1
+    assert len(list(version.rglob("events.out.tfevents.*"))) == 2  # the logger's and that of the recorders
     dumps = {path.name.split(".")[-2]: path for path in (version / "checkpoints").glob("*.safetensors")}
     assert set(dumps) == {"activations", "gradients"}
     receipt = json.loads((version / "recorder" / "receipt.json").read_text())
@@ -1031,14 +1032,14 @@ def check_complete(folder: Path, bare: Path) -> None:
 
 
 def test_ddp_trains_as_without_and_rank_zero_writes(pair: Path) -> None:
-    """The parameters are bitwise those of a bare run, and there is one set of results, complete."""
+    """The parameters are bitwise those of a bare run, and there is one complete set of results."""
     check_complete(pair / "ddp", pair / "ddp" / "bare")
     assert outcome(pair, "ddp")[1] == [[], []]
 
 
 @pytest.mark.parametrize("strategy", SPAWNED)
 def test_launched_processes_leave_their_results(pair: Path, launched: Path, strategy: str) -> None:
-    """On disk and in the logger everything is there, though the callback of the main process comes back empty."""
+    """All results are on disk and in the logger, although the callback of the main process has none."""
     check_complete(launched / strategy, pair / "ddp" / "bare")
     result, told = torch.load(launched / f"{strategy}.0.pt", weights_only=False)
     assert result["latest"] == [0, 0]
@@ -1046,7 +1047,7 @@ def test_launched_processes_leave_their_results(pair: Path, launched: Path, stra
 
 
 def test_a_rank_that_fails_before_its_first_record_leaves_the_others_going(tmp_path: Path) -> None:
-    """Also where the ranks have agreed to record before that: the records are those of the others, which is told."""
+    """If a rank fails after the agreement, the other ranks record without it, and a warning says so."""
     code, log = go(tmp_path, "late", timeout_s=45.0)
     assert code == 0, log[-2000:]
     results, told = outcome(tmp_path, "late")
@@ -1056,7 +1057,7 @@ def test_a_rank_that_fails_before_its_first_record_leaves_the_others_going(tmp_p
 
 @pytest.mark.parametrize("name", ["unmergeable", "unsendable"])
 def test_a_reduction_that_fails_between_the_ranks_hangs_nobody(name: str, tmp_path: Path) -> None:
-    """What raises when rank zero merges it, or when rank one alone sends it, costs itself and not the run."""
+    """An error in merging on rank 0, or in sending on rank 1, costs the reduction but not the run."""
     code, log = go(tmp_path, name, timeout_s=45.0)
     assert code == 0, log[-2000:]
     results, told = outcome(tmp_path, name)
@@ -1066,7 +1067,7 @@ def test_a_reduction_that_fails_between_the_ranks_hangs_nobody(name: str, tmp_pa
 
 
 def test_a_rank_without_a_batch_to_validate_with_hangs_nobody(tmp_path: Path) -> None:
-    """Where the model allows that, two epochs of training and validation end, and all steps are recorded."""
+    """If the model allows empty ranks, two epochs with validation end and all steps are recorded."""
     code, log = go(tmp_path, "empty_share", timeout_s=45.0)
     assert code == 0, log[-2000:]
     results, told = outcome(tmp_path, "empty_share")
@@ -1076,15 +1077,14 @@ def test_a_rank_without_a_batch_to_validate_with_hangs_nobody(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["raises_1", "dies_1"])
 def test_a_rank_that_ends_early_ends_the_run(name: str, tmp_path: Path) -> None:
-    """Neither an exception of a rank nor its sudden death leaves a process waiting; a rank that fails asks no other."""
+    """Neither an exception nor a sudden death of a rank leaves a process waiting; a failing rank contacts no other."""
     code, log = go(tmp_path, name)
     assert code != 0
     if name == "raises_1":
         assert "a batch that cannot be read" in log
         assert torch.load(tmp_path / name / "calls.1.pt", weights_only=True) == {}
-    lines = (tmp_path / name / "recorder" / "scalars.jsonl").read_text().splitlines()
-    first = next(found for found in map(json.loads, lines) if "activations/squash/count" in found["scalars"])
-    assert (first["step"], first["scalars"]["activations/squash/count"]) == (0, 2 * ROWS * 64)
+    series = open_recording(tmp_path / name)["activations"]
+    assert (series.steps[0], series["squash"].statistic("count")[0]) == (0, 2 * ROWS * 64)
 
 
 def main(folder: Path, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The tensors that ``TensorDumper`` writes while a model trains, and what it leaves of a run."""
+"""The tensors that ``TensorDumper`` writes during training, and its cleanup."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 import pickle
-import resource
 import subprocess
 import sys
 import warnings
@@ -40,12 +39,13 @@ from lightning_recorder.callbacks import TensorDumper
 from lightning_recorder.recorders.tensors import Captured
 from tests.callbacks import test_noninterference as noninterference
 from tests.callbacks.models import LEAVES, Classifier, digits, fit, hooks_left
+from tests.disks import files_up_to
 
 KINDS: Any = ("inputs", "outputs", "input_gradients", "output_gradients")
 
 
 def dumper(*names: str, **options: Any) -> TensorDumper:
-    """One that writes each step and raises what goes wrong."""
+    """Return a dumper that writes each step and raises errors."""
     options = {"at": "steps", "every_n_train_steps": 1, "strict": True, **options}
     return TensorDumper(list(names) or None, **options)
 
@@ -56,7 +56,7 @@ def dumps_of(trainer: Trainer) -> Path:
 
 @contextmanager
 def telling() -> Iterator[list[str]]:
-    """What our warnings say, when it is over; those of others are not looked at."""
+    """Collect the warnings of this package, and ignore all others."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -72,16 +72,16 @@ def tensors_of(trainer: Trainer, step: int, label: str = "tensors") -> dict[str,
     return read_dump(dumps_of(trainer) / f"{label}-step={step}.safetensors").tensors
 
 
-# What is in a file.
+# Content of files.
 
 
 class Plain(Classifier):
-    """Two layers without random numbers, which keep what they saw."""
+    """Two layers without randomness that store their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(inplace=True))  # type: ignore[assignment]  # another encoder
-        self.dropout = nn.Identity()  # type: ignore[assignment]  # as above
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(inplace=True))  # type: ignore[assignment]  # a different encoder
+        self.dropout = nn.Identity()  # type: ignore[assignment]  # a different module
         self.head = nn.Linear(8, 10)
         self.before: list[dict[str, Tensor]] = []
         self.batches: list[tuple[Tensor, Tensor]] = []
@@ -94,7 +94,7 @@ class Plain(Classifier):
 
 
 def recomputed(model: Plain, batch: int) -> dict[str, Tensor]:
-    """What a batch had at the first layer and the head, by functions alone."""
+    """Recompute the tensors of the first layer and the head for a batch, with functions only."""
     state, (x, y) = model.before[batch], model.batches[batch]
     flat = x.flatten(1)
     first = F.linear(flat, state["encoder.1.weight"], state["encoder.1.bias"]).requires_grad_()
@@ -117,7 +117,7 @@ def recomputed(model: Plain, batch: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("accumulated", [1, 2, 4])
 def test_the_values_are_those_of_the_step(accumulated: int, tmp_path: Path) -> None:
-    """Each file has, to the bit, inputs, outputs and gradients of the first batch of its step, recomputed apart."""
+    """Each file has bitwise the inputs, outputs and gradients of the first batch of its step."""
     model = Plain()
     trainer = fit(
         model,
@@ -138,7 +138,7 @@ def test_the_values_are_those_of_the_step(accumulated: int, tmp_path: Path) -> N
 
 
 def test_the_scale_of_a_scaler_is_taken_out(tmp_path: Path) -> None:
-    """Gradients are those of the loss that ``training_step`` returned, whatever they are multiplied by."""
+    """Gradients are those of the loss that ``training_step`` returned, whatever its scale."""
     found: list[dict[str, Tensor]] = []
     for scale in (1.0, 256.0):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -153,7 +153,7 @@ def test_the_scale_of_a_scaler_is_taken_out(tmp_path: Path) -> None:
 
 
 def test_leaves_are_dumped_by_default(tmp_path: Path) -> None:
-    """Without names each leaf module has its output in the file, also those that work in place."""
+    """Without names, the output of each leaf module is dumped, including that of in-place modules."""
     trainer = fit(Classifier(), tmp_path, [TensorDumper(at="steps", strict=True)], log_every_n_steps=4)
     assert [line["step"] for line in lines_of(trainer)] == [0, 3]
     assert set(tensors_of(trainer, 0)) == {f"{name}/out" for name in LEAVES}
@@ -171,13 +171,13 @@ def test_leaves_are_dumped_by_default(tmp_path: Path) -> None:
     ],
 )
 def test_the_schedule(options: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
-    """So many steps have a file: those sampled, or the latest one of each epoch."""
+    """The sampled steps are dumped, or the latest one of each epoch."""
     trainer = fit(Classifier(), tmp_path, [dumper("head", **options)], max_epochs=2)
     assert [line["step"] for line in lines_of(trainer)] == steps
 
 
 def test_samples_and_dtype(tmp_path: Path) -> None:
-    """The first rows, rounded as torch rounds them."""
+    """The first rows are dumped, rounded as torch rounds them."""
     model = Plain()
     trainer = fit(model, tmp_path, [dumper("head", samples=3, dtype="bfloat16")], loader=digits(1))
     expected = recomputed(model, 0)["head/out"][:3].bfloat16()
@@ -185,7 +185,7 @@ def test_samples_and_dtype(tmp_path: Path) -> None:
 
 
 def test_what_has_no_room_is_told_once(tmp_path: Path) -> None:
-    """One warning for a run in which each step has more than ``max_bytes``; the manifest says what is missing."""
+    """If each step exceeds ``max_bytes``, one warning is given, and the manifest lists the missing tensors."""
     with telling() as told:
         trainer = fit(Classifier(), tmp_path, [dumper("dropout", "head", max_bytes=8 * 10 * 4)])
     (message,) = told
@@ -199,7 +199,7 @@ def test_what_has_no_room_is_told_once(tmp_path: Path) -> None:
 
 
 def test_the_total_is_told_once(tmp_path: Path) -> None:
-    """From the step for which there is no room no file is written, which one warning says, and the training ends."""
+    """From the step that exceeds the limit on, no file is written, one warning is given, and training continues."""
     model = Classifier()
     with telling() as told:
         trainer = fit(model, tmp_path, [dumper("head", max_total_bytes=1200)])
@@ -218,13 +218,13 @@ class Burst(Callback):
 
 
 def large(seen: SiteStatistics) -> bool:
-    """What the tests ask."""
+    """The condition that the tests use."""
     return seen.abs_max > 1e4
 
 
 @pytest.mark.parametrize("when", [large, "tests.callbacks.test_dumper.large", "tests.callbacks.test_dumper:large"])
 def test_an_event_is_dumped_by_itself(when: Any, tmp_path: Path) -> None:
-    """With ``when`` alone a step is written only if it is true of one of its tensors, and the line names that."""
+    """With ``when`` alone, a step is dumped only if one of its tensors matches, and the manifest names the tensor."""
     callbacks = [Burst(), TensorDumper(["head", "dropout"], when=when, every_n_train_steps=1, samples=1, strict=True)]
     trainer = fit(Classifier(), tmp_path, callbacks)
     assert [(line["step"], line["reason"], line["event"]) for line in lines_of(trainer)] == [
@@ -234,7 +234,7 @@ def test_an_event_is_dumped_by_itself(when: Any, tmp_path: Path) -> None:
 
 
 def test_two_calls_in_a_step(tmp_path: Path) -> None:
-    """A module that is called twice has both results in the file."""
+    """The file has both results of a module that is called twice."""
 
     class Twice(Classifier):
         @override
@@ -246,7 +246,7 @@ def test_two_calls_in_a_step(tmp_path: Path) -> None:
 
 
 def test_the_validation_is_in_no_file(tmp_path: Path) -> None:
-    """What runs between the batches of a step, and the validation, are not dumped."""
+    """Calls between the batches of a step and calls in the validation are not dumped."""
 
     class Busy(Callback):
         @override
@@ -260,7 +260,7 @@ def test_the_validation_is_in_no_file(tmp_path: Path) -> None:
         assert tuple(tensor.shape) == (8, 10)
 
 
-# Training is not changed.
+# Training is unchanged.
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_the_validation_is_in_no_file(tmp_path: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary:UserWarning")
 def test_training_is_bitwise_the_same(make: type[Classifier], options: dict[str, Any], tmp_path: Path) -> None:
-    """All that a run leaves, losses to random states, is that of a run without, every step and kind being dumped."""
+    """With every step and kind dumped, a run ends bitwise as without, from losses to random states."""
     bare = noninterference.run(make, tmp_path / "bare", [], dict(options))
     callbacks: list[Callback] = [dumper(tensors=KINDS, at=("steps", "epochs"), when=large, samples=2)]
     left = noninterference.run(make, tmp_path / "dumped", callbacks, dict(options))
@@ -296,7 +296,7 @@ def test_training_is_bitwise_the_same(make: type[Classifier], options: dict[str,
 
 
 def test_hooks_are_on_for_the_first_batch_of_a_sampled_step_alone(tmp_path: Path) -> None:
-    """Of accumulated batches only the first one has hooks, and a step that is not sampled none."""
+    """Only the first accumulated batch of a sampled step has hooks."""
     hooked: list[bool] = []
 
     class Watched(Classifier):
@@ -312,7 +312,7 @@ def test_hooks_are_on_for_the_first_batch_of_a_sampled_step_alone(tmp_path: Path
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_end_that_was_not_planned_leaves_no_hook(error: type[BaseException], failing: int, tmp_path: Path) -> None:
-    """An error and Ctrl-C inside a dumped step come through; no hook is left, and the steps before are on the disk."""
+    """An error or Ctrl-C in a dumped step propagates, leaves no hook, and earlier steps are on disk."""
 
     class Brittle(nn.Linear):
         @override
@@ -327,12 +327,12 @@ def test_an_end_that_was_not_planned_leaves_no_hook(error: type[BaseException], 
     with pytest.raises((error, SystemExit)):
         fit(model, tmp_path, [callback], logger=False)
     assert hooks_left(model) == []
-    assert [line["step"] for line in read_manifest(tmp_path / "recorder" / "dumps")] == list(range(failing))
+    assert [line["step"] for line in read_manifest(tmp_path)] == list(range(failing))
 
 
 @pytest.mark.parametrize("error", [None, KeyError])
 def test_nothing_of_a_run_is_kept(error: type[Exception] | None, tmp_path: Path) -> None:
-    """When a run has ended, well or not, neither its model nor a tensor of it is alive because of the callback."""
+    """After a run, successful or not, the callback keeps neither its model nor a tensor alive."""
 
     class Kept(Classifier):
         @override
@@ -356,26 +356,17 @@ def test_nothing_of_a_run_is_kept(error: type[Exception] | None, tmp_path: Path)
     assert reference() is None
 
 
-# When something goes wrong.
-
-
-@contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """No file may be larger, as on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+# Errors.
 
 
 def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
-    """Training goes on to its end, no half file is there, and there is nothing else that is told."""
+    """On a full disk, training continues, no partial file remains, and there is one warning."""
     model = Classifier()
-    with telling() as told, room_for(1000):
+    with telling() as told, files_up_to(1000):
         trainer = fit(model, tmp_path, [dumper("encoder.conv1", strict=False)], logger=False)
-    assert [each[:60] for each in told] == ["TensorDumper writes no more dumps: OSError: [Errno 27] File "]
+    (message,) = told
+    assert message.startswith(f"lightning_recorder could not write to {tmp_path}")
+    assert "File too large" in message
     assert len(model.losses) == 6
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert hooks_left(model) == []
@@ -384,7 +375,7 @@ def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", ["steps", "epochs", "checkpoints"])
 def test_a_folder_that_cannot_be_written_is_one_warning(at: str, tmp_path: Path) -> None:
-    """A file in the place of the folder costs the dumps and nothing else."""
+    """A file in place of the folder prevents the dumps and nothing else."""
     (tmp_path / "recorder").write_text("in the way")
     kept = tmp_path / "checkpoints"
     kept.mkdir()
@@ -399,7 +390,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(at: str, tmp_path: Path)
 
 @pytest.mark.parametrize("at", ["steps", "epochs", "checkpoints"])
 def test_strict_raises_what_fails(at: str, tmp_path: Path) -> None:
-    """With ``strict`` the run ends with the error of the dump, whenever that is written."""
+    """With ``strict``, a failed dump ends the run with its error, whenever it is written."""
     (tmp_path / "recorder").write_text("in the way")
     (tmp_path / "checkpoints" / "epoch=0-step=6.tensors.safetensors" / "in the way").mkdir(parents=True)
     model = Classifier()
@@ -409,7 +400,7 @@ def test_strict_raises_what_fails(at: str, tmp_path: Path) -> None:
 
 
 def test_a_fault_gives_the_trainer_its_checkpoint_io_back(tmp_path: Path) -> None:
-    """After a fault of ours, with which the callback is off, the trainer's own checkpoint IO is there again."""
+    """After an internal error disables the callback, the trainer's own checkpoint IO is restored."""
 
     class Faulty(TensorDumper):
         @override
@@ -429,8 +420,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"at": "records"}, "at takes some of 'checkpoints', 'steps', 'epochs'; got 'records'"),
     ({"at": []}, "at takes some of"),
     ({"at": True}, "at takes some of"),
-    ({"when": 3}, "when takes a function of the statistics of a site, got 3"),
-    ({"when": "no.such.function"}, "the when 'no.such.function' cannot be imported"),
+    ({"when": 3}, r"when takes a function \(seen\) of the statistics of a site, got 3"),
+    ({"when": "no.such.function"}, "when='no.such.function' cannot be imported"),
     ({"samples": 0}, "samples must be an integer of at least 1"),
     ({"samples": 1.5}, "samples must be an integer"),
     ({"dtype": "int8"}, "dtype must be a floating-point type"),
@@ -461,13 +452,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ("options", "message"), WRONG, ids=[f"{'-'.join(options)}-{message}" for options, message in WRONG]
 )
 def test_wrong_arguments_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
-    """The error names the argument and what is allowed."""
+    """The error names the argument and the allowed values."""
     with pytest.raises(ArgumentError, match=message):
         TensorDumper(**options)
 
 
 def test_a_name_that_matches_nothing_ends_the_fit_before_its_first_step(tmp_path: Path) -> None:
-    """As with the recorders, with the closest names."""
+    """The error lists the closest names, as for recorders."""
     model = Classifier()
     with pytest.raises(SelectionError, match=r"no module matches 'heat'.*'head'"):
         fit(model, tmp_path, [TensorDumper("heat")])
@@ -475,11 +466,11 @@ def test_a_name_that_matches_nothing_ends_the_fit_before_its_first_step(tmp_path
     assert hooks_left(model) == []
 
 
-# The life of the callback.
+# Life cycle of the callback.
 
 
 def test_two_without_a_name_have_a_file_each(tmp_path: Path) -> None:
-    """As recorders of a kind do, a second one writes under a name of its own."""
+    """A second dumper without a name writes files under its own name."""
     trainer = fit(Classifier(), tmp_path, [dumper("head"), dumper("dropout")])
     assert sorted(tuple(line["tensors"]) for line in lines_of(trainer) if line["step"] == 3) == [
         ("dropout/out",),
@@ -488,7 +479,7 @@ def test_two_without_a_name_have_a_file_each(tmp_path: Path) -> None:
 
 
 def test_named_ones_have_files_of_their_own(tmp_path: Path) -> None:
-    """Each name is in the names of its files."""
+    """File names contain the name of the dumper."""
     callbacks = [dumper("head", name="a"), dumper("dropout", name="b"), dumper("head")]
     trainer = fit(Classifier(), tmp_path, callbacks, loader=digits(1))
     assert {line["file"]: list(line["tensors"]) for line in lines_of(trainer)} == {
@@ -501,7 +492,7 @@ def test_named_ones_have_files_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_copy_dumps_as_the_original(duplicate: Callable[[Any], Any], after: bool, tmp_path: Path) -> None:
-    """A copy that was made before a run or behind one, by copying or by pickling, does the same again."""
+    """A copy or pickle made before or after a run dumps the same as the original."""
     original = dumper("head", at=("steps", "checkpoints"), when=large, upload=True)
     if after:
         fit(Classifier(), tmp_path / "first", [original])
@@ -514,7 +505,7 @@ def test_a_copy_dumps_as_the_original(duplicate: Callable[[Any], Any], after: bo
 
 
 def test_a_copy_of_one_that_is_at_work_is_not_at_work(tmp_path: Path) -> None:
-    """In the middle of a run a copy holds nothing of it, and the run goes on."""
+    """A copy made during a run has no run state, and the run continues."""
     callback = dumper("head", upload=True, sinks=[MemorySink()])
     copies: list[TensorDumper] = []
 
@@ -529,7 +520,7 @@ def test_a_copy_of_one_that_is_at_work_is_not_at_work(tmp_path: Path) -> None:
 
 
 def test_a_second_fit_writes_anew(tmp_path: Path) -> None:
-    """The same callback in a second run of another trainer writes its own files, with a limit of its own."""
+    """In a second run with another trainer, the callback writes its own files and its size limit starts anew."""
     callback = dumper("head", max_total_bytes=6 * 600)
     for run in ("first", "second"):
         with warnings.catch_warnings():
@@ -539,7 +530,7 @@ def test_a_second_fit_writes_anew(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_replaces_files_of_the_same_step(tmp_path: Path) -> None:
-    """In the same folder a step that is trained again has the newer file, and the manifest its newest line."""
+    """If a step is trained again in the same folder, the newer file and manifest line replace the old."""
     options: dict[str, Any] = {"logger": False, "loader": digits(4)}
     first = fit(Classifier(), tmp_path, [dumper("head")], max_epochs=2, **options)
     kept = tmp_path / "epoch.ckpt"
@@ -555,7 +546,7 @@ def test_a_resumed_run_replaces_files_of_the_same_step(tmp_path: Path) -> None:
 
 
 def test_fast_dev_run_leaves_nothing(tmp_path: Path) -> None:
-    """No file, and nothing is told, since there is nothing that one could do."""
+    """There is no file and no warning, since the user has nothing to fix."""
     with telling() as told:
         fit(Classifier(), tmp_path, [dumper("head", at=("steps", "epochs", "checkpoints"))], fast_dev_run=True)
     assert told == []
@@ -563,20 +554,20 @@ def test_fast_dev_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_without_a_logger_the_dumps_lie_in_the_root(tmp_path: Path) -> None:
-    """``logger=False`` changes where they are and nothing else."""
+    """``logger=False`` changes only the folder of the dumps."""
     fit(Classifier(), tmp_path, [dumper("head")], logger=False)
     assert [line["step"] for line in read_manifest(tmp_path / "recorder" / "dumps")] == list(range(6))
 
 
 def test_switched_off_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``LIGHTNING_RECORDER=off`` leaves no file."""
+    """``LIGHTNING_RECORDER=off`` writes no file."""
     monkeypatch.setenv("LIGHTNING_RECORDER", "off")
     fit(Classifier(), tmp_path, [dumper("head")], logger=False)
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
 def test_disabled_it_samples_nothing(tmp_path: Path) -> None:
-    """``disable`` holds from the next batch on, until ``enable``."""
+    """``disable`` takes effect at the next batch and lasts until ``enable``."""
     callback = dumper("head")
 
     class Switch(Callback):
@@ -591,10 +582,10 @@ def test_disabled_it_samples_nothing(tmp_path: Path) -> None:
 
 
 def test_the_other_lightning(tmp_path: Path) -> None:
-    """Under ``pytorch_lightning`` the files are the same."""
+    """Under ``pytorch_lightning``, the files are the same."""
     pl: Any = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
 
-    class Net(pl.LightningModule):  # type: ignore[misc]  # of another package, which is optional
+    class Net(pl.LightningModule):  # type: ignore[misc]  # from an optional package
         def __init__(self) -> None:
             super().__init__()
             self.head = nn.Linear(64, 10)
@@ -619,7 +610,7 @@ def test_the_other_lightning(tmp_path: Path) -> None:
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every argument can be given in a file of ``LightningCLI``."""
+    """Every argument can be given in a configuration file of ``LightningCLI``."""
     pytest.importorskip("jsonargparse", reason="needs jsonargparse[signatures]")
     from lightning.pytorch.cli import LightningCLI
 
@@ -666,7 +657,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_uploads_reach_who_keeps_files(tmp_path: Path) -> None:
-    """A sink that keeps files has each dump, with the table of them."""
+    """A sink that stores files receives each dump and the table of dumps."""
     sink = MemorySink()
     fit(Classifier(), tmp_path, [dumper("head", upload=True, sinks=[sink], every_n_train_steps=3)], logger=False)
     assert list(sink.files) == [f"dumps/tensors-step={step}.safetensors" for step in (0, 2, 5)]
@@ -674,7 +665,7 @@ def test_uploads_reach_who_keeps_files(tmp_path: Path) -> None:
 
 
 def test_without_upload_nobody_is_given_anything(tmp_path: Path) -> None:
-    """By default dumps stay where they are."""
+    """By default, dumps are not passed to sinks."""
     sink = MemorySink()
     fit(Classifier(), tmp_path, [dumper("head", sinks=[sink])], logger=False)
     assert (sink.files, sink.texts) == ({}, {})
@@ -682,14 +673,14 @@ def test_without_upload_nobody_is_given_anything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loggers", [[TensorBoardLogger], [TensorBoardLogger, CSVLogger]])
 def test_tensorboard_has_a_table(loggers: Sequence[Callable[[Path], Any]], tmp_path: Path) -> None:
-    """The event file of a real logger has a text with a row for each dump up to then, not said to be uploaded."""
+    """The event file of a real logger has a text with one row per dump, not marked as uploaded."""
     trainer = fit(
         Classifier(),
         tmp_path,
         [dumper("head", upload=True, every_n_train_steps=3)],
         logger=[logger(tmp_path / str(index)) for index, logger in enumerate(loggers)],
     )
-    accumulator = EventAccumulator(str(trainer.loggers[0].log_dir), size_guidance={"tensors": 0})
+    accumulator = EventAccumulator(f"{trainer.loggers[0].log_dir}/recorder", size_guidance={"tensors": 0})
     accumulator.Reload()
     found = accumulator.Tensors("recorder/tensors/dumps/text_summary")
     assert [event.step for event in found] == [0, 2, 5]
@@ -703,7 +694,7 @@ def test_tensorboard_has_a_table(loggers: Sequence[Callable[[Path], Any]], tmp_p
 
 
 class OneThread(MemorySink):
-    """May be written to from the thread that made it alone."""
+    """A sink that must be written from the thread that created it."""
 
     any_thread = False
 
@@ -737,7 +728,7 @@ class OneThread(MemorySink):
 
 
 def test_some_sinks_are_written_to_from_the_training_thread_alone(tmp_path: Path) -> None:
-    """They get everything all the same."""
+    """Sinks bound to the training thread still receive everything."""
     sink = OneThread()
     fit(Classifier(), tmp_path, [dumper("head", upload=True, sinks=[sink])], logger=False)
     assert sink.elsewhere == []
@@ -769,7 +760,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("per_rank", [False, True])
 def test_two_processes(per_rank: bool, pair: Path) -> None:
-    """The first rank writes, or each its own tensors beside the same checkpoints; pruned ones take both with them."""
+    """Rank 0 writes, or each rank writes its own tensors beside shared checkpoints; pruning removes both."""
     folder = pair / str(per_rank)
     ranks = [0, 1] if per_rank else [0]
     lines = read_manifest(folder / "recorder" / "dumps")
@@ -788,7 +779,7 @@ def test_two_processes(per_rank: bool, pair: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes have left."""
+    """Return the folder with the results of two processes."""
     folder = tmp_path_factory.mktemp("pair")
     (folder / "train.py").write_text(SCRIPT)
     root = Path(__file__).parents[2]

@@ -1,11 +1,11 @@
-"""The statistics that the recorders dump, beside checkpoints and by themselves."""
+"""The statistics that the recorders dump, beside checkpoints and on their own schedule."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import pickle
-import resource
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,12 +36,13 @@ from lightning_recorder import (
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from tests.callbacks.models import Classifier, digits, fit, hooks_left
+from tests.disks import files_up_to
 
 KINDS: list[type[StatisticsCallback]] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
 
 
 def recorder(kind: type[StatisticsCallback] = ActivationRecorder, **options: Any) -> StatisticsCallback:
-    """One of the head that records each step and raises what goes wrong."""
+    """Return a recorder of the head that records each step and raises errors."""
     return kind("head", **{"every_n_train_steps": 1, "strict": True, "dump": "records", "plots": False, **options})
 
 
@@ -57,7 +58,7 @@ def opened(folder: Path, line: dict[str, Any]) -> dict[str, Tensor]:
 
 @contextmanager
 def telling() -> Iterator[list[str]]:
-    """What our warnings say, when it is over; those of others are not looked at."""
+    """Collect the warnings of this package, and ignore all others."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -66,7 +67,7 @@ def telling() -> Iterator[list[str]]:
 
 
 class Kept(Classifier):
-    """Keeps its logits."""
+    """Stores its logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class Kept(Classifier):
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_a_dump_has_the_statistics_of_its_record(accumulated: int, tmp_path: Path) -> None:
-    """Mean, extrema, count and bins are those of all batches of the step, in float64 at once."""
+    """Mean, extrema, count and bins are those of all batches of the step, in one float64 pass."""
     model = Kept()
     fit(model, tmp_path, [recorder()], accumulate_grad_batches=accumulated, logger=False)
     lines = lines_of(tmp_path)
@@ -99,8 +100,8 @@ def test_a_dump_has_the_statistics_of_its_record(accumulated: int, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_manifest_agrees_with_the_files(kind: type[StatisticsCallback], tmp_path: Path) -> None:
-    """Each line has the names, dtypes and shapes that are in its file, those of channels included."""
-    # The mean of a channel is no statistic of a bias.
+    """Each line has the names, dtypes and shapes of its file, including per-channel tensors."""
+    # A bias has no per-channel mean.
     made = recorder(kind, extra=[] if kind is ParameterRecorder else [ChannelMoments()])
     made.selection = type(made.selection)(["encoder.conv1", "head"], None, None)
     fit(Classifier(), tmp_path, [made], logger=False, loader=digits(2))
@@ -126,7 +127,7 @@ def test_the_manifest_agrees_with_the_files(kind: type[StatisticsCallback], tmp_
     ],
 )
 def test_when_statistics_are_dumped(dump: Any, found: list[tuple[int, str]], tmp_path: Path) -> None:
-    """Each record, or the latest one of each epoch, with the epoch that it is of."""
+    """Each record is dumped, or the latest one of each epoch with its epoch number."""
     fit(Classifier(), tmp_path, [recorder(dump=dump)], logger=False, max_epochs=2)
     lines = lines_of(tmp_path)
     assert [(line["step"], line["reason"]) for line in lines] == found
@@ -135,14 +136,14 @@ def test_when_statistics_are_dumped(dump: Any, found: list[tuple[int, str]], tmp
 
 @pytest.mark.parametrize(("reduce", "steps"), [(2, [1, 3, 5]), ("epoch", [5])])
 def test_a_record_of_several_steps_is_one_dump(reduce: Any, steps: list[int], tmp_path: Path) -> None:
-    """Its step is the last one that it is of."""
+    """The step of the dump is the last step of the record."""
     fit(Classifier(), tmp_path, [recorder(reduce=reduce)], logger=False)
     assert [line["step"] for line in lines_of(tmp_path)] == steps
 
 
 @pytest.mark.parametrize("dump", [False, True, "records"])
 def test_true_is_beside_checkpoints_and_false_nowhere(dump: Any, tmp_path: Path) -> None:
-    """Files lie where ``dump`` says and nowhere else."""
+    """Files are written only to the places that ``dump`` selects."""
     saver = ModelCheckpoint(tmp_path / "kept")
     fit(Classifier(), tmp_path, [recorder(dump=dump), saver], logger=False, enable_checkpointing=True)
     beside = len(list((tmp_path / "kept").glob("*.safetensors")))
@@ -160,14 +161,14 @@ class Burst(Callback):
 
 
 def large(seen: SiteStatistics) -> bool:
-    """What the tests ask."""
+    """The condition that the tests use."""
     return seen.abs_max > 1e4
 
 
 @pytest.mark.parametrize("condition", [large, "tests.callbacks.test_dumps_of_recorders.large"])
 @pytest.mark.parametrize("dump", [False, "records"])
 def test_an_event_is_dumped(condition: Any, dump: Any, tmp_path: Path) -> None:
-    """A record of which the condition is true is dumped, and the line says where it was true."""
+    """A record that meets the condition is dumped, and the manifest line names the site."""
     made = recorder(dump=dump, dump_when=condition)
     made.selection = type(made.selection)(["encoder.conv1", "head"], None, None)
     fit(Classifier(), tmp_path, [Burst(), made], logger=False)
@@ -179,17 +180,23 @@ def test_an_event_is_dumped(condition: Any, dump: Any, tmp_path: Path) -> None:
 
 
 def test_a_condition_that_raises_is_one_warning(tmp_path: Path) -> None:
-    """The run goes on, as do the dumps that are due otherwise."""
+    """After a condition raises, the run and all scheduled dumps continue."""
     model = Classifier()
     with telling() as told:
-        made = recorder(dump_when=lambda seen: seen.no_such, strict=False)
+        made = recorder(dump_when=lambda seen: seen.absmax, strict=False)
         fit(model, tmp_path, [made], logger=False)
-    assert [each.partition(",")[0] for each in told] == ["dump_when is not asked any more"]
+    (message,) = told
+    assert re.fullmatch(
+        r"ActivationRecorder: dump_when raised at .*test_dumps_of_recorders\.py:\d+: AttributeError: a site has "
+        r"no 'absmax': did you mean 'abs_max'\? There are count, .*shape; it is not called again, and no further dump "
+        "is written because of it",
+        message,
+    )
     assert len(model.losses) == len(lines_of(tmp_path)) == 6
 
 
 def test_the_limit_is_told_once(tmp_path: Path) -> None:
-    """No more than ``max_total_bytes`` lie in the folder, and one warning says from which step on nothing is dumped."""
+    """The folder never exceeds ``max_total_bytes``, and one warning names the step from which dumps stop."""
     limit = 60_000
     with telling() as told:
         fit(Classifier(), tmp_path, [recorder(max_total_bytes=limit)], logger=False)
@@ -199,29 +206,18 @@ def test_the_limit_is_told_once(tmp_path: Path) -> None:
     assert told == [f"ActivationRecorder writes no more dumps {about}"]
 
 
-@contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """No file may be larger, as on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
-    """Dumps end with one warning, and records go on to be shown."""
+    """On a full disk, dumps are left out with one warning, and records are still shown."""
     sink, model = MemorySink(), Classifier()
-    with telling() as told, room_for(10_000):
+    with telling() as told, files_up_to(10_000):
         fit(model, tmp_path, [recorder(strict=False, records=False, sinks=[sink])], logger=False)
-    assert [each.partition(": ")[0] for each in told] == ["ActivationRecorder writes no more dumps"]
+    assert [each.partition(" to /")[0] for each in told] == ["lightning_recorder could not write"]
     assert list(sink.scalars["activations/head/mean"]) == list(range(6))
     assert len(model.losses) == 6
 
 
 def test_strict_raises_what_fails(tmp_path: Path) -> None:
-    """With ``strict`` a dump that cannot be written ends the run with its error."""
+    """With ``strict``, a dump that cannot be written ends the run with its error."""
     (tmp_path / "recorder").mkdir()
     (tmp_path / "recorder" / "dumps").write_text("in the way")
     model = Classifier()
@@ -237,8 +233,8 @@ def test_strict_raises_what_fails(tmp_path: Path) -> None:
         ({"dump": []}, "dump takes some of .*got none"),
         ({"dump": 1}, "dump takes some of"),
         ({"dump": None}, "dump takes some of"),
-        ({"dump_when": 3}, "dump_when takes a function of the statistics of a site, got 3"),
-        ({"dump_when": "no.such.thing"}, "the dump_when 'no.such.thing' cannot be imported"),
+        ({"dump_when": 3}, r"dump_when takes a function \(seen\) of the statistics of a site, got 3"),
+        ({"dump_when": "no.such.thing"}, "dump_when='no.such.thing' cannot be imported"),
         ({"max_total_bytes": -1}, "max_total_bytes must be an integer of at least 0"),
         ({"max_total_bytes": 1e9}, "max_total_bytes must be an integer"),
         ({"max_upload_bytes": -1}, "max_upload_bytes must be an integer of at least 0"),
@@ -246,13 +242,13 @@ def test_strict_raises_what_fails(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
-    """The error names the argument and what is allowed."""
+    """The error names the argument and the allowed values."""
     with pytest.raises(ArgumentError, match=message):
         ActivationRecorder(**options)
 
 
 def test_an_epochs_checkpoint_in_a_second_fit_has_nothing_of_the_first(tmp_path: Path) -> None:
-    """Where a second run has no record yet, its checkpoint has no dump, rather than one of another model."""
+    """A checkpoint before the second run's first record has no dump, instead of one of the first model."""
     made = recorder(dump=True, reduce="epoch")
     for run in ("first", "second"):
         saver = ModelCheckpoint(tmp_path / run, save_top_k=-1, every_n_train_steps=2)
@@ -267,7 +263,7 @@ def test_an_epochs_checkpoint_in_a_second_fit_has_nothing_of_the_first(tmp_path:
 def test_a_copy_dumps_as_the_original(
     duplicate: Callable[[Any], Any], upload: bool, after: bool, tmp_path: Path
 ) -> None:
-    """A copy that was made before a run or behind one, by copying or by pickling, does the same again."""
+    """A copy or pickle made before or after a run dumps the same as the original."""
     original: Any = recorder(dump=("records", "checkpoints"), dump_when=large, upload=upload)
     if after:
         fit(Classifier(), tmp_path / "first", [original])
@@ -277,7 +273,7 @@ def test_a_copy_dumps_as_the_original(
 
 
 def test_a_run_is_not_kept(tmp_path: Path) -> None:
-    """When a run has ended, its model, its trainer and its logger are free though the recorder is not."""
+    """After a run, the recorder keeps neither its model, nor its trainer, nor its logger alive."""
     made = recorder(dump=("records", "checkpoints"), upload=True)
     model = Classifier()
     logger = TensorBoardLogger(tmp_path)
@@ -289,7 +285,7 @@ def test_a_run_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_fast_dev_run_leaves_nothing(tmp_path: Path) -> None:
-    """No file, and nothing is told, since there is nothing that one could do."""
+    """There is no file and no warning, since the user has nothing to fix."""
     with telling() as told:
         fit(Classifier(), tmp_path, [recorder(dump=("records", "epochs"))], fast_dev_run=True)
     assert told == []
@@ -297,7 +293,7 @@ def test_fast_dev_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_named_recorders_have_files_of_their_own(tmp_path: Path) -> None:
-    """Each name, and each number of those without one, is in the names of the files."""
+    """File names contain the name of the recorder, or its number if it has no name."""
     made = [recorder(name="a"), recorder(histograms=False), ActivationRecorder("dropout", dump="records", strict=True)]
     fit(Classifier(), tmp_path, made, logger=False, loader=digits(1))
     assert {line["file"]: list(line["sites"]) for line in lines_of(tmp_path)} == {
@@ -311,7 +307,7 @@ def test_named_recorders_have_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_uploads_reach_who_keeps_files(tmp_path: Path) -> None:
-    """A sink that keeps files has each dump, with the table of them."""
+    """A sink that stores files receives each dump and the table of dumps."""
     sink = MemorySink()
     fit(Classifier(), tmp_path, [recorder(upload=True, sinks=[sink])], logger=False)
     assert list(sink.files) == [f"dumps/activations-step={step}.safetensors" for step in range(6)]
@@ -320,7 +316,7 @@ def test_uploads_reach_who_keeps_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [0, 50_000])
 def test_uploads_have_a_limit(limit: int, tmp_path: Path) -> None:
-    """So many bytes are given and no more, which is told once; the files are written all the same."""
+    """Uploads stop at the limit with one warning, and all files are still written."""
     sink = MemorySink()
     with telling() as told:
         made = recorder(upload=True, sinks=[sink], max_upload_bytes=limit)
@@ -336,9 +332,9 @@ def test_uploads_have_a_limit(limit: int, tmp_path: Path) -> None:
 
 
 def test_tensorboard_has_a_table(tmp_path: Path) -> None:
-    """The event file of a real logger has a row for each dump, not said to be uploaded."""
+    """The event file of a real logger has one row per dump, not marked as uploaded."""
     trainer = fit(Classifier(), tmp_path, [recorder(upload=True, every_n_train_steps=3)])
-    accumulator = EventAccumulator(str(trainer.log_dir), size_guidance={"tensors": 0})
+    accumulator = EventAccumulator(f"{trainer.log_dir}/recorder", size_guidance={"tensors": 0})
     accumulator.Reload()
     found = accumulator.Tensors("recorder/activations/dumps/text_summary")
     assert [event.step for event in found] == [0, 2, 5]
@@ -351,13 +347,13 @@ def test_tensorboard_has_a_table(tmp_path: Path) -> None:
 
 
 class OneThread(MemorySink):
-    """May be written to from the training thread alone."""
+    """A sink that must be written from the training thread."""
 
     any_thread = False
 
 
 def test_a_sink_of_one_thread_has_the_dumps_too(tmp_path: Path) -> None:
-    """What is dumped in the background is uploaded from the training thread."""
+    """Dumps written in the background are uploaded from the training thread."""
     sink = OneThread()
     fit(Classifier(), tmp_path, [recorder(upload=True, sinks=[sink])], logger=False)
     assert list(sink.files) == [f"dumps/activations-step={step}.safetensors" for step in range(6)]

@@ -1,12 +1,10 @@
-"""Whatever goes wrong inside a callback costs its own records and one warning, and never the run."""
+"""An error inside a callback costs its own records and one warning, and never the run."""
 
 from __future__ import annotations
 
 import functools
 import os
-import resource
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 
 from lightning_recorder import (
@@ -30,21 +28,23 @@ from lightning_recorder import (
 from lightning_recorder.callbacks.base import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.recorders import Report, RunRecorder, SiteRecorder, SiteStates
+from lightning_recorder.sinks import MetricsSink, loggers
 from lightning_recorder.taps import Tap
 from tests.callbacks.models import hooks_left
 from tests.callbacks.small import BATCHES, Small, go, shown, small, told_by
+from tests.disks import files_up_to
 
 KINDS: tuple[Any, ...] = (ActivationRecorder, GradientRecorder, ParameterRecorder)
 STEPS = 2 * BATCHES
 
 
 def fails(*args: Any, **kwargs: Any) -> Any:
-    """A fault of ours."""
+    """Raise an internal error."""
     raise ZeroDivisionError("of ours")
 
 
 def made(kind: Any, sink: MemorySink, **options: Any) -> Callback:
-    """A callback that records every step."""
+    """Return a callback that records every step."""
     if issubclass(kind, GraphRecorder):
         callback: Callback = kind(formats=(), sinks=[sink], **options)
         return callback
@@ -54,7 +54,7 @@ def made(kind: Any, sink: MemorySink, **options: Any) -> Callback:
 
 
 def trained(folder: Path, callbacks: list[Callback], **options: Any) -> Small:
-    """The model after two epochs with validations and a checkpoint of each step."""
+    """Return the model after two epochs with validations and a checkpoint at each step."""
     model = small()
     checkpoint = ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_top_k=-1)
     go(folder, [*callbacks, checkpoint], model=model, validation=True, enable_checkpointing=True, **options)
@@ -63,13 +63,13 @@ def trained(folder: Path, callbacks: list[Callback], **options: Any) -> Small:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    """The model of a run without callbacks."""
+    """Return the model of a run without callbacks."""
     return trained(tmp_path_factory.mktemp("bare"), [])
 
 
 @pytest.fixture(scope="module")
 def well(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], dict[tuple[str, int], Any]]:
-    """What a callback of a kind records in a run in which nothing goes wrong."""
+    """Return the records of a callback of this kind in a run without errors."""
 
     @functools.cache
     def record(kind: Any) -> dict[tuple[str, int], Any]:
@@ -81,7 +81,7 @@ def well(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], dict[tuple
 
 
 def assert_unharmed(model: Small, bare: Small) -> None:
-    """The run was the bare one, to the bit, and nothing of ours is left on the model."""
+    """Check that the run is bitwise the bare one and that no hook is left on the model."""
     assert len(model.losses) == STEPS
     for name, value in bare.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
@@ -90,7 +90,7 @@ def assert_unharmed(model: Small, bare: Small) -> None:
 
 
 def run_with(faulty: Callback, others: tuple[Any, ...], folder: Path) -> tuple[Small, list[str], dict[Any, MemorySink]]:
-    """The model, the warnings, and what the other callbacks have recorded."""
+    """Return the model, the warnings, and the records of the other callbacks."""
     sinks: dict[Any, MemorySink] = {kind: MemorySink() for kind in others}
     models: list[Small] = []
     callbacks = [faulty, *(made(kind, sink) for kind, sink in sinks.items())]
@@ -122,7 +122,7 @@ HOOKS = {
         "teardown",
     ],
 }
-# The gradients' hooks are those of the base class, which the activations have, too.
+# The hooks of the gradient recorder are those of the base class, which the activations test covers.
 DIFFERENT = (ActivationRecorder, ParameterRecorder)
 IN_HOOKS = [(kind, hook) for kind in DIFFERENT for hook in HOOKS["statistics"]] + [
     (GraphRecorder, hook) for hook in HOOKS["graph"]
@@ -130,7 +130,7 @@ IN_HOOKS = [(kind, hook) for kind in DIFFERENT for hook in HOOKS["statistics"]] 
 
 
 def failing_in(kind: Any, hook: str, *, at: int = 2) -> Any:
-    """A class of the kind whose hook fails at its n-th call, before it has done anything."""
+    """Return a subclass whose hook fails at the start of its n-th call."""
     calls: list[int] = []
     inner = getattr(kind, hook).__wrapped__
 
@@ -148,7 +148,7 @@ def failing_in(kind: Any, hook: str, *, at: int = 2) -> Any:
 def test_a_fault_in_a_hook_is_one_warning(
     kind: Any, hook: str, bare: Small, well: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    """A hook of ours that fails is told once; the run is the bare one, and the other callbacks record everything."""
+    """A failing hook gives one warning, the run is the bare one, and the other callbacks record everything."""
     others = tuple(each for each in KINDS if each is not kind)
     faulty = made(failing_in(kind, hook), MemorySink())
     model, told, sinks = run_with(faulty, others, tmp_path)
@@ -160,7 +160,7 @@ def test_a_fault_in_a_hook_is_one_warning(
 
 @pytest.mark.parametrize(("kind", "hook"), IN_HOOKS)
 def test_strict_raises_what_a_hook_raised(kind: Any, hook: str, tmp_path: Path) -> None:
-    """With ``strict`` a fault in any hook ends the run, with the error itself and without hooks left behind."""
+    """With ``strict``, an error in any hook ends the run with that error and leaves no hooks."""
     model = small()
     callback = made(failing_in(kind, hook, at=1), MemorySink(), strict=True)
     with pytest.raises(ZeroDivisionError, match="of ours"):
@@ -181,11 +181,11 @@ INSIDE: dict[str, Callable[[Any], list[tuple[Any, str]]]] = {
 
 
 def failing_inside(kind: Any, place: str) -> Any:
-    """A class of the kind in which a method of the recorder fails."""
+    """Return a subclass in which a method of the recorder fails."""
 
     def make_recorder(self: Any, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
         recorder: SiteRecorder = kind.make_recorder(self, modules, stage)
-        if modules:  # not the one that the settings are tried with
+        if modules:  # not the recorder that validates the settings at construction
             for holder, name in INSIDE[place](recorder):
                 setattr(holder, name, fails)
         return recorder
@@ -198,13 +198,13 @@ def failing_inside(kind: Any, place: str) -> Any:
 def test_a_fault_inside_is_one_warning(
     kind: Any, place: str, bare: Small, well: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    """Whatever part of a recorder fails, one warning says so, and neither run nor checkpoints nor others suffer."""
+    """A failure in any part of a recorder gives one warning and leaves run, checkpoints and other recorders intact."""
     others = tuple(each for each in KINDS if each is not kind)
     model, told, sinks = run_with(made(failing_inside(kind, place), MemorySink()), others, tmp_path)
     assert len(told) == 1, told
     assert told[0].startswith(f"{kind.__name__} is off for the rest of the run")
     assert told[0].endswith("ZeroDivisionError: of ours")
-    if place == "remove":  # who cannot take hooks off leaves them
+    if place == "remove":  # a recorder that cannot remove its hooks leaves them
         for module in model.modules():
             module._forward_hooks.clear()
     assert_unharmed(model, bare)
@@ -220,11 +220,11 @@ OVERRIDDEN = ["summarize", "prepare", "_conclude", "_announce", "_tell_cadence",
 def test_a_fault_of_the_callback_is_one_warning(
     name: str, bare: Small, well: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    """A method of the callback that fails, also one that a subclass has overridden, costs this callback alone."""
+    """A failing method of a callback, even an overridden one, disables only this callback."""
     begun: list[bool] = []
 
     def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The settings are tried at construction, before there is a run.
+        # The settings are validated at construction, before there is a run.
         return fails() if begun else getattr(GradientRecorder, name)(self, *args, **kwargs)
 
     faulty = made(type("GradientRecorder", (GradientRecorder,), {name: broken}), MemorySink())
@@ -261,7 +261,7 @@ def test_a_fault_on_the_way_is_one_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What fails between the hooks and the sinks costs the records of one callback, and no checkpoint."""
+    """A failure between hooks and sinks costs the records of one callback and no checkpoint."""
     inner = getattr(owner, name)
 
     def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -287,7 +287,7 @@ SITES = {
 
 @pytest.fixture
 def failing_site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A kind of which one site cannot be recorded."""
+    """Return a subclass for which one site cannot be recorded."""
     kind: Any = request.param
     inner = SiteStates.add
 
@@ -302,7 +302,7 @@ def failing_site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("failing_site", KINDS, indirect=True)
 def test_a_site_that_fails_costs_its_module_alone(failing_site: Any, bare: Small, tmp_path: Path) -> None:
-    """Where one module cannot be recorded, a warning names it, and the others go on in the same callback."""
+    """If a module cannot be recorded, a warning names it, and the callback records the others."""
     sink, models = MemorySink(), list[Small]()
     told = told_by(lambda: models.append(trained(tmp_path, [made(failing_site, sink, reduce="step")])))
     site = SITES[failing_site]
@@ -318,7 +318,7 @@ def test_a_site_that_fails_costs_its_module_alone(failing_site: Any, bare: Small
 
 @pytest.mark.parametrize("failing_site", KINDS, indirect=True)
 def test_strict_names_the_module_that_failed(failing_site: Any, tmp_path: Path) -> None:
-    """With ``strict`` the run ends with an error that names the module and the tensor, caused by what was raised."""
+    """With ``strict``, the run ends with an error that names module and tensor and has the original as its cause."""
     model, site = small(), SITES[failing_site]
     with pytest.raises(RecordingError, match=rf"(?s){site.name}.*of ours|{site.path}.*{site.name}.*of ours") as caught:
         go(tmp_path, [made(failing_site, MemorySink(), strict=True)], model=model)
@@ -332,7 +332,7 @@ def test_strict_names_the_module_that_failed(failing_site: Any, tmp_path: Path) 
 def test_a_sink_that_raises_is_one_warning(
     verb: str, any_thread: bool, bare: Small, well: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    """A sink that raises in whatever it is asked is left out; those beside it get every record."""
+    """A sink that raises in any method is left out, and the other sinks get every record."""
     broken, sink, models = MemorySink(), MemorySink(), list[Small]()
     setattr(broken, verb, fails)
     broken.any_thread = any_thread
@@ -345,7 +345,7 @@ def test_a_sink_that_raises_is_one_warning(
 
 
 class Deaf(CSVLogger):
-    """A logger that cannot take what is ours."""
+    """A logger that cannot handle the recorders' data."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         if any(name.startswith("activations/") for name in metrics):
@@ -353,15 +353,18 @@ class Deaf(CSVLogger):
         super().log_metrics(metrics, step)
 
 
-def test_a_logger_that_raises_is_one_warning(bare: Small, well: Callable[[Any], Any], tmp_path: Path) -> None:
-    """A logger that raises for what we give it is given nothing more, and serves the run as before."""
+def test_a_logger_that_raises_is_one_warning(
+    bare: Small, well: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A logger that raises receives no more records, and still serves the run."""
+    monkeypatch.setitem(loggers._SINKS, "Deaf", MetricsSink)  # the CSV logger's own file is not written
     sink, model, logger = MemorySink(), small(), Deaf(tmp_path)
     callbacks = [made(ActivationRecorder, sink)]
     options: dict[str, Any] = {"model": model, "validation": True, "logger": logger}
     told = told_by(lambda: go(tmp_path, callbacks, **options))
     (message,) = told
     assert message == (
-        "CsvSink(Deaf).write_scalars failed, nothing more is written there: ConnectionError: the server is gone"
+        "MetricsSink(Deaf).write_scalars failed, nothing more is written there: ConnectionError: the server is gone"
     )
     assert_unharmed(model, bare)
     assert shown(sink) == well(ActivationRecorder)
@@ -369,36 +372,28 @@ def test_a_logger_that_raises_is_one_warning(bare: Small, well: Callable[[Any], 
     assert sum(bool(row.split(",")[header.split(",").index("train_loss")]) for row in rows) == STEPS
 
 
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """No file may grow beyond a size: writing more fails as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_is_one_warning(bare: Small, well: Callable[[Any], Any], tmp_path: Path) -> None:
-    """Where files cannot grow any more, one warning says so, other sinks get everything, and the run goes on."""
+@pytest.mark.parametrize("logger", [False, TensorBoardLogger, CSVLogger])
+def test_a_full_disk_is_one_warning(logger: Any, bare: Small, well: Callable[[Any], Any], tmp_path: Path) -> None:
+    """If files cannot grow, one warning is given, other sinks get everything, and the run continues."""
     sink, model = MemorySink(), small()
-    recorder = made(ActivationRecorder, sink, dump=False)
-    with files_up_to(8_000):
-        told = told_by(lambda: go(tmp_path, [recorder], model=model, validation=True))
+    recorder = made(ActivationRecorder, sink, dump=("checkpoints", "records"))
+    options: dict[str, Any] = {"model": model, "validation": True, "logger": logger and logger(tmp_path)}
+    with files_up_to(4_000):
+        told = told_by(lambda: go(tmp_path, [recorder, GraphRecorder(sinks=[sink])], **options))
     assert len(told) == 1, told
-    assert "FilesSink" in told[0]
+    assert told[0].startswith(f"lightning_recorder could not write to {tmp_path}")
     assert "File too large" in told[0]
     assert_unharmed(model, bare)
     assert shown(sink) == well(ActivationRecorder)
-    assert max(path.stat().st_size for path in (tmp_path / "recorder").iterdir()) <= 8_000
+    assert max(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 4_000
+    assert list(tmp_path.rglob("*.tmp*")) == []
 
 
 @pytest.mark.parametrize("kind", [*KINDS, GraphRecorder])
 def test_a_folder_that_cannot_be_made_is_one_warning(
     kind: Any, bare: Small, well: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    """Where the folder of the recordings cannot be made, one warning names it; other sinks get everything."""
+    """If the folder cannot be created, one warning names it, and other sinks get everything."""
     (tmp_path / "recorder").write_text("in the way", encoding="utf-8")
     sink, models = MemorySink(), list[Small]()
     told = told_by(lambda: models.append(trained(tmp_path, [made(kind, sink)])))
@@ -412,7 +407,7 @@ def test_a_folder_that_cannot_be_made_is_one_warning(
 
 
 def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A renderer that does not come to an end is given its time; the graph stays, without a picture or a process."""
+    """A renderer that hangs is ended after its time limit; the graph remains, without a picture or a process."""
     dot = tmp_path / "bin" / "dot"
     dot.parent.mkdir()
     dot.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 600\n", encoding="utf-8")
@@ -430,7 +425,7 @@ def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch
 
 
 class Watched(Small):
-    """Notes at each step which modules have hooks."""
+    """Stores the modules that have hooks at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +438,7 @@ class Watched(Small):
 
 @pytest.mark.parametrize("value", ["off", "OFF", "0", "false", " no "])
 def test_the_environment_switches_all_off(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``LIGHTNING_RECORDER=off`` there are no hooks, files, records or errors, be the selection right or wrong."""
+    """With ``LIGHTNING_RECORDER=off``, there are no hooks, files, records or errors, even for a wrong selection."""
     monkeypatch.setenv("LIGHTNING_RECORDER", value)
     sink, model = MemorySink(), Watched()
     callbacks = [made(kind, sink) for kind in (*KINDS, GraphRecorder)] + [ActivationRecorder("no.such.module")]
@@ -455,7 +450,7 @@ def test_the_environment_switches_all_off(value: str, tmp_path: Path, monkeypatc
 
 
 class Switching(Callback):
-    """Switches recorders off behind one step and on again behind another."""
+    """Disables recorders after one step and enables them after another."""
 
     def __init__(self, recorders: list[Any], off: int, on: int) -> None:
         self.recorders, self.off, self.on = recorders, off, on
@@ -470,12 +465,12 @@ class Switching(Callback):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_callback_is_switched_off_and_on_again(first: bool, tmp_path: Path) -> None:
-    """From the next batch on a disabled callback puts on no hook and records nothing, and enabled it goes on."""
+    """From the next batch on, a disabled callback adds no hook and records nothing until it is enabled."""
     sink, model = MemorySink(), Watched()
     recorders: list[Any] = [kind(every_n_train_steps=1, sinks=[sink]) for kind in KINDS]
     switching = Switching(recorders, 2, 5)
     go(tmp_path, [switching, *recorders] if first else [*recorders, switching], model=model)
-    # In whichever place it stands: before the recorders it acts on its own batch, behind them on the next.
+    # Before the recorders in the list, it acts on its own batch; after them, on the next batch.
     off = range(2, 5) if first else range(3, 6)
     expected = [step for step in range(STEPS) if step not in off]
     for tag in ("activations/head/mean", "gradients/head/mean", "parameters/head/weight/mean"):
@@ -485,7 +480,7 @@ def test_a_callback_is_switched_off_and_on_again(first: bool, tmp_path: Path) ->
 
 
 def test_a_window_lacks_the_steps_that_were_switched_off(tmp_path: Path) -> None:
-    """A window in which a callback was disabled for a while has the other steps of it."""
+    """A window contains the steps at which the callback was enabled, and no others."""
     sink = MemorySink()
     recorder = ActivationRecorder("head", every_n_train_steps=1, reduce=4, statistics="count", sinks=[sink])
     go(tmp_path, [Switching([recorder], 2, 5), recorder])
@@ -493,7 +488,7 @@ def test_a_window_lacks_the_steps_that_were_switched_off(tmp_path: Path) -> None
 
 
 def test_a_graph_is_recorded_when_it_is_switched_on(tmp_path: Path) -> None:
-    """A graph recorder that is disabled at first records the first step after it was enabled."""
+    """A disabled graph recorder records the first step after it is enabled."""
     sink = MemorySink()
     recorder = GraphRecorder(formats=(), sinks=[sink])
     go(tmp_path, [Switching([recorder], 0, 3), recorder])
@@ -501,7 +496,7 @@ def test_a_graph_is_recorded_when_it_is_switched_on(tmp_path: Path) -> None:
 
 
 def test_a_tap_that_cannot_be_put_on_names_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that takes no hook is told by its name, and the others are recorded."""
+    """A module that rejects hooks is named in a warning, and the others are recorded."""
     inner = Tap._guarded
 
     def guard(self: Tap, name: str, function: Any, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the graph callback records of a real training step, and what becomes of the picture."""
+"""The graph that the callback records of a real training step, and its picture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.callbacks.models import Classifier, digits, events, fit, hooks_left
 
 
 def flow(graph: Graph) -> list[str]:
-    """The edges as text, without parameters and buffers."""
+    """Return the edges as text, without parameters and buffers."""
     return [
         f"{graph[edge.source].name} -> {graph[edge.target].name}"
         for edge in graph.edges
@@ -44,7 +44,7 @@ def flow(graph: Graph) -> list[str]:
 
 
 def test_the_graph_is_that_of_the_training_step_with_its_loss(tmp_path: Path) -> None:
-    """Batch, modules, functions between them, loss and backward pass are one graph, and nothing of the trainer."""
+    """One graph has the batch, modules, functions between them, loss and backward pass, without the trainer."""
     recorder = GraphRecorder()
     fit(Classifier(), tmp_path, [recorder, ActivationRecorder(), GradientRecorder()], gradient_clip_val=1.0)
     graph = recorder.graph
@@ -73,7 +73,7 @@ def test_the_graph_is_that_of_the_training_step_with_its_loss(tmp_path: Path) ->
         "dropout -> linear",
         "linear -> cross_entropy",
         "batch[1] -> cross_entropy",
-        # The model keeps a copy of its loss; what self.log keeps is the trainer's and not here.
+        # The model stores a copy of its loss. The values of self.log belong to the trainer and are not in the graph.
         "cross_entropy -> detach",
         "detach -> clone",
         "cross_entropy -> backward",
@@ -82,11 +82,13 @@ def test_the_graph_is_that_of_the_training_step_with_its_loss(tmp_path: Path) ->
 
 
 def test_files_and_picture_are_written_once(tmp_path: Path) -> None:
-    """JSON, DOT, SVG and PNG lie in the recorder folder, and TensorBoard has the picture once, at the first step."""
+    """JSON, DOT, SVG and PNG are in the recorder folder, and TensorBoard has the picture once, at the first step."""
     recorder = GraphRecorder()
     trainer = fit(Classifier(), tmp_path, [recorder], max_epochs=3)
     folder = Path(str(trainer.log_dir)) / "recorder"
-    assert sorted(path.name for path in folder.iterdir()) == ["graph.dot", "graph.json", "graph.png", "graph.svg"]
+    event_file, *names = sorted(path.name for path in folder.iterdir())
+    assert event_file.startswith("events.out.tfevents.")
+    assert names == ["graph.dot", "graph.json", "graph.png", "graph.svg"]
     assert Graph.from_json(json.loads((folder / "graph.json").read_text())) == recorder.graph
     text = "".join(ET.parse(folder / "graph.svg").getroot().itertext())
     assert "conv1" in text
@@ -101,7 +103,7 @@ def test_files_and_picture_are_written_once(tmp_path: Path) -> None:
 
 
 def test_the_sanity_check_is_not_what_is_recorded(tmp_path: Path) -> None:
-    """With validation before the first step it is still the training step that is recorded."""
+    """If validation runs first, the training step is still the one that is recorded."""
     recorder = GraphRecorder()
     fit(Classifier(), tmp_path, [recorder], validation=digits(2))
     assert recorder.graph is not None
@@ -109,7 +111,7 @@ def test_the_sanity_check_is_not_what_is_recorded(tmp_path: Path) -> None:
 
 
 def test_manual_optimisation_shows_each_forward_and_backward(tmp_path: Path) -> None:
-    """Of a GAN's step both losses are there with their backward passes, and no operation of an optimiser."""
+    """A GAN's step shows both losses with their backward passes, and no optimiser operation."""
 
     class Gan(Classifier):
         def __init__(self) -> None:
@@ -147,7 +149,7 @@ def test_manual_optimisation_shows_each_forward_and_backward(tmp_path: Path) -> 
 
 
 def test_accumulated_batches_show_the_first_of_them(tmp_path: Path) -> None:
-    """Under gradient accumulation the graph is that of one batch, whose loss goes into the backward pass undivided."""
+    """With gradient accumulation, the graph shows one batch, whose loss enters the backward pass undivided."""
     recorder = GraphRecorder()
     fit(Classifier(), tmp_path, [recorder], accumulate_grad_batches=3)
     assert recorder.graph is not None
@@ -155,7 +157,7 @@ def test_accumulated_batches_show_the_first_of_them(tmp_path: Path) -> None:
 
 
 def test_mixed_precision_shows_its_types(tmp_path: Path) -> None:
-    """Under ``bf16-mixed`` the graph has the same calls as without, and the types that autocast chose."""
+    """Under ``bf16-mixed``, the graph has the same calls as without, and the dtypes that autocast chose."""
     graphs = []
     for precision in ("32-true", "bf16-mixed"):
         recorder = GraphRecorder(formats=(), strict=True)
@@ -170,19 +172,19 @@ def test_mixed_precision_shows_its_types(tmp_path: Path) -> None:
 
 
 def test_loggers_without_images_leave_the_picture_in_the_folder(tmp_path: Path) -> None:
-    """With a CSV logger the picture lies in its folder and nothing warns."""
+    """With a CSV logger, the picture is in its folder and there is no warning."""
     trainer = fit(Classifier(), tmp_path, [GraphRecorder()], logger=CSVLogger(tmp_path))
     assert (Path(str(trainer.log_dir)) / "recorder" / "graph.png").is_file()
 
 
 def test_without_logger_the_picture_lies_in_the_root_folder(tmp_path: Path) -> None:
-    """With ``logger=False`` the recorder folder is that of the trainer's root."""
+    """With ``logger=False``, the recorder folder is in the trainer's root folder."""
     fit(Classifier(), tmp_path, [GraphRecorder(formats="svg")], logger=False)
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["graph.dot", "graph.json", "graph.svg"]
 
 
 def test_fast_dev_run_records_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``fast_dev_run`` records the graph for the program alone."""
+    """``fast_dev_run`` records the graph in memory only."""
     monkeypatch.chdir(tmp_path)
     sink = MemorySink()
     fit(Classifier(), tmp_path, [GraphRecorder(sinks=[sink])], fast_dev_run=True)
@@ -193,7 +195,7 @@ def test_fast_dev_run_records_and_writes_nothing(tmp_path: Path, monkeypatch: py
 def test_without_a_renderer_the_document_is_there_and_one_warning_names_the_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where neither dot nor pygraphviz is to be found the run goes on with the DOT file and one warning."""
+    """Without dot and pygraphviz, the run continues with the DOT file and one warning."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = Classifier()
@@ -205,7 +207,7 @@ def test_without_a_renderer_the_document_is_there_and_one_warning_names_the_fix(
 
 
 def test_a_hanging_renderer_costs_only_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dot that never ends is ended when its time is over, with one warning, and leaves no file."""
+    """A hanging dot is ended after its time limit, with one warning, and leaves no file."""
     fake = tmp_path / "bin" / "dot"
     fake.parent.mkdir()
     fake.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -217,7 +219,7 @@ def test_a_hanging_renderer_costs_only_the_picture(tmp_path: Path, monkeypatch: 
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_graph(tmp_path: Path) -> None:
-    """A file in the place of the folder is one warning, and the run goes on."""
+    """A file in place of the folder causes one warning, and the run continues."""
     (tmp_path / "recorder").write_text("in the way")
     model = Classifier()
     with pytest.warns(RecorderWarning, match="GraphRecorder is off for the rest of the run"):
@@ -227,7 +229,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_graph(tmp_path: Path) ->
 
 
 def test_depth_and_budget_choose_the_view(tmp_path: Path) -> None:
-    """``depth=1`` draws the encoder as one box; the JSON has everything all the same."""
+    """``depth=1`` draws the encoder as one box, and the JSON still has everything."""
     fit(Classifier(), tmp_path, [GraphRecorder(depth=1, formats=())], logger=False)
     document = (tmp_path / "recorder" / "graph.dot").read_text()
     assert document.count("subgraph") == document.count("subgraph cluster_loss {") == 1
@@ -236,11 +238,11 @@ def test_depth_and_budget_choose_the_view(tmp_path: Path) -> None:
     assert "encoder.conv1" in (tmp_path / "recorder" / "graph.json").read_text()
 
 
-# Which step is recorded, and when.
+# The recorded step.
 
 
 def test_the_first_validation_step(tmp_path: Path) -> None:
-    """With ``stage="validate"`` the first validation step behind the sanity check is recorded, without a backward."""
+    """``stage="validate"`` records the first validation step after the sanity check, without a backward pass."""
 
     class Validated(Classifier):
         seen = 0
@@ -259,7 +261,7 @@ def test_the_first_validation_step(tmp_path: Path) -> None:
 
 
 def test_the_example_input(tmp_path: Path) -> None:
-    """With ``stage="example"`` a call with ``example_input_array`` is recorded, and the fit is as without it."""
+    """With ``stage="example"``, a call with ``example_input_array`` is recorded, and the fit is unchanged."""
 
     class WithExample(Classifier):
         def __init__(self) -> None:
@@ -287,7 +289,7 @@ def test_without_an_example_input_the_error_names_the_fix(tmp_path: Path) -> Non
 
 
 def test_a_resumed_run_is_not_recorded_again(tmp_path: Path) -> None:
-    """A run that goes on from a checkpoint keeps the graph of its beginning; a new run is recorded."""
+    """A run that resumes from a checkpoint keeps its first graph; a new run is recorded."""
     recorder = GraphRecorder(formats=())
     trainer = fit(Classifier(), tmp_path, [recorder], logger=False)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -299,12 +301,14 @@ def test_a_resumed_run_is_not_recorded_again(tmp_path: Path) -> None:
     longer.fit(Classifier(), digits(3), ckpt_path=tmp_path / "last.ckpt")
     assert longer.current_epoch == 2
     assert again.graph is None
-    assert again.state_dict() == {"recorded": True}
+    longer.save_checkpoint(tmp_path / "longer.ckpt")
+    saved = torch.load(tmp_path / "longer.ckpt", weights_only=True)
+    assert saved["callbacks"][again.state_key] == {"recorded": True}
     assert recorder.graph is not None
 
 
 def test_a_second_fit_is_recorded_like_the_first(tmp_path: Path) -> None:
-    """What the trainer's own logging computes is no part of the graph of a second fit either."""
+    """The operations of the trainer's own logging are not part of the graph, in a second fit either."""
     recorder = GraphRecorder(formats=())
     model, graphs = Classifier(), []
     trainer = fit(model, tmp_path, [recorder], logger=False)
@@ -318,14 +322,14 @@ def test_a_second_fit_is_recorded_like_the_first(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_the_callback_does_not_copy_the_model(tmp_path: Path) -> None:
-    """A callback that has seen a fit is copied without the model that it was used for."""
+    """A copy of a callback after a fit does not contain the model."""
     model = Classifier()
     recorder = GraphRecorder(formats=())
     fit(model, tmp_path, [recorder], logger=False)
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(recorder, memo)
     assert id(model) not in memo
-    assert twin.graph == recorder.graph
+    assert twin.graph is None
 
 
 def test_two_recorders_under_two_names(tmp_path: Path) -> None:
@@ -342,7 +346,7 @@ def test_two_recorders_under_two_names(tmp_path: Path) -> None:
 
 
 def test_a_failing_step_shows_where(tmp_path: Path) -> None:
-    """When the recorded step raises, the graph up to there is written with what failed marked; the error passes."""
+    """If the recorded step raises, the graph up to the marked failure is written, and the error propagates."""
 
     class Broken(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -355,11 +359,13 @@ def test_a_failing_step_shows_where(tmp_path: Path) -> None:
     assert graph == recorder.graph
     assert [node.name for node in graph.nodes if node.failed] == ["", "matmul"]
     assert "it raised" in (tmp_path / "recorder" / "graph.dot").read_text(encoding="utf-8")
-    assert recorder.state_dict() == {"recorded": False}
+    saved: dict[str, Any] = {}
+    recorder.on_save_checkpoint(Trainer(logger=False, enable_checkpointing=False), Broken(), saved)
+    assert saved["callbacks"][recorder.state_key] == {"recorded": False}
 
 
 def test_a_picture_that_cannot_be_laid_out_is_drawn_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where dot fails a smaller view is drawn, and one warning says so."""
+    """If dot fails, a smaller view is drawn with one warning."""
     real = shutil.which("dot")
     drawn = f'exec "{real}" "$@"' if real else f'exec "{sys.executable}" "{tmp_path / "bin" / "draw.py"}" "$@"'
     fake = tmp_path / "bin" / "dot"
@@ -370,7 +376,7 @@ def test_a_picture_that_cannot_be_laid_out_is_drawn_smaller(tmp_path: Path, monk
         "graph = pygraphviz.AGraph(filename=sys.argv[-1])\n"
         "[open(path, 'wb').write(graph.draw(format='svg', prog='dot')) for path in outputs]\n"
     )
-    # Fails the first time.
+    # Fails on the first call.
     fake.write_text(f'#!/bin/sh\nif mkdir "{tmp_path}/first" 2>/dev/null; then exit 3; fi\n{drawn}\n')
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
@@ -394,13 +400,13 @@ def test_a_picture_that_cannot_be_laid_out_is_drawn_smaller(tmp_path: Path, monk
     ],
 )
 def test_wrong_arguments_raise_at_construction(arguments: dict[str, Any], message: str) -> None:
-    """An argument that can never work raises at once and names what is allowed."""
+    """An invalid argument raises at construction, and the message names the allowed values."""
     with pytest.raises(ArgumentError, match=message):
         GraphRecorder(**arguments)
 
 
 def test_a_recording_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in the recording of an operation ends the recording, with what came before, and not the step."""
+    """An error in the recording of an operation ends the recording but not the step; earlier operations are kept."""
     seen = []
 
     def broken(func: Any) -> str:
@@ -420,7 +426,7 @@ def test_a_recording_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pyte
 
 
 def test_compiled_submodule_is_recorded_eagerly(tmp_path: Path) -> None:
-    """A compiled submodule shows its modules, and is compiled once for the steps that follow."""
+    """A compiled submodule shows its modules, and is compiled once for the later steps."""
     torch._dynamo.reset()
     graphs = []
 

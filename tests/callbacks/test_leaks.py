@@ -1,4 +1,4 @@
-"""Nothing that the callbacks have seen outlives what it belongs to: a step, a fit, a model."""
+"""Objects that the callbacks have seen are freed with the step, the fit or the model that owns them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ STEPS = 500
 
 
 class Token:
-    """Hangs on a node of the autograd graph and is gone when it is."""
+    """An object attached to a node of the autograd graph, which is freed with it."""
 
 
 class Plain(LightningModule):
-    """A tiny model that remembers weakly what there was in a step."""
+    """A tiny model with weak references to the tensors of a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class Plain(LightningModule):
 
 
 def recorders(reduce: Reduce = "step") -> list[Callback]:
-    """All callbacks, on every step."""
+    """Return all callbacks, recording every step."""
     kinds: list[type[StatisticsCallback]] = [ActivationRecorder, GradientRecorder, ParameterRecorder]
     each = [kind("**", every_n_train_steps=1, reduce=reduce, strict=True) for kind in kinds]
     return [GraphRecorder(strict=True), *each]
 
 
 def hooks(trainer: Trainer, model: nn.Module) -> int:
-    """How many hooks there are, on the model, its optimisers, and on all modules."""
+    """Return the number of hooks on the model, on its optimisers, and on all modules."""
     owners: list[Any] = [*model.modules(), *model.parameters(), *trainer.optimizers]
     tables = [value for owner in owners for name, value in _attributes(owner) if name.endswith("_hooks")]
     tables += [value for name, value in vars(torch_module).items() if name.startswith("_global_") and "_hooks" in name]
@@ -79,7 +79,7 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 
 
 class Census(Callback):
-    """Before each step, and before the callbacks whose run it watches, notes what of the last one is still there."""
+    """Before each step, and before the watched callbacks, lists the objects of the previous step that are alive."""
 
     def __init__(self, watched: list[Callback]) -> None:
         self.watched = watched
@@ -107,14 +107,14 @@ class Census(Callback):
 
 
 def give_time_for(path: Path) -> None:
-    """Give the process that draws the picture time, of which the callback asks behind each step whether it is done."""
+    """Wait for the process that draws the picture, which the callback checks after each step."""
     if not path.exists():
         time.sleep(0.2)
 
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    """What is not freed at once stays."""
+    """Disable the garbage collector, so that only reference counting frees objects."""
     gc.collect()
     gc.disable()
     yield
@@ -125,7 +125,7 @@ def no_gc() -> Iterator[None]:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
 @pytest.mark.usefixtures("no_gc")
 def test_nothing_of_a_step_outlives_it(tmp_path: Path) -> None:
-    """Over 500 recorded steps, without a garbage collector, nothing of a step is left, and nothing becomes more."""
+    """Over 500 recorded steps without a garbage collector, no object of a step remains and no count grows."""
     watched = recorders()
     census = Census(watched)
     options = {"max_epochs": STEPS, "max_steps": STEPS + 1, "log_every_n_steps": 50}
@@ -142,7 +142,7 @@ def test_nothing_of_a_step_outlives_it(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("kind", [None, ActivationRecorder, GradientRecorder, ParameterRecorder, GraphRecorder])
 def test_nothing_of_a_step_outlives_it_through_any_one_callback(kind: Any, tmp_path: Path) -> None:
-    """The tensors, nodes and modules of a step are gone before the next one, as they are without a callback."""
+    """Tensors, nodes and modules of a step are freed before the next one, as without a callback."""
     options = {} if kind in (None, GraphRecorder) else {"every_n_train_steps": 1}
     watched = [] if kind is None else [kind(**options)]
     census = Census(watched)
@@ -152,7 +152,7 @@ def test_nothing_of_a_step_outlives_it_through_any_one_callback(kind: Any, tmp_p
 
 @pytest.mark.parametrize("reduce", ["step", 4, "epoch"])
 def test_hooks_do_not_become_more(reduce: Reduce, tmp_path: Path) -> None:
-    """Before every recorded step there are as many hooks as before the second one."""
+    """There are as many hooks before every recorded step as before the second one."""
 
     class Counting(Callback):
         def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -161,7 +161,7 @@ def test_hooks_do_not_become_more(reduce: Reduce, tmp_path: Path) -> None:
     counted: list[int] = []
     model = Plain()
     trainer = fit(model, tmp_path, [Counting(), *recorders(reduce)], loader=digits(20), logger=False, max_epochs=2)
-    # The first one of an epoch comes behind the epoch's end, which takes all hooks off.
+    # The first step of an epoch follows the end of the previous epoch, which removes all hooks.
     assert len(counted) == 40
     assert len(set(counted[1:20] + counted[21:])) == 1
     assert counted[20] == counted[0]
@@ -170,7 +170,7 @@ def test_hooks_do_not_become_more(reduce: Reduce, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_states_of_epochs_do_not_become_more(tmp_path: Path) -> None:
-    """Where an epoch is a record, there are no more tensors in the middle of an epoch than of the one before."""
+    """With one record per epoch, there are no more tensors in the middle of an epoch than in the one before."""
 
     class Counting(Callback):
         def on_train_batch_start(
@@ -187,7 +187,7 @@ def test_states_of_epochs_do_not_become_more(tmp_path: Path) -> None:
     watched = recorders("epoch")
     options = {"validation": digits(2), "num_sanity_val_steps": 0}
     fit(Plain(), tmp_path, [Counting(), *watched], logger=False, max_epochs=5, **options)
-    # In the second epoch, on a busy machine later, the picture of the first step may still be on its way.
+    # In the second epoch, or later on a busy machine, the picture of the first step may still be pending.
     assert max(counted[3:]) <= counted[2]
 
 
@@ -205,7 +205,7 @@ def succeeds(model: Plain) -> None:
 @pytest.mark.parametrize("end", [succeeds, fails])
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder, GraphRecorder])
 def test_a_callback_keeps_nothing_of_the_model(kind: Any, end: Callable[[Plain], None], tmp_path: Path) -> None:
-    """When a fit is over, the callback does not keep model, parameters, optimiser or trainer alive."""
+    """After a fit, the callback does not keep model, parameters, optimiser or trainer alive."""
     callback = kind()
     model = Plain()
     end(model)
@@ -223,7 +223,7 @@ def test_a_callback_keeps_nothing_of_the_model(kind: Any, end: Callable[[Plain],
 
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
 def test_an_evaluation_leaves_nothing_of_the_model(function: str, tmp_path: Path) -> None:
-    """When an evaluation is over, the callback that recorded it does not keep the model alive."""
+    """After an evaluation, the callback that recorded it does not keep the model alive."""
 
     class Evaluated(Plain):
         def forward(self, x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def test_an_evaluation_leaves_nothing_of_the_model(function: str, tmp_path: Path
     callback = ActivationRecorder(stages=function)
     model = Evaluated()
     silent = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", callbacks=[callback], **silent)  # type: ignore[arg-type]  # each of its own type
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", callbacks=[callback], **silent)  # type: ignore[arg-type]  # values of different types
     getattr(trainer, function)(model, digits(2), **({} if function == "predict" else {"verbose": False}))
     assert callback.latest_of(function)
     kept = weakref.ref(model)

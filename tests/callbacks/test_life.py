@@ -1,4 +1,4 @@
-"""Which steps and batches have a record in every way a trainer can run, and that nothing stays behind afterwards."""
+"""The recorded steps and batches in every way of running a trainer, and the cleanup afterwards."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor, nn
@@ -38,13 +37,13 @@ from lightning_recorder.callbacks.statistics import StatisticsCallback
 from tests.callbacks.models import hooks_left
 
 Batches = dict[int, list[int]]
-"""By step the indices of the batches that it is of."""
+"""The indices of the batches of each step."""
 
 BATCHES = 6
 WIDTH = 2
-"""Of what the last layer gives for each row."""
+"""The number of output values of the last layer per row."""
 
-# Lightning's own, of what these tests do on purpose.
+# Warnings of Lightning about what these tests do on purpose.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`:UserWarning"),
     pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument:UserWarning"),
@@ -55,31 +54,33 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _nothing_is_told(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """None of these runs gives a reason for a warning of ours, which is logged where warnings are errors."""
+    """Check that only runs without the batches to record cause a warning, logged because warnings are errors."""
     yield
-    assert [each.message for each in caplog.get_records("call") if each.name == "lightning_recorder"] == []
+    reasons = ("trains on no batch", "records no step", "validates nothing", "the fit had no validation")
+    told = [each.getMessage() for each in caplog.get_records("call") if each.name == "lightning_recorder"]
+    assert [message for message in told if not any(reason in message for reason in reasons)] == []
 
 
 def batches(count: int = BATCHES, first: int = 0) -> list[Tensor]:
-    """Batches of which each has twice the rows of the one before, so that a number of rows says which ones it is of."""
+    """Return batches with twice the rows of the previous one, so that a row count identifies the batches."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(2 ** (first + index), 4, generator=generator) for index in range(count)]
 
 
 def loader(count: int = BATCHES, first: int = 0) -> DataLoader[Any]:
-    """A loader of :func:`batches`."""
+    """Return a loader of :func:`batches`."""
     return DataLoader(batches(count, first), batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
 
 
 class Endless(IterableDataset[Tensor]):
-    """The same batches, of which nobody knows how many there are."""
+    """The same batches, without a known length."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(batches())
 
 
 class Net(LightningModule):
-    """Two layers; it remembers what each call of the last one gave and which gradient that had."""
+    """Two layers; stores the output and the output gradient of each call of the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class Net(LightningModule):
 
 
 def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
-    """One of each kind, of every step, that count."""
+    """Return one recorder of each kind that records every step and counts values."""
     options = {"every_n_train_steps": 1, "statistics": ["count"], "histograms": False, **options}
     kinds: tuple[type[StatisticsCallback], ...] = (ActivationRecorder, GradientRecorder, ParameterRecorder)
     statistics = [kind(sinks=[sink], strict=True, **options) for kind in kinds]
@@ -124,7 +125,7 @@ def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
 
 
 def trainer_of(folder: Path, callbacks: Sequence[Callback], **options: Any) -> Trainer:
-    """A silent trainer on the CPU without loggers and checkpoints."""
+    """Return a silent CPU trainer without loggers and checkpoints."""
     seed_everything(1, verbose=False)
     options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **options}
     if not options.get("barebones"):
@@ -133,7 +134,7 @@ def trainer_of(folder: Path, callbacks: Sequence[Callback], **options: Any) -> T
 
 
 def batches_of(counts: Mapping[int, float], per_row: int = WIDTH, first: int = 0) -> Batches:
-    """The batches that were counted at each step, each as often as it was."""
+    """Return the batches counted at each step, with repetitions."""
     found: Batches = {}
     for step, count in counts.items():
         rows = count / per_row
@@ -147,7 +148,7 @@ def recorded(sink: MemorySink, kind: str = "activations") -> Batches:
 
 
 def numbered(steps: Iterable[int]) -> Batches:
-    """Steps of one batch each, over epochs of all batches."""
+    """Return steps of one batch each, over epochs of all batches."""
     return {step: [step % BATCHES] for step in steps}
 
 
@@ -156,14 +157,14 @@ def accumulated(*parts: Sequence[int]) -> Batches:
 
 
 def stance() -> str:
-    """Whether compiled code runs or not."""
+    """Return the compiler stance, which says whether compiled code runs."""
     import torch._dynamo.eval_frame as frames
 
     return str(frames._stance.stance)
 
 
 def assert_nothing_left(trainer: Trainer, model: nn.Module) -> None:
-    """No hook is on the model or an optimiser, and compiled code runs as before."""
+    """Check that no hook is on the model or an optimiser, and that compiled code runs as before."""
     assert hooks_left(model) == []
     for optimizer in trainer.optimizers:
         assert not optimizer._optimizer_step_post_hooks
@@ -173,7 +174,7 @@ def assert_nothing_left(trainer: Trainer, model: nn.Module) -> None:
 
 
 def run(model: LightningModule, folder: Path, callbacks: Sequence[Callback] = (), **options: Any) -> MemorySink:
-    """Fit with all recorders, the given callbacks behind them, and see that nothing stays."""
+    """Fit with all recorders, followed by the given callbacks, and check the cleanup."""
     sink = MemorySink()
     stance()
     loaders = options.pop("loaders") if "loaders" in options else loader()
@@ -185,28 +186,28 @@ def run(model: LightningModule, folder: Path, callbacks: Sequence[Callback] = ()
 
 
 class Returns(Net):
-    """Gives a dictionary."""
+    """Returns a dictionary."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx), "more": batch}
 
 
 class Skips(Net):
-    """Ends each epoch when the fourth batch begins."""
+    """Ends each epoch when the fourth batch starts."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         return -1 if batch_idx == 3 else None
 
 
 class Stops(Net):
-    """Asks for the end of the training behind the third batch."""
+    """Requests the end of the training after the third batch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.trainer.should_stop = batch_idx == 2
 
 
 class Manual(Net):
-    """Steps by itself."""
+    """Uses manual optimisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,14 +221,14 @@ class Manual(Net):
 
 
 class Raw(Manual):
-    """Runs the backward pass by itself, too."""
+    """Also runs the backward pass itself."""
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward()
 
 
 class Late(Net):
-    """Makes its layers when the fit configures the model."""
+    """Creates its layers when the fit configures the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +240,7 @@ class Late(Net):
 
 
 class Lazy(Net):
-    """Has a layer whose parameters are made by the first batch."""
+    """Has a layer whose parameters are created by the first batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,33 +248,33 @@ class Lazy(Net):
 
 
 class Own(Net):
-    """Has a loader of its own, which is made anew."""
+    """Has its own loader, which is created anew."""
 
     def train_dataloader(self) -> Any:
         return loader()
 
 
 class Fetching(Net):
-    """Takes its batches itself."""
+    """Fetches its batches itself."""
 
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]  # the other flavour
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]  # a different signature, which Lightning supports
         batch, _, _ = next(dataloader_iter)
         return self.loss(batch)
 
 
 class Normalised(Net):
-    """Has running statistics, which an average of the weights has to compute anew."""
+    """Has running statistics, which weight averaging has to recompute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))  # type: ignore[assignment]  # as good as one
+        self.body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))  # type: ignore[assignment]  # also a sequence of layers
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return super().training_step(batch.repeat(2, 1), batch_idx)
 
 
 class Monitored(Net):
-    """Has a metric that never gets better."""
+    """Has a metric that never improves."""
 
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.log("worse", float(self.current_epoch), batch_size=1)
@@ -357,16 +358,6 @@ LIVES: dict[str, tuple[type[Net], dict[str, Any], Batches]] = {
     ),
     "configure_model": (Late, {}, numbered(range(6))),
     "lazy": (Lazy, {}, numbered(range(6))),
-    "moving average": (
-        Net,
-        {"max_epochs": 2, "validation": loader(2, 6), "callbacks": [EMAWeightAveraging(decay=0.5)]},
-        numbered(range(12)),
-    ),
-    "average": (
-        Net,
-        {"max_epochs": 2, "validation": loader(2, 6), "callbacks": [WeightAveraging()]},
-        numbered(range(12)),
-    ),
     "stochastic average": (
         Net,
         {"max_epochs": 3, "callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)]},
@@ -375,9 +366,23 @@ LIVES: dict[str, tuple[type[Net], dict[str, Any], Batches]] = {
 }
 
 
+# Lightning 2.5.0 does not have these callbacks.
+for average, options in {"WeightAveraging": {}, "EMAWeightAveraging": {"decay": 0.5}}.items():
+    if hasattr(lightning_callbacks, average):
+        LIVES[average] = (
+            Net,
+            {
+                "max_epochs": 2,
+                "validation": loader(2, 6),
+                "callbacks": [getattr(lightning_callbacks, average)(**options)],
+            },
+            numbered(range(12)),
+        )
+
+
 @pytest.mark.parametrize("life", LIVES)
 def test_each_step_has_the_record_of_its_batches(life: str, tmp_path: Path) -> None:
-    """However a trainer runs, each optimiser step has one record, of all of its batches and of no others."""
+    """In every way of running, each optimiser step has one record of exactly its batches."""
     kind, options, expected = LIVES[life]
     options = dict(options)
     model = kind()
@@ -390,7 +395,7 @@ def test_each_step_has_the_record_of_its_batches(life: str, tmp_path: Path) -> N
 
 
 def test_a_pass_without_steps_for_running_statistics_is_one_step(tmp_path: Path) -> None:
-    """The last pass of a stochastic average, over all batches and without a backward pass, is one step, as counted."""
+    """The last pass of stochastic weight averaging, which has no backward pass, counts as one step."""
     sink = run(Normalised(), tmp_path, [StochasticWeightAveraging(1e-2, swa_epoch_start=1)], max_epochs=3)
     steps = {step: [index + 1 for index in found] for step, found in numbered(range(18)).items()}
     assert recorded(sink, "gradients") == steps
@@ -398,7 +403,7 @@ def test_a_pass_without_steps_for_running_statistics_is_one_step(tmp_path: Path)
 
 
 class Twice(Manual):
-    """Has an optimiser for each layer, and a loss for each."""
+    """Has an optimiser and a loss for each layer."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         for optimizer in self.optimizers():  # type: ignore[union-attr]  # there are two
@@ -411,7 +416,7 @@ class Twice(Manual):
 
 
 def test_two_optimisers_have_their_own_parameters(tmp_path: Path) -> None:
-    """Of two optimisers that step in a batch each brings its own parameters once; both losses count."""
+    """If two optimisers step in a batch, each records its own parameters once, and both losses count."""
     sink = run(Twice(), tmp_path, max_epochs=2)
     twice = {step: 2.0 * WIDTH * 2 ** (step % BATCHES) for step in range(12)}
     assert sink.scalars["activations/head/count"] == twice
@@ -422,7 +427,7 @@ def test_two_optimisers_have_their_own_parameters(tmp_path: Path) -> None:
 
 
 class Closures(Net):
-    """Needs several losses for a step; counts those of each batch."""
+    """Needs several loss evaluations per step, and counts them for each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,7 +443,7 @@ class Closures(Net):
 
 @pytest.mark.parametrize("parts", [["values"], ["gradients"], ["updates"], ["moments"], ["values", "updates"]])
 def test_a_step_of_several_closures_is_one_step(parts: list[Any], tmp_path: Path) -> None:
-    """With LBFGS all calls of the closure count for the layers, and for the parameters the step counts once."""
+    """With LBFGS, all closure calls count for the layers, and the step counts once for the parameters."""
     sink, model = MemorySink(), Closures()
     parameters = ParameterRecorder(parts=parts, every_n_train_steps=1, statistics=["count"], sinks=[sink], strict=True)
     trainer = trainer_of(tmp_path, [parameters, *recorders(own := MemorySink())[:2]])
@@ -463,7 +468,7 @@ def test_all_recorders_bear_several_closures(tmp_path: Path) -> None:
 
 
 class Nones(Net):
-    """Gives no loss for the batches of odd number, the second of them without a call of a layer."""
+    """Returns no loss for odd batches, and does not call a layer for the second of them."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         if batch_idx == 3:
@@ -473,7 +478,7 @@ class Nones(Net):
 
 
 def test_a_step_without_a_loss_has_no_gradient(tmp_path: Path) -> None:
-    """Where ``training_step`` gives None the layers have a record of what ran, and neither gradient nor update."""
+    """If ``training_step`` returns None, layers that ran are recorded, without gradients and updates."""
     sink = run(Nones(), tmp_path)
     assert recorded(sink) == {step: [step] for step in (0, 1, 2, 4, 5)}
     assert recorded(sink, "gradients") == {step: [step] for step in (0, 2, 4)}
@@ -482,14 +487,14 @@ def test_a_step_without_a_loss_has_no_gradient(tmp_path: Path) -> None:
 
 
 class NoneFirst(Net):
-    """Gives no loss for the first batch."""
+    """Returns no loss for the first batch."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) if batch_idx else None
 
 
 def test_the_graph_is_of_the_first_step_that_computes(tmp_path: Path) -> None:
-    """A first step that computed nothing is not the one whose graph is shown."""
+    """A first step that computed nothing is skipped, and the graph shows a later step."""
     assert list(run(NoneFirst(), tmp_path).graphs["graph"]) == [1]
 
 
@@ -505,7 +510,7 @@ def evaluated(sink: MemorySink, stage: str, place: str = "") -> Batches:
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_evaluation_alone_is_one_record(stage: str, inference_mode: bool, tmp_path: Path) -> None:
-    """``trainer.validate``, ``test`` and ``predict`` alone are a record at step 0, and a fit afterwards is recorded."""
+    """``trainer.validate``, ``test`` and ``predict`` alone are one record at step 0, and a later fit is recorded."""
     sink, model = MemorySink(), Net()
     callbacks = recorders(sink)[1:]
     callbacks.append(
@@ -532,7 +537,7 @@ def test_an_evaluation_alone_is_one_record(stage: str, inference_mode: bool, tmp
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_loader_has_a_record(stage: str, tmp_path: Path) -> None:
-    """Of several loaders each has a record of its own batches, under its number."""
+    """With several loaders, each one has a record of its own batches under its index."""
     sink, model = MemorySink(), Net()
     recorder = ActivationRecorder(stages=stage, statistics=["count"], sinks=[sink], strict=True)
     trainer = trainer_of(tmp_path, [recorder], limit_val_batches=2, limit_test_batches=2, limit_predict_batches=2)
@@ -559,7 +564,7 @@ def test_each_loader_has_a_record(stage: str, tmp_path: Path) -> None:
     ],
 )
 def test_validation_inside_a_fit(options: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
-    """Each validation of a fit is a record at the step at which ``self.log`` logs it; the sanity check is none."""
+    """Each validation in a fit is one record at the step that ``self.log`` uses; the sanity check is not recorded."""
     seen: dict[int, float] = {}
 
     class Logged(Net):
@@ -581,7 +586,7 @@ def test_validation_inside_a_fit(options: dict[str, Any], steps: list[int], tmp_
 
 
 def test_an_evaluation_after_epochs_that_are_left_out_is_recorded(tmp_path: Path) -> None:
-    """``every_n_epochs`` is about the epochs of a fit; a test that is run alone has its record at any time."""
+    """``every_n_epochs`` applies to a fit only; a separate test run is always recorded."""
     sink, model = MemorySink(), Net()
     recorder = ActivationRecorder(
         stages=["train", "test"], every_n_epochs=3, statistics=["count"], sinks=[sink], strict=True
@@ -622,7 +627,7 @@ SAMPLINGS: dict[str, tuple[dict[str, Any], list[int]]] = {
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampling_chooses_steps(sampling: str, accumulate: int, tmp_path: Path) -> None:
-    """The arguments of the cadence hold together, on the axis of ``self.log``, for each kind of recorder."""
+    """The schedule arguments are combined, on the axis of ``self.log``, for each kind of recorder."""
     options, steps = SAMPLINGS[sampling]
     sink = MemorySink()
     kinds = (ActivationRecorder, GradientRecorder, ParameterRecorder)
@@ -639,7 +644,7 @@ def test_sampling_chooses_steps(sampling: str, accumulate: int, tmp_path: Path) 
 
 
 def statistics(values: Tensor) -> dict[str, float]:
-    """The shown statistics of values, in float64 at once."""
+    """Return the shown statistics of values, computed in one float64 pass."""
     values = values.detach().double().flatten()
     return {
         "count": float(values.numel()),
@@ -656,14 +661,14 @@ SHOWN = tuple(statistics(torch.zeros(1)))
 
 
 def assert_equal(sink: MemorySink, prefix: str, step: int, values: Sequence[Tensor], rel: float = 1e-12) -> None:
-    """What was recorded at a step is what all the values have together."""
+    """Check that the record of a step equals the statistics of all values together."""
     together = torch.cat([each.flatten().double() for each in values])
     for name, value in statistics(together).items():
         assert sink.scalars[f"{prefix}/{name}"][step] == pytest.approx(value, rel=rel, abs=rel), (prefix, name, step)
 
 
 REDUCTIONS: list[tuple[dict[str, Any], dict[str, Any], dict[int, list[int]]]] = [
-    # of the recorder, of the trainer, by step of a record the steps in it
+    # arguments of the recorder, arguments of the trainer, and the steps of each record by its step
     ({"reduce": "step"}, {}, {step: [step] for step in range(12)}),
     ({"reduce": 4}, {}, {3: [0, 1, 2, 3], 7: [4, 5, 6, 7], 11: [8, 9, 10, 11]}),
     ({"reduce": 5}, {}, {4: [0, 1, 2, 3, 4], 9: [5, 6, 7, 8, 9], 11: [10, 11]}),
@@ -685,7 +690,7 @@ REDUCTIONS: list[tuple[dict[str, Any], dict[str, Any], dict[int, list[int]]]] = 
 def test_a_record_equals_a_reference_over_its_batches(
     options: dict[str, Any], life: dict[str, Any], expected: dict[int, list[int]], tmp_path: Path
 ) -> None:
-    """Each record holds what all batches of its steps have together in float64, and no other."""
+    """Each record equals the float64 statistics over exactly the batches of its steps."""
     sink, model = MemorySink(), Net()
     options = {"every_n_train_steps": 1, "statistics": SHOWN, "sinks": [sink], "strict": True, **options}
     callbacks = [ActivationRecorder("head", **options), GradientRecorder("head", **options)]
@@ -705,7 +710,7 @@ def test_a_record_equals_a_reference_over_its_batches(
 
 
 class Kept(Callback):
-    """Keeps what the parameters are before each step, their gradients, and what they are afterwards."""
+    """Stores the parameters before each step, their gradients, and the parameters after it."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, Tensor]] = []
@@ -739,7 +744,7 @@ class Kept(Callback):
 def test_parameters_gradients_updates_and_moments_are_those_of_the_step(
     reduce: Any, clip: float | None, tmp_path: Path
 ) -> None:
-    """Values are those before the step, gradients those before clipping, updates the difference, moments the new."""
+    """Values are from before the step, gradients from before clipping, and moments from after the step."""
     sink, model, kept = MemorySink(), Net(), Kept()
     recorder = ParameterRecorder(every_n_train_steps=1, reduce=reduce, statistics=SHOWN, sinks=[sink], strict=True)
     trainer_of(tmp_path, [kept, recorder], gradient_clip_val=clip).fit(model, loader())
@@ -771,7 +776,7 @@ def test_parameters_gradients_updates_and_moments_are_those_of_the_step(
 
 
 def test_accumulated_gradients_are_recorded_as_the_optimiser_finds_them(tmp_path: Path) -> None:
-    """With accumulation a parameter's gradient is the sum over the batches of the step, once a step."""
+    """With accumulation, a gradient is the sum over the batches of a step, once per step."""
     sink, kept = MemorySink(), Kept()
     recorder = ParameterRecorder(every_n_train_steps=1, statistics=SHOWN, sinks=[sink], strict=True)
     trainer_of(tmp_path, [kept, recorder], accumulate_grad_batches=4).fit(Net(), loader())
@@ -800,7 +805,7 @@ class Tied(Net):
 
 
 def test_tied_weights_are_recorded_once_and_frozen_ones_never(tmp_path: Path) -> None:
-    """A weight that two modules share has its record under the first of them; a frozen layer has none."""
+    """A shared weight is recorded under its first module; a frozen layer has no record."""
     sink = run(Tied(), tmp_path)
     sizes = {tag: values for tag, values in sink.scalars.items() if tag.startswith("parameters/") and "." not in tag}
     assert sizes == {
@@ -825,7 +830,7 @@ class Thawing(BaseFinetuning):
 
 
 class Partly(Net):
-    """Gives the optimiser what can be trained when the fit starts."""
+    """Passes to the optimiser the parameters that are trainable when the fit starts."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
@@ -833,7 +838,7 @@ class Partly(Net):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_layer_that_is_thawed_is_recorded_from_then_on(first: bool, tmp_path: Path) -> None:
-    """While a layer is frozen it has activations alone; from the epoch on in which it is thawed it has all records."""
+    """A frozen layer has activations only; from the epoch of its unfreezing on, it has all records."""
     sink = MemorySink()
     callbacks = [*recorders(sink), Thawing()]
     trainer = trainer_of(tmp_path, callbacks if first else callbacks[::-1], max_epochs=3)
@@ -845,7 +850,7 @@ def test_a_layer_that_is_thawed_is_recorded_from_then_on(first: bool, tmp_path: 
 
 
 def test_several_callbacks_of_a_kind_record_what_each_is_to(tmp_path: Path) -> None:
-    """Callbacks of one kind with other settings have each their own modules, steps and statistics."""
+    """Callbacks of one kind with different settings record their own modules, steps and statistics."""
     sinks = [MemorySink() for _ in range(4)]
     callbacks = [
         ActivationRecorder("head", every_n_train_steps=1, statistics=["count"], sinks=[sinks[0]], strict=True),
@@ -876,7 +881,7 @@ def test_several_callbacks_of_a_kind_record_what_each_is_to(tmp_path: Path) -> N
     ("reduce", "last"), [("step", {11: [11]}), ("epoch", {11: [*range(6, 12)]}), (4, {11: [8, 9, 10, 11]})]
 )
 def test_a_second_fit_goes_on(reduce: Any, last: dict[int, list[int]], tmp_path: Path) -> None:
-    """A second fit of the same trainer goes on where the first has ended, also in an open window."""
+    """A second fit of the same trainer resumes where the first one ended, also in an open window."""
     sink, model = MemorySink(), Net()
     trainer = trainer_of(tmp_path, recorders(sink, reduce=reduce))
     for epochs in (1, 2):
@@ -892,7 +897,7 @@ def test_a_second_fit_goes_on(reduce: Any, last: dict[int, list[int]], tmp_path:
 
 
 class Tuned(Net):
-    """Has what tuners change."""
+    """Has the attributes that tuners change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -928,7 +933,7 @@ FINDERS: dict[str, Callable[[], Callback]] = {
 
 @pytest.mark.parametrize("what", ["lr", "batch size"])
 def test_what_a_tuner_tries_is_not_recorded(what: str, tmp_path: Path) -> None:
-    """Of the trials of a tuner nothing is recorded; of the fit behind it every step."""
+    """The trials of a tuner are not recorded, and every step of the following fit is."""
     sink, model = MemorySink(), Tuned()
     trainer = trainer_of(tmp_path, recorders(sink))
     tune(trainer, model, what)
@@ -947,7 +952,7 @@ def test_what_a_tuner_tries_is_not_recorded(what: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("what", FINDERS)
 def test_what_a_finder_tries_is_not_recorded(what: str, first: bool, tmp_path: Path) -> None:
-    """Of the trials of a finder that is a callback nothing is recorded, wherever it stands; of the fit every step."""
+    """The trials of a finder callback are not recorded, wherever it is in the list, and every step of the fit is."""
     sink, model = MemorySink(), Tuned()
     callbacks = [FINDERS[what](), *recorders(sink)]
     trainer = trainer_of(tmp_path, callbacks if first else callbacks[::-1])
@@ -1002,7 +1007,7 @@ HOOKS = [
 
 
 def failing(hook: str, error: BaseException) -> Net:
-    """A model that raises in one of its hooks, of those that come several times the second time."""
+    """Return a model that raises in one of its hooks, in the second call of hooks that run several times."""
     calls = [0]
     several = {"training_step", "forward", "backward", "optimizer_step", "on_train_batch_start", "on_train_batch_end"}
 
@@ -1019,7 +1024,7 @@ def failing(hook: str, error: BaseException) -> Net:
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_failing_hook_leaves_nothing_behind(hook: str, accumulate: int, tmp_path: Path) -> None:
-    """Wherever a model raises, its own error comes through, and hooks and stance are as before."""
+    """Wherever a model raises, its own error propagates, and hooks and stance are as before."""
     model, sink = failing(hook, ZeroDivisionError("the model's own")), MemorySink()
     callbacks = [*recorders(sink), ActivationRecorder(stages="validate", strict=True)]
     options = {"num_sanity_val_steps": 0, "val_check_interval": 3, "accumulate_grad_batches": accumulate}
@@ -1057,7 +1062,7 @@ class Breaking(Callback):
     ],
 )
 def test_a_failing_callback_leaves_nothing_behind(hook: str, first: bool, tmp_path: Path) -> None:
-    """Where another callback raises, before or behind ours, hooks and stance are as before."""
+    """If another callback raises, before or after ours in the list, hooks and stance are as before."""
     broken, model = Breaking(hook, ZeroDivisionError("of another")), Net()
     callbacks = recorders(MemorySink())
     trainer = trainer_of(tmp_path, [broken, *callbacks] if first else [*callbacks, broken], num_sanity_val_steps=0)
@@ -1068,7 +1073,7 @@ def test_a_failing_callback_leaves_nothing_behind(hook: str, first: bool, tmp_pa
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Gives back the answer to Ctrl+C, which the trainer takes away."""
+    """Restore the Ctrl+C handler, which the trainer replaces."""
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
@@ -1077,7 +1082,7 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("hook", ["on_fit_start", "training_step", "backward", "optimizer_step", "validation_step"])
 def test_ctrl_c_leaves_nothing_behind(hook: str, tmp_path: Path) -> None:
-    """Behind a ``KeyboardInterrupt``, which the trainer turns into an exit, hooks and stance are as before."""
+    """After a ``KeyboardInterrupt``, which the trainer turns into an exit, hooks and stance are as before."""
     model, sink = failing(hook, KeyboardInterrupt()), MemorySink()
     trainer = trainer_of(tmp_path, recorders(sink), num_sanity_val_steps=0, val_check_interval=1)
     with pytest.raises(SystemExit):
@@ -1090,7 +1095,7 @@ def test_ctrl_c_leaves_nothing_behind(hook: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Found 3 module.* in eval mode")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failing_evaluation_leaves_nothing_behind(stage: str, tmp_path: Path) -> None:
-    """Where an evaluation alone raises, hooks and stance are as before, and a fit afterwards is recorded."""
+    """If a separate evaluation raises, hooks and stance are as before, and a later fit is recorded."""
     step = "validation_step" if stage == "validate" else f"{stage}_step"
     model, sink = failing(step, ZeroDivisionError()), MemorySink()
     recorder = ActivationRecorder(stages=["train", *STAGES], statistics=["count"], sinks=[sink], strict=True)  # type: ignore[list-item]  # of just these strings
@@ -1105,7 +1110,7 @@ def test_a_failing_evaluation_leaves_nothing_behind(stage: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("reduce", ["step", 4, "epoch"])
 def test_a_failed_step_is_recorded_as_far_as_it_came(reduce: Any, tmp_path: Path) -> None:
-    """What was recorded until an exception is a record, of the step that has failed as far as it came."""
+    """Data recorded before an exception becomes a record, including the part of the failed step."""
     model, sink = failing("on_after_backward", ZeroDivisionError()), MemorySink()
     trainer = trainer_of(tmp_path, recorders(sink, reduce=reduce))
     with pytest.raises(ZeroDivisionError):
@@ -1115,7 +1120,7 @@ def test_a_failed_step_is_recorded_as_far_as_it_came(reduce: Any, tmp_path: Path
 
 
 class FailsOnce(Net):
-    """Raises in the fourth training step, behind its forward pass."""
+    """Raises in the fourth training step, after its forward pass."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -1127,7 +1132,7 @@ class FailsOnce(Net):
 @pytest.mark.parametrize(
     ("reduce", "accumulate", "failed", "behind"),
     [
-        # The second fit begins the epoch anew, at the step in which the first one failed.
+        # The second fit restarts the epoch at the step in which the first one failed.
         ("step", 1, {0: 1, 1: 2, 2: 4, 3: 8}, {3 + index: 2 ** (index % 6) for index in range(12)}),
         ("step", 2, {0: 3, 1: 12}, {1: 3, 2: 12, 3: 48, 4: 3, 5: 12, 6: 48}),
         (4, 1, {3: 15}, {3: 1 + 2 + 4 + 1, 7: 2 + 4 + 8 + 16, 11: 32 + 1 + 2 + 4, 14: 8 + 16 + 32}),
@@ -1139,7 +1144,7 @@ class FailsOnce(Net):
 def test_a_fit_behind_a_failed_one_repeats_the_failed_step(
     reduce: Any, accumulate: int, failed: dict[int, int], behind: dict[int, int], tmp_path: Path
 ) -> None:
-    """Of a step that failed and is repeated by another fit, the records of that fit have the repetition alone."""
+    """If another fit repeats a failed step, its records contain only the repetition."""
     sink, model = MemorySink(), FailsOnce()
     callbacks = recorders(sink, reduce=reduce)
     trainer = trainer_of(tmp_path, callbacks, max_epochs=2, accumulate_grad_batches=accumulate)
@@ -1168,7 +1173,7 @@ def test_a_fit_behind_a_failed_one_repeats_the_failed_step(
 def test_a_step_that_never_ends_is_in_no_record(
     kind: type[Net], reduce: Any, expected: Batches, tmp_path: Path
 ) -> None:
-    """Batches that were accumulated for a step which never came are in no record, whatever becomes one."""
+    """Batches accumulated for a step that never ends are in no record, with any ``reduce``."""
     sink = MemorySink()
     callbacks = recorders(sink, reduce=reduce)
     trainer_of(tmp_path, callbacks, max_epochs=2, accumulate_grad_batches=2).fit(kind(), loader())
@@ -1177,7 +1182,7 @@ def test_a_step_that_never_ends_is_in_no_record(
 
 
 def test_a_schedule_that_raises_is_told_of_once(tmp_path: Path) -> None:
-    """Where ``when`` raises, one warning says so, and the run goes on without records."""
+    """If ``when`` raises, one warning is given, and the run continues without records."""
 
     def when(step: int) -> bool:
         if step == 2:
@@ -1194,12 +1199,12 @@ def test_a_schedule_that_raises_is_told_of_once(tmp_path: Path) -> None:
     assert_nothing_left(trainer, model)
 
 
-# Hooks of others.
+# Hooks of other code.
 
 
 @pytest.mark.parametrize("ours", [1, 2])
 def test_an_optimiser_may_have_step_hooks_of_others(ours: int, tmp_path: Path) -> None:
-    """Hooks that others have on a step, before and behind ours, are called once each, and ours record."""
+    """Step hooks of other code, before and after ours, are called once each, and ours record."""
     called: list[str] = []
 
     class Hooked(Net):
@@ -1220,7 +1225,7 @@ def test_an_optimiser_may_have_step_hooks_of_others(ours: int, tmp_path: Path) -
 
 
 def test_an_epoch_that_ends_before_its_first_batch_leaves_the_receipt_to_the_next(tmp_path: Path) -> None:
-    """A first step that was cut off is not the one that the receipt is of."""
+    """The receipt ignores a first step that was cut off and describes the next one."""
     import json
 
     class Hesitates(Net):
@@ -1237,7 +1242,7 @@ def test_an_epoch_that_ends_before_its_first_batch_leaves_the_receipt_to_the_nex
 
 
 def test_a_loader_that_gives_none_has_a_step_without_a_record(tmp_path: Path) -> None:
-    """A batch that is None is passed over by the trainer; it counts as a step that nothing is recorded of."""
+    """The trainer skips a batch that is None; it counts as a step without a record."""
     given: Any = batches(4)
     given[2] = None
     sink = MemorySink()
@@ -1247,7 +1252,7 @@ def test_a_loader_that_gives_none_has_a_step_without_a_record(tmp_path: Path) ->
 
 
 def test_another_model_may_follow(tmp_path: Path) -> None:
-    """A trainer that goes on with another model, in an open window, records that of its own layers."""
+    """If a trainer continues with another model, in an open window, the new model's layers are recorded."""
     sink = MemorySink()
     trainer = trainer_of(tmp_path, recorders(sink, reduce=4))
     trainer.fit(Net(), loader())
@@ -1259,7 +1264,7 @@ def test_another_model_may_follow(tmp_path: Path) -> None:
 
 
 def test_a_callback_may_serve_two_trainers(tmp_path: Path) -> None:
-    """The same callbacks in a new trainer begin anew, from step 0, with a record of each step."""
+    """In a new trainer, the same callbacks start again at step 0, with a record of each step."""
     sink = MemorySink()
     callbacks = recorders(sink)
     for _ in range(2):
@@ -1269,7 +1274,7 @@ def test_a_callback_may_serve_two_trainers(tmp_path: Path) -> None:
 
 
 class Toggled(Twice):
-    """Lets only the layer of each optimiser require a gradient while its loss is computed."""
+    """Enables gradients only for the layer of the current optimiser while its loss is computed."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         for optimizer in self.optimizers():  # type: ignore[union-attr]  # there are two
@@ -1281,7 +1286,7 @@ class Toggled(Twice):
 
 
 def test_optimisers_that_are_toggled_record_their_own(tmp_path: Path) -> None:
-    """A layer that is frozen for a loss has no gradient of it, and its parameters are recorded at their own step."""
+    """A layer frozen for a loss has no gradient from it, and its parameters are recorded at their own step."""
     sink = run(Toggled(), tmp_path)
     rows = {step: 2.0**step for step in range(6)}
     assert sink.scalars["activations/body/count"] == {step: 2 * 3 * count for step, count in rows.items()}
@@ -1292,7 +1297,7 @@ def test_optimisers_that_are_toggled_record_their_own(tmp_path: Path) -> None:
 
 
 class Leaves(Net):
-    """Computes the gradients of each batch and steps with every second one."""
+    """Computes the gradients of each batch and steps after every second one."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 2:
@@ -1302,7 +1307,7 @@ class Leaves(Net):
 
 
 def test_a_step_that_the_model_leaves_out_changes_nothing(tmp_path: Path) -> None:
-    """Where ``optimizer_step`` does not step there are activations and gradients, and no record of parameters."""
+    """If ``optimizer_step`` does not step, there are activations and gradients but no parameter record."""
     sink = run(Leaves(), tmp_path)
     assert recorded(sink) == recorded(sink, "gradients") == numbered(range(6))
     assert sink.scalars["parameters/head/weight.update/count"] == dict.fromkeys([1, 3, 5], 6.0)
@@ -1310,7 +1315,7 @@ def test_a_step_that_the_model_leaves_out_changes_nothing(tmp_path: Path) -> Non
 
 
 class Inner(Manual):
-    """Steps every second batch, and there twice."""
+    """Steps twice in every second batch."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
@@ -1321,7 +1326,7 @@ class Inner(Manual):
 
 
 def test_batches_of_several_optimiser_steps_and_of_none(tmp_path: Path) -> None:
-    """In manual optimisation a batch is a step, with a record of as many optimiser steps as it has made."""
+    """In manual optimisation, a batch is a step, and its record covers all of its optimiser steps."""
     sink = run(Inner(), tmp_path)
     expected = {step: 2.0 * WIDTH * 2**step for step in (1, 3, 5)}
     assert sink.scalars["activations/head/count"] == sink.scalars["gradients/head/count"] == expected

@@ -1,4 +1,4 @@
-"""The callbacks under the other name of Lightning, ``pytorch_lightning``, whose classes are other ones."""
+"""The callbacks with ``pytorch_lightning``, the other package of Lightning, whose classes are different."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GROUPS = ["activations", "gradients", "parameters"]
 Module: Any = pl.LightningModule
 
 
-class Net(Module):  # type: ignore[misc]  # of another package, which is optional
+class Net(Module):  # type: ignore[misc]  # from an optional package
     """Two layers with dropout in between."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ LAYERS = ["first", "dropout", "second"]
 
 
 def make_trainer(folder: Path, callbacks: Sequence[Any], **options: Any) -> Any:
-    """A trainer of the other package, in silence."""
+    """Return a silent trainer of the other package."""
     pl.seed_everything(5, verbose=False)
     options = {"max_epochs": 1, "log_every_n_steps": 2, "enable_checkpointing": False, **options}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
@@ -88,7 +88,7 @@ def fit(model: Any, folder: Path, callbacks: Sequence[Any], **options: Any) -> A
 
 
 def recorders(sink: MemorySink | None = None, reduce: Reduce = "step") -> list[Any]:
-    """All callbacks, on every step."""
+    """Return all callbacks, recording every step."""
     options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": reduce, "strict": True}
     options["statistics"] = ["count", "mean"]
     options["sinks"] = [] if sink is None else [sink]
@@ -97,7 +97,7 @@ def recorders(sink: MemorySink | None = None, reduce: Reduce = "step") -> list[A
 
 
 def test_all_callbacks_record(tmp_path: Path) -> None:
-    """Every callback has its records, on the axis of ``self.log``, and the files beside the logs."""
+    """Every callback has its records, on the axis of ``self.log``, and its files beside the logs."""
     sink = MemorySink()
     callbacks = recorders(sink)
     model = Net()
@@ -118,32 +118,34 @@ def test_all_callbacks_record(tmp_path: Path) -> None:
 
 
 def test_the_loggers_of_the_other_package_are_served(tmp_path: Path) -> None:
-    """Its TensorBoard logger has scalars, histograms and the picture, its CSV logger the scalars."""
+    """Its TensorBoard logger has scalars, histograms and the picture; its CSV logger has the scalars."""
     board, table = loggers_of_pl.TensorBoardLogger(tmp_path / "board"), loggers_of_pl.CSVLogger(tmp_path / "table")
     fit(Net(), tmp_path, recorders(), logger=[board, table])
-    read = EventAccumulator(str(board.log_dir), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
+    read = EventAccumulator(f"{board.log_dir}/recorder", size_guidance={"scalars": 0, "histograms": 0, "images": 0})
     read.Reload()
     assert [event.step for event in read.Scalars("activations/second/mean")] == list(range(6))
     assert [event.step for event in read.Histograms("gradients/second/histogram")] == list(range(6))
     assert [event.step for event in read.Scalars("parameters/second/weight/update_ratio")] == list(range(6))
-    assert [event.step for event in read.Scalars("train_loss")] == [1, 3, 5]
+    own = EventAccumulator(str(board.log_dir))
+    own.Reload()
+    assert [event.step for event in own.Scalars("train_loss")] == [1, 3, 5]
     assert [event.step for event in read.Images("graph")] == [0]
-    header, *rows = (Path(str(table.log_dir)) / "metrics.csv").read_text().splitlines()
+    header, *rows = Path(str(table.log_dir), "recorder", "metrics.csv").read_text().splitlines()
     column = header.split(",").index("activations/second/mean")
     assert sum(bool(row.split(",")[column]) for row in rows) == 6
 
 
 @pytest.mark.parametrize("kind", ["TensorBoardLogger", "CSVLogger"])
 def test_no_histogram_is_lost(kind: str, tmp_path: Path) -> None:
-    """Histograms that its logger cannot show are in the files, and those that it shows are not there again."""
+    """The records have every histogram, whether its logger shows them or not, and no other file repeats them."""
     trainer = fit(Net(), tmp_path, recorders(), logger=getattr(loggers_of_pl, kind)(tmp_path))
     folder = Path(str(trainer.log_dir)) / "recorder"
-    assert (folder / "histograms.jsonl").is_file() == (kind == "CSVLogger")
-    assert not (folder / "scalars.jsonl").exists()
+    assert sorted(path.name for path in folder.glob("records/*")) == [f"{group}.jsonl" for group in GROUPS]
+    assert list(folder.glob("*.jsonl")) == []
 
 
 def test_dumps_lie_beside_its_checkpoints(tmp_path: Path) -> None:
-    """Each checkpoint has its dumps, with the latest record, and they go with it."""
+    """Each checkpoint has a dump of the latest record, which is removed with it."""
     kept = callbacks_of_pl.ModelCheckpoint(tmp_path / "kept", save_top_k=1)
     callbacks = recorders()
     fit(Net(), tmp_path, [*callbacks, kept], enable_checkpointing=True, max_epochs=2)
@@ -158,7 +160,7 @@ def test_dumps_lie_beside_its_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("reduce", ["step", 4, 5, "epoch"])
 def test_a_run_goes_on_from_a_checkpoint(reduce: Reduce, tmp_path: Path) -> None:
-    """What a run that was interrupted in a window and one that goes on from it record is what one run records."""
+    """A run interrupted in a window and its resumed run together record the same as one run."""
     whole, parts = MemorySink(), MemorySink()
     fit(Net(), tmp_path / "whole", recorders(whole, reduce), max_steps=9, max_epochs=2)
     for sink, steps in ((None, 4), (parts, 9)):
@@ -206,7 +208,7 @@ def test_evaluations_are_recorded(function: str, tmp_path: Path) -> None:
 
 
 def test_a_compiled_model_is_recorded(tmp_path: Path) -> None:
-    """A submodule that is compiled is recorded eagerly under its own name."""
+    """A compiled submodule is recorded eagerly under its own name."""
     model = Net()
     model.first.compile(backend="eager")
     sink = MemorySink()
@@ -216,7 +218,7 @@ def test_a_compiled_model_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder])
 def test_a_name_that_matches_nothing_raises(kind: Any, tmp_path: Path) -> None:
-    """A wrong selection ends its fit before the first step, with the closest names."""
+    """A selection without a match ends the fit before the first step with the closest names."""
     model = Net()
     with pytest.raises(SelectionError, match=r"no module matches 'frist'.*'first'"):
         fit(model, tmp_path, [kind("frist")], logger=False)
@@ -224,7 +226,7 @@ def test_a_name_that_matches_nothing_raises(kind: Any, tmp_path: Path) -> None:
 
 
 def test_an_example_is_asked_for(tmp_path: Path) -> None:
-    """``stage="example"`` takes the example of its module, and says what is missing without one."""
+    """``stage="example"`` uses the module's example, and raises an error that names it if it is missing."""
     with pytest.raises(ArgumentError, match=r"needs Net\.example_input_array"):
         fit(Net(), tmp_path, [GraphRecorder(stage="example")], logger=False)
     model = Net()
@@ -236,7 +238,7 @@ def test_an_example_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_model_comes_through(tmp_path: Path) -> None:
-    """What the model raises in a recorded step is what its fit raises, and no hook is left."""
+    """An error of the model in a recorded step propagates from the fit, and no hook is left."""
 
     class Failing(Net):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

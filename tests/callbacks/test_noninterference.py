@@ -1,4 +1,4 @@
-"""Training with the callbacks is, bit by bit, training without them."""
+"""Training with the callbacks is bitwise equal to training without them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mlp(Classifier):
 
 
 class Checkpointed(Mlp):
-    """The same with its encoder computed anew in the backward pass."""
+    """The same model with activation checkpointing of its encoder."""
 
     reentrant = False
 
@@ -49,13 +49,13 @@ class Checkpointed(Mlp):
 
 
 class Reentrant(Checkpointed):
-    """The same in the other mode."""
+    """The same model with reentrant checkpointing."""
 
     reentrant = True
 
 
 class Gpt2(Classifier):
-    """A language model with dropout, reading pixels as words."""
+    """A language model with dropout that reads pixels as words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Gpt2(Classifier):
 
 
 class TwoOptimisers(Mlp):
-    """Manual optimisation of two parts, each with a loss of its own."""
+    """Manual optimisation of two parts with one loss each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class TwoOptimisers(Mlp):
 
 
 class Gan(Classifier):
-    """A generator against a discriminator of bounded slope, which takes two steps for one of the generator."""
+    """A generator and a discriminator of bounded slope, which takes two steps per generator step."""
 
     n_critic = 2
 
@@ -139,7 +139,7 @@ class Gan(Classifier):
 
 
 class TwoTower(Classifier):
-    """Two towers that see an image and a noisy copy of it; the others of the batch are the negatives."""
+    """Two towers for an image and a noisy copy of it; the other images of the batch are the negatives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def convolution(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(TwoTower):
-    """A segmentation in two resolutions, each of which has a loss; the finer one has two."""
+    """A segmentation model at two resolutions with one loss each; the finer one has two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Attention(nn.Module):
 
 
 class LanguageModel(TwoTower):
-    """Words are predicted by the very weights that embed them; the learning rate has a schedule by steps."""
+    """Predicts words with the weights that embed them, with a learning rate schedule by steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class LanguageModel(TwoTower):
 
 
 class Overflowing(Classifier):
-    """The loss of some batches is infinite."""
+    """A model whose loss is infinite in some batches."""
 
     overflows: tuple[int, ...] = (1, 4)
 
@@ -245,7 +245,7 @@ class Overflowing(Classifier):
 
 
 def made(options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a trainer; ``precision="scaled"`` is half precision on the CPU, with a ``GradScaler``."""
+    """Return the arguments of a trainer; ``precision="scaled"`` is half precision on the CPU with a ``GradScaler``."""
     if options.get("precision") != "scaled":
         return options
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
@@ -253,12 +253,12 @@ def made(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(make: Callable[[], Classifier], folder: Path, callbacks: list[Callback], options: dict[str, Any]) -> Any:
-    """All that a run leaves: losses, model, train flags, optimisers, schedules, loss scale, metrics, random states."""
+    """Return the result of a run: losses, model, train flags, optimisers, schedules, scale, metrics, RNG states."""
     seed_everything(11, verbose=False)
     model = make()
     trainer = fit(model, folder, callbacks, validation=digits(2), max_epochs=2, **made(options))
     assert hooks_left(model) == []
-    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - the very state that must not be touched
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - the global state, which must not change
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return {
         "losses": model.losses,
@@ -276,7 +276,7 @@ def run(make: Callable[[], Classifier], folder: Path, callbacks: list[Callback],
 
 
 def recorders(reduce: Reduce = "step") -> list[Callback]:
-    """All callbacks, on every step."""
+    """Return all callbacks, recording every step."""
     options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": reduce, "strict": True}
     return [
         GraphRecorder(strict=True),
@@ -287,7 +287,7 @@ def recorders(reduce: Reduce = "step") -> list[Callback]:
 
 
 def assert_recorded(callbacks: list[Callback]) -> None:
-    """Each of the callbacks has something of the run."""
+    """Check that each callback has recorded something."""
     for callback in callbacks:
         if isinstance(callback, GraphRecorder):
             assert callback.graph is not None
@@ -329,7 +329,7 @@ def assert_recorded(callbacks: list[Callback]) -> None:
 def test_training_is_bitwise_the_same(
     make: type[Classifier], options: dict[str, Any], reduce: Reduce, tmp_path: Path
 ) -> None:
-    """All that a run leaves, losses to random states, is that of a run without callbacks."""
+    """The result of a run, from losses to random states, is that of a run without callbacks."""
     bare = run(make, tmp_path / "bare", [], options)
     callbacks = recorders(reduce)
     recorded = run(make, tmp_path / "recorded", callbacks, options)
@@ -338,7 +338,7 @@ def test_training_is_bitwise_the_same(
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Equality to the bit of nested values."""
+    """Check that nested values are bitwise equal."""
     assert type(one) is type(other)
     if isinstance(one, Tensor):
         assert one.dtype == other.dtype
@@ -357,7 +357,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("failing_step", [0, 2])
 def test_an_exception_comes_through_and_no_hook_is_left(failing_step: int, tmp_path: Path) -> None:
-    """An error in a submodule's forward is the one that the caller sees, and nothing of ours is left."""
+    """An error in a submodule's forward propagates to the caller, and no hook is left."""
 
     class Brittle(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -374,7 +374,7 @@ def test_an_exception_comes_through_and_no_hook_is_left(failing_step: int, tmp_p
 
 
 def test_gradients_of_the_parameters_have_no_hooks_of_ours(tmp_path: Path) -> None:
-    """Where a module returns a parameter, no hook stays on that parameter."""
+    """If a module returns a parameter, no hook stays on that parameter."""
 
     class Table(nn.Module):
         def __init__(self) -> None:
@@ -405,7 +405,7 @@ def test_gradients_of_the_parameters_have_no_hooks_of_ours(tmp_path: Path) -> No
     [("step", [0, 2, 3, 5, 6, 8, 9, 11]), (2, [1, 3, 5, 7, 9, 11]), (3, [2, 5, 8, 11]), ("epoch", [5, 11])],
 )
 def test_steps_that_overflow_are_counted_and_are_in_no_record(reduce: Reduce, steps: list[int], tmp_path: Path) -> None:
-    """Of a step that the optimiser passes over there are its count and its infinities, and its values are nowhere."""
+    """For skipped steps, their number and their infinities are recorded, and their values are not."""
     sink = MemorySink()
     options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": reduce, "strict": True, "sinks": [sink]}
     callbacks: list[Callback] = [
@@ -417,7 +417,7 @@ def test_steps_that_overflow_are_counted_and_are_in_no_record(reduce: Reduce, st
     counted = {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2, 7: 3, 8: 3, 9: 3, 10: 4, 11: 4}
     told = sorted({*steps, 1, 4, 7, 10} if reduce == "step" else steps)
     for group in ("gradients", "parameters"):
-        # The count is behind each record from the first overflow on.
+        # From the first overflow on, each record is followed by the count.
         assert sink.scalars[f"{group}/overflow_steps"] == {step: counted[step] for step in told if counted[step]}
     sizes = {"step": 1, 2: 2, 3: 3, "epoch": 6}
     for step in steps:
@@ -431,7 +431,7 @@ def test_steps_that_overflow_are_counted_and_are_in_no_record(reduce: Reduce, st
 
 @pytest.mark.parametrize("kind", [GradientRecorder, ParameterRecorder])
 def test_where_a_step_overflowed_is_told(kind: type[StatisticsCallback], tmp_path: Path) -> None:
-    """Beside the count, the sites that had infinities or NaN have their numbers, in a group of their own."""
+    """In addition to the count, a separate group shows the numbers of infinities and NaN by site."""
     sink = MemorySink()
     callbacks: list[Callback] = [kind("head", every_n_train_steps=1, strict=True, sinks=[sink])]
     run(Overflowing, tmp_path, callbacks, {"precision": "scaled", "logger": False})
@@ -444,7 +444,7 @@ def test_where_a_step_overflowed_is_told(kind: type[StatisticsCallback], tmp_pat
 
 
 class AlwaysOverflowing(Overflowing):
-    """The loss is infinite from the first step on, as that of a run that has diverged."""
+    """A model whose loss is infinite from the first step on, like that of a diverged run."""
 
     overflows = tuple(range(6))
 
@@ -454,7 +454,7 @@ class AlwaysOverflowing(Overflowing):
 def test_a_run_of_which_every_step_overflows_says_so(
     kind: type[StatisticsCallback], reduce: Reduce, tmp_path: Path
 ) -> None:
-    """Where a window holds no step that is recorded, the count of those that were passed over is there all the same."""
+    """If all steps of a window are skipped, their count is still recorded."""
     sink = MemorySink()
     callbacks: list[Callback] = [kind("head", every_n_train_steps=1, reduce=reduce, strict=True, sinks=[sink])]
     run(AlwaysOverflowing, tmp_path, callbacks, {"precision": "scaled", "logger": False})
@@ -464,7 +464,7 @@ def test_a_run_of_which_every_step_overflows_says_so(
 
 
 class SecondOverflowing(TwoOptimisers):
-    """Of two optimisers the second one has an infinite loss in some batches."""
+    """The second of two optimisers has an infinite loss in some batches."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         factors = (1.0, math.inf if batch_idx in Overflowing.overflows else 1.0)
@@ -475,7 +475,7 @@ class SecondOverflowing(TwoOptimisers):
 
 
 class WatchedScaler(torch.amp.GradScaler):
-    """Notes the batches in which its scale has shrunk."""
+    """Stores the batches in which its scale shrinks."""
 
     def __init__(self, growth_interval: int) -> None:
         super().__init__("cpu", init_scale=1024.0, growth_interval=growth_interval)
@@ -492,7 +492,7 @@ class WatchedScaler(torch.amp.GradScaler):
 
 @pytest.mark.parametrize("growth_interval", [1, 2000])
 def test_an_overflow_is_seen_where_the_scale_grows_in_the_same_batch(growth_interval: int, tmp_path: Path) -> None:
-    """A step of one optimiser that lets the scale grow does not hide that another one's was passed over."""
+    """A skipped step is detected even if another optimiser's step grows the scale in the same batch."""
     sink = MemorySink()
     scaler = WatchedScaler(growth_interval)
     callbacks: list[Callback] = [GradientRecorder("head", every_n_train_steps=1, strict=True, sinks=[sink])]
@@ -526,7 +526,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_training_on_two_processes_is_bitwise_the_same(tmp_path: Path) -> None:
-    """Under DDP each rank is left with what it would have without callbacks."""
+    """Under DDP, each rank has the same result as without callbacks."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     root = Path(__file__).parents[2]

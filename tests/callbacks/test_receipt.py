@@ -1,4 +1,4 @@
-"""The receipt says of each selected module whether it was recorded and why not, and what recording costs."""
+"""The receipt lists for each selected module whether it was recorded and why not, and the overhead of recording."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -30,7 +32,7 @@ RECEIPT_LINE = "lightning.pytorch.utilities.rank_zero"
 
 
 class Opaque:
-    """An object in which no tensor can be found."""
+    """An object without any tensor that can be found."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__slots = (tensor,)
@@ -40,11 +42,11 @@ class Opaque:
 
 
 class Odd(Classifier):
-    """A module for each reason for which nothing is recorded."""
+    """One module for each reason why nothing is recorded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Linear(64, 8)  # type: ignore[assignment]  # another encoder
+        self.encoder = nn.Linear(64, 8)  # type: ignore[assignment]  # a different encoder
         self.dropout = nn.Identity()  # type: ignore[assignment]  # as above
         self.head = nn.Linear(8, 10)
         self.bypassed = nn.Linear(8, 8)
@@ -70,31 +72,31 @@ class Odd(Classifier):
 
 
 class Silent(nn.Module):
-    """Gives nothing."""
+    """Returns nothing."""
 
     def forward(self, x: Tensor) -> None:
         return None
 
 
 class Wrapping(nn.Module):
-    """Gives an object that nobody knows."""
+    """Returns an object of an unknown class."""
 
     def forward(self, x: Tensor) -> Opaque:
         return Opaque(x)
 
 
 def receipt(folder: Path, label: str) -> dict[str, Any]:
-    """What the folder's receipt says of a callback."""
+    """Return the receipt of a callback from the folder."""
     about: dict[str, Any] = json.loads((folder / "recorder" / "receipt.json").read_text(encoding="utf-8"))[label]
     return about
 
 
 def why(about: dict[str, Any]) -> dict[str, str]:
-    """Of each module why nothing was recorded of it, or which tensors were."""
+    """Return for each module the recorded tensors, or the reason why there are none."""
     return {name: ", ".join(each["sites"]) if each["fired"] else each["why"] for name, each in about["modules"].items()}
 
 
-NEVER = "never called: no call of it in the recorded step"
+NEVER = "never called: no recorded step called it"
 WITHOUT_CALL = "bypassed: its parameters have a gradient, so .forward() or a function used them without a call"
 ATTENTION = "bypassed: nn.MultiheadAttention uses its parameters without calling it"
 NO_LOSS = "no gradient: what it returned took no part in the loss, or is no tensor"
@@ -140,12 +142,10 @@ EXPECTED: dict[str, tuple[Any, dict[str, str]]] = {
             "head": "weight, bias",
             "bypassed": "weight, bias",
             "unused": "weight, bias",
-            "silent": "no parameters of its own",
-            "opaque": "no parameters of its own",
             "detached": "weight, bias",
             "apart": "weight, bias",
             "attention": "in_proj_weight, in_proj_bias, out_proj.weight, out_proj.bias",
-            "attention.out_proj": NO_STEP,
+            "attention.out_proj": "shared: its parameters are recorded as those of attention",
             "frozen": "frozen: no parameter of its own requires a gradient",
         },
     ),
@@ -155,17 +155,40 @@ EXPECTED: dict[str, tuple[Any, dict[str, str]]] = {
 @pytest.mark.filterwarnings("ignore:.* passes over:lightning_recorder.RecorderWarning")
 @pytest.mark.parametrize("label", EXPECTED)
 def test_every_module_has_its_reason(label: str, tmp_path: Path) -> None:
-    """Each selected module is in the receipt, with the tensors that were recorded or with why there are none."""
+    """Each selected module has its tensors or a reason, unless it cannot have what is recorded, such as parameters."""
     kind, expected = EXPECTED[label]
     options: dict[str, Any] = {"parts": ["values"]} if kind is ParameterRecorder else {}
-    fit(Odd(), tmp_path, [kind(list(expected), **options)], logger=False)
+    fit(Odd(), tmp_path, [kind(list(EXPECTED["activations"][1]), **options)], logger=False)
     about = receipt(tmp_path, label)
     assert why(about) == expected
     assert (about["step"], about["merged_ranks"]) == (0, 1)
 
 
+class OwnCall(nn.Module):
+    """A class that overrides ``__call__``, as some losses of other packages do."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def test_a_module_that_overrides_call_is_bypassed(tmp_path: Path) -> None:
+    """A module without hook calls is not reported as never called, and a loss is not reported at all by default."""
+
+    class Model(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaler, self.loss = OwnCall(), OwnCall()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.scaler(x) + self.loss(x)
+
+    fit(Model(), tmp_path, [ActivationRecorder()], logger=False)
+    missing = {name: text for name, text in why(receipt(tmp_path, "activations")).items() if text != "out"}
+    assert missing == {"scaler": "bypassed: OwnCall overrides __call__, so its hooks are not called"}
+
+
 def test_a_compiled_module_that_is_left_out_has_its_reason(tmp_path: Path) -> None:
-    """With ``compiled="skip"`` a compiled module and those in it are in the receipt as left out."""
+    """With ``compiled="skip"``, a compiled module and its children are in the receipt as left out."""
     model = small()
     model.encoder.compile(backend="eager")
     go(tmp_path, [ActivationRecorder(["encoder", "encoder.1", "head"], compiled="skip")], model=model)
@@ -175,7 +198,7 @@ def test_a_compiled_module_that_is_left_out_has_its_reason(tmp_path: Path) -> No
 
 
 def test_parameters_that_no_optimiser_has_say_so(tmp_path: Path) -> None:
-    """A module whose parameters are in no optimiser, or are another module's, has a reason of its own."""
+    """A module whose parameters are in no optimiser, or belong to another module, has its own reason."""
 
     class Partly(Odd):
         def configure_optimizers(self) -> Any:
@@ -198,12 +221,12 @@ def test_parameters_that_no_optimiser_has_say_so(tmp_path: Path) -> None:
 def test_the_bytes_of_state_are_those_of_the_recorder(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes of state are what the recorder of the same modules and settings holds after a step."""
+    """The bytes of state equal those of a recorder with the same modules and settings after a step."""
     made: list[StatisticsRecorder] = []
     inner = ActivationRecorder.make_recorder
 
     def make_recorder(self: Any, modules: Any, stage: str) -> Any:
-        made.append(inner(self, modules, stage))  # type: ignore[arg-type]  # that is its class
+        made.append(inner(self, modules, stage))  # type: ignore[arg-type]  # self has this class
         return made[-1]
 
     monkeypatch.setattr(ActivationRecorder, "make_recorder", make_recorder)
@@ -221,33 +244,33 @@ def test_the_bytes_of_state_are_those_of_the_recorder(
 
 
 class Still(Small):
-    """Each step is the same: the batch is always the first one, and nothing is learnt."""
+    """A model whose steps are all the same: the batch is always the first one, and the learning rate is zero."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         images, classes = next(iter(digits()))
-        return nn.functional.cross_entropy(self(images), classes)  # without self.log, whose events are not ours
+        return nn.functional.cross_entropy(self(images), classes)  # self.log would add to the event files
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder])
-@pytest.mark.parametrize("every", [1, 3])
-def test_the_forecast_of_the_event_file_holds(kind: Any, every: int, tmp_path: Path) -> None:
-    """Where all records are as large and nothing is drawn, the event file grows by the forecast, within 2 %."""
+@pytest.mark.parametrize(("every", "logger"), [(1, TensorBoardLogger), (3, TensorBoardLogger), (3, CSVLogger)])
+def test_the_forecast_of_the_files_holds(kind: Any, every: int, logger: Any, tmp_path: Path) -> None:
+    """With records of equal size and no plots, the files grow as forecast, within 2 %."""
     sizes: dict[int, int] = {}
 
     class Measuring(Callback):
         def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-            assert recorder.latest_of("validate") == {}  # waits until everything is written
-            trainer.logger.experiment.flush()  # type: ignore[union-attr]  # TensorBoard's
-            (path,) = Path(str(trainer.log_dir)).glob("events.*")
-            sizes[trainer.global_step] = path.stat().st_size
+            assert recorder.latest_of("validate") == {}  # waits for pending writes
+            folder = Path(str(trainer.log_dir), "recorder")
+            paths = [*folder.glob("events.*"), *folder.glob("metrics.csv"), *folder.glob("records/*")]
+            sizes[trainer.global_step] = sum(path.stat().st_size for path in paths)
 
     recorder = kind(every_n_train_steps=every, plots=False)
-    trainer = go(tmp_path, [recorder, Measuring()], model=Still(), logger=True, max_epochs=16)
+    trainer = go(tmp_path, [recorder, Measuring()], model=Still(), logger=logger(tmp_path), max_epochs=16)
     about = json.loads((Path(str(trainer.log_dir)) / "recorder" / "receipt.json").read_text())[recorder.group]
-    first, last = 3, 63  # a multiple of the cadence apart
+    first, last = 3, 63  # their distance is a multiple of the interval
     grown = (sizes[last] - sizes[first]) * 1000 / (last - first)
     assert about["event_bytes_per_1000_steps"] == pytest.approx(grown, rel=0.02)
 
@@ -255,13 +278,13 @@ def test_the_forecast_of_the_event_file_holds(kind: Any, every: int, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder])
 def test_the_forecast_holds_with_pictures(kind: Any, tmp_path: Path) -> None:
-    """After a thousand steps the event file is as large as the receipt says, pictures included, within 20 %."""
+    """After 1,000 steps, the size of the files including pictures is as forecast, within 20 %."""
     recorder = kind(every_n_train_steps=10)
     trainer = go(tmp_path, [recorder], model=Still(), logger=True, max_epochs=250)
-    folder = Path(str(trainer.log_dir))
-    (path,) = folder.glob("events.*")
-    about = json.loads((folder / "recorder" / "receipt.json").read_text())[recorder.group]
-    assert about["event_bytes_per_1000_steps"] == pytest.approx(path.stat().st_size, rel=0.2)
+    folder = Path(str(trainer.log_dir), "recorder")
+    size = sum(path.stat().st_size for path in [*folder.glob("events.*"), *folder.glob("records/*")])
+    about = json.loads((folder / "receipt.json").read_text())[recorder.group]
+    assert about["event_bytes_per_1000_steps"] == pytest.approx(size, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -275,20 +298,20 @@ def test_the_forecast_holds_with_pictures(kind: Any, tmp_path: Path) -> None:
     ids=str,
 )
 def test_the_cadence_is_told(options: dict[str, Any], every: int, records: int, tmp_path: Path) -> None:
-    """The receipt has the cadence, the trainer's own where none is given, and the number of records in 1,000 steps."""
+    """The receipt has the interval, by default that of the trainer, and the number of records in 1,000 steps."""
     fit(small(), tmp_path, [ActivationRecorder(**options)], logger=False, log_every_n_steps=50)
     about = receipt(tmp_path, "activations")
     assert (about["every_n_train_steps"], about["records_per_1000_steps"]) == (every, records)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The lines of receipts in the log."""
+    """Collect the log lines of receipts."""
     return [record.getMessage() for record in caplog.records if "modules recorded" in record.getMessage()]
 
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """The lines of receipts that were logged so far."""
+    """Return the receipt lines logged so far."""
     logger = logging.getLogger(RECEIPT_LINE)
     with caplog.at_level(logging.INFO, logger=RECEIPT_LINE):
         logger.addHandler(caplog.handler)
@@ -297,7 +320,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
 
 
 def test_one_line_is_logged(told: Callable[[], list[str]], tmp_path: Path) -> None:
-    """After the first recorded step one line says how many modules were recorded, which were not, and what it costs."""
+    """After the first recorded step, one line has the number of recorded modules, the others, and the overhead."""
     fit(
         Odd(),
         tmp_path,
@@ -308,17 +331,214 @@ def test_one_line_is_logged(told: Callable[[], list[str]], tmp_path: Path) -> No
     (line,) = told()
     assert line.startswith(
         "ActivationRecorder: 3 of 6 modules recorded, not bypassed (bypassed), "
-        "unused (never called), attention.out_proj (bypassed); "
+        "attention.out_proj (bypassed), unused (never called); "
     )
     about = receipt(tmp_path, "activations")
-    size = f"{about['event_bytes_per_1000_steps'] / 1e6:.1f} MB of files per 1,000 steps"
+    size = f"{about['event_bytes_per_1000_steps'] / 1e3:.1f} KB of files per 1,000 steps"
     assert line.endswith(f" ms in step 0, {size}")
     assert f"; {about['state_bytes'] / 1e6:.1f} MB of state, " in line
 
 
+# Changes.
+
+
+class Changing(Small):
+    """A model with parts that stop, start late, alternate, are frozen, or never have a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stops = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.late, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.turns = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        for module in [*(self.stops if self.steps < 10 else []), *([self.late] if self.steps >= 20 else [])]:
+            hidden = hidden + module(hidden)
+        logits: Tensor = self.head(hidden + self.turns[self.steps % 2](hidden))
+        return logits
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.steps += 1
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.steps == 10:
+            self.encoder.requires_grad_(False)
+
+
+LATE = "there was none in the 20 records before"
+UNGRADED = "what it returns needs no gradient any more"
+STOPPED = "no record of 4 modules of stops.* after step 9: not called any more"
+CHANGES: dict[str, tuple[Any, list[str]]] = {
+    "activations": (ActivationRecorder, [f"first record of late at step 20, {LATE}", STOPPED]),
+    "gradients": (
+        GradientRecorder,
+        [
+            f"first record of late at step 20, {LATE}",
+            f"no record of encoder.1 after step 9: {UNGRADED}, its parameters are frozen",
+            f"no record of encoder.2 after step 9: {UNGRADED}",
+            STOPPED,
+        ],
+    ),
+    "parameters": (
+        ParameterRecorder,
+        [
+            f"first gradient of late.weight and late.bias at step 20, {LATE}",
+            "no gradient of encoder.1.weight and encoder.1.bias after step 9: frozen, requires_grad is False",
+            "no gradient of 8 parameters of stops.* after step 9: no backward pass reaches it any more",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("label", CHANGES)
+def test_changes_are_said_once(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that stops or starts late is logged once and is in the receipt, with its steps, and in the final text."""
+    kind, expected = CHANGES[label]
+    sink, said = MemorySink(), list[str]()
+    monkeypatch.setattr("lightning_recorder.callbacks.statistics.rank_zero_info", said.append)
+    go(tmp_path, [kind(every_n_train_steps=1, sinks=[sink], plots=False)], model=Changing(), max_epochs=15)
+    about = receipt(tmp_path, label)
+    assert sorted(line.partition(": ")[2] for line in said[1:]) == sorted(expected)
+    assert sorted(change["text"] for change in about["changes"]) == sorted(expected)
+    assert (about["step"], about["last_step"]) == (0, 59)
+    steps = {name: (each["first_step"], each["last_step"]) for name, each in about["modules"].items() if each["fired"]}
+    assert steps["head"] == (0, 59)
+    if label != "parameters":  # parameter values are always recorded
+        assert (steps["stops.2"], steps["late"]) == ((0, 9), (20, 59))
+        assert (steps["turns.0"], steps["turns.1"]) == ((0, 58), (1, 59))
+        assert not about["modules"]["never"]["fired"]
+    texts = sink.texts[f"recorder/{label}/receipt"]
+    assert list(texts) == [0, 59]
+    assert all(change not in texts[0] and change in texts[59] for change in expected)
+
+
+def test_a_parameter_that_never_has_a_gradient_is_named(tmp_path: Path, told: Callable[[], list[str]]) -> None:
+    """The line and the receipt name the parameters without a gradient in any recorded step."""
+    go(tmp_path, [ParameterRecorder(every_n_train_steps=1, plots=False)], model=Changing(), max_epochs=6)
+    assert (
+        "10 of 10 modules recorded, without a gradient: late.weight, late.bias, never.weight and 3 more; " in told()[0]
+    )
+    assert receipt(tmp_path, "parameters")["without_gradient"] == ["never.weight", "never.bias"]
+
+
+def test_the_receipt_is_shown_at_the_beginning_and_at_the_end(tmp_path: Path) -> None:
+    """The text is written after the first record and, with the last step of each module, when the run ends."""
+    sink = MemorySink()
+    go(tmp_path, [ActivationRecorder(every_n_train_steps=1, sinks=[sink])])
+    texts = sink.texts["recorder/activations/receipt"]
+    assert list(texts) == [0, 7]
+    assert "0 to 7" in texts[7]
+    assert receipt(tmp_path, "activations")["changes"] == []
+
+
+def test_a_resumed_run_has_a_receipt_of_its_own(tmp_path: Path) -> None:
+    """A resumed fit starts a new receipt with its own steps."""
+    go(tmp_path, [ActivationRecorder(every_n_train_steps=1)], max_epochs=1).save_checkpoint(tmp_path / "saved.ckpt")
+    go(tmp_path, [ActivationRecorder(every_n_train_steps=1)], ckpt=tmp_path / "saved.ckpt")
+    about = receipt(tmp_path, "activations")
+    assert (about["step"], about["last_step"]) == (4, 7)
+    assert about["modules"]["head"] == {"fired": True, "sites": ["out"], "first_step": 4, "last_step": 7}
+
+
+def test_steps_in_which_a_recorder_is_disabled_change_nothing(tmp_path: Path) -> None:
+    """While a recorder is disabled, no module counts as missing."""
+
+    class Switching(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            (recorder.disable if 5 <= trainer.global_step < 35 else recorder.enable)()
+
+    recorder = ActivationRecorder(every_n_train_steps=1, plots=False)
+    go(tmp_path, [Switching(), recorder], max_epochs=10)
+    about = receipt(tmp_path, "activations")
+    assert (about["changes"], about["modules"]["head"]["last_step"]) == ([], 39)
+
+
+class Tied(Small):
+    """An uncalled embedding whose weight is used by another module and a function, and idle modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.used = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.used.weight = self.shared.weight
+        self.around = nn.Linear(8, 8)
+        self.loss, self.called_loss = nn.CrossEntropyLoss(), nn.CrossEntropyLoss()
+        self.accuracy = MulticlassAccuracy(10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.used(self.encoder(x))
+        logits: Tensor = self.head(nn.functional.linear(hidden, self.around.weight))
+        return logits
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.called_loss(self(batch[0]), batch[1])
+
+
+def test_a_tied_weight_is_no_bypass(tmp_path: Path, told: Callable[[], list[str]]) -> None:
+    """A module whose weight is used by another one is listed as sharing it, after the more important reasons."""
+    go(tmp_path, [ActivationRecorder()], model=Tied())
+    found = why(receipt(tmp_path, "activations"))
+    assert found["shared"] == "shared: never called, its parameters are those of used"
+    assert found["around"] == WITHOUT_CALL
+    assert "6 of 9 modules recorded, not around (bypassed), shared (shared), dropout (never called); " in told()[0]
+
+
+def test_idle_losses_and_metrics_are_not_missing(tmp_path: Path) -> None:
+    """By default, an uncalled loss is not in the receipt; one that is called or selected by name is."""
+    go(tmp_path, [ActivationRecorder(), ActivationRecorder(["loss", "accuracy"], name="named")], model=Tied())
+    found = why(receipt(tmp_path, "activations"))
+    assert found["called_loss"] == "out"
+    assert not {"loss", "accuracy"} & found.keys()
+    assert why(receipt(tmp_path, "activations-named")) == {"loss": NEVER, "accuracy": NEVER}
+
+
+class Block(nn.Module):
+    """Owns weights and calls an activation, like the layers of a KAN or the experts of a mixture."""
+
+    def __init__(self, sizes: int = 8) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.full((sizes, sizes), 0.1)])
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        acted: Tensor = self.act(x @ self.weights[0])
+        return acted
+
+
+@pytest.mark.parametrize("label", ["activations", "gradients", "parameters"])
+def test_a_block_that_owns_parameters_is_recorded(label: str, tmp_path: Path) -> None:
+    """By default, a module with parameters and children is recorded, also if a ParameterList holds them."""
+    model = small()
+    encoder: Any = model.encoder
+    encoder.append(Block())
+    go(tmp_path, [EXPECTED[label][0]()], model=model)
+    found = why(receipt(tmp_path, label))
+    assert found["encoder.3"].startswith("out" if label != "parameters" else "weights.0, weights.0.grad")
+    assert "encoder.3.weights" not in found
+
+
+def test_parameters_of_the_root_are_recorded(tmp_path: Path) -> None:
+    """The LightningModule's own parameters are recorded, but its calls are not."""
+
+    class Scaled(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    go(tmp_path, [ParameterRecorder(parts="values"), ActivationRecorder()], model=Scaled())
+    assert why(receipt(tmp_path, "parameters"))[""] == "scale"
+    assert "" not in why(receipt(tmp_path, "activations"))
+
+
 @pytest.mark.parametrize("reduce", [4, "epoch"])
 def test_a_window_is_announced_after_its_first_step(reduce: Any, told: Callable[[], list[str]], tmp_path: Path) -> None:
-    """A window's line and receipt are there after its first recorded step, the bytes with the first record."""
+    """The line and receipt of a window follow its first recorded step; the bytes follow the first record."""
     seen: list[tuple[int, int | None]] = []
 
     class Reading(Callback):
@@ -333,22 +553,22 @@ def test_a_window_is_announced_after_its_first_step(reduce: Any, told: Callable[
     assert lines_then == (1,) * 8
     known = 3 if reduce == 4 else 4
     assert bytes_then[:known] == (None,) * known
-    scalars, histograms = (
-        list(map(len, (tmp_path / "recorder" / f"{kind}.jsonl").read_bytes().splitlines(keepends=True)))
-        for kind in ("scalars", "histograms")
-    )
-    sizes, records = [sum(each) for each in zip(scalars, histograms, strict=True)], 250 if reduce == 4 else 1
-    assert bytes_then[known:] == (sizes[0] * records,) * (8 - known)
-    # In the end it is by the mean size of all.
-    assert receipt(tmp_path, "activations")["event_bytes_per_1000_steps"] == sum(sizes) * records // len(sizes)
+    lines = (tmp_path / "recorder" / "records" / "activations.jsonl").read_bytes().splitlines(keepends=True)
+    assert lines.pop(0).startswith(b'{"format"')
+    records, per_1000_steps = (2, 250) if reduce == 4 else (2, 1)
+    assert len(lines) % records == 0
+    sizes = [sum(map(len, lines[len(lines) // records * k : len(lines) // records * (k + 1)])) for k in range(records)]
+    assert bytes_then[known:] == (sizes[0] * per_1000_steps,) * (8 - known)
+    # At the end, the forecast uses the mean size of all records.
+    assert receipt(tmp_path, "activations")["event_bytes_per_1000_steps"] == sum(sizes) * per_1000_steps // records
 
 
 def test_all_callbacks_share_the_file(tmp_path: Path) -> None:
-    """Each callback has its own part of the receipt, also two of a kind, and a part of an earlier run is replaced."""
+    """Each callback has its own part of the receipt, which replaces its part from an earlier run."""
     for head in ("head", "encoder.1"):
         callbacks: list[Callback] = [
             ActivationRecorder(head),
-            ActivationRecorder("*"),
+            ActivationRecorder("*", exclude=head),
             ActivationRecorder(name="mine"),
             GradientRecorder(),
         ]
@@ -357,17 +577,15 @@ def test_all_callbacks_share_the_file(tmp_path: Path) -> None:
         assert sorted(written) == ["activations", "activations-2", "activations-mine", "gradients"]
         assert list(written["activations"]["modules"]) == [head]
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == [
-        "histograms.jsonl",
         "images",
         "receipt.json",
         "records",
-        "scalars.jsonl",
         "texts",
     ]
     assert sorted(path.stem for path in (tmp_path / "recorder" / "records").iterdir()) == sorted(written)
 
 
-# Budget.
+# Overhead limit.
 
 
 @pytest.mark.parametrize(
@@ -375,7 +593,7 @@ def test_all_callbacks_share_the_file(tmp_path: Path) -> None:
     [(0.02, 10.0, 10.0, 50), (0.02, 10.0, 1.0, 5), (1.0, 10.0, 10.0, 1), (0.1, 3.0, 1.0, 4), (0.5, 8.0, 100.0, 25)],
 )
 def test_the_interval_is_what_the_share_needs(share: float, step_ms: float, spent_ms: float, interval: int) -> None:
-    """The interval is the least at which ``recording / (interval * step)`` is no more than the share."""
+    """The interval is the smallest one for which ``recording / (interval * step)`` is within the limit."""
     budget = Budget(share)
     budget.add_recorded(1, 10**6, 10**6)  # the first record does not count
     for _ in range(3):
@@ -388,7 +606,7 @@ def test_the_interval_is_what_the_share_needs(share: float, step_ms: float, spen
 
 
 class Clock:
-    """Seconds that go on only where a test says so."""
+    """A clock that advances only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -400,14 +618,14 @@ class Clock:
 def cadences(
     share: float, hook_ms: Callable[[int], float], steps: int, every: int = 1, flush_ms: float = 0.0
 ) -> list[tuple[int, int]]:
-    """The recorded steps of a plain loop of steps of 10 ms, each with the cadence from then on.
+    """Run a plain loop of 10 ms steps, and return the recorded steps with the interval from then on.
 
     Args:
-        share: The budget.
-        hook_ms: What the hooks take in a step.
-        steps: How many steps there are.
-        every: The cadence at first.
-        flush_ms: What the copy of the states takes for each record.
+        share: The overhead limit, as a fraction.
+        hook_ms: The time of the hooks in a step.
+        steps: The number of steps.
+        every: The initial interval.
+        flush_ms: The time to copy the states of a record.
     """
     clock, net, records = Clock(), nn.Linear(2, 2), list[Record]()
     recorder = StatisticsRecorder({"net": net})
@@ -434,31 +652,31 @@ def cadences(
 
 
 def test_a_cadence_is_widened_as_the_formula_says() -> None:
-    """A record of 10 ms in steps of 10 ms is one in 50 steps for 2 %, as soon as one but the first was measured."""
+    """With 10 ms per record and per step, 2 % is one record in 50 steps, from the second measured record on."""
     expected = [(0, 1), (1, 1), (2, 50), (49, 50), (99, 50), (149, 50)]
     assert cadences(0.02, lambda step: 10.0, 160) == expected
 
 
 @pytest.mark.parametrize(("hook_ms", "flush_ms"), [(10.0, 0.0), (4.0, 6.0), (0.0, 10.0)])
 def test_all_that_recording_takes_counts_alike(hook_ms: float, flush_ms: float) -> None:
-    """Whether hooks or copies take the time, the step itself takes what it does without them."""
+    """Hooks and copies both count as overhead, and neither counts as step time."""
     found = cadences(0.02, lambda step: hook_ms, 60, flush_ms=flush_ms)
     assert found == [(0, 1), (1, 1), (2, 50), (49, 50)]
 
 
 def test_a_cadence_that_costs_little_stays() -> None:
-    """Where recording takes less than its share, the cadence is the given one."""
+    """If the overhead is within the limit, the interval stays as given."""
     assert cadences(0.5, lambda step: 4.0, 12, every=3) == [(step, 3) for step in (0, 2, 5, 8, 11)]
 
 
 def test_a_cadence_is_never_narrowed() -> None:
-    """When recording gets cheaper the cadence stays as wide as it has become."""
+    """If recording becomes faster, the interval is not reduced."""
     found = cadences(0.1, lambda step: 10.0 if step < 3 else 0.0, 60)
     assert found == [(0, 1), (1, 1), *((step, 10) for step in (2, 9, 19, 29, 39, 49, 59))]
 
 
 def test_a_cadence_is_widened_again_when_recording_gets_dearer() -> None:
-    """The mean of all records counts: 10 ms and 50 ms are 30 ms, one in 30 steps; with another 50 ms one in 37."""
+    """The mean counts: 10 ms and 50 ms give 30 ms, one in 30 steps; another 50 ms gives one in 37."""
     found = cadences(0.1, lambda step: 50.0 if step > 1 else 10.0, 39)
     assert found == [(0, 1), (1, 1), (2, 10), (9, 30), (29, 37), (36, 40)]
 
@@ -467,15 +685,15 @@ TAG = "recorder/activations/every_n_train_steps"
 
 
 def wide(sink: MemorySink, **options: Any) -> Callback:
-    """A recorder that must take next to nothing."""
+    """Return a recorder with a very small overhead limit."""
     return ActivationRecorder("head", every_n_train_steps=1, max_overhead=1e-9, sinks=[sink], **options)
 
 
 def test_a_fit_is_recorded_less_often_and_says_so(told: Callable[[], list[str]], caplog: Any, tmp_path: Path) -> None:
-    """The cadence as it is given and each wider one are scalars, and a line says what it was and is."""
+    """The given interval and each longer one are scalars, and a log line has the old and the new value."""
     sink = MemorySink()
     go(tmp_path, [wide(sink)])
-    # The first record does not count, and what the second one took is known at the third.
+    # The first record does not count, and the time of the second one is known at the third.
     assert list(sink.scalars["activations/head/mean"]) == [0, 1, 2]
     (first, before), (second, after) = sink.scalars[TAG].items()
     assert (first, before, second) == (0, 1.0, 2)
@@ -485,7 +703,7 @@ def test_a_fit_is_recorded_less_often_and_says_so(told: Callable[[], list[str]],
 
 
 def test_a_wider_cadence_goes_on_after_a_resume(tmp_path: Path) -> None:
-    """A run that is resumed keeps the cadence of the checkpoint, and a run without a budget its own."""
+    """A resumed run keeps the interval of the checkpoint, and a run without a limit uses its own."""
     before, sink, plain = MemorySink(), MemorySink(), MemorySink()
     go(tmp_path, [wide(before)], max_epochs=1).save_checkpoint(tmp_path / "saved.ckpt")
     go(tmp_path, [wide(sink)], ckpt=tmp_path / "saved.ckpt")

@@ -1,4 +1,4 @@
-"""A run that is resumed from a checkpoint records what it would have recorded without the interruption."""
+"""A run that resumes from a checkpoint records the same as it would without the interruption."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ from lightning_recorder.reductions import fused, statistics
 from tests.callbacks.models import hooks_left
 from tests.callbacks.small import BATCHES, EPOCHS, Resumable, Small, go, shown, small, told_by
 
-# Checkpoints are kept by a callback that the run which goes on does without.
+# The resumed run does not have the callback that saves the checkpoints.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
-
-# Plain data are all that a checkpoint may need; an older Lightning cannot be told so.
 
 
 def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
-    """One of each kind, all writing to one sink."""
+    """Return one recorder of each kind, all with the same sink."""
     options = {"every_n_train_steps": 1, "dump": False, "sinks": [sink], **options}
     return [
         ActivationRecorder(**options),
@@ -51,7 +49,7 @@ def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
 
 
 def every_step(folder: Path) -> ModelCheckpoint:
-    """Keeps a checkpoint of each optimiser step, as ``step=3.ckpt``."""
+    """Return a callback that keeps a checkpoint of each optimiser step, such as ``step=3.ckpt``."""
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
@@ -65,20 +63,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "change": ({"extra": [Change()]}, {}),
     "change-window": ({"extra": [Norms(), Change()], "reduce": 3}, {}),
 }
-"""Settings of the recorders, and of the trainer."""
+"""The settings of the recorders and of the trainer."""
 
 BY_TORCH = ("change-window", "accumulated")
-"""The cases that are tried without the compiled function, too."""
+"""The cases that also run without the compiled function."""
 
 
 def steps_of(case: str) -> int:
-    """How many optimiser steps a run of the case has."""
+    """Return the number of optimiser steps in a run of the case."""
     return EPOCHS * BATCHES // int(CASES[case][1].get("accumulate_grad_batches", 1))
 
 
 @pytest.fixture
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Has the statistics computed by the compiled function, or by the passes of torch that run on any device."""
+    """Select the compiled function, or the torch operations that run on any device, to compute the statistics."""
     by = str(request.param)
     if not fused.prepare() and by == "compiled":
         pytest.skip("there is no C compiler")
@@ -90,7 +88,7 @@ def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[MemorySink, Path]]:
-    """What the run of a case that is not interrupted records, and the folder of its checkpoints."""
+    """Return the records of an uninterrupted run of a case and the folder of its checkpoints."""
 
     @functools.cache
     def make(case: str, computed_by: str) -> tuple[MemorySink, Path]:
@@ -115,7 +113,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
 def test_a_resumed_run_records_what_the_whole_one_does(
     whole: Callable[[str, str], tuple[MemorySink, Path]], computed_by: str, case: str, step: int, tmp_path: Path
 ) -> None:
-    """From the step on at which a run is resumed, every scalar and histogram is that of the whole run, to the bit."""
+    """From the resumed step on, every scalar and histogram is bitwise that of the whole run."""
     expected, folder = whole(case, computed_by)
     sink = MemorySink()
     recording, training = CASES[case]
@@ -125,7 +123,7 @@ def test_a_resumed_run_records_what_the_whole_one_does(
 
 
 class Saving(Callback):
-    """Saves a checkpoint in one of the trainer's hooks, when a batch has the given number among all."""
+    """Saves a checkpoint in one of the trainer's hooks at the batch with the given number."""
 
     def __init__(self, folder: Path, hook: str, batch: int) -> None:
         self.path = folder / "saved.ckpt"
@@ -151,7 +149,7 @@ class Saving(Callback):
     ("hook", "batch"), [("on_validation_end", 2), ("on_validation_end", 4), ("on_train_epoch_end", 4)]
 )
 def test_a_checkpoint_between_batches_goes_on(hook: str, batch: int, reduce: Any, tmp_path: Path) -> None:
-    """A checkpoint that a validation or the end of an epoch saves loses nothing and counts nothing twice."""
+    """A checkpoint from a validation or the end of an epoch loses nothing and counts nothing twice."""
     expected, sink = MemorySink(), MemorySink()
     saving = Saving(tmp_path, hook, batch)
     options: dict[str, Any] = {"validation": True, "val_check_interval": 2, "num_sanity_val_steps": 0}
@@ -162,12 +160,12 @@ def test_a_checkpoint_between_batches_goes_on(hook: str, batch: int, reduce: Any
 
 
 def test_a_checkpoint_amid_accumulated_batches_goes_on(tmp_path: Path) -> None:
-    """What was recorded of the accumulated batches before the checkpoint counts with those behind it, in one record."""
+    """Accumulated batches from before and after the checkpoint are in one record."""
     expected, sink = MemorySink(), MemorySink()
     saving = Saving(tmp_path, "on_train_batch_end", 3)
     go(tmp_path, [*recorders(expected), saving], accumulate_grad_batches=4)
     go(tmp_path, recorders(sink), ckpt=saving.path, accumulate_grad_batches=4, max_epochs=1)
-    # Lightning does not save the gradients that are accumulated, so of the parameters the step is another one.
+    # Lightning does not save accumulated gradients, so the parameter records of the step differ.
     of_batches = {key: each for key, each in shown(sink).items() if not key[0].startswith("parameters/")}
     assert {step for _, step in of_batches} == {0}
     assert of_batches == {key: shown(expected)[key] for key in of_batches}
@@ -175,7 +173,7 @@ def test_a_checkpoint_amid_accumulated_batches_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reduce", [3, 5])
 def test_a_partial_window_is_written_and_kept(reduce: int, tmp_path: Path) -> None:
-    """What waits when a fit ends is written, and a run that goes on with more epochs writes the whole window."""
+    """An open window at the end of a fit is written, and a run with more epochs writes the complete window."""
     expected, first, sink = MemorySink(), MemorySink(), MemorySink()
     options: dict[str, Any] = {"reduce": reduce, "statistics": ("count", "mean")}
     go(tmp_path, recorders(expected, **options))
@@ -189,25 +187,25 @@ def test_a_partial_window_is_written_and_kept(reduce: int, tmp_path: Path) -> No
 
 
 def test_a_second_fit_of_the_trainer_goes_on(tmp_path: Path) -> None:
-    """A trainer that trains on without a checkpoint goes on with the window in which its first fit ended."""
+    """A second fit without a checkpoint continues the window in which the first fit ended."""
     sink, model = MemorySink(), small()
     recorder = ActivationRecorder("head", every_n_train_steps=1, reduce=3, statistics="count", sinks=[sink])
     trainer = go(tmp_path, [recorder], model=model, max_epochs=1)
     trainer.fit_loop.max_epochs = EPOCHS
     trainer.fit(model, Resumable())
-    # Of the window of steps 3 to 5 what there was at the end of the first fit is a record, too.
+    # The part of the window of steps 3 to 5 at the end of the first fit is also a record.
     assert sink.scalars["activations/head/count"] == {2: 240.0, 3: 80.0, 5: 240.0, 7: 160.0}
 
 
 def saved_by(folder: Path, callbacks: list[Callback], **options: Any) -> Path:
-    """A checkpoint of a run of one epoch."""
+    """Return a checkpoint of a run of one epoch."""
     trainer = go(folder, callbacks, max_epochs=1, **options)
     trainer.save_checkpoint(folder / "saved.ckpt")
     return folder / "saved.ckpt"
 
 
 def test_checkpoints_hold_plain_data_alone(tmp_path: Path) -> None:
-    """A checkpoint in the middle of a window loads where code in pickles is refused."""
+    """A checkpoint in the middle of a window can be loaded without running pickled code."""
     path = saved_by(tmp_path, [*recorders(MemorySink(), reduce=5, extra=[Change()]), GraphRecorder(formats=())])
     saved = torch.load(path, weights_only=True)
     states = [state for state in saved["callbacks"].values() if "banks" in state.get("states", {})]
@@ -233,7 +231,7 @@ def test_checkpoints_hold_plain_data_alone(tmp_path: Path) -> None:
 def test_a_state_of_other_settings_is_one_warning(
     before: dict[str, Any] | None, after: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A checkpoint without the callback, or of one with other settings, is told once; the run records from there on."""
+    """A checkpoint without the callback, or with other settings, gives one warning, and recording starts anew."""
     plain = {"every_n_train_steps": 1, "dump": False}
     path = saved_by(tmp_path, [] if before is None else [ActivationRecorder(**{**plain, **before})])
     sink, model = MemorySink(), small()
@@ -248,7 +246,7 @@ def test_a_state_of_other_settings_is_one_warning(
 
 
 def spoil(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change what a checkpoint holds of each recorder of statistics."""
+    """Change the state of each statistics recorder in a checkpoint."""
     saved = torch.load(path, weights_only=True)
     for key, state in saved["callbacks"].items():
         if key.startswith("ActivationRecorder"):
@@ -284,7 +282,7 @@ SPOILT: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_spoilt_state_is_one_warning(how: str, tmp_path: Path) -> None:
-    """Whatever a checkpoint holds in the place of a state, one warning says so, and the run trains and records on."""
+    """An invalid state in a checkpoint gives one warning, and the run continues to train and record."""
     options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": 3, "dump": False}
     path = saved_by(tmp_path, [ActivationRecorder(**options)])
     spoil(path, SPOILT[how])
@@ -298,7 +296,7 @@ def test_a_spoilt_state_is_one_warning(how: str, tmp_path: Path) -> None:
 
 
 def test_the_state_dict_of_the_model_is_its_own(tmp_path: Path) -> None:
-    """Checkpoints of a recorded run have the parameters and buffers of a bare run, by name and to the bit."""
+    """Checkpoints of a recorded run have bitwise the parameters and buffers of a bare run, with the same names."""
     bare = torch.load(saved_by(tmp_path, []), weights_only=True)["state_dict"]
     recorded = torch.load(saved_by(tmp_path, recorders(MemorySink())), weights_only=True)["state_dict"]
     assert list(recorded) == list(bare)
@@ -318,7 +316,7 @@ class Copying(Callback):
             if each is not self:
                 pickle.loads(pickle.dumps(each))
                 copy.deepcopy(each)
-        pl_module._trainer = None  # a trainer cannot be copied, by its own doing
+        pl_module._trainer = None  # a trainer cannot be copied
         try:
             self.kept = [copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))]
         finally:
@@ -331,7 +329,7 @@ class Copying(Callback):
 
 
 class Brittle(Small):
-    """Calls what it is told to in the middle of a step, and may raise there."""
+    """Calls a given function in the middle of a step, and can raise there."""
 
     copying: ClassVar[Copying | None] = None
 
@@ -351,7 +349,7 @@ class Brittle(Small):
 
 
 def brittle(raises_at: int = -1) -> Brittle:
-    """The model with the parameters that :func:`small` has."""
+    """Return the model with the parameters of :func:`small`."""
     seed_everything(1, verbose=False)
     return Brittle(raises_at)
 
@@ -360,7 +358,7 @@ def brittle(raises_at: int = -1) -> Brittle:
 def test_model_and_callbacks_can_be_copied_at_any_time(
     raises_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies can be made in every hook, amid a step and after an exception, and the run records the same."""
+    """Copies in any hook, in a step and after an exception are possible and do not change the records."""
     expected, sink = MemorySink(), MemorySink()
     go(tmp_path / "bare", recorders(expected), max_epochs=1)
     model, copying = brittle(raises_at), Copying()
@@ -374,12 +372,12 @@ def test_model_and_callbacks_can_be_copied_at_any_time(
 
 
 def up_to(sink: MemorySink, stop: int) -> dict[tuple[str, int], Any]:
-    """As :func:`shown`, of the steps before one."""
+    """Return the same as :func:`shown`, for the steps before one."""
     return {key: each for key, each in shown(sink).items() if key[1] < stop}
 
 
 def test_a_copy_of_the_model_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a copy computes that was made amid a recorded step goes nowhere, while the step goes on."""
+    """The calls of a copy made in a recorded step are not recorded, while the step continues."""
     sinks = []
     for calls in (False, True):
 
@@ -396,32 +394,32 @@ def test_a_copy_of_the_model_records_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 def failing(kind: str, folder: Path) -> tuple[Callback, Path]:
-    """A callback that saves a checkpoint on an exception, and where."""
+    """Return a callback that saves a checkpoint on an exception, and its path."""
     if kind == "ModelCheckpoint":
         return ModelCheckpoint(folder, filename="on_exception", save_on_exception=True), folder / "on_exception.ckpt"
 
     class Kept(OnExceptionCheckpoint):
         def teardown(self, *args: Any, **kwargs: Any) -> None:
-            """Leave the file."""
+            """Keep the file."""
 
     return Kept(folder), folder / "on_exception.ckpt"
 
 
 def failed(kind: str, folder: Path, failed_at: int, **options: Any) -> Path:
-    """The checkpoint that is saved as a step fails."""
+    """Return the checkpoint that is saved when a step fails."""
     if kind == "ModelCheckpoint" and "save_on_exception" not in inspect.signature(ModelCheckpoint).parameters:
         pytest.skip("this Lightning has no save_on_exception")
     saving, path = failing(kind, folder)
     with pytest.raises(ZeroDivisionError, match="of the user"):
         go(folder, [*recorders(MemorySink(), **options), saving], model=brittle(failed_at), enable_checkpointing=True)
     saved = torch.load(path, weights_only=True)
-    # The loader is one that gives the batch again with which the step failed.
+    # The loader repeats the batch of the failed step.
     saved["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["given"] -= 1
     torch.save(saved, path)
     return path
 
 
-# Where there is an OnExceptionCheckpoint, Lightning looks for a file of it and says so.
+# With an OnExceptionCheckpoint, Lightning looks for its file and warns.
 ignore_search = pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=:UserWarning")
 
 
@@ -429,12 +427,12 @@ ignore_search = pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=:UserWarning
 @pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
 @pytest.mark.parametrize("failed_at", [1, 2, 5])
 def test_a_failed_step_is_repeated(kind: str, failed_at: int, tmp_path: Path) -> None:
-    """A step that failed and is repeated from the checkpoint of the exception gives what it would have given."""
+    """A failed step that is repeated from the exception's checkpoint has the record of a successful one."""
     expected, sink = MemorySink(), MemorySink()
     go(tmp_path, recorders(expected, extra=[Change()]))
     path = failed(kind, tmp_path, failed_at, extra=[Change()])
     assert told_by(lambda: go(tmp_path, recorders(sink, extra=[Change()]), ckpt=path)) == []
-    # On the axis of self.log, which Lightning has go on one step further after such a checkpoint.
+    # On the axis of self.log, which Lightning continues one step further after such a checkpoint.
     later = {(tag, step + 1): each for (tag, step), each in shown(expected, failed_at).items()}
     assert shown(sink) == later
 
@@ -443,13 +441,13 @@ def test_a_failed_step_is_repeated(kind: str, failed_at: int, tmp_path: Path) ->
 @pytest.mark.parametrize("reduce", [3, "epoch"])
 @pytest.mark.parametrize("failed_at", [1, 2, 5])
 def test_a_failed_step_is_not_in_the_window_that_is_saved(reduce: Any, failed_at: int, tmp_path: Path) -> None:
-    """A checkpoint of an exception has of a window the steps that ended, so that the whole window is as it would be."""
+    """An exception's checkpoint has only the completed steps of a window, so that the resumed window is correct."""
     expected, sink = MemorySink(), MemorySink()
     options: dict[str, Any] = {"reduce": reduce, "extra": [Change()]}
     go(tmp_path, recorders(expected, **options))
     path = failed("OnExceptionCheckpoint", tmp_path, failed_at, **options)
     saved = torch.load(path, weights_only=True)
-    # Lightning counts the failed step as one that ended, so the windows, which are counted on that axis, would shift.
+    # Lightning counts the failed step as completed, so the windows, which use the same axis, would shift.
     saved["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     torch.save(saved, path)
     assert told_by(lambda: go(tmp_path, recorders(sink, **options), ckpt=path)) == []
@@ -477,7 +475,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
-    """Of a run that is killed the last checkpoint goes on to what the whole run records."""
+    """From the last checkpoint of a killed run, a resumed run records the same as the whole run."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     (tmp_path / "run.py").write_text(KILLED, encoding="utf-8")
     done = subprocess.run(

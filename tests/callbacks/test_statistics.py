@@ -1,9 +1,8 @@
-"""When the statistics callbacks record, and what reaches loggers, files and dumps."""
+"""The schedule of the statistics callbacks, and their output in loggers, files and dumps."""
 
 from __future__ import annotations
 
 import gc
-import json
 import math
 import threading
 import time
@@ -30,6 +29,7 @@ from lightning_recorder import (
     RecorderWarning,
     SelectionError,
     Site,
+    open_recording,
     read_dump,
     read_manifest,
 )
@@ -42,7 +42,7 @@ def steps_of(sink: MemorySink, tag: str) -> list[int]:
 
 
 def test_leaf_modules_are_recorded_by_default(tmp_path: Path) -> None:
-    """Without arguments every leaf module that ran has a record, under its name and in its order."""
+    """Without arguments, every leaf module that ran has a record, under its name and in module order."""
     sink = MemorySink()
     fit(Classifier(), tmp_path, [ActivationRecorder(sinks=[sink])], logger=False)
     names = list(dict.fromkeys(tag.split("/")[1] for tag in sink.scalars))
@@ -54,28 +54,28 @@ def test_default_cadence_is_that_of_self_log(tmp_path: Path) -> None:
     """The first step is recorded, and then the steps at which ``self.log`` logs, on the same axis."""
     trainer = fit(Classifier(), tmp_path, [ActivationRecorder()], max_epochs=2, log_every_n_steps=4)
     read = events(trainer)
-    own = [event.step for event in read.Scalars("train_loss")]
+    own = [event.step for event in events(trainer, ".").Scalars("train_loss")]
     ours = [event.step for event in read.Scalars("activations/head/mean")]
     assert own == [3, 7, 11]
     assert ours == [0, *own]
 
 
 def test_every_n_train_steps_sets_the_cadence(tmp_path: Path) -> None:
-    """``every_n_train_steps`` overrides the trainer's own cadence."""
+    """``every_n_train_steps`` overrides the trainer's own interval."""
     sink = MemorySink()
     fit(Classifier(), tmp_path, [ActivationRecorder(every_n_train_steps=5, sinks=[sink])], logger=False)
     assert steps_of(sink, "activations/head/mean") == [0, 4]
 
 
 def test_no_logging_cadence_records_nothing(tmp_path: Path) -> None:
-    """A cadence of 0 records nothing, as it logs nothing."""
+    """An interval of 0 records nothing, as it logs nothing."""
     sink = MemorySink()
     fit(Classifier(), tmp_path, [ActivationRecorder(every_n_train_steps=0, sinks=[sink])], logger=False)
     assert not sink.scalars
 
 
 def test_hooks_are_on_sampled_steps_alone(tmp_path: Path) -> None:
-    """On a step that is not recorded no hook of ours is on the model."""
+    """On an unrecorded step, the model has no hook of this package."""
     hooked: list[bool] = []
 
     class Watched(Classifier):
@@ -88,7 +88,7 @@ def test_hooks_are_on_sampled_steps_alone(tmp_path: Path) -> None:
 
 
 def test_between_recorded_steps_nothing_is_recorded(tmp_path: Path) -> None:
-    """Where every step is recorded, what runs between two steps, the validation included, counts for neither."""
+    """If every step is recorded, calls between two steps, including the validation, count for neither."""
 
     class Busy(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -109,7 +109,7 @@ def test_between_recorded_steps_nothing_is_recorded(tmp_path: Path) -> None:
 
 
 def test_activations_are_those_of_the_step(tmp_path: Path) -> None:
-    """The statistics equal those of the logits that the step computed, in float64 at once."""
+    """The statistics equal those of the step's logits, computed in one float64 pass."""
     seen: list[Tensor] = []
 
     class Kept(Classifier):
@@ -136,7 +136,7 @@ def test_activations_are_those_of_the_step(tmp_path: Path) -> None:
 
 
 def test_gradients_are_those_of_the_returned_loss(tmp_path: Path) -> None:
-    """The gradient of the logits equals softmax minus target over the batch size, whatever is accumulated."""
+    """The gradient of the logits is (softmax - target) / batch size, with any accumulation."""
     expected: list[Tensor] = []
 
     class Kept(Classifier):
@@ -158,7 +158,7 @@ def test_gradients_are_those_of_the_returned_loss(tmp_path: Path) -> None:
 
 
 def test_all_accumulated_batches_of_a_recorded_step_count(tmp_path: Path) -> None:
-    """A recorded optimiser step holds all of its batches, a step that is not recorded none."""
+    """A recorded optimiser step includes all of its batches, and an unrecorded step none."""
     sink = MemorySink()
     callbacks = [ActivationRecorder("head", every_n_train_steps=2, statistics=["count"], sinks=[sink])]
     fit(Classifier(), tmp_path, callbacks, logger=False, accumulate_grad_batches=2)
@@ -182,7 +182,7 @@ def test_a_loss_scale_is_taken_out_of_the_gradients(tmp_path: Path) -> None:
 
 
 def test_sanity_check_and_validation_are_left_out(tmp_path: Path) -> None:
-    """Only training batches are recorded, though validation runs before and in between."""
+    """Only training batches are recorded, even if validation runs before and in between."""
     sink = MemorySink()
     callbacks = [ActivationRecorder("head", every_n_train_steps=1, statistics=["count"], sinks=[sink])]
     fit(Classifier(), tmp_path, callbacks, logger=False, validation=digits(2), val_check_interval=2)
@@ -190,7 +190,7 @@ def test_sanity_check_and_validation_are_left_out(tmp_path: Path) -> None:
 
 
 def test_event_file_holds_scalars_and_histograms(tmp_path: Path) -> None:
-    """TensorBoard's own reader finds the default scalars and a histogram with exact totals for each layer."""
+    """TensorBoard's reader finds the default scalars and a histogram with exact totals for each layer."""
     trainer = fit(Classifier(), tmp_path, [ActivationRecorder(), GradientRecorder()])
     read = events(trainer)
     for group in ("activations", "gradients"):
@@ -205,35 +205,54 @@ def test_event_file_holds_scalars_and_histograms(tmp_path: Path) -> None:
 
 
 def test_several_loggers_get_what_they_can_show(tmp_path: Path) -> None:
-    """Beside TensorBoard a CSV logger gets the scalars in its own file."""
+    """The scalars are in TensorBoard's event file and in the CSV file of a second logger."""
     loggers = [TensorBoardLogger(tmp_path), CSVLogger(tmp_path)]
     trainer = fit(Classifier(), tmp_path, [ActivationRecorder("head")], logger=loggers)
     assert [event.step for event in events(trainer).Scalars("activations/head/mean")] == [0, 1, 3, 5]
-    header, *rows = (Path(str(loggers[1].log_dir)) / "metrics.csv").read_text().splitlines()
+    header, *rows = Path(str(loggers[1].log_dir), "recorder", "metrics.csv").read_text().splitlines()
     column = header.split(",").index("activations/head/mean")
     assert sum(bool(row.split(",")[column]) for row in rows) == 4
 
 
 def test_without_a_logger_everything_lies_in_files(tmp_path: Path) -> None:
-    """With ``logger=False`` scalars and histograms are lines of JSON under ``recorder/``."""
+    """With ``logger=False``, the records have all scalars and histograms, and no other file repeats them."""
     fit(Classifier(), tmp_path, [ActivationRecorder("head")], logger=False)
-    lines = [json.loads(line) for line in (tmp_path / "recorder" / "scalars.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 3, 5]
-    assert math.isfinite(lines[0]["scalars"]["activations/head/mean"])
-    histograms = (tmp_path / "recorder" / "histograms.jsonl").read_text().splitlines()
-    assert sum(json.loads(histograms[0])["histograms"]["activations/head/histogram"]["counts"]) == 80
+    series = open_recording(tmp_path)["activations"]
+    assert series.steps == [0, 1, 3, 5]
+    assert math.isfinite(series["head"].statistic("mean")[0])
+    assert int(series["head"].bins(0).sum()) == 80
+    assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == [
+        "images",
+        "receipt.json",
+        "records",
+        "texts",
+    ]
 
 
-def test_a_logger_without_histograms_leaves_them_to_the_files(tmp_path: Path) -> None:
-    """Histograms that no logger shows are in the files; scalars that one shows are not there a second time."""
+def test_a_logger_without_histograms_leaves_them_to_the_records(tmp_path: Path) -> None:
+    """With a CSV logger, histograms are in the records only."""
     trainer = fit(Classifier(), tmp_path, [ActivationRecorder("head")], logger=CSVLogger(tmp_path))
     folder = Path(str(trainer.log_dir)) / "recorder"
-    shown = ["histograms.jsonl", "images", "receipt.json", "records", "texts"]
-    assert sorted(path.name for path in folder.iterdir()) == shown
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "images",
+        "metrics.csv",
+        "receipt.json",
+        "records",
+        "texts",
+    ]
+    assert open_recording(folder)["activations"].steps == [0, 1, 3, 5]
+
+
+def test_without_records_and_loggers_no_number_is_written(tmp_path: Path) -> None:
+    """With ``records=False`` and no logger, the numbers are only in ``latest`` and in the pictures."""
+    recorder = ActivationRecorder("head", records=False)
+    fit(Classifier(), tmp_path, [recorder], logger=False)
+    assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["images", "receipt.json", "texts"]
+    assert recorder.latest[Site("head", "out")].scalars["count"] == 80
 
 
 def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``fast_dev_run`` records and writes no file."""
+    """``fast_dev_run`` records in memory and writes no file."""
     monkeypatch.chdir(tmp_path)
     recorder = ActivationRecorder()
     fit(Classifier(), tmp_path, [recorder], fast_dev_run=True)
@@ -242,7 +261,7 @@ def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_latest_keeps_the_last_record_after_the_fit(tmp_path: Path) -> None:
-    """After a fit the callback still has the last record and its step."""
+    """After a fit, the callback still has the last record and its step."""
     recorder = ActivationRecorder("encoder.*")
     fit(Classifier(), tmp_path, [recorder])
     assert recorder.latest_step == 5
@@ -250,7 +269,7 @@ def test_latest_keeps_the_last_record_after_the_fit(tmp_path: Path) -> None:
 
 
 def test_nan_and_inf_are_counted_and_shown_from_then_on(tmp_path: Path) -> None:
-    """The counts of NaN and infinities appear with the first of them, and finite values keep their statistics."""
+    """Counts of NaN and infinities appear with the first of them, and finite values keep their statistics."""
 
     class Diverging(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -272,7 +291,7 @@ def test_nan_and_inf_are_counted_and_shown_from_then_on(tmp_path: Path) -> None:
 
 
 def test_dumps_lie_beside_the_checkpoints_and_read_back(tmp_path: Path) -> None:
-    """Each checkpoint has a dump named after it whose tensors equal the record written last before it."""
+    """Each checkpoint has a dump named after it whose tensors equal the latest record before it."""
     recorder = ActivationRecorder(every_n_train_steps=2)
     checkpoints = ModelCheckpoint(tmp_path / "kept", save_top_k=-1)
     fit(Classifier(), tmp_path, [recorder, GradientRecorder(), checkpoints], enable_checkpointing=True, max_epochs=2)
@@ -297,7 +316,7 @@ def test_dumps_lie_beside_the_checkpoints_and_read_back(tmp_path: Path) -> None:
 
 
 def test_a_dump_is_removed_with_its_checkpoint(tmp_path: Path) -> None:
-    """When ``save_top_k`` prunes a checkpoint, its dump goes too."""
+    """If ``save_top_k`` prunes a checkpoint, its dump is removed as well."""
     checkpoints = ModelCheckpoint(tmp_path / "kept", save_top_k=1)
     fit(Classifier(), tmp_path, [ActivationRecorder(), checkpoints], enable_checkpointing=True, max_epochs=3)
     assert [path.name for path in (tmp_path / "kept").glob("*.safetensors")] == [
@@ -306,7 +325,7 @@ def test_a_dump_is_removed_with_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_two_recorders_of_a_kind_have_a_dump_each(tmp_path: Path) -> None:
-    """A second recorder of the same kind writes its dump under a name of its own."""
+    """A second recorder of the same kind writes its dump under its own name."""
     callbacks = [ActivationRecorder("head"), ActivationRecorder("encoder.conv1"), ModelCheckpoint(tmp_path / "kept")]
     fit(Classifier(), tmp_path, callbacks, enable_checkpointing=True)
     dumps = {path.name.split(".")[1]: read_dump(path) for path in (tmp_path / "kept").glob("*.safetensors")}
@@ -317,13 +336,13 @@ def test_two_recorders_of_a_kind_have_a_dump_each(tmp_path: Path) -> None:
 
 
 def test_the_trainer_has_its_checkpoint_io_back_after_the_fit(tmp_path: Path) -> None:
-    """Whatever the order in which callbacks leave, the checkpoint IO afterwards is the one from before."""
+    """The original checkpoint IO is restored, in whatever order callbacks are released."""
     trainer = fit(Classifier(), tmp_path, [ActivationRecorder(), GradientRecorder()], enable_checkpointing=True)
     assert type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO"
 
 
 def test_a_dump_that_fails_costs_neither_the_run_nor_the_checkpoint(tmp_path: Path) -> None:
-    """Where the dump cannot be written, one warning says so and the checkpoint is there."""
+    """If a dump cannot be written, one warning is given and the checkpoint is saved."""
     kept = tmp_path / "kept"
     (kept / "epoch=0-step=6.activations.safetensors" / "in the way").mkdir(parents=True)
     with pytest.warns(RecorderWarning, match="ActivationRecorder writes no more dumps: .*Error"):
@@ -332,22 +351,22 @@ def test_a_dump_that_fails_costs_neither_the_run_nor_the_checkpoint(tmp_path: Pa
 
 
 def test_dump_can_be_switched_off(tmp_path: Path) -> None:
-    """With ``dump=False`` nothing lies beside the checkpoints."""
+    """With ``dump=False``, nothing is written beside the checkpoints."""
     checkpoints = ModelCheckpoint(tmp_path / "kept")
     fit(Classifier(), tmp_path, [ActivationRecorder(dump=False), checkpoints], enable_checkpointing=True)
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".ckpt"]
 
 
 def test_an_empty_match_raises_at_fit_start_with_the_closest_names(tmp_path: Path) -> None:
-    """A glob that matches nothing ends the fit before its first step and names what is close."""
+    """A glob without a match ends the fit before its first step and lists the closest names."""
     model = Classifier()
-    with pytest.raises(SelectionError, match=r"no module matches 'encodr\.\*'.*'encoder"):
+    with pytest.raises(SelectionError, match=r"^ActivationRecorder: no module matches 'encodr\.\*'.*'encoder"):
         fit(model, tmp_path, [ActivationRecorder("encodr.*")])
     assert model.losses == []
 
 
 def test_a_model_without_submodules_is_a_warning(tmp_path: Path) -> None:
-    """Without arguments a model that has no submodules trains on, with one warning."""
+    """Without arguments, a model without submodules trains with one warning."""
 
     class Bare(Classifier):
         def __init__(self) -> None:
@@ -375,19 +394,19 @@ def test_a_model_without_submodules_is_a_warning(tmp_path: Path) -> None:
         ({"names": []}, "names is empty; leave it out"),
         ({"sinks": [MemorySink]}, r"sinks takes Sink instances, got the class MemorySink: write MemorySink\(\)"),
         ({"sinks": ["memory"]}, "sinks takes Sink instances, got 'memory'"),
-        ({"statistics": ["histogram"]}, "got 'histogram'; histograms are chosen by histograms=True or False"),
-        ({"statistics": ["median"]}, "statistics knows count, mean, .*; got 'median'"),
+        ({"statistics": ["histogram"]}, "got 'histogram': histograms=True or False chooses"),
+        ({"statistics": ["median"]}, "statistics takes some of count, mean, .*; got 'median'"),
         ({"sinks": MemorySink()}, r"write sinks=\[MemorySink"),
     ],
 )
 def test_wrong_arguments_raise_at_construction(arguments: dict[str, Any], message: str) -> None:
-    """An argument that can never work raises at once and names what is allowed."""
+    """An invalid argument raises at construction, and the message names the allowed values."""
     with pytest.raises(ArgumentError, match=message):
         ActivationRecorder(**arguments)
 
 
 def test_exception_in_training_step_leaves_no_hook(tmp_path: Path) -> None:
-    """When the model raises in a recorded step, its own error comes through and no hook is left."""
+    """If the model raises in a recorded step, its own error propagates and no hook is left."""
 
     class Failing(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -399,12 +418,12 @@ def test_exception_in_training_step_leaves_no_hook(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="the model's own"):
         fit(model, tmp_path, [ActivationRecorder(sinks=[sink]), GradientRecorder()])
     assert hooks_left(model) == []
-    # What was seen of the failing step is not lost: it may show why it failed.
+    # The data of the failed step is kept, since it may show why the step failed.
     assert steps_of(sink, "activations/head/mean") == [0]
 
 
 def test_ending_an_epoch_from_on_train_batch_start_leaves_no_hook(tmp_path: Path) -> None:
-    """A batch that has a start and no end leaves neither hooks nor an open window behind."""
+    """A batch that starts and does not end leaves neither hooks nor an open window."""
 
     class Skipping(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
@@ -418,7 +437,7 @@ def test_ending_an_epoch_from_on_train_batch_start_leaves_no_hook(tmp_path: Path
 
 
 def test_manual_optimisation_is_recorded_once_per_batch(tmp_path: Path) -> None:
-    """With two optimisers that step in every batch there is one record a batch, on the axis of ``self.log``."""
+    """If two optimisers step in every batch, there is one record per batch, on the axis of ``self.log``."""
 
     class Manual(Classifier):
         def __init__(self) -> None:
@@ -438,14 +457,14 @@ def test_manual_optimisation_is_recorded_once_per_batch(tmp_path: Path) -> None:
     callbacks = [ActivationRecorder("head", statistics=["count"]), GradientRecorder("head", statistics=["count"])]
     trainer = fit(Manual(), tmp_path, callbacks)
     read = events(trainer)
-    assert [event.step for event in read.Scalars("step_done")] == [1, 3, 5]
+    assert [event.step for event in events(trainer, ".").Scalars("step_done")] == [1, 3, 5]
     for group in ("activations", "gradients"):
         recorded = [(event.step, event.value) for event in read.Scalars(f"{group}/head/count")]
         assert recorded == [(step, 160.0) for step in (0, 1, 3, 5)]
 
 
 def test_a_second_fit_records_again(tmp_path: Path) -> None:
-    """A trainer that is used for a second fit records that too, with hooks taken off in between."""
+    """A second fit of a trainer is recorded as well, and hooks are removed in between."""
     sink = MemorySink()
     model = Classifier()
     trainer = fit(model, tmp_path, [ActivationRecorder("head", sinks=[sink])], logger=False, max_epochs=1)
@@ -457,7 +476,7 @@ def test_a_second_fit_records_again(tmp_path: Path) -> None:
 
 
 def test_a_raising_sink_costs_its_records_alone(tmp_path: Path) -> None:
-    """A sink that raises is told about once; the run and the other sinks go on."""
+    """A sink that raises gives one warning, and the run and the other sinks continue."""
 
     class Broken(MemorySink):
         def write_scalars(self, step: int, scalars: Any) -> bool:
@@ -473,7 +492,7 @@ def test_a_raising_sink_costs_its_records_alone(tmp_path: Path) -> None:
 
 
 def test_a_callback_can_be_pickled_and_copied(tmp_path: Path) -> None:
-    """Before and after a fit the callback survives pickling and deep copies, as processes are spawned with it."""
+    """Before and after a fit, a callback can be pickled and copied, as spawned processes require."""
     import copy
     import pickle
 
@@ -486,8 +505,8 @@ def test_a_callback_can_be_pickled_and_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["submodule", "whole"])
 def test_compiled_models_are_recorded_and_not_compiled_again(tmp_path: Path, how: str) -> None:
-    """Recorded steps run eagerly and are seen; the compiled code of the others is compiled once."""
-    gc.collect()  # recorders of other tests that were left attached keep the process eager while they live
+    """Recorded steps run eagerly; the compiled code of the other steps is compiled once."""
+    gc.collect()  # recorders left attached by other tests keep the process eager until they are freed
     torch._dynamo.reset()
     graphs: list[int] = []
 
@@ -497,7 +516,7 @@ def test_compiled_models_are_recorded_and_not_compiled_again(tmp_path: Path, how
 
     class Compiled(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-            # Without self.log, which a compiled LightningModule of this Lightning cannot call under this torch.
+            # Without self.log, which a compiled LightningModule cannot call with these versions of Lightning and torch.
             return F.cross_entropy(self(batch[0]), batch[1])
 
     model = Compiled()
@@ -514,7 +533,7 @@ def test_compiled_models_are_recorded_and_not_compiled_again(tmp_path: Path, how
 
 @pytest.mark.parametrize("any_thread", [False, True])
 def test_a_sink_says_in_which_thread_it_is_written(any_thread: bool, tmp_path: Path) -> None:
-    """A sink that allows it is written in the background, any other in the training thread; nothing is missing."""
+    """A sink that allows it is written in the background, any other in the training thread; nothing is lost."""
 
     class Watched(MemorySink):
         def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
@@ -531,7 +550,7 @@ def test_a_sink_says_in_which_thread_it_is_written(any_thread: bool, tmp_path: P
 
 
 def test_latest_waits_for_what_is_being_written(tmp_path: Path) -> None:
-    """While a sink is still writing, asking for the latest record waits for it, so that it is that of the last step."""
+    """``latest`` waits for pending writes, so that it is the record of the last step."""
     seen: list[tuple[int | None, int]] = []
 
     class Slow(MemorySink):
@@ -550,7 +569,7 @@ def test_latest_waits_for_what_is_being_written(tmp_path: Path) -> None:
 
 
 def test_a_fault_in_the_background_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong while results are made in the background switches the callback off, and the run goes on."""
+    """An error in the background disables the callback with one warning, and the run continues."""
 
     def fail(self: Any) -> None:
         raise ZeroDivisionError("of ours")
@@ -566,7 +585,7 @@ def test_a_fault_in_the_background_is_one_warning(tmp_path: Path, monkeypatch: p
 
 
 def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
-    """Numbers of further reductions and quantiles have tags of their own; what is more than a number is in the dump."""
+    """Scalars of extra reductions and quantiles have their own tags; other statistics are in the dump."""
     sink = MemorySink()
     recorder = ActivationRecorder(
         "encoder.conv1",
@@ -601,24 +620,24 @@ def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
         ({"extra": [Extrema]}, r"got the class Extrema: write Extrema\(\)"),
         ({"quantiles": [2.0]}, "quantiles takes shares between 0 and 1, got 2.0"),
         ({"histogram_sample": 0}, "sample must be an integer of at least 1, got 0"),
-        ({"statistics": "abs_max"}, r"got 'abs_max'; further ones are given by extra=\[…\]"),
+        ({"statistics": "abs_max"}, r"got 'abs_max': extra=\[Norms"),
     ],
 )
 def test_wrong_reductions_raise_at_construction(arguments: dict[str, Any], told: str) -> None:
-    """Reductions that can never work are refused before the fit."""
+    """Invalid reductions are rejected before the fit."""
     with pytest.raises(ArgumentError, match=told):
         ActivationRecorder(**arguments)
 
 
 class Failing(MemorySink):
-    """A sink whose disk is full."""
+    """A sink with a full disk."""
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
         raise OSError("disk full")
 
 
 def test_a_strict_error_survives_a_checkpoint(tmp_path: Path) -> None:
-    """With strict what a sink raises in the background ends the fit, also where a checkpoint waits for it first."""
+    """With ``strict``, a sink's background error ends the fit, even if a checkpoint waits for it first."""
     recorder = ActivationRecorder(every_n_train_steps=1, sinks=[Failing()], strict=True)
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
     with pytest.raises(OSError, match="disk full"):
@@ -626,7 +645,7 @@ def test_a_strict_error_survives_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_strict_error_takes_no_other_exceptions_place(tmp_path: Path) -> None:
-    """Where the training itself raises, that is what comes out of the fit, and an error of ours is a warning."""
+    """If the training itself raises, that error propagates, and an internal error becomes a warning."""
 
     class Broken(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -648,7 +667,7 @@ def test_a_strict_error_takes_no_other_exceptions_place(tmp_path: Path) -> None:
 
 
 def test_what_can_be_gone_through_once_serves_every_fit(tmp_path: Path) -> None:
-    """Reductions and quantiles that are given by a generator are there in the first fit and in the second."""
+    """Reductions and quantiles given by a generator are available in the first and in the second fit."""
     recorder = ActivationRecorder("head", extra=(each for each in [Norms()]), quantiles=iter([0.5]))
     for run in ("first", "second"):
         fit(Classifier(), tmp_path / run, [recorder], logger=False)
@@ -656,7 +675,7 @@ def test_what_can_be_gone_through_once_serves_every_fit(tmp_path: Path) -> None:
 
 
 class Nameless(Logger):
-    """A logger of the user's that cannot say what its run is called."""
+    """A user's logger that cannot name its run."""
 
     name = "mine"
 
@@ -665,13 +684,13 @@ class Nameless(Logger):
         raise RuntimeError("there is no run yet")
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Take numbers."""
+        """Ignore the metrics."""
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Take settings."""
+        """Ignore the hyperparameters."""
 
 
 def test_a_logger_that_cannot_name_its_run(tmp_path: Path) -> None:
-    """Its recordings lie in the folder of the trainer, and nothing is said."""
+    """Its recordings are in the trainer's folder, without a warning."""
     fit(Classifier(), tmp_path, [ActivationRecorder(plots=False)], logger=Nameless())
     assert (tmp_path / "recorder" / "records" / "activations.jsonl").is_file()

@@ -1,4 +1,4 @@
-"""The command line, run inside the test."""
+"""Command line runner for the tests, without a subprocess."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_recorder.commands import main
 
 
 class Said(NamedTuple):
-    """What a command says."""
+    """The exit status and the output of a command."""
 
     status: int
     out: str
@@ -18,11 +18,11 @@ class Said(NamedTuple):
 
 
 def run(*arguments: object) -> Said:
-    """Run the command line with the arguments."""
+    """Run the command line with the given arguments."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             status = main([str(each) for each in arguments])
-        except SystemExit as ended:  # of argparse
+        except SystemExit as ended:  # raised by argparse
             status = int(ended.code or 0)
     return Said(status, out.getvalue(), err.getvalue())

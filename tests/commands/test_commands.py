@@ -1,4 +1,4 @@
-"""What each command says of real runs."""
+"""Tests of the commands on real runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTILE = "=cmd|'/C calc'!A0\x1b[31m\u202e\n<b>,\"x\""
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs, the second of which has one weight changed before step 2."""
+    """A folder with two runs; in the second, one weight is changed before step 2."""
     folder = tmp_path_factory.mktemp("runs")
     record_run(folder / "version_0")
     record_run(folder / "version_1", change=poke, at=2)
@@ -34,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A run whose names are what a terminal, a spreadsheet or a browser would take for more than names."""
+    """A run with names that could act as terminal codes, spreadsheet formulas or HTML."""
     writer = RecordWriter(records_path(tmp_path / "recorder", HOSTILE))
     writer.begin(label=HOSTILE, group="activations")
     for step in (0, 1):
@@ -44,7 +44,7 @@ def hostile(tmp_path: Path) -> Path:
 
 
 def test_ls(runs: Path) -> None:
-    """Each run has its recorders with sites, records and steps, its dumps and its graph."""
+    """``ls`` lists the recorders of each run with sites, records and steps, and its dumps and graph."""
     said = run("ls", runs)
     lines = [" ".join(line.split()) for line in said.out.splitlines()]
     activations = (runs / "version_0/recorder/records/activations.jsonl").stat().st_size
@@ -60,7 +60,7 @@ def test_ls(runs: Path) -> None:
 
 
 def test_ls_as_json(runs: Path) -> None:
-    """The same as JSON, in the same order."""
+    """``ls --json`` prints the same contents as JSON, in the same order."""
     found = json.loads(run("ls", runs, "--json").out)["runs"]
     assert [each["name"] for each in found] == ["version_0", "version_1"]
     assert found[0]["recorders"][1]["label"] == "gradients"
@@ -70,7 +70,7 @@ def test_ls_as_json(runs: Path) -> None:
 
 
 def test_ls_of_what_is_damaged(tmp_path: Path) -> None:
-    """A recorder or graph that cannot be read is said and hides none of the others; so are damaged lines."""
+    """``ls`` reports unreadable recorders, unreadable graphs and damaged lines, and still lists everything else."""
     writer = write_simple(tmp_path, {0: 1.0})
     records_path(tmp_path / "recorder", "other").write_text("text\n")
     (tmp_path / "recorder" / "graph.json").write_text("[]")
@@ -84,7 +84,7 @@ def test_ls_of_what_is_damaged(tmp_path: Path) -> None:
 
 
 def test_show(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site has a row for each step with its statistics, and a spark of each statistic."""
+    """``show`` prints one row per step and a bar chart of each statistic."""
     monkeypatch.setenv("LINES", "40")
     series = open_recording(runs / "version_0")["activations"]
     said = run("show", runs / "version_0", "head", "--recorder", "activations", "--statistic", "rms")
@@ -98,7 +98,7 @@ def test_show(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_show_a_glob(runs: Path) -> None:
-    """A glob shows every site that it matches, of all recorders, and of all runs."""
+    """``show`` with a glob prints all matching sites of all recorders and runs."""
     titles = [line for line in run("show", runs, "encoder.*").out.splitlines() if line.startswith("encoder.")]
     assert len(titles) == 2 * 2 * 2
     assert titles[0] == "encoder.fc out (version_0, activations, train, float32)"
@@ -106,7 +106,7 @@ def test_show_a_glob(runs: Path) -> None:
 
 @pytest.mark.parametrize(("lines", "rows"), [("16", 11), ("9", 5), ("300", 200)])
 def test_show_is_thinned(lines: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no more rows than the terminal has lines, from the first step to the last, and it is said."""
+    """``show`` prints at most as many rows as the terminal has lines, keeps the first and last step, and says so."""
     monkeypatch.setenv("LINES", lines)
     write_simple(tmp_path, {step: float(step) for step in range(200)})
     shown = run("show", tmp_path, "fc").out.splitlines()
@@ -125,14 +125,14 @@ def test_show_is_thinned(lines: str, rows: int, tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_show_what_is_not_there(arguments: list[str], message: str, runs: Path) -> None:
-    """A site, recorder, stage or statistic that is not there is one line that says what there is."""
+    """An unknown site, recorder, stage or statistic gives a one-line error that lists the available ones."""
     said = run("show", runs / "version_0", *arguments)
     assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
     assert message in said.err
 
 
 def test_export_csv(runs: Path, tmp_path: Path) -> None:
-    """A line for each run, recorder, step and site, with numbers that come back to the bit."""
+    """A CSV file has one line per run, recorder, step and site, and its numbers are exact to the bit."""
     assert run("export", runs, tmp_path / "x.csv") == (0, f"{tmp_path / 'x.csv'}\n", "")
     with (tmp_path / "x.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -144,7 +144,7 @@ def test_export_csv(runs: Path, tmp_path: Path) -> None:
 
 
 def test_export_csv_of_hostile_names(hostile: Path) -> None:
-    """No cell is a formula or holds what is not seen, and every line is one; numbers stay numbers."""
+    """A CSV file contains no formulas, invisible characters or line breaks from names; numbers stay numbers."""
     assert run("export", hostile, hostile / "x.csv").status == 0
     text = (hostile / "x.csv").read_text(encoding="utf-8")
     assert all(char.isprintable() or char == "\n" for char in text)
@@ -157,7 +157,7 @@ def test_export_csv_of_hostile_names(hostile: Path) -> None:
 
 
 def test_export_tensors(runs: Path, hostile: Path, tmp_path: Path) -> None:
-    """A .pt file is loaded without pickle's code, has every number exact, and names as they are."""
+    """A .pt file loads with ``weights_only=True`` and contains exact numbers and unchanged names."""
     assert run("export", runs, tmp_path / "x.pt").status == 0
     (part,) = torch.load(tmp_path / "x.pt", weights_only=True)["runs"]["version_0"]["activations"]
     series = open_recording(runs)["version_0"]["activations"]
@@ -170,7 +170,7 @@ def test_export_tensors(runs: Path, hostile: Path, tmp_path: Path) -> None:
 
 
 def test_export_parquet(runs: Path, hostile: Path, tmp_path: Path) -> None:
-    """A Parquet file has the same lines, names included that no file of text can hold."""
+    """A Parquet file has the same rows, including names that are not valid Unicode."""
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
     assert run("export", runs, tmp_path / "x.parquet").status == 0
@@ -183,7 +183,7 @@ def test_export_parquet(runs: Path, hostile: Path, tmp_path: Path) -> None:
 
 
 def test_export_into_nowhere(runs: Path) -> None:
-    """A folder that is not there is one line, whatever the format."""
+    """A missing output folder gives a one-line error in every format."""
     for suffix in ("csv", "pt", "parquet"):
         said = run("export", runs, runs / "nowhere" / f"x.{suffix}")
         assert (said.status, said.err.count("\n")) == (2, 1)
@@ -191,20 +191,20 @@ def test_export_into_nowhere(runs: Path) -> None:
 
 @pytest.mark.parametrize(("form", "begin"), [("text", "Sequential"), ("mermaid", "flowchart"), ("dot", "digraph")])
 def test_graph_as_text(form: str, begin: str, runs: Path) -> None:
-    """A format that is text goes to the terminal."""
+    """``graph`` prints text formats to the terminal."""
     said = run("graph", runs / "version_0", "--format", form)
     assert said.status == 0
     assert any(line.startswith(begin) for line in said.out.splitlines())
 
 
 def test_graph_at_a_depth(runs: Path) -> None:
-    """At depth 1 the encoder is one node, at depth 2 it is open."""
+    """At depth 1 the encoder is a single node; at depth 2 it is expanded."""
     shallow, deep = (run("graph", runs / "version_0", "--format", "text", "--depth", depth).out for depth in (1, 2))
     assert ("fc" in shallow, "fc" in deep) == (False, True)
 
 
 def test_graph_as_a_picture(runs: Path, tmp_path: Path) -> None:
-    """The suffix of the file says the format."""
+    """The suffix of the output file determines the format."""
     said = run("graph", runs / "version_0", "--direction", "LR", "--output", tmp_path / "x.svg")
     assert said == (0, f"{tmp_path / 'x.svg'}\n", "")
     assert "<svg" in (tmp_path / "x.svg").read_text(encoding="utf-8")
@@ -215,7 +215,7 @@ def test_graph_as_a_picture(runs: Path, tmp_path: Path) -> None:
     [(["activations/mean"], 3, "mean"), (["activations"], 3, "rms"), (["activations/rms", "--step", "1"], 1, "rms")],
 )
 def test_graph_with_the_colours_of_a_statistic(arguments: list[str], step: int, statistic: str, runs: Path) -> None:
-    """Each module has its number of the step, the latest by default, and the legend says what it is."""
+    """Each module shows its value at the step, by default the latest, and the legend names the statistic."""
     said = run("graph", runs / "version_0", "--format", "dot", "--colour", *arguments)
     assert said.status == 0
     assert f"activations {statistic} at step {step}" in said.out
@@ -237,14 +237,14 @@ def test_graph_with_the_colours_of_a_statistic(arguments: list[str], step: int, 
     ],
 )
 def test_graph_errors(arguments: list[str], message: str, runs: Path) -> None:
-    """What cannot be drawn is one line."""
+    """A graph that cannot be drawn gives a one-line error."""
     said = run("graph", runs / arguments[0], *arguments[1:])
     assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
     assert message in said.err
 
 
 def test_diff_of_equal_runs(runs: Path) -> None:
-    """A run is the same as itself: exit status 0."""
+    """A run compared with itself is the same, with exit status 0."""
     said = run("diff", runs / "version_0", runs / "version_0")
     assert (said.status, said.out.splitlines()[2:]) == (0, ["the same to the bit in all 4 steps"])
     exact = run("diff", "--exact", runs / "version_0", runs / "version_0")
@@ -252,7 +252,7 @@ def test_diff_of_equal_runs(runs: Path) -> None:
 
 
 def test_diff_of_one_weight(runs: Path) -> None:
-    """The first line says where two runs part and by what, the table has each site: exit status 1."""
+    """``diff`` prints the first divergence and a table of sites, with exit status 1."""
     said = run("diff", runs / "version_0", runs / "version_1")
     one, other = (
         open_recording(runs)[name]["activations"]["head"].statistic("rms")[2].item()
@@ -266,7 +266,7 @@ def test_diff_of_one_weight(runs: Path) -> None:
 
 
 def test_diff_of_dtypes(tmp_path: Path) -> None:
-    """Where the dtype of the site differs, that is said as the cause."""
+    """If the dtype of the first diverging site differs, ``diff`` reports it as the cause."""
     record_run(tmp_path / "a")
     record_run(tmp_path / "b", dtype=torch.bfloat16)
     first = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()[2]
@@ -275,7 +275,7 @@ def test_diff_of_dtypes(tmp_path: Path) -> None:
 
 
 def test_diff_within_the_tolerance(tmp_path: Path) -> None:
-    """Runs that differ in the last bits are the same, which is said with where the bits begin to differ."""
+    """Runs that differ only in the last bits are the same, and ``diff`` reports the first bit-level difference."""
     write_simple(tmp_path / "a", {0: 1.0, 1: 1.0})
     write_simple(tmp_path / "b", {0: 1.0, 1: 1.0 + 2**-50})
     said = run("diff", tmp_path / "a", tmp_path / "b")
@@ -286,7 +286,7 @@ def test_diff_within_the_tolerance(tmp_path: Path) -> None:
 
 
 def test_diff_of_what_only_one_has(tmp_path: Path) -> None:
-    """Recorders, sites and steps of one run alone are a line for each kind, and no longer the same."""
+    """``diff`` lists recorders, sites and steps of only one run on one line per kind, with exit status 1."""
     write_simple(tmp_path / "a", dict.fromkeys(range(12), 1.0))
     write_simple(tmp_path / "a", {0: 1.0}, "gradients")
     write_simple(tmp_path / "b", {0: 1.0})
@@ -301,20 +301,20 @@ def test_diff_of_what_only_one_has(tmp_path: Path) -> None:
 
 
 def test_diff_as_json(runs: Path) -> None:
-    """The same as JSON: whether they are the same, where they part, and each site."""
+    """``diff --json`` prints the result, the first divergence and each site as JSON."""
     said = run("diff", runs / "version_0", runs / "version_1", "--json")
     found = json.loads(said.out)
     assert (said.status, found["same"], found["last_same"], found["steps"]) == (1, False, 1, 4)
     first = found["first"]
     assert (first["step"], first["module"], first["path"], first["recorder"]) == (2, "head", "out", "activations")
-    # The weight takes part in the output of its layer, and in the gradients of what lies before it.
+    # The changed weight affects the output of its layer and the gradients of the layers before it.
     sites = {(each["first"]["recorder"], each["first"]["module"]) for each in found["sites"]}
     assert sites == {("activations", "head"), ("gradients", "encoder.act"), ("gradients", "encoder.fc")}
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["show", "**"], ["diff"], ["diff", "--json"]])
 def test_hostile_names(arguments: list[str], hostile: Path, tmp_path: Path) -> None:
-    """A name from a file moves no cursor, turns no text and begins no line."""
+    """A name from a file cannot move the cursor, reverse text or start a new line."""
     write_simple(tmp_path / "other", {0: 1.0}, HOSTILE)
     first, *rest = arguments
     paths = [hostile, tmp_path / "other"] if first == "diff" else [hostile]

@@ -1,4 +1,4 @@
-"""The command line as a whole: help, errors, pipes."""
+"""Tests of help, errors and pipes of the command line."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def process(*arguments: str, **options: object) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example(command: str) -> None:
-    """The help of each command ends well and shows a call of it."""
+    """The help of each command exits with status 0 and contains an example."""
     said = run(command, "--help")
     assert said.status == 0
     assert f"example:\n  lightning-recorder {command} " in said.out
 
 
 def test_help_of_diff_states_the_tolerance() -> None:
-    """The help of diff says the default tolerances and what they were chosen by."""
+    """The help of ``diff`` states the default tolerances and their reason."""
     said = run("diff", "--help")
     assert "by default 1e-3" in said.out
     assert "by default 1e-7" in said.out
@@ -36,7 +36,7 @@ def test_help_of_diff_states_the_tolerance() -> None:
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    """The help is there without torch being imported."""
+    """The help is printed without importing torch."""
     code = "import sys; from lightning_recorder.commands import main; main(['--help'])"
     found = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
     assert "diff" in found.stdout
@@ -61,7 +61,7 @@ def test_help_does_not_wait_for_torch() -> None:
     ids=lambda arguments: " ".join(arguments)[:20].encode("unicode_escape").decode(),
 )
 def test_errors_are_one_line(arguments: list[str]) -> None:
-    """Whatever is wrong is said in one line without control characters, with exit status 2."""
+    """Every error is a single printable line, with exit status 2."""
     said = run(*arguments)
     assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
     assert said.err.startswith("lightning-recorder")
@@ -69,7 +69,7 @@ def test_errors_are_one_line(arguments: list[str]) -> None:
 
 
 def test_as_a_module(tmp_path: Path) -> None:
-    """``python -m lightning_recorder`` is the command line, and its exit status that of the command."""
+    """``python -m lightning_recorder`` runs the command line and returns its exit status."""
     write_simple(tmp_path / "a", {0: 1.0})
     write_simple(tmp_path / "b", {0: 2.0})
     assert process("ls", str(tmp_path)).stdout == run("ls", tmp_path).out
@@ -77,7 +77,7 @@ def test_as_a_module(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_is_closed(tmp_path: Path) -> None:
-    """A reader that has seen enough gets no complaint."""
+    """A closed pipe ends the program without an error message."""
     writer = write_simple(tmp_path, {})
     for site in range(40):
         writer.write({"step": site}, [])
@@ -93,7 +93,7 @@ def test_a_pipe_that_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_terminal_without_bars(tmp_path: Path) -> None:
-    """Where the terminal knows ASCII alone, everything is shown in it."""
+    """On an ASCII terminal, all output is ASCII."""
     write_simple(tmp_path, {step: float(step) for step in range(8)}, site="名前")
     environment = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONPATH": ":".join(sys.path)}
     done = process("show", str(tmp_path), "*", env=environment)

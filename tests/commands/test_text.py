@@ -1,4 +1,4 @@
-"""Text in a terminal."""
+"""Tests of text for the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_recorder.commands.text import module, number, printable, size, sp
 
 @given(text=st.text(st.characters()))
 def test_printable_text(text: str) -> None:
-    """Whatever a text holds, what is shown of it is printable and can be written; what is seen stays as it is."""
+    """The result is always printable and encodable, and short printable text is unchanged."""
     shown = printable(text)
     assert shown.isprintable()
     shown.encode()
@@ -35,12 +35,12 @@ def test_printable_text(text: str) -> None:
     ids=ascii,
 )
 def test_what_is_not_seen(text: str, shown: str) -> None:
-    """Controls, what turns the direction and half surrogates are escaped, and a long text is cut in its middle."""
+    """Control characters, direction overrides and lone surrogates are escaped; long text is shortened in the middle."""
     assert printable(text) == shown
 
 
 def test_the_root() -> None:
-    """The module without a name is called the root."""
+    """The module with the empty name is shown as the root."""
     assert (module(""), module("fc")) == ("(root)", "fc")
 
 
@@ -49,23 +49,23 @@ def test_the_root() -> None:
     [(0.0, "0"), (-2.0, "-2"), (1e6, "1e+06"), (123456.0, "123456"), (0.00012345, "0.0001234"), (math.inf, "inf")],
 )
 def test_numbers(value: float, shown: str) -> None:
-    """Four digits that count; whole numbers in full up to a million."""
+    """Numbers have four significant digits; integers below a million are printed in full."""
     assert number(value) == shown
 
 
 def test_sizes() -> None:
-    """Bytes in the unit that suits them."""
+    """Sizes are printed in a suitable unit."""
     assert [size(each) for each in (999, 1000, 2_500_000, 10**9)] == ["999 bytes", "1.0 KB", "2.5 MB", "1.0 GB"]
 
 
 def test_a_table() -> None:
-    """Columns are aligned, to the right where it is asked for, and no line ends with spaces."""
+    """Columns are aligned left or right, and lines have no trailing spaces."""
     assert table([["a", "b"], ["long", "1"], ["", ""]], right=[1]) == ["a     b", "long  1", ""]
     assert table([]) == []
 
 
 class Terminal(io.StringIO):
-    """A terminal that says what it can show."""
+    """A terminal with a settable encoding."""
 
     encoding = "utf-8"
 
@@ -83,5 +83,5 @@ class Terminal(io.StringIO):
     ],
 )
 def test_sparks(values: list[float], bars: str) -> None:
-    """Bars go from the smallest to the largest finite value; many values share one; ``x`` is no number."""
+    """Bars span the range of finite values; long inputs share bars; ``x`` marks values that are not finite."""
     assert spark(values, 10, Terminal()) == bars

@@ -1,4 +1,4 @@
-"""A process that is killed while it dumps leaves nothing that lies."""
+"""Tests of a process that is killed while it writes dumps, which must leave no wrong manifest line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the writers are forked, since torch starts slowly")
 
-# Each dump says by its values of which step it is. What is killed is a fork, so that 200 of them need no 200 imports.
+# The values of each dump identify its step. Forks are killed, so that 200 of them do not need 200 imports.
 WRITER = """
 import os, random, signal, sys, time
 from pathlib import Path
@@ -111,7 +111,7 @@ print(place)
 
 
 def run(body: str, folder: Path) -> int:
-    """What a script of writers prints, a number."""
+    """Return the number that a script of writers prints."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", WRITER + body, str(folder)]
@@ -121,7 +121,7 @@ def run(body: str, folder: Path) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Every file is whole, whether the manifest has it or not, and but for hidden ones there is nothing else."""
+    """Assert that every file is complete, listed or not, and that there are no other files except hidden ones."""
     from lightning_recorder import read_dump
 
     for path in folder.iterdir():
@@ -135,21 +135,21 @@ def check_folder(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_200_random_moments_no_line_lies(tmp_path: Path) -> None:
-    """Of writers that are killed, each line opens, has the values of its step, and no file has half of its bytes."""
+    """After kills at 200 random moments each line refers to a dump of its step, and no file is incomplete."""
     assert run(AT_RANDOM, tmp_path) == 200
     check_folder(tmp_path)
 
 
 @pytest.mark.slow
 def test_killed_before_each_change_of_the_folder_no_line_lies(tmp_path: Path) -> None:
-    """Wherever between two changes of the folder a writer is killed, no line says what another file was."""
-    # Four steps: of three dumps each at least one file is opened and renamed and one line written; one goes.
+    """A writer killed between any two changes of the folder leaves no line that describes a different file."""
+    # Four steps. Each of the three dumps opens and renames at least one file and writes one line; one dump is removed.
     assert run(AT_EACH, tmp_path) >= 4 * (3 * 3 + 1)
     check_folder(tmp_path)
 
 
 @pytest.mark.slow
 def test_what_a_killed_writer_left_half_does_not_pile_up(tmp_path: Path) -> None:
-    """The next writer into the folder removes what those before it had begun."""
-    run(AT_EACH.replace("    check()\n", ""), tmp_path)  # whose last writer ends by itself
+    """The next writer into the folder removes the temporary files of earlier writers."""
+    run(AT_EACH.replace("    check()\n", ""), tmp_path)  # the last writer of the script is not killed
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []

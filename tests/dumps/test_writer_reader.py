@@ -1,4 +1,4 @@
-"""Dumps written and read back, and what is left when writing fails."""
+"""Tests of writing and reading dumps, and of failures while writing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = (
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """Everything that makes a tensor what it is."""
+    """Return everything that defines a tensor: dtype, shape and bits."""
     return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_come_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Dtype, shape and every bit are those that were written, for scalars and for tensors without elements too."""
+    """Dtype, shape and every bit survive a round trip, even for scalars and empty tensors."""
     values = torch.tensor([0.0, -0.0, 1.5, -3.0, 1e-3, 77.0]).to(dtype)
     tensors = {"fc/mean": values[3].clone(), "fc/histogram": values.reshape(2, 3), "fc/empty": values[:0].clone()}
     write_dump(tmp_path / "a.safetensors", tensors, {"fc": 6})
@@ -54,7 +54,7 @@ def test_tensors_come_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> Non
 
 
 def test_special_numbers_come_back(tmp_path: Path) -> None:
-    """NaN with its payload, infinities, subnormals and the sign of zero survive."""
+    """NaN with its payload, infinities, subnormals and the sign of zero survive a round trip."""
     patterns = [0x7FF8000000000001, 0x7FF0000000000000, -0x0010000000000000, 1, -0x8000000000000000]
     special = torch.tensor(patterns, dtype=torch.int64).view(torch.float64)
     write_dump(tmp_path / "a.safetensors", {"fc/x": special}, {})
@@ -62,7 +62,7 @@ def test_special_numbers_come_back(tmp_path: Path) -> None:
 
 
 def test_a_view_is_written_as_it_looks(tmp_path: Path) -> None:
-    """A transposed, strided or expanded tensor, or one that takes part in autograd, is written as plain values."""
+    """A transposed, strided or expanded tensor, or one in an autograd graph, is written as plain values."""
     base = torch.arange(12.0).reshape(3, 4)
     tensors = {
         "transposed": base.t(),
@@ -79,7 +79,7 @@ def test_a_view_is_written_as_it_looks(tmp_path: Path) -> None:
 
 
 def test_tensors_that_share_memory(tmp_path: Path) -> None:
-    """Tensors that are the same, or parts of one another, are each written under their name."""
+    """Tensors that share memory are each written under their own name."""
     state = torch.arange(6.0)
     tensors = {"a/state": state, "b/state": state, "a/head": state[:4], "b/tail": state[2:]}
     write_dump(tmp_path / "a.safetensors", tensors, {})
@@ -105,7 +105,7 @@ HOSTILE = [
 
 
 def test_hostile_names_are_data(tmp_path: Path) -> None:
-    """Whatever a site is called is a name in the file and never a path."""
+    """Any site name is only a name in the file, never a path."""
     folder = tmp_path / "inside"
     tensors = {name: torch.tensor(float(index)) for index, name in enumerate(HOSTILE)}
     samples = {name.rpartition("/")[0]: index for index, name in enumerate(HOSTILE)}
@@ -122,14 +122,14 @@ def test_hostile_names_are_data(tmp_path: Path) -> None:
 @settings(max_examples=50)
 @given(
     tensors=st.dictionaries(
-        # safetensors keeps its own entry under that name, and JSON in a file has no lone surrogates.
+        # safetensors reserves that name, and JSON in a file cannot have lone surrogates.
         st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name != "__metadata__"),
         st.lists(st.floats(width=32), max_size=5).map(lambda values: torch.tensor(values, dtype=torch.float32)),
         max_size=5,
     )
 )
 def test_any_names_and_values(tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Writing and reading is the identity."""
+    """A round trip preserves any names and values."""
     path = tmp_path_factory.mktemp("dump") / "a.safetensors"
     write_dump(path, tensors, {})
     assert {name: bits(each) for name, each in read_dump(path).tensors.items()} == {
@@ -138,7 +138,7 @@ def test_any_names_and_values(tensors: dict[str, Tensor], tmp_path_factory: pyte
 
 
 def test_what_is_said_about_a_dump_comes_back(tmp_path: Path) -> None:
-    """Step, epoch, checkpoint and the like are in the file too, as strings, so that it can stand alone."""
+    """Step, epoch, checkpoint and other metadata are also in the file, as strings."""
     write_dump(
         tmp_path / "a.safetensors", {}, {}, step=3, epoch=0, stage="train", rank=1, checkpoint="epoch=0.ckpt", group="é"
     )
@@ -159,16 +159,16 @@ def test_other_tools_read_it(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_made(tmp_path: Path) -> None:
-    """A dump may be the first file of its folder."""
+    """The folder of the first dump is created."""
     write_dump(str(tmp_path / "deep" / "inside" / "a.safetensors"), {}, {})
     assert names(tmp_path / "deep" / "inside") == ["a.safetensors", "recorder-manifest.jsonl"]
 
 
-# One file or none.
+# Existing file or not.
 
 
 def test_nothing_temporary_is_left(tmp_path: Path) -> None:
-    """After writing, and writing again, there is the dump and the manifest."""
+    """After writing once or twice, only the dump and the manifest exist."""
     for value in (1.0, 2.0):
         write_dump(tmp_path / "a.safetensors", {"fc/mean": torch.tensor(value)}, {})
     assert names(tmp_path) == ["a.safetensors", "recorder-manifest.jsonl"]
@@ -177,7 +177,7 @@ def test_nothing_temporary_is_left(tmp_path: Path) -> None:
 
 @contextmanager
 def full_disk(free_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond a size, which ends a write as a full disk does: with an error of I/O."""
+    """Limit the file size of this process, so that a write fails with an I/O error, as on a full disk."""
     resource = pytest.importorskip("resource", reason="limits of a process are a matter of Unix")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, hard))
@@ -188,7 +188,7 @@ def full_disk(free_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """When the disk fills up an OSError is raised, the dump from before stays whole, and no half file is left."""
+    """A full disk raises an OSError, leaves the previous dump intact, and leaves no incomplete file."""
     path = tmp_path / "a.safetensors"
     write_dump(path, {"fc/mean": torch.tensor(1.0)}, {}, step=1)
     before = path.read_bytes(), read_manifest(tmp_path)
@@ -200,7 +200,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_taken_by_a_folder(tmp_path: Path) -> None:
-    """When the dump cannot be put under its name nothing is left of it and the manifest does not speak of it."""
+    """If the name of the dump is taken by a folder, no file is left and the manifest does not list the dump."""
     (tmp_path / "a.safetensors").mkdir()
     with pytest.raises(IsADirectoryError):
         write_dump(tmp_path / "a.safetensors", {"fc/mean": torch.tensor(1.0)}, {})
@@ -208,10 +208,10 @@ def test_a_name_that_is_taken_by_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_cannot_be_written(tmp_path: Path) -> None:
-    """When a tensor has no values to write the dump from before stays."""
+    """If a tensor has no values to write, the previous dump is left intact."""
     path = tmp_path / "a.safetensors"
     write_dump(path, {"fc/mean": torch.tensor(1.0)}, {})
-    with pytest.raises(NotImplementedError):  # torch's own, of a copy from the meta device
+    with pytest.raises(NotImplementedError):  # the error of torch for a copy from the meta device
         write_dump(path, {"fc/mean": torch.zeros(2, device="meta")}, {})
     assert read_dump(path).tensors["fc/mean"].item() == 1.0
     assert names(tmp_path) == ["a.safetensors", "recorder-manifest.jsonl"]
@@ -220,7 +220,7 @@ def test_a_tensor_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
 def test_who_may_read_it_is_the_umask_s_choice(umask: int, mode: int, tmp_path: Path) -> None:
-    """A dump is as readable as any file that the run writes, and the run's umask stays as it was."""
+    """The permissions of a dump follow the umask of the run, which does not change."""
     before = os.umask(umask)
     try:
         write_dump(tmp_path / "a.safetensors", {"fc/mean": torch.tensor(1.0)}, {})
@@ -231,7 +231,7 @@ def test_who_may_read_it_is_the_umask_s_choice(umask: int, mode: int, tmp_path: 
 
 
 def test_removing(tmp_path: Path) -> None:
-    """A dump that is removed is gone, and removing it again is no error."""
+    """A removed dump does not exist, and removing it again is a no-op."""
     path = tmp_path / "a.safetensors"
     write_dump(path, {}, {})
     remove_dump(path)
@@ -239,7 +239,7 @@ def test_removing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["recorder-manifest.jsonl"]
 
 
-# Files that are no dumps.
+# Files that are not dumps.
 
 
 def _damage(whole: bytes) -> dict[str, bytes]:
@@ -259,7 +259,7 @@ def _damage(whole: bytes) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", _damage(b""))
 def test_a_damaged_file(kind: str, tmp_path: Path) -> None:
-    """A file that is damaged or of another kind is a DumpError that names it, and nothing of it is executed."""
+    """A damaged file or one of another kind raises a DumpError that names it, and nothing in it is executed."""
     path = tmp_path / "a.safetensors"
     write_dump(path, {"fc/mean": torch.arange(100.0)}, {})
     path.write_bytes(_damage(path.read_bytes())[kind])
@@ -269,7 +269,7 @@ def test_a_damaged_file(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"format": "lightning_recorder.dump/2"}])
 def test_a_safetensors_file_of_another_program(metadata: dict[str, str] | None, tmp_path: Path) -> None:
-    """A sound file that is not a dump, or one of a later format, is a DumpError that says which format is read."""
+    """A valid file that is not a dump, or has a later format, raises a DumpError that names the supported format."""
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2)}, path, metadata=metadata)
     with pytest.raises(DumpError, match=r"model\.safetensors.*lightning_recorder\.dump/1"):
@@ -277,13 +277,15 @@ def test_a_safetensors_file_of_another_program(metadata: dict[str, str] | None, 
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    """A dump that is not there is a FileNotFoundError."""
-    with pytest.raises(FileNotFoundError):
+    """A missing dump raises a FileNotFoundError that names it; for a folder the error names the right function."""
+    with pytest.raises(FileNotFoundError, match=r"there is no 'a\.safetensors' in '"):
         read_dump(tmp_path / "a.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"is a folder, not a dump: read_manifest\('.*'\) lists its dumps"):
+        read_dump(tmp_path)
 
 
 def test_a_dtype_that_the_format_does_not_have_is_named(tmp_path: Path) -> None:
-    """A tensor that safetensors cannot hold is an OSError which names the file and the dtype, and leaves nothing."""
+    """A tensor with an unsupported dtype raises an OSError that names the file and the dtype, and leaves no file."""
     with pytest.raises(OSError, match=r"x\.safetensors could not be written: .*complex128"):
         write_tensors(tmp_path / "x.safetensors", {"a": torch.zeros(1, dtype=torch.complex128)}, {})
     assert list(tmp_path.iterdir()) == []

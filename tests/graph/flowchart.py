@@ -1,4 +1,4 @@
-"""A Mermaid flowchart read by strict rules: every line must be of one of the few forms that we write."""
+"""A strict parser for Mermaid flowcharts: every line must have one of the few forms that the renderer writes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["Flowchart", "Item", "read_flowchart"]
 
-# Inside quotes Mermaid ends a label at the next quote, reads `#35;` as a character and `<br/>` as a new line. What else
-# is left here means nothing to it.
+# Inside quotes Mermaid ends a label at the next quote, and reads `#35;` as a character and `<br/>` as a line break. The
+# remaining characters have no special meaning.
 _LABEL = r'"((?:[A-Za-z0-9×·…→✗,]|[ ._-]|#[0-9]+;|<br/>)*)"'
 _SHAPES = {"(": ")", "[": "]", "([": "])", "[(": ")]", "[[": "]]", "{{": "}}"}
 _NODE = re.compile(rf"n(\d+)([(\[{{]{{1,2}}){_LABEL}([)\]}}]{{1,2}}):::([a-z]+)")
@@ -22,7 +22,7 @@ _BLANK = "\ufeff"
 
 @dataclass
 class Item:
-    """A node or a frame, with the frame around it and its classes."""
+    """A node or a frame, with the enclosing frame and its classes."""
 
     lines: list[str]
     around: int | None
@@ -33,7 +33,7 @@ class Item:
 
 @dataclass
 class Flowchart:
-    """What a document says."""
+    """The contents of a document."""
 
     title: str
     direction: str
@@ -45,7 +45,7 @@ class Flowchart:
 
 
 def read_flowchart(document: str) -> Flowchart:
-    """Read a document; a line of another form is an error."""
+    """Parse a document; raise an error for a line of any other form."""
     dashes, titled, config, more_dashes, flow, *lines, last = document.split("\n")
     assert (dashes, more_dashes, last) == ("---", "---", "")
     assert config == "config: {flowchart: {wrappingWidth: 600}}"
@@ -60,7 +60,7 @@ def read_flowchart(document: str) -> Flowchart:
 
 
 def _indentation(line: str, around: list[int]) -> int:
-    # A frame's own line and its end stand as deep as what is beside the frame.
+    # The opening and closing lines of a frame have the same indentation as its siblings.
     return len(around) + (0 if line.strip().startswith("subgraph") else 1)
 
 
@@ -87,10 +87,10 @@ def _read_line(chart: Flowchart, line: str, around: list[int]) -> None:
 
 
 def _decoded(label: str) -> str:
-    """A label as Mermaid has it when it has decoded it."""
+    """Decode a label as Mermaid does."""
     return re.sub(r"#(\d+);", lambda code: chr(int(code[1])), label)
 
 
 def _lines(label: str) -> list[str]:
-    """What is seen of a label, in which the blanks have no width."""
+    """Return the visible lines of a label, without zero-width blanks."""
     return [_decoded(line).replace(_BLANK, "") for line in label.split("<br/>")]

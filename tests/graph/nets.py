@@ -1,4 +1,4 @@
-"""Small models whose forward pass stands beside the graph that is expected of it."""
+"""Small models that are defined beside their expected graph."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Net(nn.Module):
 
 
 def linear(inputs: int = 4, outputs: int = 4) -> nn.Linear:
-    """A layer that fits the batch."""
+    """Return a linear layer that fits the batch."""
     return nn.Linear(inputs, outputs)
 
 
 def scaled(function: Callable[..., Any], **parts: nn.Module) -> Any:
-    """A model with a parameter ``scale``, a one, so that what it computes can have a gradient without a layer."""
+    """Return a model with a parameter ``scale`` of value 1, so that its output has a gradient without a layer."""
     net: Any = Net(function, **parts)
     net.scale = nn.Parameter(torch.ones(()))
     return net
 
 
 def record_step(net: nn.Module, step: Callable[[Any, Tensor], object]) -> Graph:
-    """The graph of a training step that is a function of the net and its batch."""
+    """Return the graph of a training step that is a function of the net and its batch."""
     with GraphCapture(net, X, scope="training_step") as recording:
         step(net, X)
     return recording.graph()

@@ -1,4 +1,4 @@
-"""A graph as a few lines of text that a person can check."""
+"""A graph as a few lines of text that are easy to check."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MODEL_TENSORS = ("parameter", "buffer")
 
 
 def outline(graph: Graph, *, model_tensors: bool = False, outputs: bool = False) -> str:
-    """One line per node in the order of time, indented by the module calls around it.
+    """Return one line per node in the order of time, indented by the module calls around it.
 
-    ``linear#2 <- relu, input ×2`` is the second node called ``linear``; into it go the one called ``relu`` and twice
-    the one called ``input``. ``fc: Linear (call 2)`` is a call of a module, ``!`` marks what was left by an exception.
-    Parameters and buffers are left out, unless ``model_tensors`` is set, and outputs, unless ``outputs`` is.
+    ``linear#2 <- relu, input ×2`` is the second node called ``linear``; it takes one tensor from ``relu`` and two from
+    ``input``. ``fc: Linear (call 2)`` is a call of a module. ``!`` marks a node that failed. Parameters and buffers are
+    omitted unless ``model_tensors`` is set, and outputs are omitted unless ``outputs`` is set.
     """
     names = _names(graph)
     unasked = (*(() if model_tensors else _MODEL_TENSORS), *(() if outputs else ("output",)))
@@ -42,7 +42,7 @@ def outline(graph: Graph, *, model_tensors: bool = False, outputs: bool = False)
 
 
 def scoped(graph: Graph) -> str:
-    """The outline with one heading for each run of nodes of one scope, without parameters, buffers and layers."""
+    """Return the outline with a heading for each run of nodes in one scope, without parameters, buffers and layers."""
     named = [node for node in graph.nodes if node.parent is not None]
     kept = [node for node in named if node.kind not in ("parameter", "buffer", "output")]
     lines: list[str] = []
@@ -69,5 +69,5 @@ def _numbered(node: Node, seen: Counter[str]) -> str:
 
 
 def text(lines: str) -> str:
-    """An expected outline as it stands in a test, without the indentation of the code around it."""
+    """Return an expected outline without the indentation of the code around it."""
     return cleandoc(lines)

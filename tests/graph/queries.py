@@ -1,4 +1,4 @@
-"""Questions that a test asks of a graph."""
+"""Queries about a graph."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ __all__ = ["into_steps", "joined", "only", "reaches", "sources_of"]
 
 
 def only(graph: Graph, name: str) -> Node:
-    """The one node of a name."""
+    """Return the only node with a name."""
     (node,) = (node for node in graph.nodes if node.name == name)
     return node
 
 
 def joined(graph: Graph) -> set[tuple[str, str]]:
-    """The names at the two ends of each edge."""
+    """Return the names at the two ends of each edge."""
     return {(graph[edge.source].name, graph[edge.target].name) for edge in graph.edges}
 
 
 def sources_of(graph: Graph, goal: int) -> set[int]:
-    """All nodes from which a path leads to the goal, in whatever order the edges are."""
+    """Return all nodes with a path to the goal, regardless of the order of the edges."""
     found = {goal}
     todo = [goal]
     while todo:
@@ -31,12 +31,12 @@ def sources_of(graph: Graph, goal: int) -> set[int]:
 
 
 def reaches(graph: Graph, source: str, target: str) -> bool:
-    """Whether a path leads from the one named node to the other."""
+    """Return True if there is a path from one named node to another."""
     return only(graph, source).id in sources_of(graph, only(graph, target).id)
 
 
 def into_steps(graph: Graph) -> list[str]:
-    """For each step of an optimiser the backward passes that it uses, by what they were given."""
+    """Return the backward passes that each optimizer step uses, named by their losses."""
     given = {
         node.id: " and ".join(graph[edge.source].name for edge in graph.edges if edge.target == node.id)
         for node in graph.nodes

@@ -1,4 +1,4 @@
-"""Random small models, for laws that hold whatever a model does."""
+"""Random small models for laws that hold for any model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Program = tuple[tuple[_Step, ...], tuple[Any, ...]]
 
 
 class Block(nn.Module):
-    """Computes tensors from earlier ones, step by step, and gives back the last.
+    """Computes tensors from earlier ones, step by step, and returns the last.
 
     Args:
-        program: What it does.
-        functions: From a tensor of 2×4 to another, of which the steps choose.
+        program: The steps of the block, and the programs of the blocks inside it.
+        functions: Functions from a 2×4 tensor to another one, selected by the steps.
     """
 
     def __init__(self, program: Program, functions: Sequence[Callable[[Tensor], Tensor]] = _FUNCTIONS) -> None:
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 def _unrolled(steps: tuple[_Step, ...]) -> list[_Step]:
-    """The steps with the last few of them done again where it says so."""
+    """Return the steps, with the last few repeated at each ``again``."""
     done: list[_Step] = []
     for kind, one, other in steps:
         done += done[-1 - one % 3 :] * (1 + other % 4) if kind == "again" else [(kind, one, other)]
@@ -89,4 +89,4 @@ programs: st.SearchStrategy[Program] = st.recursive(
 """Programs of models with shared modules, residual connections, loops, and parameters lent to submodules."""
 
 graphs: st.SearchStrategy[Graph] = programs.map(_recorded)
-"""The graphs of such models, in which tensors are viewed and detached."""
+"""Graphs of such models, including views and detached tensors."""

@@ -1,4 +1,4 @@
-"""Graphs made by hand, for renderers."""
+"""Graphs built by hand, for tests of renderers."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ HOSTILE = [
     "名前",
     "🔥",
 ]
-"""Names that mean something to a format, beside some that are only unusual."""
+"""Names with a meaning in some format, and names that are only unusual."""
 
 UNPRINTABLE = ["new\nline", "tab\tbed", "carriage\rreturn", "nul\0", "bell\a", "\x1b[31mred", "\u202egpj", "\ud800"]
 
 
 class Sketch:
-    """Takes nodes in the order of time and gives a graph.
+    """Builds a graph from nodes in the order of time.
 
     Args:
         type_name: The model's class.
@@ -100,7 +100,7 @@ class Sketch:
         shapes: Sequence[tuple[int, ...]] = ((2, 4),),
         **about: Any,
     ) -> int:
-        """Add a node, with an edge from each source; from a pair there go several tensors. Gives the node's id."""
+        """Add a node with an edge from each source (a pair gives the number of tensors), and return its id."""
         number = len(self.nodes)
         around = next(node for node in self.nodes if node.id == inside)
         outputs = tuple(TensorMeta(shape, "float32") for shape in shapes)
@@ -115,5 +115,5 @@ class Sketch:
         return self.add("module", name, *sources, type_name=type_name, **about)
 
     def graph(self) -> Graph:
-        """What was added."""
+        """Return the graph of all added nodes."""
         return Graph(tuple(self.nodes), tuple(self.edges), **self.about)

@@ -1,4 +1,4 @@
-"""What an SVG of Graphviz shows, measured with a font of its own."""
+"""The visible contents of an SVG by Graphviz, measured with the package's own font."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree as ET
 
-import matplotlib as mpl
 from PIL import ImageFont
+
+from lightning_recorder import fonts
 
 __all__ = ["Item", "Picture", "Text", "read_svg"]
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _TITLE = "{http://www.w3.org/1999/xlink}title"
-_FONTS = Path(mpl.get_data_path(), "fonts", "ttf")
 _NUMBER = r"-?\d+(?:\.\d+)?"
-# The font is measured this many times as large, since PIL rounds to whole pixels.
+# The font is measured at this multiple of its size, since PIL rounds to whole pixels.
 _ENLARGED = 32
 
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of text; positions and sizes are in the units of the view box."""
+    """A piece of text; positions and sizes are in units of the view box."""
 
     content: str
     left: float
@@ -34,13 +34,13 @@ class Text:
 
     @property
     def right(self) -> float:
-        """Where it ends in DejaVu Sans."""
+        """The right end of the text in DejaVu Sans."""
         return self.left + _font(self.bold, self.size).getlength(self.content) / _ENLARGED
 
 
 @dataclass(frozen=True)
 class Item:
-    """A node, frame or edge: its Graphviz name, its texts, and the box around its outline."""
+    """A node, frame or edge: its Graphviz name, its texts, and the bounding box of its outline."""
 
     kind: Literal["node", "cluster", "edge"]
     name: str
@@ -53,11 +53,11 @@ class Item:
 
     @property
     def lines(self) -> list[str]:
-        """The texts, as they stand."""
+        """The texts in the order of the document."""
         return [text.content for text in self.texts]
 
     def contains(self, other: Item) -> bool:
-        """Whether the box of another lies inside this one's."""
+        """Return True if the box of another item is inside this one's."""
         across = self.left <= other.left and other.right <= self.right
         return across and self.top <= other.top and other.bottom <= self.bottom
 
@@ -71,20 +71,20 @@ class Picture:
     width: float
     height: float
     px_per_unit: float
-    """CSS pixels that a unit of the view box takes at the size that the SVG asks for."""
+    """CSS pixels per unit of the view box at the nominal size of the SVG."""
 
     def nodes(self) -> list[Item]:
-        """The nodes alone."""
+        """The nodes only."""
         return [item for item in self.items if item.kind == "node"]
 
     def named(self, name: str) -> Item:
-        """The one item of a Graphviz name."""
+        """Return the only item with a Graphviz name."""
         (item,) = (item for item in self.items if item.name == name)
         return item
 
 
 def read_svg(path: Path) -> Picture:
-    """Parse a picture; whatever is not well-formed XML raises."""
+    """Parse a picture; raise an error if it is not well-formed XML."""
     root = ET.parse(path).getroot()
     left, top, width, height = (float(number) for number in root.attrib["viewBox"].split())
     assert (left, top) == (0.0, 0.0)
@@ -108,7 +108,7 @@ def _item(group: ET.Element, moved: tuple[float, float]) -> Item:
     kind = group.attrib["class"]
     assert kind in ("node", "cluster", "edge")
     return Item(
-        kind,  # type: ignore[arg-type]  # one of the three, as was just seen
+        kind,  # type: ignore[arg-type]  # one of the three, as was just checked
         "" if title is None else title.text or "",
         "" if link is None else link.get(_TITLE, ""),
         _texts(group, moved),
@@ -153,4 +153,4 @@ def _texts(group: ET.Element, moved: tuple[float, float]) -> tuple[Text, ...]:
 
 @cache
 def _font(bold: bool, size: float) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(str(_FONTS / f"DejaVuSans{'-Bold' if bold else ''}.ttf"), size * _ENLARGED)
+    return ImageFont.truetype(str(fonts.BOLD if bold else fonts.REGULAR), size * _ENLARGED)

@@ -1,4 +1,4 @@
-"""Each node of torch's backward graph belongs to the function that made it: our graph beside autograd's own."""
+"""Each node of torch's backward graph belongs to the function that created it, compared with autograd's own graph."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.graph.random_nets import Block, Program, programs
 TOKENS = torch.tensor([[5, 3, 9, 1], [2, 7, 7, 4]])
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 
-# The slow reference: autograd's graph, walked from the loss.
+# The slow reference: autograd's graph, traversed from the loss.
 
 
 def autograd_nodes(loss: Tensor) -> list[AutogradNode]:
-    """All nodes behind a loss, each once; the list keeps them alive, so that each is one object."""
+    """Return all nodes behind a loss, each once; the list keeps them alive, so that each is one object."""
     found: dict[int, AutogradNode] = {}
     todo = [loss.grad_fn]
     while todo:
@@ -44,12 +44,12 @@ def autograd_nodes(loss: Tensor) -> list[AutogradNode]:
 
 
 def types_of(nodes: list[AutogradNode]) -> Counter[str]:
-    """How many nodes of each type there are, without those of leaves."""
+    """Return the number of nodes of each type, without those of leaves."""
     return Counter(node.name() for node in nodes if node.name() != ACCUMULATE)
 
 
 class Calls(TorchFunctionMode):
-    """For each function, in the order of time, the numbers of the autograd nodes that were made while it ran."""
+    """Records, for each function in the order of time, the numbers of the autograd nodes created while it ran."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,24 +63,24 @@ class Calls(TorchFunctionMode):
 
 
 def types_by_call(nodes: list[AutogradNode], calls: Calls) -> list[Counter[str]]:
-    """The types of the nodes that each function made, in the order of time, without functions that made none."""
+    """Return the types of the nodes that each function created, in the order of time; omit functions without any."""
     by_number = {sequence_number_of(node): node.name() for node in nodes if node.name() != ACCUMULATE}
     found = [Counter(by_number[number] for number in numbers if number in by_number) for numbers in calls.numbers]
     return [each for each in found if each]
 
 
-# What is recorded.
+# The recorded graph.
 
 
 def by_gradient(graph: Graph) -> list[Node]:
-    """The nodes that the gradient of the one backward pass passes through, in the order of time, and the parameters."""
+    """Return the nodes and parameters that the gradient of the only backward pass reaches, in the order of time."""
     (backward,) = (node.id for node in graph.nodes if (node.kind, node.name) == ("backward", "backward"))
     found: set[int] = set()
     todo = [backward]
     while todo:
         target = todo.pop()
         sources = {edge.source for edge in graph.edges if edge.target == target} - found
-        # A call in which nothing happens gives the very tensor that it took.
+        # A call without any function returns the tensor that it took.
         new = {
             each
             for each in sources
@@ -95,14 +95,14 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Case(NamedTuple):
-    """A net that is called with a batch, and what is made there for nothing.
+    """A net that is called with a batch, and its autograd nodes that the loss does not use.
 
     Args:
-        net: Makes the net.
+        net: A function that creates the net.
         batch: Its arguments.
-        unused: What its functions made that the loss does not lead to, by type: for a result that is not used, or a
-            view that a write to its base has made anew.
-        keywords: Its keyword arguments, with which it gives the loss itself.
+        unused: The number of autograd nodes, by type, that its functions created but the loss does not use: those of
+            unused results, and those of views that torch created again after a write to the base.
+        keywords: Its keyword arguments. If there are any, the net returns the loss itself.
     """
 
     net: Callable[[], nn.Module]
@@ -162,7 +162,7 @@ def _language_model(kind: str) -> nn.Module:
 
 WORDS = {"input_ids": TOKENS, "labels": TOKENS.clone()}
 
-# Functions of torch's alone, so that what each of them made is known by the time at which it ran.
+# Functions of torch only, so that the nodes that each one created are known by the time at which it ran.
 PLAIN = {
     "MLP": Case(lambda: nn.Sequential(linear(), nn.ReLU(), linear())),
     "convolution and batch norm": Case(
@@ -246,7 +246,7 @@ class Run(NamedTuple):
 
 
 def run(net: nn.Module, *batch: Any, **keywords: Any) -> Run:
-    """One forward and backward pass in a capture, with autograd's own graph of it."""
+    """Run a forward and backward pass in a capture, and return its graph with that of autograd."""
     torch.manual_seed(0)
     calls = Calls()
     with calls, GraphCapture(net, [*batch, keywords]) as recording:
@@ -257,27 +257,27 @@ def run(net: nn.Module, *batch: Any, **keywords: Any) -> Run:
 
 
 def run_of(case: Case) -> Run:
-    """The same of a case."""
+    """Run a case in the same way."""
     torch.manual_seed(0)
     return run(case.net(), *case.batch, **case.keywords)
 
 
 def accumulating(behind: list[AutogradNode], net: nn.Module) -> set[str]:
-    """The names of the parameters in which gradients of the loss arrive."""
+    """Return the names of the parameters that receive a gradient of the loss."""
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     leaves = [getattr(node, "variable", None) for node in behind]
     return {names[id(leaf)] for leaf in leaves if id(leaf) in names}
 
 
 pytestmark = [
-    # What torch says of itself, where it is used so all the same.
+    # Warnings that torch raises about its own features, which are used deliberately.
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_each_node_belongs_to_one_op(case: Case) -> None:
-    """The nodes behind the loss are those of the ops that the gradient passes through, each of them once."""
+    """The nodes behind the loss are those of the ops on the path of the gradient, each of them once."""
     ran = run_of(case)
     owned = Counter(name for node in by_gradient(ran.graph) for name in node.autograd)
     expected = types_of(ran.behind)
@@ -287,7 +287,7 @@ def test_each_node_belongs_to_one_op(case: Case) -> None:
 
 @pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN)
 def test_each_op_has_the_nodes_that_it_made(case: Case) -> None:
-    """Op by op, in the order of time, the nodes are those that autograd made while the function ran."""
+    """The nodes of each op, in the order of time, are those that autograd created while the function ran."""
     ran = run_of(case)
     expected = types_by_call(ran.behind, ran.calls)
     assert sum(expected, Counter()) == types_of(ran.behind)
@@ -313,7 +313,7 @@ def _reentrant(net: Any, x: Tensor) -> Any:
 
 
 def test_a_reentrant_checkpoint() -> None:
-    """What a reentrant checkpoint computes has one node of autograd's, which belongs to the last op inside it."""
+    """The ops in a reentrant checkpoint have one autograd node, which belongs to the last of them."""
     ran = run(scaled(_reentrant, fc=linear(), other=linear()), X)
     made = [(node.name, node.autograd) for node in ran.graph.nodes if node.autograd]
     assert made == [
@@ -353,9 +353,9 @@ FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 @given(programs)
 def test_random_nets(program: Program) -> None:
-    """So it is in nets of shared modules, loops, views, writes, detached parts, checkpoints and custom functions."""
+    """The laws hold for shared modules, loops, views, writes, detached parts, checkpoints and custom functions."""
     net = Block(program, FUNCTIONS)
-    # A last layer, so that there is something to differentiate whatever the program detaches.
+    # A last layer, so that there is a gradient even if the program detaches everything.
     ran = run(Net(lambda net, x: net.block(x) * net.last(x), block=net, last=linear()), X)
     owned = Counter(name for node in by_gradient(ran.graph) for name in node.autograd)
     assert owned == types_of(ran.behind)
@@ -366,7 +366,7 @@ def test_random_nets(program: Program) -> None:
 
 @given(programs)
 def test_random_nets_with_writes_into_views(program: Program) -> None:
-    """Where torch makes nodes anew, because a view was written to, none behind the loss is without an owner either."""
+    """Each node behind the loss has an owner, even where a write into a view makes torch create nodes again."""
     net = Block(program, (*FUNCTIONS, _doubled_half))
     ran = run(Net(lambda net, x: net.block(x) * net.last(x), block=net, last=linear()), X)
     owned = Counter(name for node in by_gradient(ran.graph) for name in node.autograd)

@@ -1,4 +1,4 @@
-"""Who called a function of torch."""
+"""The caller of a torch function."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from lightning_recorder.graph.caller import Caller, CustomCall, find_caller
 from tests.graph.nets import Net, X
 
-# Who called.
+# The caller.
 
 
 def calling(
     module: str, inner: Callable[[], Caller], name: str = "step", *, file: str = "nowhere.py"
 ) -> Callable[[], Caller]:
-    """A function that lies in a module of that name, in the second line of that file, and calls another."""
+    """Return a function that calls another one, from the second line of a given file in a given module."""
     globals_: dict[str, Any] = {"__name__": module, "inner": inner}
     exec(compile(f"\ndef {name}(): return inner()", file, "exec"), globals_)
     function: Callable[[], Caller] = globals_[name]
@@ -50,12 +50,12 @@ def calling(
     ],
 )
 def test_the_module_of_the_caller_decides(module: str, trainer: bool) -> None:
-    """Lightning, torch's optimisers and its gradient scaler are trainers; models are everything else."""
+    """Lightning, torch's optimizers and its gradient scaler are trainers; all other code belongs to the model."""
     assert calling(module, find_caller)().trainer is trainer
 
 
 def test_torch_in_between_does_not_count() -> None:
-    """What torch, the standard library or this package does on the way is not the caller."""
+    """Frames of torch, the standard library and this package between the caller and the function are ignored."""
     inner: Callable[[], Caller] = find_caller
     for module in ("torch.nn.functional", "torch.overrides", "contextlib", "functools", "lightning_recorder.graph"):
         inner = calling(module, inner)
@@ -64,36 +64,36 @@ def test_torch_in_between_does_not_count() -> None:
 
 
 def test_the_nearest_caller_decides() -> None:
-    """A model that Lightning calls is a model, and an optimiser that a model calls no model."""
+    """A model called by Lightning is a model, and an optimizer called by a model is not."""
     assert calling("lightning.pytorch.loops", calling("my.models", find_caller))().trainer is False
     assert calling("my.models", calling("torch.optim.sgd", find_caller))().trainer is True
 
 
 def test_averaged_model() -> None:
-    """The forward pass of torch's averaged model is a model's, the averaging is not."""
+    """The forward pass of torch's averaged model belongs to the model; the averaging does not."""
     assert calling("torch.optim.swa_utils", find_caller, "forward")().trainer is False
     assert calling("torch.optim.swa_utils", find_caller, "update_parameters")().trainer is True
 
 
 def test_function_modes_in_between() -> None:
-    """A function mode of the user's stands between a function and who called it."""
+    """A custom function mode between a function and its caller is ignored."""
     inner = calling("my.modes", find_caller, "__torch_function__")
     assert calling("lightning.pytorch.loops", inner)().trainer is True
     assert calling("my.models", inner)().trainer is False
 
 
-# Where it was called.
+# The source line.
 
 
 def test_line_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The source is the line that called, by the path of its file from the working directory."""
+    """The source is the calling line, with the path of its file relative to the working directory."""
     monkeypatch.chdir(tmp_path)
     file = str(tmp_path / "models" / "net.py")
     assert calling("my.models", find_caller, file=file)().source == "models/net.py:2"
 
 
 def test_line_of_this_file() -> None:
-    """Of a function that runs as it stands in a file, that line is the source."""
+    """The source of a call in an ordinary file is the line of that call."""
     here = inspect.currentframe()
     assert here is not None
     source, line = find_caller().source, here.f_lineno
@@ -101,7 +101,7 @@ def test_line_of_this_file() -> None:
 
 
 def test_file_outside_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that lies elsewhere has its whole path, since one that climbs says nothing."""
+    """A file outside of the working directory has its absolute path, since a relative one would be unclear."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     file = str(tmp_path / "elsewhere.py")
@@ -114,30 +114,30 @@ def test_file_outside_of_the_working_directory(tmp_path: Path, monkeypatch: pyte
     ids=["dist-packages", "site-packages", "on Windows"],
 )
 def test_installed_file(folder: str) -> None:
-    """A file of an installed package is named from the package on, the same on every machine."""
+    """The path of an installed file starts at its package, so it is the same on every machine."""
     separator = "\\" if "\\" in folder else "/"
     file = folder + separator.join(("bert", "modeling.py"))
     assert calling("bert.modeling", find_caller, file=file)().source == "bert/modeling.py:2"
 
 
 def test_source_of_a_trainer() -> None:
-    """What the trainer calls has no source, though a model's code lies further out."""
+    """A call by the trainer has no source, even if a frame of the model is further out."""
     assert calling("my.models", calling("torch.optim.sgd", find_caller))().source == ""
 
 
 def test_source_behind_torch_and_this_package() -> None:
-    """Lines of torch, and of this package itself, are passed over on the way to the model's."""
+    """Lines of torch and of this package are skipped in the search for the model's line."""
     inner: Callable[[], Caller] = find_caller
     for module in ("torch.nn.functional", "lightning_recorder.graph.capture", "torch.nn.modules.module"):
         inner = calling(module, inner, file="inside.py")
     assert calling("my.models", inner, file="net.py")().source == "net.py:2"
 
 
-# Functions with a gradient of their own.
+# Custom functions with their own gradient.
 
 
 class Looking(Function):
-    """Keeps who called a function inside of it, then does what it is told to."""
+    """Keeps the caller found inside of it, then runs the given function."""
 
     apply: ClassVar[Any]
     seen: ClassVar[list[Caller]] = []
@@ -153,7 +153,7 @@ class Looking(Function):
 
 
 class Around(Function):
-    """Applies another one."""
+    """Applies another function."""
 
     apply: ClassVar[Any]
 
@@ -168,19 +168,19 @@ class Around(Function):
 
 @pytest.fixture
 def seen() -> list[Caller]:
-    """Who called inside the function, in the order of time."""
+    """Return the callers found inside the function, in the order of time."""
     Looking.seen.clear()
     return Looking.seen
 
 
 def custom(caller: Caller) -> CustomCall:
-    """The call of a function, which there must be."""
+    """Return the custom call of a caller; fail if there is none."""
     assert caller.custom is not None
     return caller.custom
 
 
 def test_inside_a_function(seen: list[Caller]) -> None:
-    """Inside an ``autograd.Function`` its call is known by its class and arguments, from the line of ``apply``."""
+    """Inside an ``autograd.Function``, its class and arguments are known; the source is the line of ``apply``."""
     here = inspect.currentframe()
     assert here is not None
     Looking.apply(X)
@@ -193,21 +193,21 @@ def test_inside_a_function(seen: list[Caller]) -> None:
 
 
 def test_outside_of_a_function(seen: list[Caller]) -> None:
-    """Neither before nor after is there a call of one."""
+    """There is no custom call before or after an ``autograd.Function``."""
     Looking.apply(X)
     assert len(seen) == 1
     assert find_caller().custom is None
 
 
 def test_inside_nested_functions(seen: list[Caller]) -> None:
-    """Of nested functions the outermost is the one, the same for all that happens inside, with the number of them."""
+    """The outermost of nested functions counts, with their number; it is the same for everything inside."""
     Around.apply(X)
     assert [(custom(caller).function, custom(caller).depth) for caller in seen] == [(Around, 2), (Around, 2)]
     assert len({custom(caller).frame for caller in seen}) == 1
 
 
 def test_a_module_inside_a_function(seen: list[Caller]) -> None:
-    """What a module does that a function calls is the module's."""
+    """The work of a module that a function calls belongs to the module."""
     found: list[Caller] = []
 
     def forward(_: Net, x: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def test_a_module_inside_a_function(seen: list[Caller]) -> None:
 
 
 def test_a_function_inside_a_module(seen: list[Caller]) -> None:
-    """A function that a module applies is found, also where the module is called by another function."""
+    """A function that a module applies is found, even if another function calls the module."""
     module: nn.Module = Net(lambda _, x: Around.apply(x))
     Looking.apply(X, module)
     assert [custom(caller).function for caller in seen] == [Looking, Around, Around]
@@ -229,7 +229,7 @@ def test_a_function_inside_a_module(seen: list[Caller]) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_a_checkpoint_is_no_function(seen: list[Caller], reentrant: bool) -> None:
-    """A checkpoint is a part of the model, however it is made; a function applied inside is found."""
+    """A checkpoint of either kind is a part of the model; a function applied inside it is found."""
     found: list[Caller] = []
 
     def block(x: Tensor) -> Any:
@@ -242,6 +242,6 @@ def test_a_checkpoint_is_no_function(seen: list[Caller], reentrant: bool) -> Non
 
 
 def test_a_trainer_around_a_function(seen: list[Caller]) -> None:
-    """What happens inside a function that the trainer applies is the trainer's."""
+    """The work inside a function that the trainer applies belongs to the trainer."""
     calling("lightning.pytorch.loops", partial(Looking.apply, X))()
     assert [(caller.trainer, caller.source) for caller in seen] == [(True, "")]

@@ -1,4 +1,4 @@
-"""What is recorded of modules, functions and the tensors between them: exact graphs."""
+"""Exact graphs of modules, functions and the tensors between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.graph.queries import only
 
 
 def test_sequential_with_its_parameters() -> None:
-    """A layer's function stands in the layer's call and takes the layer's parameters."""
+    """A layer's function is inside the layer's call and takes the layer's parameters."""
     assert outline(capture_graph(nn.Sequential(linear(), nn.ReLU()), X), model_tensors=True) == text(
         """
         input
@@ -33,7 +33,7 @@ def test_sequential_with_its_parameters() -> None:
 
 
 def test_nodes_say_what_they_are() -> None:
-    """A node carries kind, class, parent, depth, own parameters, shape, dtype, and what autograd made for it."""
+    """A node has kind, class, parent, depth, own parameters, shape, dtype and autograd types."""
     graph = capture_graph(nn.Sequential(nn.Linear(4, 3)), X)
     out = (TensorMeta((2, 3), "float32"),)
     assert graph.scope == "forward"
@@ -49,13 +49,13 @@ def test_nodes_say_what_they_are() -> None:
 
 
 def test_in_place_relu_gives_the_same_graph() -> None:
-    """Whether a ReLU reuses the memory of its input is no part of what is computed."""
+    """An in-place ReLU has the same graph as one that allocates its output."""
     outside, inside = (nn.Sequential(linear(), nn.ReLU(inplace), linear()) for inplace in (False, True))
     assert capture_graph(inside, X) == capture_graph(outside, X)
 
 
 def test_residual() -> None:
-    """A sum takes its values from both branches."""
+    """A sum has edges from both branches."""
     assert outline(capture_graph(Net(lambda net, x: x + net.fc(x), fc=linear()), X)) == text(
         """
         input
@@ -67,7 +67,7 @@ def test_residual() -> None:
 
 
 def test_module_called_twice() -> None:
-    """Each call of a module is a node with its number, and its parameters are there once."""
+    """Each call of a module is a node with its number; the parameters of the module occur once."""
     assert outline(capture_graph(Net(lambda net, x: net.fc(net.fc(x)), fc=linear()), X), model_tensors=True) == text(
         """
         input
@@ -82,7 +82,7 @@ def test_module_called_twice() -> None:
 
 
 def test_module_under_two_names() -> None:
-    """A module that is reachable under two names is one module, known by the first."""
+    """A module with two names is one module with the first name."""
     shared = linear()
     graph = capture_graph(Net(lambda net, x: net.second(net.first(x)), first=shared, second=shared), X)
     assert outline(graph) == text(
@@ -97,7 +97,7 @@ def test_module_under_two_names() -> None:
 
 
 def test_module_that_returns_its_input() -> None:
-    """A module in which nothing happens is a step of its own, called identity."""
+    """A module that returns its input is an op named identity."""
     assert outline(capture_graph(nn.Sequential(nn.Identity(), linear(), nn.Sequential()), X)) == text(
         """
         input
@@ -112,7 +112,7 @@ def test_module_that_returns_its_input() -> None:
 
 
 def test_nested_modules() -> None:
-    """Calls inside calls are nested as they happened."""
+    """Calls inside calls are nested in the graph."""
     inner = nn.Sequential(linear(), nn.Tanh())
     assert outline(
         capture_graph(Net(lambda net, x: net.block(x) * 2, block=nn.Sequential(inner, nn.Sigmoid())), X)
@@ -156,7 +156,7 @@ class _Output:
     ids=["tuple", "list", "dict", "named tuple", "dataclass", "nested"],
 )
 def test_outputs_of_any_structure(pack: Any, unpack: Any) -> None:
-    """Tensors are followed through whatever structure a module gives them back in."""
+    """Tensors are tracked through outputs of any structure."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         a, b = unpack(net.two(x))
@@ -176,7 +176,7 @@ def test_outputs_of_any_structure(pack: Any, unpack: Any) -> None:
 
 
 def test_inputs_of_any_structure() -> None:
-    """Every tensor of the inputs is an input node that is named by its path."""
+    """Every input tensor is an input node named by its path."""
     graph = capture_graph(
         Net(lambda _, batch, *, scale: batch["x"] * batch["rest"][1] + scale),
         {"x": X, "rest": (3, X.clone()), "label": "none"},
@@ -194,7 +194,7 @@ def test_inputs_of_any_structure() -> None:
 
 
 def test_keyword_inputs_alone() -> None:
-    """A model that is called by keywords only has its inputs under their keywords."""
+    """The inputs of a model that takes only keyword arguments are named by their keywords."""
     assert outline(capture_graph(Net(lambda _, *, a, b: a @ b.T), a=X, b=X.clone())) == text(
         """
         input.a
@@ -206,22 +206,22 @@ def test_keyword_inputs_alone() -> None:
 
 
 def test_model_without_inputs() -> None:
-    """A model that takes nothing and does nothing is its root."""
+    """The graph of a model without inputs and functions is its root."""
     graph = capture_graph(Net(lambda _: None))
     assert [(node.kind, node.type_name, node.parent) for node in graph.nodes] == [("module", "Net", None)]
     assert graph.edges == ()
 
 
 def test_unused_input_stays_a_node() -> None:
-    """An input that nothing uses is recorded all the same."""
+    """An unused input is recorded."""
     assert outline(capture_graph(nn.Sequential(), X)) == "input"
 
 
-# Memory that is shared, and what is written into it.
+# Shared memory and writes into it.
 
 
 def test_write_through_a_view() -> None:
-    """A tensor whose memory was written to through a view has its values from that write."""
+    """A write through a view is the source of all tensors that share the memory."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         x = x.exp()
@@ -240,7 +240,7 @@ def test_write_through_a_view() -> None:
 
 
 def test_view_of_what_was_written() -> None:
-    """A view that was made before a write to its base has its values from that write."""
+    """A view created before a write to its base takes its values from that write."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         x = x.exp()
@@ -260,7 +260,7 @@ def test_view_of_what_was_written() -> None:
 
 
 def test_view_without_a_write() -> None:
-    """Making a view changes nothing for those who use its base."""
+    """Creating a view does not change the source of its base."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         x = x.exp()
@@ -280,7 +280,7 @@ def test_view_without_a_write() -> None:
 
 
 def test_index_assignment() -> None:
-    """Assigning to an index is a node through which the tensor goes on."""
+    """An index assignment is a node, and the source of the tensor from then on."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         x = x.exp()
@@ -299,7 +299,7 @@ def test_index_assignment() -> None:
 
 
 def test_out_argument() -> None:
-    """A tensor that a function wrote into by ``out=`` has its values from there."""
+    """A function with ``out=`` is the source of the tensor that it wrote into."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         result = torch.empty(2, 4)
@@ -317,7 +317,7 @@ def test_out_argument() -> None:
 
 
 def test_write_to_an_input() -> None:
-    """An input that was written to is used as it then is."""
+    """The source of an input that was written to is the write."""
     assert outline(capture_graph(Net(lambda _, x: (x.mul_(2), x.cos())[1]), X.clone())) == text(
         """
         input
@@ -328,7 +328,7 @@ def test_write_to_an_input() -> None:
 
 
 def test_chunk() -> None:
-    """Two outputs of one function are two tensors on one edge."""
+    """Two outputs of one function into the same node are one edge with two tensors."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         left, right = x.chunk(2, dim=1)
@@ -344,7 +344,7 @@ def test_chunk() -> None:
 
 
 def test_unpacking_is_an_unbind() -> None:
-    """Rows that are taken by unpacking come from one unbind."""
+    """Rows from tuple unpacking come from one unbind."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         first, _second = x
@@ -360,7 +360,7 @@ def test_unpacking_is_an_unbind() -> None:
 
 
 def test_detach() -> None:
-    """A detached tensor is made from the one that it shares its values with."""
+    """A detached tensor has an edge from the tensor whose values it shares."""
     assert outline(capture_graph(Net(lambda _, x: x.detach() + x), X)) == text(
         """
         input
@@ -370,11 +370,11 @@ def test_detach() -> None:
     )
 
 
-# Tensors that come from elsewhere.
+# Tensors from elsewhere.
 
 
 def test_created_tensors() -> None:
-    """A tensor that is made inside begins at the function that made it."""
+    """The source of a tensor created in the model is the function that created it."""
     assert outline(
         capture_graph(Net(lambda _, x: x + torch.zeros(4) + torch.arange(4) + torch.rand_like(x)), X)
     ) == text(
@@ -391,7 +391,7 @@ def test_created_tensors() -> None:
 
 
 def test_tensor_from_outside() -> None:
-    """A tensor that was there before, and belongs to neither batch nor model, is one node however often it is used."""
+    """A tensor that existed before, outside of batch and model, is one node however often it is used."""
     outside = torch.ones(4)
     assert outline(capture_graph(Net(lambda _, x: x + outside + outside), X)) == text(
         """
@@ -404,7 +404,7 @@ def test_tensor_from_outside() -> None:
 
 
 def test_tied_weights() -> None:
-    """A parameter with two owners is one node, in the call of the first."""
+    """A parameter with two owners is one node, in the call of its first owner."""
     net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     net[1].weight = net[0].weight
     assert outline(capture_graph(net, torch.tensor([1, 2])), model_tensors=True) == text(
@@ -420,7 +420,7 @@ def test_tied_weights() -> None:
 
 
 def test_a_parameter_that_is_lent() -> None:
-    """A parameter is in the call of the module that owns it, though a module inside uses it first."""
+    """A parameter is in the call of the module that owns it, even if a module inside that call uses it first."""
 
     class Lender(nn.Module):
         def __init__(self) -> None:
@@ -444,7 +444,7 @@ def test_a_parameter_that_is_lent() -> None:
 
 
 def test_a_batch_norm_that_is_called_twice() -> None:
-    """The second call takes from the first what it gave; what it wrote into the running statistics is no such path."""
+    """The second call takes only the output of the first; the running statistics create no edge between them."""
     net = Net(lambda net, x: net.norm(net.norm(x)), norm=nn.BatchNorm1d(4, affine=False)).train()
     assert outline(capture_graph(net, X), model_tensors=True) == text(
         """
@@ -463,7 +463,7 @@ def test_a_batch_norm_that_is_called_twice() -> None:
 
 
 def test_buffers_of_a_batch_norm() -> None:
-    """Running statistics are buffers of the layer, and updating them is no path from one layer to the next."""
+    """Running statistics are buffers of the layer, and their update creates no edge between layers."""
     net = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, affine=False)).train()
     graph = capture_graph(net, X)
     assert outline(graph, model_tensors=True) == text(
@@ -487,7 +487,7 @@ def test_buffers_of_a_batch_norm() -> None:
 
 
 def test_modules_in_a_plain_list() -> None:
-    """A module in a plain list, of which torch does not know, is called by the place where it lies."""
+    """A module in a plain list, which torch does not register, is named by its location."""
 
     class Hidden(nn.Module):
         def __init__(self) -> None:
@@ -511,7 +511,7 @@ def test_modules_in_a_plain_list() -> None:
 
 
 def test_control_flow() -> None:
-    """The branches and rounds that were really taken are recorded."""
+    """The branches and iterations that are executed are recorded."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         for round_ in range(3):
@@ -532,7 +532,7 @@ def test_control_flow() -> None:
 
 
 def test_operators_have_their_plain_names() -> None:
-    """An operator, its reflected form, its in-place form and the function are called the same."""
+    """An operator, its reflected form, its in-place form and the function have the same name."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         x = 1 + x

@@ -1,4 +1,4 @@
-"""What is recorded of each construct of the catalogue, and laws that all of these graphs keep."""
+"""The graphs of all constructs in the catalogue, and laws that these graphs keep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.graph.nets import Net, X
 from tests.graph.outline import outline, text
 
 pytestmark = [
-    # What torch says of itself.
+    # Warnings that torch raises about its own features.
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
 ]
@@ -24,7 +24,7 @@ each_construct = pytest.mark.parametrize("make", CONSTRUCTS.values(), ids=CONSTR
 
 @each_construct
 def test_graph(make: Callable[[], Construct]) -> None:
-    """A net with the construct has the graph that stands beside it."""
+    """A net with the construct has the expected graph."""
     net = fresh(make)
     graph, _ = net.record()
     assert outline(graph, outputs=net.outputs, model_tensors=net.model_tensors) == text(net.expected)
@@ -32,7 +32,7 @@ def test_graph(make: Callable[[], Construct]) -> None:
 
 @each_construct
 def test_values_stay(make: Callable[[], Construct]) -> None:
-    """What comes out of the net is the same to the bit with and without a capture."""
+    """The outputs of the net are bitwise equal with and without a capture."""
     expected = fresh(make).values()
     _, seen = fresh(make).record()
     assert expected
@@ -41,14 +41,14 @@ def test_values_stay(make: Callable[[], Construct]) -> None:
 
 @each_construct
 def test_json_gives_the_graph_back(make: Callable[[], Construct]) -> None:
-    """The graph that goes through JSON text is equal to what it was."""
+    """A graph is equal after a round trip through JSON text."""
     graph, _ = fresh(make).record()
     assert Graph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
 
 
 @each_construct
 def test_structural_hash_of_a_second_recording(make: Callable[[], Construct]) -> None:
-    """The net made and recorded once more has the same structure, with the same shapes and autograd types."""
+    """A second recording of the net has the same structure, shapes and autograd types."""
     (one, _), (other, _) = fresh(make).record(), fresh(make).record()
     assert one == other
     assert one.structural_hash() == other.structural_hash()
@@ -56,7 +56,7 @@ def test_structural_hash_of_a_second_recording(make: Callable[[], Construct]) ->
 
 @each_construct
 def test_what_gives_a_tensor_says_which(make: Callable[[], Construct]) -> None:
-    """Each node out of which an edge leads has the shape and dtype of what it gave, and so has the edge."""
+    """Each node with an outgoing edge has the shape and dtype of its output, and so has the edge."""
     graph, _ = fresh(make).record()
     assert [graph[edge.source].name for edge in graph.edges if not graph[edge.source].outputs] == []
     backward = {node.id for node in graph.nodes if node.kind == "backward"}
@@ -65,14 +65,14 @@ def test_what_gives_a_tensor_says_which(make: Callable[[], Construct]) -> None:
 
 @each_construct
 def test_time_goes_forward(make: Callable[[], Construct]) -> None:
-    """Ids count from 0 in the order of time, and no edge goes back."""
+    """Ids count from 0 in the order of time, and no edge goes backwards."""
     graph, _ = fresh(make).record()
     assert [node.id for node in graph.nodes] == list(range(len(graph.nodes)))
     assert [edge for edge in graph.edges if edge.source >= edge.target] == []
 
 
 def test_iterator_given_back() -> None:
-    """An iterator that comes out is not used up: what it gives is no output of the graph, and still there."""
+    """An iterator returned by the model is not consumed; its items are not outputs of the graph."""
     net = Net(lambda _, x: iter([x.exp(), x.cos()]))
     with GraphCapture(net, X) as recording:
         out = net(X)

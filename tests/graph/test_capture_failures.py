@@ -1,4 +1,4 @@
-"""What is recorded of a model that raises: how far it got, what failed, and where."""
+"""The graph of a model that raises: the nodes before the error, the failed nodes, and their place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.graph.outline import outline, text
 
 
 def failing(net: nn.Module, *inputs: Any) -> ForwardError:
-    """The error of a model that raises while it is captured."""
+    """Return the error of a model that raises while it is captured."""
     with pytest.raises(ForwardError) as caught:
         capture_graph(net, *inputs)
     return caught.value
@@ -31,7 +31,7 @@ def _mismatched(_: Any, x: Tensor) -> Tensor:
 
 
 def _deep() -> nn.Module:
-    """A function that fails in the second layer of a part."""
+    """Return a model that fails in the second layer of a submodule."""
     return nn.Sequential(linear(), nn.Sequential(nn.Tanh(), Net(_mismatched)), nn.ReLU())
 
 
@@ -39,7 +39,7 @@ def _deep() -> nn.Module:
 
 
 def test_error_names_the_module() -> None:
-    """The message has the path and class of the innermost module that raised, and the error as it was."""
+    """The message has the path and class of the innermost module that raised, and the original error."""
     error = failing(_deep(), X)
     assert str(error) == (
         "module '1.1' (Net) raised RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x4 and 3x3)"
@@ -48,13 +48,13 @@ def test_error_names_the_module() -> None:
 
 
 def test_error_of_the_model_itself() -> None:
-    """A model that raises in no part of its own is named by its class."""
+    """A model that raises outside of its submodules is named by its class."""
     error = failing(Net(lambda _, batch: batch["x"] / batch["scale"]), {"x": X})
     assert str(error) == "the model itself (Net) raised KeyError: 'scale'"
 
 
 def test_error_is_pickled_with_its_graph() -> None:
-    """The error comes back from a pickle, as from another process, with its message and its graph."""
+    """The error keeps its message and graph through pickling, as when it is sent from another process."""
     error = failing(_deep(), X)
     twin = pickle.loads(pickle.dumps(error))
     assert (str(twin), twin.graph) == (str(error), error.graph)
@@ -62,7 +62,7 @@ def test_error_is_pickled_with_its_graph() -> None:
 
 
 def test_graph_of_a_failure_is_a_graph() -> None:
-    """It has its failed nodes through JSON, too, and the model around them all is one of these."""
+    """The graph keeps its failed nodes through JSON, and the root is marked as failed."""
     graph: Graph = failing(_deep(), X).graph
     twin = Graph.from_json(json.loads(json.dumps(graph.to_json())))
     assert twin == graph
@@ -74,11 +74,11 @@ def test_graph_of_a_failure_is_a_graph() -> None:
     ]
 
 
-# The graph up to there.
+# The graph recorded until the error.
 
 
 def test_function_that_fails() -> None:
-    """The function that raised is there with what it took, marked like the calls around it; what was done is not."""
+    """The function that raised has its inputs and is marked like the calls around it; earlier nodes are not marked."""
     assert outline(failing(_deep(), X).graph) == text(
         """
         input
@@ -96,7 +96,7 @@ def test_function_that_fails() -> None:
 
 
 def test_layer_that_fails() -> None:
-    """A layer that was given the wrong shape is there with its parameters."""
+    """A layer that was given the wrong shape is recorded with its parameters."""
     graph = failing(nn.Sequential(linear(), linear(3)), X).graph
     assert outline(graph, model_tensors=True) == text(
         """
@@ -114,7 +114,7 @@ def test_layer_that_fails() -> None:
 
 
 def test_error_that_no_function_raised() -> None:
-    """Where the model's own code raises, no function is marked."""
+    """If the model's own code raises, no function is marked."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         raise ValueError(f"no {net.fc(x).shape}")
@@ -130,7 +130,7 @@ def test_error_that_no_function_raised() -> None:
 
 
 def test_custom_function_that_fails() -> None:
-    """Of an ``autograd.Function`` inside which something fails its own node is marked, and nothing of its inside."""
+    """An error inside an ``autograd.Function`` marks the node of that function, and nothing inside it is recorded."""
     net = nn.Sequential(Net(lambda _, x: Scale.apply(x.cos(), torch.ones(3))))
     assert outline(failing(net, X).graph) == text(
         """
@@ -167,7 +167,7 @@ def test_backward_pass_that_fails() -> None:
 
 
 def test_gradient_that_fails() -> None:
-    """So is a gradient that the model asks for and does not get."""
+    """A failed call of ``torch.autograd.grad`` in the model is marked."""
 
     def forward(_: Any, x: Tensor) -> Any:
         return torch.autograd.grad(x.exp().sum(), x)
@@ -175,7 +175,7 @@ def test_gradient_that_fails() -> None:
     assert outline(failing(Net(forward), X).graph).splitlines()[-1] == "grad! <- sum, input"
 
 
-# Errors that the model lives with.
+# Errors that the model handles.
 
 
 def _caught(dangerous: Callable[[Any, Tensor], object], kind: type[BaseException]) -> Callable[[Any, Tensor], Tensor]:
@@ -188,7 +188,7 @@ def _caught(dangerous: Callable[[Any, Tensor], object], kind: type[BaseException
 
 
 def test_function_whose_error_is_caught() -> None:
-    """A function that raised, after which the same call goes on, was no step of the computation."""
+    """A function that raised is not recorded if the same call continues."""
     graph = capture_graph(Net(_caught(_mismatched, RuntimeError), fc=linear()), X)
     assert outline(graph) == text(
         """
@@ -204,7 +204,7 @@ def test_function_whose_error_is_caught() -> None:
 
 
 def test_call_whose_error_is_caught() -> None:
-    """A call that raised stays, with what failed in it, and the calls around it did not fail."""
+    """A call that raised stays with its failed contents, and the calls around it are not marked."""
     net = Net(_caught(lambda net, x: net.risky(x), RuntimeError), risky=nn.Sequential(Net(_mismatched)), fc=linear())
     assert outline(capture_graph(nn.Sequential(net), X)) == text(
         """
@@ -228,7 +228,7 @@ def _unrelated(_: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("between", ["function", "call"])
 def test_error_after_one_that_was_caught(between: str) -> None:
-    """When the model fails later, for another reason, what it had lived with is not what failed."""
+    """If the model later fails for another reason, an error that it handled before is not marked."""
 
     def forward(net: Any, x: Tensor) -> Any:
         with suppress(RuntimeError):
@@ -241,7 +241,7 @@ def test_error_after_one_that_was_caught(between: str) -> None:
 
 
 def test_backward_pass_whose_error_is_caught() -> None:
-    """A backward pass that raised, after which the model goes on, stays as a backward pass."""
+    """A backward pass that raised stays as a node if the model continues."""
 
     def unlucky(net: Any, x: Tensor) -> None:
         loss = net.fc(x).exp().sum()
@@ -258,11 +258,11 @@ def test_backward_pass_whose_error_is_caught() -> None:
     assert [node for node in graph.nodes if node.failed] == []
 
 
-# What is none of the model's.
+# Code outside of the model.
 
 
 def test_function_of_the_trainer_that_fails() -> None:
-    """What the trainer computes is no part of the graph, nor is it when it fails."""
+    """A failed computation of the trainer is not part of the graph."""
     trainer: dict[str, Any] = {"__name__": "lightning.pytorch.loops"}
     exec("def divide(loss): return loss @ loss", trainer)
     net = linear()
@@ -272,7 +272,7 @@ def test_function_of_the_trainer_that_fails() -> None:
     assert outline(recording.graph()) == "input\nlinear <- input"
 
 
-# What ends a run.
+# Interrupts.
 
 
 def _interrupted(_: Any, x: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def _interrupted(_: Any, x: Tensor) -> Tensor:
 
 
 def test_interrupt() -> None:
-    """An interrupt passes through as it is, and the graph has what was done until then."""
+    """An interrupt propagates unchanged, and the graph holds the nodes recorded until then."""
     net = nn.Sequential(linear(), nn.Sequential(Net(_interrupted)), nn.ReLU())
     recording = GraphCapture(net, X)
     with pytest.raises(KeyboardInterrupt), recording:
@@ -299,6 +299,6 @@ def test_interrupt() -> None:
 
 
 def test_interrupt_of_a_capture_by_name() -> None:
-    """``capture_graph`` makes no error of its own of an interrupt."""
+    """``capture_graph`` does not turn an interrupt into an error of its own."""
     with pytest.raises(KeyboardInterrupt):
         capture_graph(Net(_interrupted), X)

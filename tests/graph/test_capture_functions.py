@@ -1,4 +1,4 @@
-"""What a call of an ``autograd.Function`` says it gave: a tensor for each of its results."""
+"""The recorded outputs of an ``autograd.Function``: one tensor for each of its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS, SUM, COLUMNS = (TensorMeta(shape, "float32") for shape in ((2, 4), (), (4,
 )
 @pytest.mark.parametrize("given_back", [False, True], ids=["used", "given back"])
 def test_results(function: Any, use: Any, expected: tuple[TensorMeta, ...], given_back: bool) -> None:
-    """Each result is there once, whether it is used or comes out of the model, and wherever it was computed."""
+    """Each result is listed once, whether it is used or returned by the model, and wherever it was computed."""
 
     def forward(net: Any, x: Tensor) -> Any:
         results = function.apply(x * net.scale)
@@ -38,14 +38,14 @@ def test_results(function: Any, use: Any, expected: tuple[TensorMeta, ...], give
 
 
 def test_results_without_gradients() -> None:
-    """Without gradients the results are those that were computed in torch and are still there."""
+    """Without gradients the listed results are those that were computed in torch and are still alive."""
     with torch.no_grad():
         graph = capture_graph(scaled(lambda net, x: Two.apply(x)[0].cos()), X)
     assert only(graph, "Two").outputs == (ROWS,)
 
 
 def test_assignment() -> None:
-    """An assignment gives the tensor into which it wrote."""
+    """The output of an assignment is the tensor that it wrote into."""
 
     def forward(_: Any, x: Tensor) -> None:
         x = x.exp()

@@ -1,4 +1,4 @@
-"""Models, inputs and errors that are made to get in the way of a capture."""
+"""Models, inputs and errors that are designed to break a capture."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.graph.outline import outline, text
 
 
 def test_tensors_of_any_shape_among_the_attributes() -> None:
-    """A tensor in a plain attribute, of whatever shape, is no list of modules."""
+    """A tensor in a plain attribute, of any shape, is not treated as a list of modules."""
     net = nn.Sequential(linear())
     net.temperature, net.table = torch.tensor(1.0), torch.ones(3)
     assert outline(capture_graph(net, X)) == "input\n0: Linear\n  linear <- input"
 
 
 def test_a_chain_that_is_longer_than_torch_can_free() -> None:
-    """A step of 60,000 functions ends the capture's look at the backward graph, and not the process."""
+    """After 60,000 functions in a step, the capture stops reading the backward graph and the process survives."""
     program = """
 import torch
 from lightning_recorder.graph import GraphCapture
@@ -45,7 +45,7 @@ print(sum(node.kind == "op" for node in recording.graph().nodes))
 
 
 def test_views_that_are_written_to_keep_their_turn() -> None:
-    """A look at a view that takes no part in the gradient changes no bit of it."""
+    """Reading a view outside of the gradient does not change any result."""
 
     def gradient(*, captured: bool) -> Tensor:
         torch.manual_seed(0)
@@ -62,10 +62,10 @@ def test_views_that_are_written_to_keep_their_turn() -> None:
     assert torch.equal(gradient(captured=True), gradient(captured=False))
 
 
-# torch says so itself of the nested tensors inside its fast path.
+# torch warns about the nested tensors inside its fast path.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_two_captures_of_a_fused_layer() -> None:
-    """Captures inside each other leave a frozen layer on its fast path, padded rows included."""
+    """Nested captures leave a frozen layer on its fast path, including padded rows."""
     layer = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
     x, mask = torch.randn(3, 5, 16), torch.arange(5) >= torch.tensor([[3], [5], [5]])
     with torch.no_grad():
@@ -93,7 +93,7 @@ class _Odd(UserDict[str, Tensor]):
 
 @pytest.mark.parametrize(("batch", "told"), [(_Unreadable(), "LookupError: it is closed"), (_Odd(), "_SilentError")])
 def test_inputs_that_cannot_be_read(batch: Any, told: str) -> None:
-    """Inputs that raise when they are looked at cost the graph and one warning, whatever the error says of itself."""
+    """Inputs that raise when they are inspected cost only the graph and one warning, whatever their error is."""
     net = nn.Sequential(linear())
     with pytest.warns(RecorderWarning, match=f"could not be recorded to its end: {told}"):
         recording = GraphCapture(net, batch)
@@ -104,7 +104,7 @@ def test_inputs_that_cannot_be_read(batch: Any, told: str) -> None:
 
 
 def test_a_capture_is_entered_once() -> None:
-    """Entering a capture a second time raises, and leaving it takes everything off."""
+    """Entering a capture a second time raises, and leaving it removes everything."""
     net = nn.Sequential(linear())
     with GraphCapture(net, X) as recording, pytest.raises(RecordingError, match="entered already: make one for each"):
         recording.__enter__()
@@ -112,7 +112,7 @@ def test_a_capture_is_entered_once() -> None:
 
 
 def test_modules_that_come_and_go() -> None:
-    """A module that takes the place, and maybe the address, of another has a name of its own, and none is kept."""
+    """A module that replaces another one, maybe at its address, has its own name; neither is kept alive."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         for _round in range(20):
@@ -129,7 +129,7 @@ def test_modules_that_come_and_go() -> None:
 
 
 def test_parameters_that_are_gone() -> None:
-    """A tensor that got the id of a parameter of a module that is gone is no parameter."""
+    """A tensor that reuses the id of a parameter of a freed module is not a parameter."""
     array = np.ones((2, 4), dtype=np.float32)
     modules = [linear() for _ in range(50)]
 
@@ -143,13 +143,13 @@ def test_parameters_that_are_gone() -> None:
 
 
 class DataParallel(nn.Module):
-    """A model that has the name of a wrapper, and methods of its own where others have torch's."""
+    """A model with the name of a wrapper, and with methods of its own in place of torch's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = linear()
 
-    def parameters(self) -> Any:  # type: ignore[override]  # that is the point
+    def parameters(self) -> Any:  # type: ignore[override]  # deliberately incompatible
         raise LookupError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -158,13 +158,13 @@ class DataParallel(nn.Module):
 
 
 def test_a_model_with_methods_of_its_own() -> None:
-    """A model is counted by what it holds, whatever its class has made of torch's methods."""
+    """The parameters of a model are counted even if its class overrides torch's methods."""
     graph = capture_graph(DataParallel(), X)
     assert (outline(graph), graph.parameters) == ("input\nfc: Linear\n  linear <- input", 20)
 
 
 def test_symbolic_shapes_stay_symbols() -> None:
-    """A look at a tensor whose sizes are symbols fixes none of them."""
+    """Inspecting a tensor with symbolic sizes does not specialize them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -180,7 +180,7 @@ def test_symbolic_shapes_stay_symbols() -> None:
 
 
 def test_a_compiled_model_is_recorded_eagerly() -> None:
-    """A compiled model, or a compiled part of one, is recorded as what it was compiled from, and stays compiled."""
+    """A compiled model or submodule is recorded as the original code and stays compiled."""
     net = nn.Sequential(linear(), nn.ReLU())
     compiled: Any = torch.compile(net, backend="eager")
     expected = outline(capture_graph(net, X))
@@ -198,7 +198,7 @@ def test_a_compiled_model_is_recorded_eagerly() -> None:
 
 
 def test_a_table_that_nobody_can_write_to(tmp_path: Any) -> None:
-    """A tensor over a file that was opened for reading is left alone where the rest of the model is put back."""
+    """A tensor over a read-only file is skipped when the state of the model is restored."""
     np.save(tmp_path / "table.npy", np.ones(4, dtype=np.float32))
     norm = nn.BatchNorm1d(4)
     net = Net(lambda net, x: net.norm(x + net.table), norm=norm)

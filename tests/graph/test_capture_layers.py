@@ -1,4 +1,4 @@
-"""What is recorded of the layers and the kinds of tensors that torch has."""
+"""The graphs of torch's layers and kinds of tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.graph.queries import joined, only, reaches
 
 
 def test_lstm() -> None:
-    """An LSTM is one function of its input, its weights and the states that it makes for itself."""
+    """An LSTM is one function of its input, its weights and the initial states that it creates."""
     graph = capture_graph(Net(lambda net, x: net.lstm(x)[0].sum(), lstm=nn.LSTM(4, 3)), X[None])
     assert outline(graph) == text(
         """
@@ -33,7 +33,7 @@ def test_lstm() -> None:
 
 
 def test_packed_sequence() -> None:
-    """The values of a packed sequence are followed into a recurrent layer and out of it."""
+    """The values of a packed sequence are tracked into and out of a recurrent layer."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         packed = pack_padded_sequence(x.exp(), torch.tensor([2, 1]), batch_first=True)
@@ -96,7 +96,7 @@ def test_transformer_layer_in_train_mode() -> None:
 
 
 def test_fused_transformer_layer() -> None:
-    """A frozen layer, which computes all in one fused function, is one function of what it takes."""
+    """A frozen layer, which computes everything in one fused function, is one op."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
     with torch.no_grad():
         graph = capture_graph(Net(lambda net, x: net.frozen(x.exp()).cos(), frozen=layer), X[None])
@@ -115,7 +115,7 @@ def test_fused_transformer_layer() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad], ids=["no_grad", "enable_grad"])
 def test_a_model_that_is_one_fused_layer(mode: Any) -> None:
-    """A frozen layer that is the whole model joins its input with its output."""
+    """A frozen layer that is the whole model connects its input to its output."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
     with mode():
         graph = capture_graph(layer, X[None])
@@ -124,7 +124,7 @@ def test_a_model_that_is_one_fused_layer(mode: Any) -> None:
 
 
 def test_parametrized_weight() -> None:
-    """A weight that is computed from others is computed in a call of its own."""
+    """A parametrized weight is computed in a call of its own."""
     graph = capture_graph(nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3, bias=False))), X)
     assert outline(graph) == text(
         """
@@ -139,7 +139,7 @@ def test_parametrized_weight() -> None:
 
 
 def test_functional_call() -> None:
-    """A weight that is put in the place of a parameter is followed to where it came from."""
+    """A weight that replaces a parameter is tracked to its source."""
     net = Net(
         lambda net, x: torch.func.functional_call(net.fc, {"weight": torch.zeros(4, 4)}, (x,)), fc=nn.Linear(4, 4)
     )
@@ -154,7 +154,7 @@ def test_functional_call() -> None:
 
 
 def test_lazy_modules() -> None:
-    """A lazy module that gets its shape during the capture is recorded as the module that it becomes."""
+    """A lazy module that is initialized during the capture is recorded as the class that it becomes."""
     graph = capture_graph(nn.Sequential(nn.LazyLinear(3), nn.ReLU()), X)
     shape = (TensorMeta((2, 3), "float32"),)
     assert [(node.name, node.type_name, node.parameters, node.outputs) for node in graph.module_calls()] == [
@@ -164,16 +164,16 @@ def test_lazy_modules() -> None:
     assert only(graph, "0.weight").outputs == (TensorMeta((3, 4), "float32"),)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are in use all the same
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are still in use
 def test_scripted_module() -> None:
-    """A scripted part, which nobody can look into, joins what goes in with what comes out."""
+    """A scripted submodule, which cannot be inspected, connects its inputs to its outputs."""
     net = Net(lambda net, x: net.part(x.exp()).cos(), part=torch.jit.script(nn.ReLU()))
     graph = capture_graph(net, X)
     assert reaches(graph, "exp", "cos")
 
 
 def test_computation_outside_of_torch() -> None:
-    """A module that computes where torch does not see it joins what goes in with what comes out."""
+    """A module that computes outside of torch connects its inputs to its outputs."""
 
     class Foreign(torch.autograd.Function):
         @staticmethod
@@ -189,9 +189,9 @@ def test_computation_outside_of_torch() -> None:
     assert reaches(capture_graph(net, X), "exp", "cos")
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch says so of each of them
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # raised for each of them
 def test_nested_tensors() -> None:
-    """A nested tensor, which has no shape in the usual sense, is followed like others."""
+    """A nested tensor, which has no regular shape, is tracked like others."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         return torch.nested.nested_tensor([x, x[:1]]).cos().relu()
@@ -202,7 +202,7 @@ def test_nested_tensors() -> None:
 
 @pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_mkldnn], ids=["sparse", "mkldnn"])
 def test_tensors_without_a_storage(convert: Any) -> None:
-    """A tensor whose memory cannot be known is followed as an object."""
+    """A tensor without storage is tracked as an object."""
     assert outline(capture_graph(Net(lambda _, x: convert(x).to_dense().exp()), X)) == text(
         f"""
         input
@@ -214,7 +214,7 @@ def test_tensors_without_a_storage(convert: Any) -> None:
 
 
 def test_meta_tensors() -> None:
-    """A model on the meta device is recorded with the shapes that it would give."""
+    """A model on the meta device is recorded with the shapes of its outputs."""
     with torch.device("meta"):
         graph = capture_graph(nn.Sequential(nn.Linear(4, 3)), torch.empty(2, 4))
     assert outline(graph) == "input\n0: Linear\n  linear <- input"

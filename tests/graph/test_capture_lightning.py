@@ -1,4 +1,4 @@
-"""What is recorded of a training step that Lightning runs: its scopes, and the steps of its optimisers."""
+"""The graph of a training step run by Lightning: its scopes and optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.graph.queries import into_steps
 
 
 class Gan(Classifier):
-    """A GAN by manual optimisation."""
+    """A GAN with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Gan(Classifier):
 
 
 def recorded_fit(model: LightningModule, folder: Path, **options: Any) -> Graph:
-    """The graph of the first step of a real run."""
+    """Return the graph of the first step of a real run."""
     recorder = GraphRecorder(strict=True)
     fit(model, folder, [recorder], **options)
     assert recorder.graph is not None
@@ -52,7 +52,7 @@ def recorded_fit(model: LightningModule, folder: Path, **options: Any) -> Graph:
 
 
 def test_automatic_optimisation(tmp_path: Path) -> None:
-    """The step of a real run has its loss behind the last layer, then the backward pass and the optimiser."""
+    """A real run has the loss after the last layer, then the backward pass and the optimizer step."""
     graph = recorded_fit(Classifier(), tmp_path)
     assert scoped(graph) == text(
         """
@@ -88,7 +88,7 @@ def test_automatic_optimisation(tmp_path: Path) -> None:
 
 
 def test_accumulation(tmp_path: Path) -> None:
-    """Of accumulated batches the first is recorded, after which no step is made."""
+    """The first of several accumulated batches is recorded; it has no optimizer step."""
     graph = recorded_fit(Classifier(), tmp_path, accumulate_grad_batches=2)
     assert into_steps(graph) == []
     assert [graph[edge.source].name for edge in graph.edges if graph[edge.target].kind == "backward"] == [
@@ -97,14 +97,14 @@ def test_accumulation(tmp_path: Path) -> None:
 
 
 class Evaluated(Classifier):
-    """Trained by an optimiser that asks for the loss twice in each step."""
+    """A model whose optimizer evaluates the loss twice in each step."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), max_iter=2)
 
 
 def test_two_evaluations(tmp_path: Path) -> None:
-    """Both evaluations that LBFGS asks Lightning for are parts of the step."""
+    """Both evaluations of an LBFGS step under Lightning are parts of the step."""
     graph = recorded_fit(Evaluated(), tmp_path)
     assert [(node.call, node.scope) for node in graph.nodes if node.name == "head"] == [
         (1, "training_step"),
@@ -114,7 +114,7 @@ def test_two_evaluations(tmp_path: Path) -> None:
 
 
 def test_manual_optimisation(tmp_path: Path) -> None:
-    """Both parts of a GAN's step are there with their optimisers, under Lightning's own wrappers of these."""
+    """Both parts of a GAN's step are recorded with their optimizers, which Lightning wraps."""
     graph = recorded_fit(Gan(), tmp_path)
     assert into_steps(graph) == ["SGD <- sub", "Adam <- neg"]
     scopes = [(node.name, node.scope) for node in graph.nodes if node.kind in ("op", "backward", "optimizer")]

@@ -1,4 +1,4 @@
-"""Models as people train them: those of transformers, with their options for training on."""
+"""Models of transformers as they are trained, with their training options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     make: Callable[[], nn.Module]
     batch: Mapping[str, Any]
     calls: Mapping[str, int]
-    """How often modules of some classes are called in one forward pass."""
+    """The number of calls per module class in one forward pass."""
 
 
 def _gpt2() -> nn.Module:
@@ -61,7 +61,7 @@ def _bert() -> nn.Module:
 
 
 def _t5() -> nn.Module:
-    config: Any = hf.T5Config  # which takes more than it declares
+    config: Any = hf.T5Config  # takes more than it declares
     return hf.T5ForConditionalGeneration(
         config(
             vocab_size=20,
@@ -103,7 +103,7 @@ def _checkpointed_gpt2() -> nn.Module:
 
 
 def _made(model: str, **options: Any) -> nn.Module:
-    """A model by its class, with the configuration that belongs to it."""
+    """Return a model by its class, with the matching configuration."""
     kind: Any = getattr(hf, model)
     made: nn.Module = kind(kind.config_class(**options))
     return made
@@ -117,7 +117,7 @@ def _clip() -> nn.Module:
 
 
 def _detr() -> nn.Module:
-    config: Any = hf.ResNetConfig  # which takes more than it declares
+    config: Any = hf.ResNetConfig  # takes more than it declares
     backbone = config(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", out_features=["stage2"])
     options = {**TINY_PAIR, "num_queries": 3, "num_labels": 2, "backbone_config": backbone, "use_timm_backbone": False}
     for key in ("vocab_size", "pad_token_id", "decoder_start_token_id", "bos_token_id", "eos_token_id"):
@@ -128,16 +128,16 @@ def _detr() -> nn.Module:
 WORDS = {"input_ids": TOKENS, "labels": TOKENS.clone()}
 LABELLED = {"pixel_values": PICTURES, "labels": torch.tensor([0, 1])}
 CASES = {
-    # Two layer norms per block and one at the end, and so on.
+    # Two layer norms per block and one at the end; the other numbers are derived in the same way.
     "GPT-2": Case(_gpt2, WORDS, {"GPT2Block": 3, "Conv1D": 12, "LayerNorm": 7, "Embedding": 2}),
     "GPT-2, checkpointed": Case(_checkpointed_gpt2, WORDS, {"GPT2Block": 3, "Conv1D": 12, "LayerNorm": 7}),
     # Six linear layers per block, one before and one in the decoder.
     "BERT": Case(_bert, WORDS, {"BertLayer": 3, "Linear": 20, "Embedding": 3}),
-    # Encoder blocks have four projections and two in the feed-forward part, decoder blocks eight and two.
+    # Encoder blocks have four projections and two linear layers in the feed-forward part, decoder blocks eight and two.
     "T5": Case(_t5, WORDS, {"T5Block": 4, "Linear": 33}),
     # Six linear layers per block and the classifier.
     "ViT": Case(_vit, LABELLED, {"ViTLayer": 3, "Linear": 19, "Conv2d": 1}),
-    # The stem, two per block, and a shortcut where the number of channels or the resolution changes.
+    # The stem, two per block, and a shortcut for each change of channels or resolution.
     "ResNet": Case(_resnet, LABELLED, {"ResNetBasicLayer": 3, "Linear": 1}),
     # Four projections and three of the gated feed-forward part per block, and the head.
     "Llama": Case(
@@ -145,7 +145,7 @@ CASES = {
         WORDS,
         {"LlamaDecoderLayer": 2, "Linear": 15, "LlamaRMSNorm": 5},
     ),
-    # A mixture of experts, of which each word takes two.
+    # A mixture of experts; each token uses two.
     "Mixtral": Case(
         partial(_made, "MixtralForCausalLM", **TINY, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2),
         WORDS,
@@ -162,7 +162,7 @@ CASES = {
         WORDS,
         {"RobertaLayer": 2, "Linear": 14, "Embedding": 3},
     ),
-    # One layer, three times, each with six linear layers; one before it and two in the head.
+    # One layer, called three times with six linear layers each; one before it and two in the head.
     "ALBERT": Case(
         partial(_made, "AlbertForMaskedLM", **{**TINY, "num_hidden_layers": 3}, embedding_size=4),
         WORDS,
@@ -238,7 +238,7 @@ CASES = {
         LABELLED,
         {"SwinLayer": 3, "Linear": 20, "Conv2d": 1},
     ),
-    # The loop over time is written out where there is no kernel for it.
+    # Without the CUDA kernel, the loop over time is unrolled.
     "Mamba": Case(
         partial(_made, "MambaForCausalLM", vocab_size=20, hidden_size=8, state_size=4, num_hidden_layers=2),
         WORDS,
@@ -268,11 +268,11 @@ def _step(model: nn.Module, batch: Mapping[str, Any], *, captured: bool) -> tupl
     return {"loss": loss.detach(), **gradients}, recording.graph() if recording else None
 
 
-# The new name of the method is not known to older releases of transformers.
+# Older releases of transformers do not have the new name of the method.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_transformers_model(case: Case) -> None:
-    """A model of transformers is recorded call by call, from its batch to its loss, and trains as without a capture."""
+    """A model of transformers is recorded call by call, from batch to loss, and trains as without a capture."""
     torch.manual_seed(0)
     model = case.make()
     expected, _ = _step(model, case.batch, captured=False)
@@ -285,7 +285,7 @@ def test_transformers_model(case: Case) -> None:
     (backward,) = (node for node in graph.nodes if node.kind == "backward")
     leading = sources_of(graph, backward.id)
     inputs = [node.id for node in graph.nodes if node.kind == "input"]
-    # What is given twice is one input.
+    # An argument that is given twice is one input.
     assert len(inputs) == len({id(tensor) for _, tensor in iter_tensors(case.batch)})
     assert set(inputs) <= leading
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -294,7 +294,7 @@ def test_transformers_model(case: Case) -> None:
 
 
 def _around(graph: Graph, node: int) -> str:
-    """The name of the call that a node lies in."""
+    """Return the name of the call that contains a node."""
     return next(graph.ancestors(graph[node])).name
 
 
@@ -305,13 +305,13 @@ def _generate(net: Any, tokens: Tensor) -> Any:
 
 
 def test_key_value_cache() -> None:
-    """Of a step of decoding, the keys and values of each layer go into the next one through the cache, and no more."""
+    """Between two decoding steps only the keys and values of each layer are passed on, through the cache."""
     model = Net(_generate, model=_gpt2()).eval()
     with torch.no_grad():
         graph = capture_graph(model, TOKENS)
 
     def step(node: Node) -> int:
-        """Which call of the model it lies in, 0 for none."""
+        """Return the number of the enclosing call of the model, 0 if there is none."""
         return next((each.call for each in graph.ancestors(node) if each.name == "model"), 0)
 
     between = Counter(

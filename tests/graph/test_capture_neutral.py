@@ -1,4 +1,4 @@
-"""What a capture leaves as it was: values, gradients, random numbers, hooks, modes and memory."""
+"""A capture has no side effects on values, gradients, random numbers, hooks, modes and memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _train(model: nn.Module, *, captured: bool) -> dict[str, Any]:
-    """Everything that two training steps leave behind."""
+    """Return all results and state of two training steps."""
     torch.manual_seed(3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     x = X.clone().requires_grad_()
@@ -84,11 +84,11 @@ def _assert_bitwise_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert same, name
 
 
-# The layers say themselves that this configuration has no nested-tensor fast path.
+# The layers warn that this configuration has no nested-tensor fast path.
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_training_is_the_same_to_the_bit(make: Callable[[], nn.Module]) -> None:
-    """Outputs, gradients, parameters, buffers, train flags and random state are those of a run without a capture."""
+    """Outputs, gradients, parameters, buffers, train flags and random state are bitwise equal without a capture."""
     torch.manual_seed(0)
     model = make()
     _assert_bitwise_equal(_train(copy.deepcopy(model), captured=True), _train(copy.deepcopy(model), captured=False))
@@ -110,10 +110,10 @@ def test_training_is_the_same_to_the_bit(make: Callable[[], nn.Module]) -> None:
     ],
     ids=["encoder", "layer", "attention", "encoder inside"],
 )
-# torch says so itself of the nested tensors inside its fast path.
+# torch warns about the nested tensors inside its fast path.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_fused_inference_is_the_same_to_the_bit(make: Callable[[nn.Module], nn.Module], padded: bool) -> None:
-    """A frozen transformer in eval mode keeps the fused code that torch has for it."""
+    """A frozen transformer in eval mode keeps torch's fused code path."""
     torch.manual_seed(0)
     model = make(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)).eval()
     x = torch.randn(3, 5, 16)
@@ -126,7 +126,7 @@ def test_fused_inference_is_the_same_to_the_bit(make: Callable[[nn.Module], nn.M
 
 
 def test_state_dict_keys_stay() -> None:
-    """While a capture is on the model has no other submodules, parameters or buffers than before."""
+    """During a capture the model has the same submodules, parameters and buffers as before."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     expected = list(model.state_dict()), [name for name, _ in model.named_modules()]
     with GraphCapture(model):
@@ -137,7 +137,7 @@ def test_state_dict_keys_stay() -> None:
 
 
 def _hooks(model: nn.Module) -> int:
-    """How many hooks are on the modules of a model, and on all modules of the process."""
+    """Return the number of hooks on the modules of a model, and of global module hooks."""
     kinds = (
         "forward_hooks",
         "forward_pre_hooks",
@@ -154,7 +154,7 @@ def _modes() -> list[TorchFunctionMode]:
 
 
 def test_nothing_is_left_on_the_model() -> None:
-    """After a capture no hook is on any module and no mode on the thread, and the user's own are there."""
+    """After a capture no hook of it is on any module and no mode is on the thread; those of the user remain."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model[0].register_forward_hook(lambda *_: None)
     before = _hooks(model)
@@ -163,7 +163,7 @@ def test_nothing_is_left_on_the_model() -> None:
 
 
 def test_nothing_is_recorded_afterwards() -> None:
-    """The graph of a capture that was left does not grow any more."""
+    """The graph does not grow after its capture was left."""
     model = nn.Sequential(nn.Linear(4, 4))
     with GraphCapture(model, X) as recording:
         model(X)
@@ -173,7 +173,7 @@ def test_nothing_is_recorded_afterwards() -> None:
 
 
 def test_a_stopped_capture_sees_nothing() -> None:
-    """After ``stop`` nothing is recorded, though the context is still entered."""
+    """After ``stop`` nothing is recorded, even inside the context."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with GraphCapture(model, X) as recording:
         hidden = model[0](X)
@@ -183,7 +183,7 @@ def test_a_stopped_capture_sees_nothing() -> None:
 
 
 def test_a_model_that_raises() -> None:
-    """The model's own error passes through, nothing stays on, and the graph is there, with what failed marked."""
+    """The model's own error propagates, all hooks are removed, and the graph has the failed nodes marked."""
 
     def fail(_: Net, x: Tensor) -> Tensor:
         raise ArithmeticError(f"no {x.exp().shape}")
@@ -204,7 +204,7 @@ def test_a_model_that_raises() -> None:
 
 
 def test_an_error_that_the_model_catches() -> None:
-    """A call that failed and was caught is left again: what follows is not inside it."""
+    """A call whose error is caught is closed: later nodes are not inside it."""
 
     def fail(_: Net, x: Tensor) -> Tensor:
         raise ArithmeticError(str(x.exp().shape))
@@ -230,7 +230,7 @@ def test_an_error_that_the_model_catches() -> None:
 
 
 def test_an_error_in_a_hook_of_the_user() -> None:
-    """A call whose hook raised is left together with the call around it."""
+    """A call whose hook raised is closed together with the call around it."""
 
     def refuse(*_: Any) -> None:
         raise ArithmeticError
@@ -247,7 +247,7 @@ def test_an_error_in_a_hook_of_the_user() -> None:
 
 
 def test_an_error_in_fused_code() -> None:
-    """When fused code fails and the model goes on without it, so does the recording."""
+    """If fused code fails and the model continues without it, the recording continues as well."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         with contextlib.suppress(AssertionError, RuntimeError):
@@ -262,9 +262,9 @@ def test_an_error_in_fused_code() -> None:
     assert (_hooks(model), _modes()) == (0, [])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are in use all the same
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are still in use
 def test_a_model_that_takes_no_hooks() -> None:
-    """A scripted part, which takes no hooks of its own, neither ends the capture nor leaves any behind."""
+    """A scripted submodule, which takes no hooks, neither stops the capture nor leaves hooks behind."""
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()), nn.Linear(4, 4))
     try:
         graph = capture_graph(model, X)
@@ -274,7 +274,7 @@ def test_a_model_that_takes_no_hooks() -> None:
 
 
 def test_a_copy_is_not_recorded() -> None:
-    """A copy that is made of the model during a capture, as for an average of its weights, is another model."""
+    """A copy of the model made during a capture, such as for weight averaging, is not recorded."""
     model = nn.Sequential(nn.Linear(4, 4))
     with GraphCapture(model, X) as recording:
         twin = copy.deepcopy(model)
@@ -284,7 +284,7 @@ def test_a_copy_is_not_recorded() -> None:
 
 
 def test_a_copy_keeps_nothing_alive() -> None:
-    """A copy that was made during a capture has no hook of it, and does not keep it in memory."""
+    """A copy made during a capture has no hooks of the capture and does not keep it alive."""
     model = nn.Sequential(nn.Linear(4, 4))
     with GraphCapture(model, X) as recording:
         twin = copy.deepcopy(model)
@@ -296,7 +296,7 @@ def test_a_copy_keeps_nothing_alive() -> None:
 
 
 def test_a_model_can_be_pickled_during_a_capture() -> None:
-    """A model that is saved as a whole during a capture comes back without anything of it."""
+    """A model that is pickled during a capture is loaded without any part of the capture."""
     model = nn.Sequential(nn.Linear(4, 4))
     file = io.BytesIO()
     with GraphCapture(model, X):
@@ -310,7 +310,7 @@ def test_a_model_can_be_pickled_during_a_capture() -> None:
 
 
 def test_no_tensor_is_kept() -> None:
-    """Every tensor of the step dies as it would without the capture, during it and after it."""
+    """Tensors of a step are freed as without the capture, during it and after it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     seen: list[weakref.ref[Any]] = []
     for module in model:
@@ -329,17 +329,17 @@ def test_no_tensor_is_kept() -> None:
 
 
 def test_a_reused_id_is_another_tensor() -> None:
-    """A tensor that got the id of a dead one is not mistaken for it."""
+    """A tensor that reuses the id of a freed one is not mistaken for it."""
     array = torch.randn(3, 4, 4).numpy()
 
     def forward(net: Net, x: Tensor) -> Tensor:
         kept = []
         for _round in range(1000):
             dead = id(x.exp())
-            kept.append(torch.from_numpy(array))  # which is not seen: it takes no tensor
+            kept.append(torch.from_numpy(array))  # not observed: it takes no tensor
             if id(kept[-1]) == dead:
                 return kept[-1].cos()
-        # Nothing to show where no object gets the id of a dead one, as in a Python with another allocator.
+        # There is nothing to test if ids are not reused, as in a Python with another allocator.
         pytest.skip("this Python gives every tensor an id of its own")
 
     graph = capture_graph(Net(forward), X)
@@ -347,7 +347,7 @@ def test_a_reused_id_is_another_tensor() -> None:
     assert graph[edge.source].kind == "tensor"
 
 
-# Faults of the recorder.
+# Errors of the recorder.
 
 
 class _Unreadable(UserDict[str, Tensor]):
@@ -358,7 +358,7 @@ class _Unreadable(UserDict[str, Tensor]):
 
 
 def test_an_error_of_the_recording_becomes_one_warning() -> None:
-    """When recording fails the model goes on, one warning says so, and the graph has what was seen before."""
+    """If recording fails, the model continues, one warning is issued, and the graph holds the nodes recorded before."""
     odd = Net(lambda _, x: _Unreadable(out=x.exp()))
     model = Net(lambda net, x: net.odd(net.odd(net.fc(x))["out"])["out"], fc=nn.Linear(4, 4), odd=odd)
     expected = model(X)
@@ -384,7 +384,7 @@ def test_an_error_of_the_recording_becomes_one_warning() -> None:
 
 
 class _Private(Tensor):
-    """A tensor that lets nobody ask anything but its cosine."""
+    """A tensor that refuses every function except its cosine."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -394,7 +394,7 @@ class _Private(Tensor):
 
 
 def test_a_tensor_that_answers_nothing() -> None:
-    """A tensor class that refuses to tell its shape or version costs at most a warning, never the model's run."""
+    """A tensor class that refuses access to its shape or version causes at most a warning; the model never fails."""
     private = X.as_subclass(_Private)
     model = Net(lambda _, x: private.cos())
     with warnings.catch_warnings():

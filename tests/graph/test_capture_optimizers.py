@@ -1,4 +1,4 @@
-"""Which backward passes a step of an optimiser uses."""
+"""The backward passes that an optimizer step uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.graph.queries import into_steps
 
 
 def _two(first: Any, second: Any) -> Callable[[Any, Tensor], None]:
-    """A step with an optimiser for each of two layers."""
+    """Return a step with one optimizer for each of two layers."""
 
     def step(net: Any, x: Tensor) -> None:
         optimizers = torch.optim.SGD(net.one.parameters()), torch.optim.Adam(net.other.parameters())
@@ -69,13 +69,13 @@ def _two(first: Any, second: Any) -> Callable[[Any, Tensor], None]:
     ],
 )
 def test_two_optimizers(first: Any, second: Any, expected: list[str]) -> None:
-    """A step uses the backward passes whose gradients arrive at the parameters of its optimiser."""
+    """A step uses the backward passes whose gradients reach the parameters of its optimizer."""
     graph = record_step(Net(lambda _: None, one=linear(), other=linear()), _two(first, second))
     assert into_steps(graph) == expected
 
 
 def test_one_step_after_two_backward_passes() -> None:
-    """A step uses all gradients since the last step of the same optimiser, and none from before."""
+    """A step uses all gradients since the last step of the same optimizer, and none from before."""
 
     def step(net: Any, x: Tensor) -> None:
         optimizer = torch.optim.SGD(net.parameters())
@@ -90,7 +90,7 @@ def test_one_step_after_two_backward_passes() -> None:
 
 
 def test_a_step_that_no_gradient_was_seen_for() -> None:
-    """A step for whose parameters no backward pass was seen stands behind the last one there was, if any."""
+    """A step without an observed backward pass for its parameters follows the last backward pass, if there is one."""
 
     def step(net: Any, x: Tensor) -> None:
         optimizer = torch.optim.SGD(net.unused.parameters())

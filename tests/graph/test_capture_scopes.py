@@ -1,4 +1,4 @@
-"""Which part of a training step each node belongs to."""
+"""The scopes of the nodes of a training step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Model(nn.Module):
 
 
 def test_a_recording_without_a_backward_pass() -> None:
-    """Where nothing is differentiated no node has a scope."""
+    """Without a backward pass no node has a scope."""
     graph = record_step(Model(), lambda net, x: net.net(x).sum())
     assert [node.scope for node in graph.nodes] == [""] * len(graph.nodes)
     assert graph.scope == "training_step"
 
 
 def test_loss_that_is_a_module() -> None:
-    """A criterion without parameters, between the last layer and the backward pass, is the loss, with what it holds."""
+    """A criterion without parameters between the last layer and the backward pass is the loss, with its contents."""
 
     def step(net: Any, x: Tensor) -> None:
         net.criterion(net.net(x), net.classes).backward()
@@ -62,7 +62,7 @@ def test_loss_that_is_a_module() -> None:
 
 
 def test_loss_of_several_parts() -> None:
-    """All functions between the last layer and the backward pass are the loss, not its targets."""
+    """All functions between the last layer and the backward pass are in the loss; its targets are not."""
 
     def step(net: Any, x: Tensor) -> None:
         out = net.fc(x)
@@ -88,7 +88,7 @@ def test_loss_of_several_parts() -> None:
 
 
 def test_layer_of_the_model_itself() -> None:
-    """A function that takes a parameter of the model itself is a layer, and no loss."""
+    """A function that takes a parameter of the model itself is a layer and not part of the loss."""
 
     def step(net: Any, x: Tensor) -> None:
         net(x).square().sum().backward()
@@ -108,7 +108,7 @@ def test_layer_of_the_model_itself() -> None:
 
 
 def test_parameters_in_the_loss() -> None:
-    """A penalty on parameters, and a parameter that scales a loss, make no layer of it."""
+    """A penalty on parameters and a parameter that scales a loss are part of the loss."""
 
     def step(net: Any, x: Tensor) -> None:
         loss = net.scale * net.fc(x).mean()
@@ -135,7 +135,7 @@ def test_parameters_in_the_loss() -> None:
 
 
 def test_criterion_with_weights() -> None:
-    """A criterion that holds the weights of the classes is the loss with them."""
+    """A criterion with class weights is part of the loss, together with the weights."""
     criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 1.0, 1.0]))
 
     def step(net: Any, x: Tensor) -> None:
@@ -151,7 +151,7 @@ def test_criterion_with_weights() -> None:
 
 
 def test_loss_with_layers_in_it() -> None:
-    """A loss that is computed by a network of its own begins behind the last layer of that."""
+    """A loss that is computed by a network starts after the last layer of that network."""
 
     def step(net: Any, x: Tensor) -> None:
         F.mse_loss(net.judge(net.made(x).exp()), net.judge(x).detach()).backward()
@@ -178,7 +178,7 @@ def test_loss_with_layers_in_it() -> None:
 
 
 def test_metrics() -> None:
-    """What is computed of the output and leads to no backward pass is no loss, nor is what comes after the last one."""
+    """Metrics that lead to no backward pass, and nodes after the last backward pass, are not part of the loss."""
 
     def step(net: Any, x: Tensor) -> None:
         out = net.fc(x)
@@ -208,7 +208,7 @@ def test_metrics() -> None:
 
 
 def test_two_backward_passes_over_one_forward_pass() -> None:
-    """What is computed between two backward passes is the second part of the step, though it has no layer."""
+    """Nodes between two backward passes are the second part of the step, even without a layer."""
 
     def step(net: Any, x: Tensor) -> None:
         out = net.fc(x)
@@ -235,7 +235,7 @@ def test_two_backward_passes_over_one_forward_pass() -> None:
 
 
 def test_two_losses_before_two_backward_passes() -> None:
-    """Losses that are all computed before the first backward pass are of one part."""
+    """Losses that are all computed before the first backward pass are in one part."""
 
     def step(net: Any, x: Tensor) -> None:
         out = net.fc(x)
@@ -261,7 +261,7 @@ def test_two_losses_before_two_backward_passes() -> None:
 
 
 def test_gan_step_by_hand() -> None:
-    """Each part of a step ends with that of its optimiser; the fake batch of the first one is used in the second."""
+    """Each part of a step ends with its optimizer step; the second part uses the fake batch of the first."""
 
     def step(net: Any, x: Tensor) -> None:
         of_critic, of_generator = (torch.optim.SGD(part.parameters()) for part in (net.critic, net.generator))
@@ -306,7 +306,7 @@ def test_gan_step_by_hand() -> None:
 
 
 def test_evaluations_of_lbfgs() -> None:
-    """Each evaluation that LBFGS asks for is a part of the step, and its one step uses all of their gradients."""
+    """Each evaluation by LBFGS is a part of the step, and its single step uses all of their gradients."""
 
     def step(net: Any, x: Tensor) -> None:
         optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)

@@ -1,4 +1,4 @@
-"""What is recorded of a training step around the model, and in whose company."""
+"""The graph of a training step around the model, and interaction with other code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.graph.queries import only
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 def test_without_gradients(mode: Any) -> None:
-    """But for what autograd makes for it, the graph does not depend on whether gradients are recorded."""
+    """Except for the autograd types, the graph does not depend on the grad mode."""
     net = nn.Sequential(linear(), nn.ReLU(inplace=True), linear())
     expected = capture_graph(net, X)
     bare = replace(expected, nodes=tuple(replace(node, autograd=()) for node in expected.nodes))
@@ -37,7 +37,7 @@ def test_without_gradients(mode: Any) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_checkpoint(reentrant: bool) -> None:
-    """What a checkpoint computes a second time, during the backward pass, is recorded once."""
+    """The recomputation of a checkpoint during the backward pass is not recorded."""
     net = Net(
         lambda net, x: checkpoint(net.block, x, use_reentrant=reentrant).sum(),
         block=nn.Sequential(linear(), nn.ReLU()),
@@ -60,7 +60,7 @@ def test_checkpoint(reentrant: bool) -> None:
 
 
 def test_gradient_inside_the_forward_pass() -> None:
-    """A gradient that the model itself takes is a function of what is differentiated and by what."""
+    """A gradient computed in the forward pass has edges from the differentiated tensor and from the inputs."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         score: Tensor = net.fc(x).sum()
@@ -87,7 +87,7 @@ def test_gradient_inside_the_forward_pass() -> None:
 
 
 def test_vmap() -> None:
-    """A call under ``vmap`` is recorded, though its tensors are wrapped."""
+    """Calls under ``vmap`` are recorded, although their tensors are wrapped."""
     graph = capture_graph(Net(lambda net, x: torch.func.vmap(net.fc)(x), fc=linear()), X)
     assert [node.name for node in graph.nodes if node.kind == "op"] == ["linear"]
     assert only(graph, "linear").parent == only(graph, "fc").id
@@ -97,7 +97,7 @@ def test_vmap() -> None:
 
 
 def test_backward_is_a_node_behind_the_loss() -> None:
-    """The start of a backward pass is a node of the root, which the loss goes into."""
+    """The start of a backward pass is a node of the root with an edge from the loss."""
     net = nn.Sequential(linear(4, 1))
     with GraphCapture(net, X, scope="training_step") as recording:
         F.mse_loss(net(X), torch.zeros(2, 1)).backward()
@@ -120,7 +120,7 @@ def test_backward_is_a_node_behind_the_loss() -> None:
 
 
 def test_backward_inside_a_module() -> None:
-    """A backward pass that a module starts itself is a node of the root all the same."""
+    """A backward pass that a module starts is a node of the root as well."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         net.fc(x).sum().backward()
@@ -141,7 +141,7 @@ def test_backward_inside_a_module() -> None:
 
 
 def test_backward_of_several_losses() -> None:
-    """Several losses go into one backward pass."""
+    """A backward pass may have several losses."""
     net = nn.Sequential(linear())
     with GraphCapture(net, X) as recording:
         out = net(X)
@@ -153,7 +153,7 @@ def test_backward_of_several_losses() -> None:
     "optimizer_class", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop], ids=lambda each: each.__name__
 )
 def test_step_of_an_optimizer(optimizer_class: Any) -> None:
-    """A step is one node behind the backward pass; what it and gradient clipping do to parameters is not recorded."""
+    """A step is one node after the backward pass; its writes to parameters and gradient clipping are not recorded."""
     net = nn.Sequential(linear(4, 1))
     optimizer = optimizer_class(net.parameters(), lr=0.1)
     with GraphCapture(net, X) as recording:
@@ -174,7 +174,7 @@ def test_step_of_an_optimizer(optimizer_class: Any) -> None:
 
 
 def test_closure_of_an_optimizer_is_recorded() -> None:
-    """Each evaluation that LBFGS asks for is recorded, and nothing that it computes itself."""
+    """Each evaluation by LBFGS is recorded, but none of its own computations."""
     net = nn.Sequential(linear(4, 1))
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
 
@@ -205,7 +205,7 @@ def test_closure_of_an_optimizer_is_recorded() -> None:
 
 
 def test_gan_step() -> None:
-    """Two forward and two backward passes of one step are all there, the fake batch shared between them."""
+    """The two forward and two backward passes of a step are recorded, and they share the fake batch."""
     net = nn.ModuleDict({"generator": linear(), "critic": linear(4, 1)})
     generator, critic = net["generator"], net["critic"]
     steps = {name: torch.optim.SGD(part.parameters(), lr=0.1) for name, part in net.items()}
@@ -244,7 +244,7 @@ def test_gan_step() -> None:
 
 
 def test_loss_scale_is_not_recorded() -> None:
-    """The factor of a gradient scaler does not stand between the loss and its backward pass."""
+    """The factor of a gradient scaler is not recorded between the loss and its backward pass."""
     net = nn.Sequential(linear(4, 1))
     scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -265,7 +265,7 @@ def test_loss_scale_is_not_recorded() -> None:
 
 
 def test_arithmetic_of_the_trainer_is_not_recorded() -> None:
-    """What code of Lightning computes with the loss passes through it unseen."""
+    """Computations of Lightning on the loss are not recorded."""
     trainer: dict[str, Any] = {"__name__": "lightning.pytorch.loops.optimization"}
     exec("def normalize(loss): return loss / 4", trainer)
     net = nn.Sequential(linear(4, 1))
@@ -275,18 +275,18 @@ def test_arithmetic_of_the_trainer_is_not_recorded() -> None:
 
 
 def test_models_that_trainers_ship_are_recorded() -> None:
-    """A model is recorded though its code is part of Lightning or of torch's averaging."""
+    """A model is recorded even if its code is part of Lightning or of torch's weight averaging."""
     boring = "input\nlayer: Linear\n  linear <- input"
     assert outline(capture_graph(BoringModel(), torch.ones(2, 32))) == boring
     averaged = torch.optim.swa_utils.AveragedModel(linear())
     assert outline(capture_graph(averaged, X)) == "input\nmodule: Linear\n  linear <- input"
 
 
-# Who else is around.
+# Other code in the same step.
 
 
 def test_recorders_are_not_recorded() -> None:
-    """Statistics that are computed in hooks on the same step are no part of the graph."""
+    """Statistics computed in hooks on the same step are not part of the graph."""
     net = nn.Sequential(linear(), nn.ReLU(), linear(4, 1))
     with GraphCapture(net, X) as alone:
         net(X).sum().backward()
@@ -302,7 +302,7 @@ def test_recorders_are_not_recorded() -> None:
 
 
 def test_unrecorded() -> None:
-    """Nothing is recorded inside ``unrecorded``, neither functions nor module calls."""
+    """Inside ``unrecorded``, neither functions nor module calls are recorded."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         with unrecorded():
@@ -313,7 +313,7 @@ def test_unrecorded() -> None:
 
 
 def test_other_threads_are_not_recorded() -> None:
-    """Only the thread that entered the capture is recorded, though another one calls the same modules."""
+    """Only the thread that entered the capture is recorded, even if another thread calls the same modules."""
     net = nn.Sequential(linear())
     with GraphCapture(net, X) as recording:
         other = threading.Thread(target=net, args=(X,))
@@ -324,7 +324,7 @@ def test_other_threads_are_not_recorded() -> None:
 
 
 def test_models_of_others() -> None:
-    """A model that is no part of this one is a call under the name of its class, with all that it holds."""
+    """A module that is not part of the model is a call named by its class, with its contents."""
     other = nn.Sequential(linear(), nn.ReLU())
     net = Net(lambda net, x: net.fc(x) + other(x) + nn.Sequential(nn.Tanh())(x), fc=linear())
     assert outline(capture_graph(net, X), model_tensors=True) == text(
@@ -351,7 +351,7 @@ def test_models_of_others() -> None:
 
 
 def test_two_captures_at_once() -> None:
-    """Captures inside each other see the same and do not see each other."""
+    """Nested captures record the same graph and do not record each other."""
     net = nn.Sequential(linear(), nn.ReLU())
     with GraphCapture(net, X) as outer, GraphCapture(net, X) as inner:
         net(X)
@@ -360,7 +360,7 @@ def test_two_captures_at_once() -> None:
 
 
 def test_other_function_modes_keep_working() -> None:
-    """A function mode of the user's stays in force inside a capture, and one entered there is recorded in."""
+    """A function mode around a capture stays active, and calls inside a mode that is entered later are recorded."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         with torch.device("cpu"):
@@ -375,7 +375,7 @@ def test_other_function_modes_keep_working() -> None:
 
 
 def test_capture_of_a_compiled_model() -> None:
-    """A compiled part is recorded whether or not it was compiled before, under its own name."""
+    """A compiled submodule is recorded under its own name, whether or not it was compiled before."""
     part: Any = torch.compile(nn.Sequential(linear(), nn.ReLU()), backend="eager")
     net = nn.Sequential(part)
     net(X)
@@ -394,7 +394,7 @@ def test_capture_of_a_compiled_model() -> None:
 
 
 def test_the_same_net_twice_gives_the_same_graph() -> None:
-    """Recording is deterministic, and a first capture leaves nothing behind that changes a second."""
+    """Recording is deterministic, and one capture does not affect the next."""
     net = nn.Sequential(linear(), nn.Dropout(), nn.BatchNorm1d(4), nn.LSTM(4, 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""What is recorded of models that are wrapped for training on several devices."""
+"""The graphs of models that are wrapped for training on several devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.graph.outline import outline, text
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
-    """A group of this process alone, which needs no network."""
+    """A process group of this process only, which needs no network."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -33,7 +33,7 @@ def _layers() -> nn.Module:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_distributed_model(options: dict[str, Any]) -> None:
-    """A training step of a distributed model is that of the model inside, without what the wrapper does around it."""
+    """A training step of a distributed model is that of the wrapped model, without the work of the wrapper."""
     net = DistributedDataParallel(_layers(), **options)
     optimizer = torch.optim.SGD(net.parameters())
     with GraphCapture(net, X, scope="training_step") as recording:
@@ -58,7 +58,7 @@ def test_distributed_model(options: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_distributed_part() -> None:
-    """A part that is wrapped on its own lies in the call of its wrapper, and joins the rest."""
+    """A submodule with its own wrapper is inside the call of the wrapper and connected to the rest."""
     net = Net(lambda net, x: net.part(x.exp()).tanh(), part=DistributedDataParallel(_layers()))
     assert outline(capture_graph(net, X)) == text(
         """
@@ -77,7 +77,7 @@ def test_distributed_part() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_distributed_model_has_the_graph_of_the_model() -> None:
-    """Wrapped or not, a model has the same graph, down to its structural hash."""
+    """A wrapped model has the same graph and structural hash as the model itself."""
     layers = _layers()
     expected = capture_graph(layers, X)
     wrapped = capture_graph(DistributedDataParallel(layers), X)

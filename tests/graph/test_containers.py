@@ -1,4 +1,4 @@
-"""Many tensors of one container as one node, and what a reader of such pictures expects."""
+"""Many tensors of one container as one node, and checks of the drawing functions for such graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _cached(_: Any, x: Tensor) -> dict[str, Any]:
 
 
 def test_a_cache_is_one_output() -> None:
-    """More than four outputs of one container are one, with all of their tensors; fewer stay apart."""
+    """More than four outputs of one container become one node with all of their tensors; fewer stay separate."""
     graph = capture_graph(Net(_cached), X)
     view = gather(graph)
     outputs = {node.name: len(node.outputs) for node in view.nodes if node.kind == "output"}
@@ -45,13 +45,13 @@ def test_a_cache_is_one_output() -> None:
 
 
 def test_without_large_containers_nothing_changes() -> None:
-    """A graph with few inputs and outputs stays as it is."""
+    """A graph with few inputs and outputs is unchanged."""
     graph = capture_graph(nn.Sequential(linear()), X)
     assert gather(graph) is graph
 
 
 def test_a_focus_can_be_fitted() -> None:
-    """What goes into a part and comes out of it stays in a view of the part."""
+    """A view of a focused part keeps its inputs and outputs."""
     net = nn.Sequential(linear(), nn.Sequential(nn.ReLU(), linear()), nn.Tanh())
     assert outline(fit(focus(capture_graph(net, X), "1")), outputs=True) == text(
         """
@@ -64,7 +64,7 @@ def test_a_focus_can_be_fitted() -> None:
 
 
 def test_a_graph_can_be_drawn() -> None:
-    """A recorded graph, or a view of one, is drawn like a model."""
+    """A recorded graph, or a view of one, can be drawn like a model."""
     net = nn.Sequential(linear(), nn.Sequential(nn.ReLU()))
     graph = record(net, "mine", input_data=X)
     assert draw(graph, depth=1).view == draw(net, X, graph_name="mine", depth=1).view
@@ -74,14 +74,14 @@ def test_a_graph_can_be_drawn() -> None:
 
 
 def test_a_name_is_no_part_of_the_structure() -> None:
-    """Two graphs that are called differently have one hash."""
+    """Graphs with different names have the same structural hash."""
     one, other = (record(linear(), name, (2, 4)) for name in ("one", "other"))
     assert one.structural_hash() == other.structural_hash()
     assert (one.title, record(linear(), input_shapes=(2, 4)).title) == ("one", "Linear")
 
 
 def test_parameters_of_a_module_that_is_called_many_times_count_once() -> None:
-    """A closed call has the parameters of the modules inside, however often they are called."""
+    """A closed call has the parameters of the modules inside, counted once however often they are called."""
     net = Net(
         lambda net, x: net.inner(x), inner=Net(lambda inner, x: inner.cell(inner.cell(inner.cell(x))), cell=linear())
     )
@@ -90,15 +90,15 @@ def test_parameters_of_a_module_that_is_called_many_times_count_once() -> None:
 
 
 def test_one_name_or_kind_instead_of_several() -> None:
-    """A single name or kind is meant as a whole, and a kind that does not exist is refused."""
+    """A single name or kind is accepted as a string, and an unknown kind is rejected."""
     graph = capture_graph(Net(lambda _, x: x.t().transpose(0, 1).relu()), X)
     assert [node.name for node in hide(graph, "transpose").nodes if node.kind == "op"] == ["t", "relu"]
     assert without(graph, "output") == without(graph, ["output"])
     with pytest.raises(ArgumentError, match=r"there are nodes of the kinds module, op, .*; got 'params'"):
-        without(graph, ["params"])  # type: ignore[list-item]  # that is the point
+        without(graph, ["params"])  # type: ignore[list-item]  # deliberately invalid
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are in use all the same
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are still in use
 def test_a_scripted_model_joins_its_input_with_its_output() -> None:
     """A model that TorchScript runs as a whole is one node between its input and its output."""
     net: Any = torch.jit.script(nn.Sequential(linear(), nn.ReLU()))
@@ -128,7 +128,7 @@ MISTAKEN: Any = {"class": nn.Linear, "function": abs, "model": nn.ReLU(), "style
     ],
 )
 def test_wrong_arguments_are_named(call: Any, told: str) -> None:
-    """What is no model, no graph or no styler is refused by that name."""
+    """The error for an argument that is not a model, graph or styler names the argument."""
     assert issubclass(GraphvizRenderer, BaseRenderer)
     with pytest.raises(ArgumentError, match=told):
         call()

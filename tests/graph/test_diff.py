@@ -1,4 +1,4 @@
-"""What differs between two graphs, by the names that people use."""
+"""The differences between two graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.graph.random_nets import graphs
 
 
 def of(function: Callable[..., Any], **parts: nn.Module) -> Graph:
-    """The graph of a model whose forward pass is the function."""
+    """Return the graph of a model with the given forward pass."""
     return capture_graph(Net(function, **parts), X)
 
 
@@ -40,7 +40,7 @@ def _in_mode(training: bool) -> Graph:
 
 
 def _ending(width: int) -> Graph:
-    """A model whose last layer takes so many numbers of a row, of which there are four."""
+    """Return the graph of a model whose last layer expects ``width`` features, of which there are four."""
     try:
         with torch.no_grad():
             return record(nn.Sequential(linear(), nn.Linear(width, 1)), input_data=X)
@@ -59,7 +59,7 @@ def _difference(x: Tensor, step: int) -> Tensor:
 
 
 def _block() -> nn.Module:
-    """Takes what is to be called last."""
+    """Return a model that takes its last function as an argument."""
     return Net(lambda _, x, last=torch.Tensor.cos: last(x.exp()))
 
 
@@ -235,12 +235,12 @@ PAIRS: dict[str, tuple[Callable[[], Graph], Callable[[], Graph], str]] = {
 
 @pytest.mark.parametrize(("one", "other", "expected"), PAIRS.values(), ids=PAIRS)
 def test_what_differs(one: Callable[[], Graph], other: Callable[[], Graph], expected: str) -> None:
-    """What was added, removed and changed is named by its place, and says what it was and what it is."""
+    """Added, removed and changed nodes are named by their place, and changes show the old and the new value."""
     assert str(diff(one(), other())) == text(expected)
 
 
 def test_equal_graphs() -> None:
-    """Two recordings of the same are no difference, which is false and says so."""
+    """The difference of two equal recordings is falsy, and its text says so."""
     nothing = diff(_rounds(2), _rounds(2))
     assert nothing == GraphDiff((), (), ())
     assert not nothing
@@ -248,7 +248,7 @@ def test_equal_graphs() -> None:
 
 
 def test_where_and_when_makes_no_difference() -> None:
-    """Devices, lines of code and times are of no account, nor the order of calls that do not depend on each other."""
+    """Devices, source lines, times and the order of independent calls make no difference."""
     here, there = (capture_graph(nn.ReLU(), X.to(device)) for device in ("cpu", "meta"))
     assert here.nodes[1].outputs[0].device != there.nodes[1].outputs[0].device
     assert not diff(here, there)
@@ -262,7 +262,7 @@ def test_where_and_when_makes_no_difference() -> None:
 
 
 def test_a_difference_as_data() -> None:
-    """What differs is there as names and aspects, too."""
+    """The differences are also available as names and aspects."""
     one, other, _ = PAIRS["swapped functions"]
     changes = (NodeChange("cos", ("takes: exp -> input",)), NodeChange("output", ("takes: cos -> exp",)))
     assert diff(one(), other()) == GraphDiff(("exp",), ("exp",), changes)
@@ -275,7 +275,7 @@ def _aspects(changes: tuple[NodeChange, ...]) -> list[list[str]]:
 @settings(max_examples=60)
 @given(one=graphs, other=graphs)
 def test_the_other_way_round(one: Graph, other: Graph) -> None:
-    """What one graph has more than the other, the other has less; and what changed one way changed the other way."""
+    """Swapping the graphs swaps the added and removed nodes; the same nodes have changed."""
     there, back = diff(one, other), diff(other, one)
     assert (there.added, there.removed) == (back.removed, back.added)
     assert _aspects(there.changed) == _aspects(back.changed)
@@ -284,7 +284,7 @@ def test_the_other_way_round(one: Graph, other: Graph) -> None:
 @settings(max_examples=60)
 @given(one=graphs, other=graphs)
 def test_nothing_is_lost(one: Graph, other: Graph) -> None:
-    """Without those added and with those removed both have as many nodes; graphs that hold different nodes differ."""
+    """Added and removed nodes account for the numbers of nodes; graphs with different nodes have a difference."""
     found = diff(one, other)
     assert len(one.nodes) - len(found.removed) == len(other.nodes) - len(found.added)
     held = [Counter(replace(node, id=0, parent=0) for node in graph.nodes) for graph in (one, other)]

@@ -1,4 +1,4 @@
-"""The options of ``draw``, and the picture that it gives."""
+"""The options of ``draw`` and the resulting picture."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.graph.test_drawing import residual, small
 
 
 def lines_of(drawing: Drawing, folder: Path) -> dict[str, list[str]]:
-    """The texts of each node of the picture, by its name in the document."""
+    """Return the texts of each node of the picture, by its name in the document."""
     return {item.name: item.lines for item in read_svg(drawing.save(folder / "graph.svg")).nodes()}
 
 
 def twice(parts: int = 1) -> nn.Module:
-    """Calls each of some equal layers twice in a row."""
+    """Calls each of several equal layers twice in a row."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         for part in net.children():
@@ -35,7 +35,7 @@ def twice(parts: int = 1) -> nn.Module:
     return Net(forward, **{f"fc{index}": linear() for index in range(parts)})
 
 
-# What of the graph is shown.
+# The shown part of the graph.
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def twice(parts: int = 1) -> nn.Module:
     ids=str,
 )
 def test_depth(depth: int | None, expected: str) -> None:
-    """Calls are opened down to a depth, or all of them, and those that call no other are one node at any depth."""
+    """Calls are opened down to the depth, or all of them; a call that contains no other is one node at any depth."""
     assert outline(draw(residual(), X, depth=depth).view, outputs=True) == text(expected)
 
 
 def test_what_is_recorded_and_what_is_drawn() -> None:
-    """A drawing has all that was recorded beside what is drawn of it; by default down to depth 3."""
+    """A drawing has the whole graph and the drawn view, by default of depth 3."""
     deep = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(linear()))))
     drawing = draw(deep, X)
     assert drawing.graph == record(deep, input_data=X)
@@ -119,7 +119,7 @@ def test_functions_of_modules() -> None:
 
 
 def test_inner_tensors() -> None:
-    """With ``hide_inner_tensors=False`` there is a tensor between what computes and what uses."""
+    """With ``hide_inner_tensors=False`` there is a tensor node between a computation and its user."""
     view = draw(small(), X, hide_inner_tensors=False).view
     assert [(node.kind, node.name) for node in view.nodes[1:]] == [
         ("input", "input"),
@@ -131,7 +131,7 @@ def test_inner_tensors() -> None:
 
 
 def test_parameters() -> None:
-    """With ``parameters`` those that something open uses are drawn, buffers too, otherwise none."""
+    """With ``parameters`` the parameters and buffers used by open calls are drawn, otherwise none."""
     net = residual()
     assert outline(draw(net, X, parameters=True, depth=2).view, model_tensors=True) == text(
         """
@@ -156,7 +156,7 @@ def test_parameters() -> None:
 
 
 def test_what_is_isolated_is_left_out() -> None:
-    """An input that is not used, and a tensor that nothing takes, are not drawn."""
+    """Unused inputs and tensors are not drawn."""
 
     def forward(_: Net, x: Tensor, unused: Tensor) -> Tensor:
         torch.zeros(3)
@@ -166,13 +166,13 @@ def test_what_is_isolated_is_left_out() -> None:
 
 
 def test_roll() -> None:
-    """With ``roll`` a module that is called many times is drawn once, with its number."""
+    """With ``roll`` a module that is called several times is drawn once, with the number of calls."""
     assert [node.name for node in draw(twice(), X).view.module_calls()] == ["fc0", "fc0"]
     assert outline(draw(twice(), X, roll=True).view) == "input\nfc0: Linear [2 times] <- input, fc0"
 
 
 def test_fold() -> None:
-    """With ``fold`` equal siblings in a row are drawn once, with their number."""
+    """With ``fold`` equal consecutive siblings are drawn once, with their number."""
     net = nn.Sequential(*(nn.Sequential(linear(), nn.ReLU()) for _ in range(5)))
     assert outline(draw(net, X, fold=True).view) == text(
         """
@@ -186,7 +186,7 @@ def test_fold() -> None:
 
 
 def test_a_limit_of_nodes() -> None:
-    """With ``max_nodes`` the view is that of ``fit``, from the depth on."""
+    """With ``max_nodes`` the view is that of ``fit``, starting from the depth."""
     net = nn.Sequential(*(nn.Sequential(nn.Linear(w, w + 1), nn.ReLU()) for w in range(4, 12)))
     drawing = draw(net, X, max_nodes=10)
     assert drawing.view == fit(drawing.graph, 10, 3)
@@ -194,11 +194,11 @@ def test_a_limit_of_nodes() -> None:
     assert draw(net, X, max_nodes=100, depth=1).view == fit(drawing.graph, 100, 1)
 
 
-# How it is run.
+# The run of the model.
 
 
 def test_the_mode() -> None:
-    """The model is run in the mode that is asked for, and by default in its own."""
+    """The model runs in the requested mode, or by default in its own."""
     net = nn.Sequential(nn.Dropout())
     shown = {}
     for mode in (None, "train", "eval"):
@@ -209,7 +209,7 @@ def test_the_mode() -> None:
 
 
 def test_shapes_alone() -> None:
-    """On the meta device the drawing is the same, of a model that would not fit anywhere, too."""
+    """On the meta device the drawing is the same, and a model of any size can be drawn."""
     assert draw(residual(), X, device="meta").view == draw(residual(), X).view
     huge = nn.Sequential(nn.Linear(10**6, 10**6, device="meta"), nn.ReLU())
     drawing = draw(huge, input_size=(10**4, 10**6), device="meta")
@@ -218,7 +218,7 @@ def test_shapes_alone() -> None:
 
 
 def test_inputs() -> None:
-    """Inputs are data or sizes with dtypes, and keyword arguments with either or alone."""
+    """Inputs are data, or sizes with dtypes, or keyword arguments, alone or with either."""
     net = Net(lambda net, x, scale: net.table(x) * scale, table=nn.Embedding(5, 4))
     kwargs = {"scale": torch.ones(4)}
     sizes = draw(net, input_size=(2, 3), dtypes=torch.int64, input_kwargs=kwargs).view
@@ -248,7 +248,7 @@ def test_inputs() -> None:
     ],
 )
 def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> None:
-    """They are refused before the model runs, by the names that they have here."""
+    """Invalid arguments are rejected before the model runs, under their names in ``draw``."""
     calls: list[Any] = []
     with pytest.raises(ArgumentError, match=message):
         draw(Net(lambda _, x: calls.append(x)), **given)
@@ -256,7 +256,7 @@ def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> N
 
 
 def test_a_model_that_raises() -> None:
-    """The error names the module, and its graph can be drawn up to there."""
+    """The error names the module, and its graph can be drawn."""
     with pytest.raises(ForwardError, match=r"^module '1' \(Linear\) raised RuntimeError: ") as caught:
         draw(nn.Sequential(nn.ReLU(), linear(3)), X)
     assert outline(caught.value.graph) == "input\n0: ReLU\n  relu <- input\n1!: Linear\n  linear! <- relu"
@@ -270,7 +270,7 @@ def _picture(drawing: Drawing, folder: Path) -> Picture:
 
 
 def test_the_picture_is_the_view(tmp_path: Path) -> None:
-    """Each drawn node is a node of the picture, under the name of the graph, each open call a frame."""
+    """The picture has the name of the graph, a node for each drawn node and a frame for each open call."""
     drawing = draw(residual(), X, graph_name="mine")
     picture = _picture(drawing, tmp_path)
     assert {item.name for item in picture.nodes()} == {f"n{node.id}" for node in drawn_nodes(drawing.view)}
@@ -281,7 +281,7 @@ def test_the_picture_is_the_view(tmp_path: Path) -> None:
 
 
 def test_without_frames(tmp_path: Path) -> None:
-    """Without ``expand_nested`` the same nodes are drawn with no frame around them."""
+    """Without ``expand_nested`` the same nodes are drawn without frames."""
     framed, bare = (draw(residual(), X, expand_nested=expand) for expand in (True, False))
     assert framed.view == bare.view
     assert [item for item in _picture(bare, tmp_path).items if item.kind == "cluster"] == []
@@ -290,7 +290,7 @@ def test_without_frames(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("direction", get_args(Direction))
 def test_direction(direction: Direction, tmp_path: Path) -> None:
-    """The data flows the way that was asked for."""
+    """The data flows in the requested direction."""
     drawing = draw(small(), X, graph_dir=direction)
     picture = _picture(drawing, tmp_path)
     first, last = (picture.named(f"n{drawing.view.nodes[place].id}") for place in (1, -1))
@@ -304,7 +304,7 @@ def test_direction(direction: Direction, tmp_path: Path) -> None:
 
 
 def test_shapes_and_stylers(tmp_path: Path) -> None:
-    """Shapes stand in the nodes unless they are turned off, and a styler decides by itself."""
+    """Shapes are in the nodes unless they are turned off; a custom styler decides itself."""
     given: dict[str, dict[str, Any]] = {
         "on": {},
         "off": {"show_shapes": False},
@@ -317,7 +317,7 @@ def test_shapes_and_stylers(tmp_path: Path) -> None:
 
 
 def test_legend(tmp_path: Path) -> None:
-    """A legend stands in the picture on request."""
+    """The picture has a legend on request."""
     names = [item for each in (False, True) for item in lines_of(draw(small(), X, legend=each), tmp_path)]
     assert [name for name in names if name.startswith("legend")] == ["legend_module", "legend_input", "legend_output"]
 
@@ -327,7 +327,7 @@ def test_legend(tmp_path: Path) -> None:
     [("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a.pdf", b"%PDF-"), ("A.SVG", b"<?xml"), ("a.b.png", b"\x89PNG")],
 )
 def test_saving(name: str, magic: bytes, tmp_path: Path) -> None:
-    """The suffix says the format, in upper case too; folders are made, and the path is given back."""
+    """The suffix selects the format in either case; directories are created, and the path is returned."""
     path = tmp_path / "new" / name
     assert draw(small(), X).save(str(path)) == path
     assert path.read_bytes().startswith(magic)
@@ -336,7 +336,7 @@ def test_saving(name: str, magic: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["graph", ".svg", "graph."])
 def test_saving_without_a_format(name: str, tmp_path: Path) -> None:
-    """A name without a suffix is refused, and one that is no picture's is an error of Graphviz; nothing is written."""
+    """A name without a suffix is rejected, an unknown format is an error of Graphviz, and nothing is written."""
     with pytest.raises(ArgumentError, match=r"the name of a picture ends with its format, as in graph\.svg; got"):
         draw(small(), X).save(tmp_path / name)
     with pytest.raises(RenderError, match="txt"):
@@ -345,7 +345,7 @@ def test_saving_without_a_format(name: str, tmp_path: Path) -> None:
 
 
 def test_a_drawing_shows_itself(tmp_path: Path) -> None:
-    """In a notebook a drawing is its SVG."""
+    """A notebook displays a drawing as SVG."""
     drawing = draw(small(), X)
     shown = drawing._repr_svg_()
     assert shown == drawing.save(tmp_path / "graph.svg").read_text(encoding="utf-8")

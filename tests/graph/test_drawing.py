@@ -1,4 +1,4 @@
-"""From a model to its picture in one call."""
+"""Drawing a model in one call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.graph.svg import read_svg
 
 
 def residual() -> nn.Module:
-    """Stem -> body(inner(fc, act), + scaled input) -> exp."""
+    """Return a model: stem -> body(inner(fc, act), + scaled input) -> exp."""
     body = Net(
         lambda net, x: net.inner(x) + x * net.scale,
         inner=nn.Sequential(linear(), nn.ReLU()),
@@ -42,7 +42,7 @@ def small() -> nn.Module:
 
 
 def sketch(source: str, graph: Graph) -> str:
-    """What a DOT document holds: nodes indented by the frames around them, then edges, all by the names in a graph."""
+    """Return the contents of a DOT document: nodes indented by their frames, then edges, with names from a graph."""
     lines, edges, depth = [], [], 0
     for line in source.splitlines():
         node, edge, frame = (
@@ -64,7 +64,7 @@ def sketch(source: str, graph: Graph) -> str:
 
 
 def test_depth_of_a_document() -> None:
-    """What lies at the depth or above is drawn, parameters included; what lies deeper is in a box at the depth."""
+    """Nodes down to the depth are drawn, parameters included; deeper nodes are merged into calls at that depth."""
     graph = record(residual(), input_data=X)
     assert sketch(make_dot(graph, 1).source, graph) == text(
         """
@@ -108,7 +108,7 @@ def test_depth_of_a_document() -> None:
 
 
 def test_all_depths_of_a_document() -> None:
-    """Without a depth everything is drawn that was recorded, each call around its contents."""
+    """Without a depth the whole recording is drawn, with a frame for each call."""
     graph = record(residual(), input_data=X)
     drawn = sketch(make_dot(graph).source, graph).splitlines()
     shown = [line.strip().removesuffix(" {") for line in drawn if "->" not in line]
@@ -123,7 +123,7 @@ def test_all_depths_of_a_document() -> None:
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2"])
 def test_depth_of_a_document_is_an_integer_of_at_least_one(depth: Any, tmp_path: Path) -> None:
-    """The model alone is no picture; the error is there before the model runs."""
+    """A depth below 1 is rejected before the model runs."""
     calls: list[Any] = []
     net = Net(lambda _, x: calls.append(x))
     for make in (lambda: make_dot(record(small(), input_data=X), depth), lambda: draw(net, X, depth=depth)):
@@ -135,7 +135,7 @@ def test_depth_of_a_document_is_an_integer_of_at_least_one(depth: Any, tmp_path:
 
 
 class Louder(GraphvizStyler):
-    """A styler of the user's, with an argument of its own."""
+    """A custom styler with an argument of its own."""
 
     def __init__(self, *, mark: str, **attributes: str) -> None:
         super().__init__(shapes="none", **attributes)
@@ -151,7 +151,7 @@ class Louder(GraphvizStyler):
 
 
 def test_stylers(tmp_path: Path) -> None:
-    """Attributes hold for all nodes; a styler of the user's is given its own, through ``render_network`` too."""
+    """Attributes apply to all nodes, and a custom styler gets its arguments, also through ``render_network``."""
     graph = record(small(), input_data=X)
     nodes = [line for line in make_dot(graph, 1, fillcolor="white").body if re.match(r"\s*n\d+ \[", line)]
     assert [line.count("fillcolor=white") for line in nodes] == [1, 1, 1, 1]
@@ -172,7 +172,7 @@ MAGIC = {"svg": b"<?xml", "png": b"\x89PNG\r\n", "pdf": b"%PDF-"}
 
 @pytest.mark.parametrize("fmt", MAGIC)
 def test_pictures_are_written_where_they_are_asked_for(fmt: str, tmp_path: Path) -> None:
-    """The directory is made, the file has the given name and format, and its path is given back."""
+    """The directory is created, the file has the given name and format, and its path is returned."""
     folder = tmp_path / "some" / "where"
     path = render_network(small(), "net", (2, 4), folder, "picture", fmt)
     assert path == folder / f"picture.{fmt}"
@@ -181,7 +181,7 @@ def test_pictures_are_written_where_they_are_asked_for(fmt: str, tmp_path: Path)
 
 
 def test_default_names_of_files(tmp_path: Path) -> None:
-    """By default the file is called like the graph, and that like the class of the model; a second one replaces it."""
+    """The file is named after the graph, by default the class of the model; an existing file is replaced."""
     assert render_network(small(), "my net.v2", (2, 4), tmp_path).name == "my net.v2.svg"
     assert render_network(small(), "", (2, 4), tmp_path).name == "Sequential.svg"
     first = (tmp_path / "Sequential.svg").read_bytes()
@@ -191,7 +191,7 @@ def test_default_names_of_files(tmp_path: Path) -> None:
 
 
 def test_the_picture_of_a_network(tmp_path: Path) -> None:
-    """The picture has the name as its title, and by default one node for each layer, input and output."""
+    """The title of the picture is the name; by default it has one node for each layer, input and output."""
     picture = read_svg(render_network(residual(), "my net", (2, 4), str(tmp_path)))
     assert picture.texts[0].content == "my net"
     assert [item.lines[0] for item in picture.nodes()] == ["input", "stem", "body", "exp", "output"]
@@ -200,7 +200,7 @@ def test_the_picture_of_a_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize("filename", ["../x", "/x", "a/b", "..\\x", "a\\b", "C:x", "a\0b", "x/", "../"])
 @pytest.mark.parametrize("by_name", [True, False], ids=["name", "filename"])
 def test_no_name_leads_out_of_the_directory(filename: str, by_name: bool, tmp_path: Path) -> None:
-    """A name that is a path, on any system, is refused before the model runs, and nothing is written."""
+    """A name that is a path on any system is rejected before the model runs, and nothing is written."""
     calls: list[Any] = []
     net, folder = Net(lambda _, x: calls.append(x)), tmp_path / "here"
     with pytest.raises(ArgumentError, match="filename, by default the name, is that of a file in the directory; got"):
@@ -210,7 +210,7 @@ def test_no_name_leads_out_of_the_directory(filename: str, by_name: bool, tmp_pa
 
 @pytest.mark.parametrize("name", ["..", ".", "-o", "<b>&\"'", "a\nb", " ", "…", "%s", "n1 -> n2"])
 def test_odd_names_are_names(name: str, tmp_path: Path) -> None:
-    """Whatever else a name holds, the file has it, and the picture shows what of it can be printed."""
+    """A file may have any other name, and the picture shows its printable characters."""
     path = render_network(small(), name, (2, 4), tmp_path)
     assert path == tmp_path / f"{name}.svg"
     shown = "".join(each.content for each in read_svg(path).texts)
@@ -219,7 +219,7 @@ def test_odd_names_are_names(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fmt", ["", ".svg", "svg/../../x", "svg:cairo", "s v g"])
 def test_formats_are_one_word(fmt: str, tmp_path: Path) -> None:
-    """What is no suffix is refused, what Graphviz does not know is its error, and nothing is written."""
+    """A format that is not a suffix is rejected, one unknown to Graphviz is its error, and nothing is written."""
     with pytest.raises(ArgumentError, match="fmt is a format of Graphviz, as svg, png or pdf; got"):
         render_network(small(), "net", (2, 4), tmp_path, fmt=fmt)
     with pytest.raises(RenderError, match="exe"):
@@ -228,7 +228,7 @@ def test_formats_are_one_word(fmt: str, tmp_path: Path) -> None:
 
 
 def test_errors_of_a_network(tmp_path: Path) -> None:
-    """Neither and both of shapes and data are refused, a model that raises is a ForwardError; no file is left."""
+    """Neither or both of shapes and data are rejected, a failing model is a ForwardError; no file is written."""
     for shapes, data, given in (((2, 4), X, "both"), (None, None, "neither")):
         with pytest.raises(ArgumentError, match=f"give either input_shapes or input_data, got {given}"):
             render_network(small(), "net", shapes, tmp_path, input_data=data)

@@ -1,4 +1,4 @@
-"""One part of a graph with its borders."""
+"""A view of one module call with its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.graph.random_nets import graphs
 
 
 def residual() -> nn.Module:
-    """Input -> stem -> body(fc, act, + stem) -> head, with the input added again at the end."""
+    """Return a model: input -> stem -> body(fc, act, + stem) -> head, with the input added again at the end."""
     body = Net(lambda net, x, scale: x * scale + net.act(net.fc(x)), fc=linear(), act=nn.ReLU())
 
     def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def residual() -> nn.Module:
 
 
 def test_focus_on_a_block() -> None:
-    """The block with its inputs and outputs, named by where they come from and go to."""
+    """A focused block has inputs and outputs, named by their sources and targets."""
     view = focus(capture_graph(residual(), X), "body")
     assert outline(view, model_tensors=True, outputs=True) == text(
         """
@@ -63,7 +63,7 @@ def test_focus_on_a_block() -> None:
 
 
 def test_focus_names_what_lies_inside_of_others() -> None:
-    """A neighbour inside another call is named by that call; inputs, outputs and parameters by their own."""
+    """A neighbour inside another call is named by that call; inputs, outputs and parameters by their own names."""
     graph = capture_graph(residual(), X)
     assert outline(focus(graph, "body.act"), outputs=True) == "body.fc\nrelu <- body.fc\nadd <- relu"
     assert outline(focus(graph, "stem"), outputs=True) == "input\nlinear <- input\nexp <- linear"
@@ -79,7 +79,7 @@ def test_focus_names_what_lies_inside_of_others() -> None:
 
 
 def test_focus_has_the_size_of_the_part() -> None:
-    """The number of parameters is that of the part, a module that is called twice counted once; depths start at 0."""
+    """The number of parameters is that of the part, with each module counted once; depths start at 0."""
     net = nn.Sequential(nn.Linear(4, 4), Net(lambda net, x: net.fc(net.fc(x)), fc=nn.Linear(4, 4, bias=False)))
     graph = capture_graph(net, X)
     view = focus(graph, "1")
@@ -90,7 +90,7 @@ def test_focus_has_the_size_of_the_part() -> None:
 
 
 def test_focus_on_a_later_call() -> None:
-    """Each call of a module is a part of its own; the parameters of the first are inputs of the second."""
+    """Each call of a module is a part of its own; the parameters of the first call are inputs of the second."""
     graph = capture_graph(Net(lambda net, x: net.act(net.fc(net.act(net.fc(x)))), fc=linear(), act=nn.ReLU()), X)
     view = focus(graph, "fc", 2)
     assert (view.root.name, view.root.call) == ("fc", 2)
@@ -115,13 +115,13 @@ def test_focus_on_a_later_call() -> None:
     ],
 )
 def test_focus_on_what_is_not_there(name: str, call: int, message: str) -> None:
-    """The error names the closest modules, or how often the module is called."""
+    """The error names the closest modules, or the number of calls of the module."""
     with pytest.raises(ArgumentError, match=message):
         focus(capture_graph(residual(), X), name, call)
 
 
 def test_focus_on_a_module_that_was_never_called() -> None:
-    """A module that the model has and does not call is not in the graph, and neither is one of a model without any."""
+    """A module that is never called is not in the graph."""
     net = Net(lambda net, x: net.used(x), used=linear(), unused=linear())
     with pytest.raises(ArgumentError, match="the closest names are 'used'"):
         focus(capture_graph(net, X), "unused")
@@ -136,7 +136,7 @@ def _inside(graph: Graph, call: Node) -> set[int]:
 @settings(max_examples=40)
 @given(graph=graphs)
 def test_focus_keeps_all_inside_and_all_borders(graph: Graph) -> None:
-    """Of each call: every node and edge inside, one input for each that feeds it, one output for each that it feeds."""
+    """A focused call has every node and edge inside, one input for each source and one output for each target."""
     for call in graph.module_calls():
         view, inside = focus(graph, call.name, call.call), _inside(graph, call)
         assert [node.id for node in view.nodes if node.id in inside] == sorted(inside)
@@ -152,7 +152,7 @@ def test_focus_keeps_all_inside_and_all_borders(graph: Graph) -> None:
             assert [(getattr(e, inner), e.multiplicity, e.tensor) for e in shown] == [
                 (getattr(e, inner), e.multiplicity, e.tensor) for e in crossing
             ]
-            # One border for each node outside, and no other.
+            # One border for each outer node, and no other.
             outside = {getattr(e, outer): getattr(s, outer) for e, s in zip(crossing, shown, strict=True)}
             assert [outside[getattr(e, outer)] for e in crossing] == [getattr(e, outer) for e in shown]
             assert {n.id for n in view.nodes if n.kind == borders and n.id not in inside} == set(outside.values())

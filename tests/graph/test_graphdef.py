@@ -1,4 +1,4 @@
-"""The graph as TensorBoard takes it."""
+"""The ``GraphDef`` for TensorBoard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inputs(definition: Any) -> dict[str, list[str]]:
 
 
 def attributes(node: Any) -> dict[str, Any]:
-    """The attributes of a node as Python values, without the shapes."""
+    """Return the attributes of a node as Python values, without the shapes."""
     found = {}
     for name, value in node.attr.items():
         field = value.WhichOneof("value")
@@ -41,13 +41,13 @@ def attributes(node: Any) -> dict[str, Any]:
 
 
 def walk(graph: Graph, call: Node) -> list[int]:
-    """What is drawn of a call, in the order of its parts."""
+    """Return the drawn contents of a call, in order."""
     parts = ((node, graph.children(node)) for node in graph.children(call))
     return [number for node, held in parts for number in (walk(graph, node) if held else [node.id])]
 
 
 def test_names_lie_in_each_other() -> None:
-    """A name is the path of the module calls, lists of modules included; an op is its function."""
+    """A name is the path of the module calls, including lists of modules; an op is its function."""
     sketch = Sketch()
     x = sketch.add("input", "x")
     encoder = sketch.call("encoder", "Encoder")
@@ -72,7 +72,7 @@ def test_names_lie_in_each_other() -> None:
 
 
 def test_no_two_names_are_alike() -> None:
-    """Later calls of a module have their number, equal functions are counted, and folded nodes say how often."""
+    """Later calls of a module have a number, equal functions are numbered, and folded nodes show their repetitions."""
     sketch = Sketch()
     sketch.add("op", "add")
     sketch.add("op", "add")
@@ -95,7 +95,7 @@ def test_no_two_names_are_alike() -> None:
 
 
 def test_a_function_does_not_become_a_pile() -> None:
-    """No name ends in a number after a name without one: of five such the tab would make one node."""
+    """No name is another name with a number appended: the tab would merge five of them into one node."""
     sketch = Sketch()
     for _ in range(9):
         sketch.add("op", "add")
@@ -103,7 +103,7 @@ def test_a_function_does_not_become_a_pile() -> None:
 
 
 def test_attributes() -> None:
-    """A node tells its shapes, dtypes, device, autograd types, line of code, module and size, and nothing empty."""
+    """A node has shapes, dtypes, device, autograd types, source line, module and size, and no empty attributes."""
     outputs = (TensorMeta((2, 3), "float32", "cuda:0"), TensorMeta((), "int64", "cuda:0"))
     call = Node(1, "module", "fc", 0, 1, "Linear", outputs=outputs[:1], parameters=15, repeats=2, parallel=True)
     op = Node(
@@ -141,7 +141,7 @@ def test_attributes() -> None:
 
 
 def test_the_shape_of_a_parameter_is_told() -> None:
-    """A parameter, which is drawn as a dot without a line, has its shape among the attributes, too."""
+    """The attributes of a parameter, which is drawn as a dot without lines, include its shape."""
     sketch = Sketch()
     sketch.add("parameter", "weight", shapes=[(3, 4)])
     sketch.add("buffer", "mean", shapes=[(4,)])
@@ -150,7 +150,7 @@ def test_the_shape_of_a_parameter_is_told() -> None:
 
 
 def test_an_input_that_gives_several_tensors() -> None:
-    """A source stands once among the inputs, and a list beside them says how many tensors each gives."""
+    """A source occurs once among the inputs, and an attribute lists the number of tensors for each input."""
     sketch = Sketch()
     x, y, z = (sketch.add("input", name) for name in "xyz")
     sketch.add("op", "cat", x, (y, 3), z)
@@ -161,7 +161,7 @@ def test_an_input_that_gives_several_tensors() -> None:
 
 
 def test_closed_calls_are_nodes() -> None:
-    """In a view a closed module call is a node of its class, between the others."""
+    """In a view, a closed module call is a node with the class of the module."""
     net = nn.Sequential(nn.Sequential(linear(), nn.ReLU()))
     definition = to_graph_def(collapse(capture_graph(net, X)))
     assert [(node.name, node.op, list(node.input)) for node in definition.node] == [
@@ -174,7 +174,7 @@ def test_closed_calls_are_nodes() -> None:
 
 @given(graphs)
 def test_the_same_graph(graph: Graph) -> None:
-    """Whatever the model, there is one node for each that is drawn, no two of one name, and the edges are the same."""
+    """For any model there is one uniquely named node for each drawn node, and the edges are the same."""
     for view in (graph, fit(graph)):
         definition = to_graph_def(view)
         drawn = walk(view, view.root)
@@ -184,14 +184,14 @@ def test_the_same_graph(graph: Graph) -> None:
         assert edges == {(edge.source, edge.target) for edge in view.edges}
 
 
-# What the tab reads.
+# The characters that the tab can read.
 
 TAKEN = ["constructor", "toString", "valueOf", "hasOwnProperty", "__proto__", "__root__", "__function_library__"]
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, *UNPRINTABLE, *TAKEN, ""], ids=lambda name: ascii(name)[:30])
 def test_names_of_all_sorts(name: str) -> None:
-    """Any name gives names of few characters, no part of a path empty, and a text that the tab's reader understands."""
+    """Any name becomes a path of few characters, without empty parts, in a text that the tab's parser reads."""
     sketch = Sketch(name, scope=name)
     x = sketch.add("input", name)
     one = sketch.add("op", name, x, scope=name, autograd=(name,), source=name)
@@ -211,7 +211,7 @@ def test_names_of_all_sorts(name: str) -> None:
 
 
 def test_attributes_are_ascii() -> None:
-    """What the tab would show as octal numbers of UTF-8 is told by its code point."""
+    """Non-ASCII text, which the tab would show as octal UTF-8, is written as code points."""
     sketch = Sketch("é名")
     sketch.add("op", "relu", source="é.py:3")
     (node,) = to_graph_def(sketch.graph()).node
@@ -219,7 +219,7 @@ def test_attributes_are_ascii() -> None:
 
 
 def test_names_that_differ_in_what_is_left_out() -> None:
-    """Names that are the same without what a path cannot hold are told apart by a number."""
+    """Names that become equal without their unsupported characters are distinguished by a number."""
     sketch = Sketch()
     for name in ("a b", "a/b", "a_b", "名", "前"):
         sketch.add("op", name)
@@ -228,7 +228,7 @@ def test_names_that_differ_in_what_is_left_out() -> None:
 
 @pytest.mark.parametrize("type_name", ["ConstantPad2d", "Const", "MySummary"])
 def test_no_class_is_drawn_as_a_constant_or_a_summary(type_name: str) -> None:
-    """Only parameters and buffers have what makes the tab draw a node as a dot beside its users."""
+    """Only parameters and buffers have an op that the tab draws as a dot beside its users."""
     sketch = Sketch()
     sketch.call("pad", type_name)
     (node,) = to_graph_def(sketch.graph()).node
@@ -241,7 +241,7 @@ def test_no_class_is_drawn_as_a_constant_or_a_summary(type_name: str) -> None:
 
 
 def test_a_scope_with_very_many_nodes_is_parted() -> None:
-    """Of more than 500 siblings each 500 lie in a scope, in the order of time: more in a row the tab cannot lay out."""
+    """More than 500 siblings are split into scopes of 500, in the order of time, since the tab cannot lay out more."""
     sketch = Sketch()
     last = sketch.add("input", "x")
     call = sketch.call("loop", "Loop")
@@ -253,7 +253,7 @@ def test_a_scope_with_very_many_nodes_is_parted() -> None:
 
 
 def nested() -> Graph:
-    """Two blocks of two layers with three functions each."""
+    """Return a graph of two blocks of two layers with three functions each."""
     sketch = Sketch()
     last = sketch.add("input", "x")
     for block in ("a", "b"):
@@ -277,23 +277,23 @@ def nested() -> Graph:
     ],
 )
 def test_too_large_a_graph_is_closed_from_within(max_nodes: int, expected: list[str]) -> None:
-    """A graph with too many nodes shows as many levels as fit, and at the last says how many nodes are left out."""
+    """Too large a graph shows as many levels as fit; at the last level it shows the number of removed nodes."""
     assert names(to_graph_def(nested(), max_nodes)) == expected
 
 
 def test_number_of_nodes() -> None:
-    """A limit below 1 is refused."""
+    """A limit below 1 is rejected."""
     with pytest.raises(ArgumentError, match="max_nodes"):
         to_graph_def(nested(), 0)
 
 
 def test_a_graph_of_nothing() -> None:
-    """A model that did nothing has no nodes."""
+    """The graph of a model without calls has no nodes."""
     assert names(to_graph_def(Graph((Node(0, "module", "", None, 0),), ()))) == []
 
 
 def test_a_captured_model() -> None:
-    """From a model: calls, parameters and functions by their paths."""
+    """The calls, parameters and functions of a captured model are named by their paths."""
     net = Net(lambda net, x: net.fc(net.fc(x).relu()), fc=linear())
     assert inputs(to_graph_def(capture_graph(net, X))) == {
         "input": [],

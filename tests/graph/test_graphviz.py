@@ -1,4 +1,4 @@
-"""The Graphviz document, and what is seen when it is laid out."""
+"""The Graphviz document, and its appearance after layout."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def block() -> nn.Module:
 
 
 def draw(graph: Graph, folder: Path, styler: GraphvizStyler | None = None, direction: Direction = "TB") -> Picture:
-    """Lay a graph out and read the SVG back."""
+    """Lay out a graph and parse the SVG."""
     document = folder / "graph.dot"
     document.write_text(GraphvizRenderer(graph, styler, direction=direction).render().source, encoding="utf-8")
     (path,) = Layout(document, ("svg",)).finish()
@@ -54,7 +54,7 @@ def draw(graph: Graph, folder: Path, styler: GraphvizStyler | None = None, direc
 
 
 def _step() -> Graph:
-    """Every kind of node, in a training step with frames, calls, several tensors on an edge and repetitions."""
+    """Return a training step with every kind of node, frames, calls, several tensors on an edge, and repetitions."""
 
     class Step(nn.Module):
         def __init__(self) -> None:
@@ -113,7 +113,7 @@ def test_document_of_a_small_model() -> None:
 
 @pytest.mark.parametrize("direction", ["TB", "LR", "BT", "RL"])
 def test_direction(direction: Direction, tmp_path: Path) -> None:
-    """The data flows the way that was asked for."""
+    """The data flows in the requested direction."""
     picture = draw(fit(capture_graph(nn.Sequential(linear(), nn.ReLU()), X)), tmp_path, direction=direction)
     first, last = picture.named("n1"), picture.named("n6")
     gone = {
@@ -127,17 +127,17 @@ def test_direction(direction: Direction, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("direction", ["", "down", "tb", None])
 def test_other_directions(direction: Any) -> None:
-    """A direction that Graphviz does not know is refused, and the message names those that it does."""
+    """A direction that Graphviz does not support is rejected with a list of those it does."""
     with pytest.raises(ArgumentError, match="TB, LR, BT, RL"):
         GraphvizRenderer(capture_graph(nn.ReLU(), X), direction=direction)
 
 
-# What is seen.
+# The appearance.
 
 
 @pytest.mark.parametrize("make", PICTURES.values(), ids=PICTURES)
 def test_everything_is_drawn_once(make: Any, tmp_path: Path) -> None:
-    """Each drawn node is one node of the picture, each call around others and the loss a frame, each edge one line."""
+    """Each drawn node is one node, each open call and the loss is a frame, and each edge is one line of the picture."""
     graph = make()
     picture = draw(graph, tmp_path)
     seen = Counter((item.kind, item.name) for item in picture.items)
@@ -156,7 +156,7 @@ def test_everything_is_drawn_once(make: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("direction", ["TB", "LR"])
 @pytest.mark.parametrize("make", PICTURES.values(), ids=PICTURES)
 def test_every_text_has_its_place(make: Any, direction: Direction, tmp_path: Path) -> None:
-    """No text leaves its box or the canvas, and none is smaller than 9 pixels at the size that the SVG asks for."""
+    """Every text is inside its box and the canvas, and has at least 9 pixels at the nominal size of the SVG."""
     picture = draw(make(), tmp_path, direction=direction)
     assert len(picture.texts) >= 2 * len(picture.nodes())
     for item in picture.items:
@@ -172,7 +172,7 @@ def test_every_text_has_its_place(make: Any, direction: Direction, tmp_path: Pat
 
 @pytest.mark.parametrize("make", PICTURES.values(), ids=PICTURES)
 def test_nodes_do_not_cover_each_other(make: Any, tmp_path: Path) -> None:
-    """No two nodes share a place."""
+    """No two nodes overlap."""
     nodes = draw(make(), tmp_path).nodes()
     for index, one in enumerate(nodes):
         for other in nodes[index + 1 :]:
@@ -194,7 +194,7 @@ def test_labels_say_what_there_is(tmp_path: Path) -> None:
 
 
 def test_the_title_is_the_model(tmp_path: Path) -> None:
-    """The title has the model's class, the method that was recorded, and all of the model's parameters."""
+    """The title shows the model's class, the recorded method, and all of the model's parameters."""
     picture = draw(fit(_step()), tmp_path)
     # Attention 3 * (16 + 4) + 16 + 4, norm 8, blocks 5 * 20, scale 4.
     assert [text.content for text in picture.texts[:2]] == ["Step", ".training_step · 192 parameters"]
@@ -220,7 +220,7 @@ def test_large_numbers_are_short(number: int, shown: str) -> None:
 
 
 def test_second_call_is_numbered(tmp_path: Path) -> None:
-    """The second call of a module says that it is the second."""
+    """The second call of a module shows its number."""
     graph = fit(capture_graph(Net(lambda net, x: net.fc(net.act(net.fc(x))), fc=linear(), act=nn.ReLU()), X))
     assert [item.lines[0] for item in draw(graph, tmp_path).nodes()] == [
         "input",
@@ -232,7 +232,7 @@ def test_second_call_is_numbered(tmp_path: Path) -> None:
 
 
 def test_edges_with_several_tensors_say_so(tmp_path: Path) -> None:
-    """Two tensors on one edge are a number on it, unless they are the same one in each of several repetitions."""
+    """Two tensors on one edge are shown as a number, unless they are one tensor in each of several repetitions."""
     twice = Net(lambda _, x: torch.add(*x.exp().chunk(2, dim=1)))
     (edge,) = (
         item for item in draw(fit(capture_graph(twice, X)), tmp_path).items if item.kind == "edge" and item.texts
@@ -245,7 +245,7 @@ def test_edges_with_several_tensors_say_so(tmp_path: Path) -> None:
 
 
 def test_pointer_shows_the_rest(tmp_path: Path) -> None:
-    """The tooltip has the full name, class, dtypes with shapes, the autograd nodes and the line of code."""
+    """The tooltip has the full name, class, dtypes with shapes, autograd types and the source line."""
     net = nn.Sequential(nn.Sequential(linear(), nn.ReLU()))
     line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]  # CPython has frames
     graph = capture_graph(net, X)
@@ -264,7 +264,7 @@ def test_pointer_shows_the_rest(tmp_path: Path) -> None:
 
 
 def test_svg_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
-    """The SVG loads, links and runs nothing: it can be shown anywhere as it is."""
+    """The SVG loads, links and runs nothing, so it can be shown anywhere."""
     draw(fit(_step()), tmp_path)
     source = (tmp_path / "graph.svg").read_text(encoding="utf-8")
     root = ET.fromstring(source)
@@ -276,11 +276,11 @@ def test_svg_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert "@import" not in source
 
 
-# What a user may choose.
+# Options.
 
 
 def test_shapes_on_the_edges(tmp_path: Path) -> None:
-    """With shapes on the edges, or nowhere, they do not stand in the nodes."""
+    """Shapes may be on the edges or nowhere instead of in the nodes."""
     graph = fit(capture_graph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), X))
     shown = {}
     for shapes in get_args(Shapes):
@@ -289,11 +289,11 @@ def test_shapes_on_the_edges(tmp_path: Path) -> None:
     in_nodes, on_edges, nowhere = ([line for lines in each for line in lines] for each in shown.values())
     assert (in_nodes, on_edges, nowhere) == (["2×4", "2×3", "2×3", "2×3"], ["2×4", "2×3", "2×3"], [])
     with pytest.raises(ArgumentError, match="shapes must be one of nodes, edges, none, got 'all'"):
-        GraphvizStyler(shapes="all")  # type: ignore[arg-type]  # that is the point
+        GraphvizStyler(shapes="all")  # type: ignore[arg-type]  # deliberately invalid
 
 
 def test_legend_names_the_kinds_that_are_there(tmp_path: Path) -> None:
-    """A legend, on request, has one example of each kind of node that is drawn."""
+    """On request, a legend has one example of each kind of node in the picture."""
     with GraphCapture(nn.Sequential(linear()), X) as recording:
         recording.module(X).sum().backward()
     graph = fit(recording.graph())
@@ -312,7 +312,7 @@ def test_legend_names_the_kinds_that_are_there(tmp_path: Path) -> None:
 
 
 def test_without_frames(tmp_path: Path) -> None:
-    """Without frames the same nodes and edges are drawn, and none around others."""
+    """Without frames the same nodes and edges are drawn."""
     graph = fit(capture_graph(nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.Tanh()), X))
     framed, bare = (GraphvizRenderer(graph, frames=frames).render().source for frames in (True, False))
     assert ("cluster_" in framed, "cluster_" in bare) == (True, False)
@@ -321,7 +321,7 @@ def test_without_frames(tmp_path: Path) -> None:
 
 
 def test_the_loss_has_a_frame(tmp_path: Path) -> None:
-    """What is computed between the last layer and a backward pass stands in a frame of its own, one for each pass."""
+    """The nodes between the last layer and a backward pass are in a frame, one for each pass."""
     net = nn.Sequential(linear(4, 1))
     with GraphCapture(net, X, scope="training_step") as recording:
         for _round in range(2):
@@ -335,7 +335,7 @@ def test_the_loss_has_a_frame(tmp_path: Path) -> None:
 
 
 def test_the_main_path_is_kept_straight() -> None:
-    """Of a residual block the edges of the longer branch weigh more, so that the shorter one is drawn around it."""
+    """The edges of the longer branch of a residual block weigh more, so that the shorter one is drawn around it."""
     net = Net(lambda net, x: x + net.fc(x).exp(), fc=linear())
     graph = fit(capture_graph(net, X))
     body = GraphvizRenderer(graph).render().body
@@ -346,7 +346,7 @@ def test_the_main_path_is_kept_straight() -> None:
 
 
 def test_what_failed_is_marked(tmp_path: Path) -> None:
-    """The function that raised, and the calls around it, have a red border, and the function says so."""
+    """The function that raised, and the calls around it, have a red border, and the function has a remark."""
     net = nn.Sequential(linear(), nn.Sequential(linear(3)))
     with pytest.raises(ForwardError) as caught:
         capture_graph(net, X)
@@ -357,11 +357,11 @@ def test_what_failed_is_marked(tmp_path: Path) -> None:
     assert source.count("#d4002a") == 3  # two frames and the function
 
 
-# Names are data.
+# Unusual names.
 
 
 def without_sources(graph: Graph) -> Graph:
-    """The graph without the lines of code, which depend on the test and not on the name."""
+    """Return the graph without source lines, which depend on the test rather than on the name."""
     return replace(graph, nodes=tuple(replace(node, source="") for node in graph.nodes))
 
 
@@ -392,7 +392,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name)[:30])
 def test_hostile_names_are_shown_as_they_are(name: str, tmp_path: Path) -> None:
-    """Whatever a module or a key of the batch is called stands in the picture to the letter, and does nothing else."""
+    """Any name of a module or a key of the batch is shown literally and has no other effect."""
     part = nn.Sequential(linear(), nn.ReLU())
     part.add_module(name, nn.Tanh())
     net = nn.Sequential()
@@ -414,7 +414,7 @@ def test_hostile_names_are_shown_as_they_are(name: str, tmp_path: Path) -> None:
 
 
 def test_a_long_name_is_shortened(tmp_path: Path) -> None:
-    """Of a name that is longer than 60 characters both ends are shown, and all of it to the pointer."""
+    """A name of more than 60 characters is cut in the middle; the tooltip shows all of it."""
     name = f"{'a' * 200}{'b' * 200}"
     net = nn.Sequential()
     net.add_module(name, nn.Sequential(nn.Tanh(), nn.ReLU()))
@@ -432,7 +432,7 @@ def _key(name: str) -> str:
     "name", ["new\nline", "tab\tbed", "nul\0", "bell\a", "\x1b[31m", "\u202egpj", "\ud800"], ids=ascii
 )
 def test_what_cannot_be_printed_is_replaced(name: str, tmp_path: Path) -> None:
-    """Of a name that cannot be printed the rest is shown, and the picture is sound."""
+    """The printable part of an unprintable name is shown, and the picture is valid."""
     net = nn.Sequential()
     net.add_module(name, nn.Tanh())
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
@@ -441,7 +441,7 @@ def test_what_cannot_be_printed_is_replaced(name: str, tmp_path: Path) -> None:
 
 
 def test_hostile_class_names(tmp_path: Path) -> None:
-    """The class of a model or of a module is data too."""
+    """Class names of the model and its modules are also escaped."""
     part = type("Part<\\N>", (nn.Tanh,), {})()
     model = type('Mod"&el', (nn.Sequential,), {})(part)
     picture = draw(fit(capture_graph(model, X)), tmp_path)
@@ -453,7 +453,7 @@ def test_hostile_class_names(tmp_path: Path) -> None:
 
 
 class _ByClass(GraphvizStyler):
-    """Normalisation in yellow, and edges with their shapes."""
+    """Normalization in yellow, and edges with their shapes."""
 
     @override
     def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
@@ -474,18 +474,18 @@ class _ByClass(GraphvizStyler):
 
 
 def test_a_styler_of_ones_own(tmp_path: Path) -> None:
-    """A styler's subclass decides how nodes, edges, frames and the title look."""
+    """A subclass of the styler decides how nodes, edges, frames and the title look."""
     graph = fit(capture_graph(nn.Sequential(nn.Sequential(nn.LayerNorm(4), nn.ReLU())), X))
     picture = draw(graph, tmp_path, _ByClass())
     source = (tmp_path / "graph.svg").read_text(encoding="utf-8")
     assert (source.count("#ffff00"), source.count("#00ff00")) == (1, 1)
-    # Plain labels are centred, and read_svg measures those that begin at a place.
+    # Plain labels are centred, and read_svg measures left-aligned ones.
     assert re.findall(r">(2×4|\d+ nodes)</text>", source).count("2×4") == len(picture.nodes()) + 3
     assert f"{len(graph.nodes)} nodes</text>" in source
 
 
 def test_attributes_for_all_nodes(tmp_path: Path) -> None:
-    """Attributes that a styler is given hold for every node, over those of its kind."""
+    """The attributes of a styler apply to every node and override those of its kind."""
     graph = fit(capture_graph(nn.Sequential(linear(), nn.ReLU()), X))
     draw(graph, tmp_path, GraphvizStyler(fillcolor="#123456", shape="octagon"))
     source = (tmp_path / "graph.svg").read_text(encoding="utf-8")
@@ -494,7 +494,7 @@ def test_attributes_for_all_nodes(tmp_path: Path) -> None:
 
 
 def test_every_kind_has_its_own_look() -> None:
-    """Two kinds of nodes differ in colour, and those of tensors in shape from those of computations."""
+    """Two kinds of nodes differ in colour; tensors differ from computations in shape."""
     kinds = get_args(Kind)
     root = Node(0, "module", "", None, 0)
     nodes = [Node(index, kind, "x", 0, 1, outputs=(TensorMeta((), "float32"),)) for index, kind in enumerate(kinds, 1)]

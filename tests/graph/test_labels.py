@@ -1,4 +1,4 @@
-"""The words of all renderers."""
+"""The text that all renderers show."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.graph.sketch import UNPRINTABLE, Sketch
     ],
 )
 def test_title(type_name: str, scope: str, parameters: int, shown: str) -> None:
-    """The title has the model's class, the method that was recorded, and the number of parameters, if there are any."""
+    """The title has the model's class, the recorded method, and the number of parameters, if there are any."""
     root = Node(0, "module", "", None, 0, type_name=type_name)
     assert title(Graph((root,), (), scope, parameters)) == shown
 
 
 def test_names() -> None:
-    """A module, parameter or buffer is named without the nearest call around it that has a name; others as they are."""
+    """A module, parameter or buffer is named relative to the nearest named call around it; others keep their names."""
     sketch = Sketch()
     one = sketch.call("a.b", "B")
     frame = sketch.call("", "", inside=one)
@@ -53,7 +53,7 @@ def test_names() -> None:
 
 
 def test_a_long_name() -> None:
-    """Of more than 60 characters the first and the last 30 are kept, and the number of the call."""
+    """The first and the last 30 of more than 60 characters are kept, with the number of the call."""
     sketch = Sketch()
     exact, longer = sketch.call("x" * 60, "X"), sketch.call(f"{'a' * 31}{'b' * 30}", "X", call=3)
     graph = sketch.graph()
@@ -62,7 +62,7 @@ def test_a_long_name() -> None:
 
 
 def test_class_shapes_and_times() -> None:
-    """A class stands with its own parameters, of shapes there are two, and only what is repeated has a number."""
+    """A class is shown with its own parameters, at most two shapes are shown, and only repeated nodes have a number."""
     sketch = Sketch()
     sketch.call("a", "Linear", parameters=9_999, shapes=[(2, 3), (), (4,)])
     sketch.call("b", "ReLU", shapes=[(7,)], repeats=3)
@@ -74,7 +74,7 @@ def test_class_shapes_and_times() -> None:
 
 
 def test_tensors_of_an_edge() -> None:
-    """An edge inside what is repeated counts once for each time that a tensor goes there in one of the repetitions."""
+    """An edge inside repeated nodes counts the tensors of a single repetition."""
     sketch = Sketch()
     x = sketch.add("input", "x")
     call = sketch.call("h.0", "Block", repeats=4)
@@ -111,7 +111,7 @@ def test_large_numbers_are_short(number: int, shown: str) -> None:
 
 @pytest.mark.parametrize("text", UNPRINTABLE, ids=ascii)
 def test_printable(text: str) -> None:
-    """What is left can be printed on one line and written as UTF-8; the length is the same."""
+    """The result can be printed on one line and written as UTF-8; its length is the same."""
     shown = printable(text)
     assert shown.isprintable()
     assert len(shown) == len(text)

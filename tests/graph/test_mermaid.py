@@ -1,4 +1,4 @@
-"""The Mermaid flowchart, read back by strict rules."""
+"""The Mermaid flowchart, parsed by strict rules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(graph: Graph, direction: Direction = "TB") -> Flowchart:
 
 
 def block() -> Sketch:
-    """A block that is repeated, after an input and before a sum of both."""
+    """A repeated block between an input and a sum."""
     sketch = Sketch(parameters=20)
     x = sketch.add("input", "x")
     call = sketch.call("blocks.0", "Block", repeats=3)
@@ -47,7 +47,7 @@ def block() -> Sketch:
 
 
 def test_document() -> None:
-    """Nodes and frames come in the order of time, then the edges, then the looks of what is there."""
+    """Nodes and frames are in the order of time, followed by the edges and the styles in use."""
     assert to_mermaid(block().graph()) == (
         text(
             r"""
@@ -84,20 +84,20 @@ def test_document() -> None:
 
 @pytest.mark.parametrize("direction", ["TB", "LR", "BT", "RL"])
 def test_direction(direction: Direction) -> None:
-    """The document says which way the data is to flow."""
+    """The document states the direction of the data flow."""
     assert read(block().graph(), direction).direction == direction
 
 
 @pytest.mark.parametrize("direction", ["", "TD", "tb", "TB\n  click n1 callback", None])
 def test_other_directions(direction: Any) -> None:
-    """A direction that is none of the four is refused, and the message names them."""
+    """An unknown direction is rejected with a list of the four."""
     with pytest.raises(ArgumentError, match="TB, LR, BT, RL"):
         MermaidRenderer(block().graph(), direction=direction)
 
 
 @given(graphs)
 def test_everything_is_drawn_once(graph: Graph) -> None:
-    """Whatever the model, each node is there once inside the frames of its calls, and each edge once."""
+    """For any model, each node occurs once inside the frames of its calls, and each edge once."""
     for view in (graph, fit(graph)):
         chart = read(view)
         drawn = {node.id for node in drawn_nodes(view)}
@@ -109,14 +109,14 @@ def test_everything_is_drawn_once(graph: Graph) -> None:
 
 
 def test_edges_with_several_tensors_say_so() -> None:
-    """Two tensors on one edge are a number on it, unless they are the same one in each of several repetitions."""
+    """Two tensors on one edge are shown as a number, unless they are one tensor in each of several repetitions."""
     sketch = block()
     sketch.add("op", "mul", (5, 2))
     assert [label for *_, label in read(sketch.graph()).edges] == ["", "", "", "", "×2"]
 
 
 def test_calls_and_repeats() -> None:
-    """A second call and a repetition side by side say so."""
+    """A second call and a parallel repetition are labelled."""
     sketch = Sketch()
     sketch.call("act", "ReLU", call=2)
     sketch.call("heads.0", "Head", repeats=3, parallel=True)
@@ -127,7 +127,7 @@ def test_calls_and_repeats() -> None:
 
 
 def test_failed_nodes_are_marked() -> None:
-    """What was left by an exception has a cross before its name and a border of its own."""
+    """A node that failed has a cross before its name and a border of its own."""
     sketch = Sketch()
     call = sketch.call("fc", "Linear", failed=True, shapes=[])
     sketch.add("op", "linear", inside=call, failed=True, shapes=[])
@@ -138,7 +138,7 @@ def test_failed_nodes_are_marked() -> None:
 
 
 def test_every_kind_has_its_own_look() -> None:
-    """Kinds differ in colour or border, as in the Graphviz picture, and tensors differ in shape from computations."""
+    """Kinds differ in colour or border, as in the Graphviz picture; tensors differ from computations in shape."""
     sketch = Sketch()
     for kind in get_args(Kind):
         sketch.add(kind, "x")
@@ -154,27 +154,27 @@ def test_every_kind_has_its_own_look() -> None:
 
 
 def test_text_is_dark_on_every_fill() -> None:
-    """Where a fill is given, the colour of the text is too, so that it can be read on a dark page."""
+    """Every fill has a text colour, so that the text is readable on a dark page."""
     looks = read(block().graph()).looks
     assert {name for name, style in looks.items() if "fill" in style} == {"module", "op", "input", "frame0", "frame1"}
     assert {style["color"] for style in looks.values() if "fill" in style} == {"#1f1f1f"}
 
 
 def test_a_graph_of_nothing() -> None:
-    """A model that did nothing is a flowchart without nodes."""
+    """A model without calls is a flowchart without nodes."""
     chart = read(Graph((Node(0, "module", "", None, 0),), ()))
     assert (chart.title, chart.nodes, chart.edges, chart.line_style) == ("forward", {}, [], "")
 
 
 def test_nothing_to_say() -> None:
-    """A node that has neither name nor class nor shapes has a label that shows nothing, since Mermaid wants one."""
+    """A node without name, class and shapes has a blank label, since Mermaid requires one."""
     sketch = Sketch()
     sketch.call("", "", shapes=[])
     assert read(sketch.graph()).nodes[1].decoded == "\ufeff"
 
 
 def test_a_view_of_gpt2_is_small_enough() -> None:
-    """A view of GPT-2 keeps the limits of Mermaid, 500 edges and 50,000 characters, by far."""
+    """A view of GPT-2 is far below Mermaid's limits of 500 edges and 50,000 characters."""
     net = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=20, n_positions=8, n_embd=12, n_layer=12, n_head=2))
     document = to_mermaid(fit(capture_graph(net, torch.tensor([[1, 2]]))))
     chart = read_flowchart(document)
@@ -184,7 +184,7 @@ def test_a_view_of_gpt2_is_small_enough() -> None:
 
 
 def test_a_captured_model() -> None:
-    """From a model: names, classes with sizes, shapes."""
+    """The flowchart of a captured model has names, classes with sizes, and shapes."""
     chart = read(fit(capture_graph(nn.Sequential(linear(), nn.ReLU()), X)))
     assert [item.lines for item in chart.nodes.values()] == [
         ["input", "2×4"],
@@ -194,12 +194,12 @@ def test_a_captured_model() -> None:
     ]
 
 
-# Names are data.
+# Unusual names.
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name)[:30])
 def test_hostile_names_are_shown_as_they_are(name: str) -> None:
-    """Whatever a model, module, class, function or tensor is called is a label to the letter, and nothing else."""
+    """Any name of a model, module, class, function or tensor is shown literally and has no other effect."""
     sketch = Sketch(name, scope="forward")
     call = sketch.call(name, name, repeats=2)
     x = sketch.add("input", name, inside=call)
@@ -215,7 +215,7 @@ def test_hostile_names_are_shown_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNPRINTABLE, ids=ascii)
 def test_what_cannot_be_printed_is_replaced(name: str) -> None:
-    """Of a name that cannot be printed the rest is shown, and the document is sound."""
+    """The printable part of an unprintable name is shown, and the document is valid."""
     sketch = Sketch(name)
     sketch.call(name, name)
     chart = read(sketch.graph())
@@ -226,7 +226,7 @@ def test_what_cannot_be_printed_is_replaced(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*HOSTILE, *UNPRINTABLE], ids=lambda name: ascii(name)[:30])
 def test_signs_do_not_meet(name: str) -> None:
-    """What Mermaid reads after decoding has no two signs side by side, and none at the beginning: they mean nothing."""
+    """The decoded label has no two active characters side by side and none at the start, so none forms markup."""
     sketch = Sketch()
     sketch.add("op", name)
     (item,) = read(sketch.graph()).nodes.values()
@@ -238,7 +238,7 @@ def test_signs_do_not_meet(name: str) -> None:
 
 
 def test_a_name_cannot_end_the_block() -> None:
-    """In a Markdown file no name can end the block that the flowchart stands in."""
+    """No name can end the code block of the flowchart in a Markdown file."""
     sketch = Sketch("```")
     sketch.add("op", "```\n```")
     assert [line for line in to_mermaid(sketch.graph()).splitlines() if line.strip().startswith("```")] == []

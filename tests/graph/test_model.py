@@ -17,7 +17,7 @@ from tests.graph.queries import only
 
 
 def nested() -> Graph:
-    """block(inner(linear, relu), linear) followed by a backward pass."""
+    """Return a graph of block(inner(linear, relu), linear) followed by a backward pass."""
     net = nn.Sequential(nn.Sequential(nn.Sequential(linear(), nn.ReLU()), linear()))
     with GraphCapture(net, {"a text <&>": X}, name="batch", scope="training_step") as recording:
         net(X).sum().backward()
@@ -25,7 +25,7 @@ def nested() -> Graph:
 
 
 def test_json_gives_the_graph_back() -> None:
-    """A graph that goes through JSON text is equal to what it was, with its scope and its size."""
+    """A graph is equal after a round trip through JSON text, including its scope and size."""
     graph = nested()
     assert Graph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
 
@@ -78,7 +78,7 @@ SOUND: dict[str, Any] = {"version": 2, "scope": "forward", "parameters": 0, "nod
 
 
 def test_the_smallest_json() -> None:
-    """A root alone is a graph."""
+    """A graph may consist of the root only."""
     assert Graph.from_json(SOUND).root.kind == "module"
 
 
@@ -107,20 +107,20 @@ def test_the_smallest_json() -> None:
     ],
 )
 def test_json_of_something_else(change: dict[str, Any]) -> None:
-    """Data that is no graph of this version is refused, whatever is wrong with it."""
+    """Data that is not a graph of this version is rejected."""
     with pytest.raises(ArgumentError):
         Graph.from_json({**SOUND, **change})
 
 
 @pytest.mark.parametrize("data", [[], None, "graph", 3], ids=["list", "null", "text", "number"])
 def test_json_that_is_no_object(data: Any) -> None:
-    """A JSON value that is no object is refused like any other that is no graph."""
+    """A JSON value that is not an object is rejected."""
     with pytest.raises(ArgumentError):
         Graph.from_json(data)
 
 
 def test_lookup_by_id() -> None:
-    """A node is found by its id in a graph whose ids have gaps, and one that is not there is a KeyError."""
+    """Nodes are found by id even if the ids have gaps, and an unknown id is a KeyError."""
     graph = Graph((Node(0, "module", "", None, 0), Node(5, "op", "relu", 0, 1)), ())
     assert graph[5].name == "relu"
     with pytest.raises(KeyError):
@@ -128,7 +128,7 @@ def test_lookup_by_id() -> None:
 
 
 def test_children_in_the_order_of_time() -> None:
-    """The children of a call are what happened directly in it, and what is inside them is not among them."""
+    """The children of a call are the nodes directly inside it, in the order of time."""
     graph = nested()
     assert [node.name for node in graph.children(graph.root)] == ["batch['a text <&>']", "0", "sum", "backward"]
     assert [node.name for node in graph.children(only(graph, "0"))] == ["0.0", "0.1"]
@@ -137,7 +137,7 @@ def test_children_in_the_order_of_time() -> None:
 
 
 def test_ancestors_from_the_inside_out() -> None:
-    """The ancestors of a node are the calls around it, the root last; as many as its depth says."""
+    """The ancestors of a node are the calls around it, ending with the root; their number is the depth of the node."""
     graph = nested()
     assert [node.name for node in graph.ancestors(only(graph, "relu"))] == ["0.0.1", "0.0", "0", ""]
     assert list(graph.ancestors(graph.root)) == []
@@ -145,7 +145,7 @@ def test_ancestors_from_the_inside_out() -> None:
 
 
 def test_module_calls() -> None:
-    """All calls but the root's are listed in the order of time, a module that was called twice with both."""
+    """All calls except the root are listed in the order of time, including repeated calls of a module."""
     net = Net(lambda net, x: net.a(net.b(net.a(x))), a=linear(), b=nn.ReLU())
     assert [(node.name, node.call) for node in capture_graph(net, X).module_calls()] == [("a", 1), ("b", 1), ("a", 2)]
 
@@ -158,7 +158,7 @@ def test_recorded_ids_ascend_in_time() -> None:
 
 
 def test_number_of_parameters() -> None:
-    """A graph says how many parameters the model has: tied ones once, those that were never used too."""
+    """The number of parameters counts tied parameters once and includes unused ones."""
     tied = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     tied[1].weight = tied[0].weight
     assert capture_graph(tied, torch.tensor([1])).parameters == 20
@@ -169,7 +169,7 @@ def test_number_of_parameters() -> None:
 
 @pytest.mark.parametrize(("shape", "shown"), [((), "scalar"), ((7,), "[7]"), ((2, 3, 4), "2×3×4"), ((0, 5), "0×5")])
 def test_shapes_are_written_with_crosses(shape: tuple[int, ...], shown: str) -> None:
-    """A shape is written as people write it, so that one of a single size is not taken for a number."""
+    """Shapes are written with crosses; a shape of a single size has brackets."""
     assert str(TensorMeta(shape, "float32")) == shown
 
 

@@ -1,4 +1,4 @@
-"""A picture that is made smaller until it can be laid out and read."""
+"""A picture of a graph, reduced until it can be laid out and read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.graph.svg import read_svg
 
 
 class _Block(nn.Module):
-    """One of a kind, so that it is not folded with others."""
+    """A block that differs from all others, so that it is not folded."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class _Block(nn.Module):
 
 @pytest.fixture(scope="module")
 def large() -> Graph:
-    """More than 5,000 operations, with nothing to fold."""
+    """Return a graph of more than 5,000 operations that cannot be folded."""
     graph = capture_graph(nn.Sequential(*(_Block(1 + index) for index in range(1300))), X)
     assert sum(node.kind == "op" for node in graph.nodes) == 5200
     return graph
 
 
 def test_a_large_graph_has_a_picture_that_can_be_read(large: Graph, tmp_path: Path) -> None:
-    """The default picture of 5,200 operations has 150 nodes, all of its text on it and of at least 9 pixels."""
+    """The default picture of 5,200 operations has 150 nodes, and its text is complete and at least 9 pixels high."""
     picture = GraphPicture(large, tmp_path / "graph.dot", ("svg", "png"))
     svg, png = picture.finish()
     assert picture.note == ""
@@ -45,12 +45,12 @@ def test_a_large_graph_has_a_picture_that_can_be_read(large: Graph, tmp_path: Pa
     drawn = read_svg(svg)
     assert len(drawn.nodes()) == 150
     texts = [text for item in drawn.items for text in item.texts]
-    assert min(text.size for text in texts) * 96 / 72 >= 9  # points to pixels of a browser
+    assert min(text.size for text in texts) * 96 / 72 >= 9  # points to CSS pixels
     assert all(text.left >= 0 and text.right <= drawn.width for text in texts)
 
 
 def test_a_bitmap_that_would_be_shrunk_is_refused(large: Graph, tmp_path: Path) -> None:
-    """A PNG whose text would be too small to read is an error for who lays out, and a smaller view for a picture."""
+    """A PNG with unreadable text is an error of the layout; a picture falls back to a smaller view."""
     picture = GraphPicture(large, tmp_path / "graph.dot", ("png",), max_nodes=2000)
     (path,) = picture.finish()
     assert path.is_file()
@@ -71,7 +71,7 @@ def _fake_dot(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Non
 
 
 def test_every_attempt_is_smaller(large: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A renderer that always fails is given three views, each smaller, and the last document stays."""
+    """After each failure a smaller view is tried, three in all, and the last document remains."""
     log = tmp_path / "log"
     script = (
         f"import sys; open({str(log)!r}, 'a').write(f'{{open(sys.argv[-1]).read().count(chr(10))}}\\n'); sys.exit(3)"
@@ -87,7 +87,7 @@ def test_every_attempt_is_smaller(large: Graph, tmp_path: Path, monkeypatch: pyt
 
 
 def test_done_goes_on_by_itself(large: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking whether there is an end begins the next attempt, so that nobody has to wait for the failed one."""
+    """Calling ``done`` starts the next attempt, so that nothing has to wait for the failed one."""
     _fake_dot(tmp_path, monkeypatch, "import sys; sys.exit(3)")
     picture = GraphPicture(large, tmp_path / "graph.dot", ("svg",), timeout_s=600)
     while not picture.done():
@@ -97,7 +97,7 @@ def test_done_goes_on_by_itself(large: Graph, tmp_path: Path, monkeypatch: pytes
 
 
 def test_without_formats_there_is_only_the_document(large: Graph, tmp_path: Path) -> None:
-    """With no formats no renderer is started."""
+    """Without formats no renderer is started."""
     picture = GraphPicture(large, tmp_path / "graph.dot", ())
     assert picture.done()
     assert picture.finish() == []

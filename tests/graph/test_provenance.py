@@ -1,4 +1,4 @@
-"""Which node gave a tensor its present values."""
+"""The node that gave each tensor its present values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_recorder.graph.provenance import Provenance
 
 
 def test_what_was_not_seen() -> None:
-    """A tensor that was not bound, and shares no memory with one that was, has no node."""
+    """A tensor that was not bound, and shares no memory with a bound one, has no node."""
     provenance = Provenance()
     provenance.bind(torch.ones(2), 7)
     assert provenance.of(torch.ones(2)) is None
 
 
 def test_the_last_node_counts() -> None:
-    """A tensor that was bound twice is known by the second node."""
+    """The node of a tensor that was bound twice is the second."""
     provenance, tensor = Provenance(), torch.ones(2)
     provenance.bind(tensor, 1)
     provenance.bind(tensor, 2)
@@ -27,7 +27,7 @@ def test_the_last_node_counts() -> None:
 
 
 def test_shared_memory() -> None:
-    """An unseen view is known by its base; a bound view by itself, without a say for its base."""
+    """An unbound view has the node of its base; a bound view has its own, which does not affect the base."""
     provenance, base = Provenance(), torch.ones(4)
     provenance.bind(base, 1)
     view, unseen = base.view(2, 2), base[1:]
@@ -36,7 +36,7 @@ def test_shared_memory() -> None:
 
 
 def test_a_write_is_seen_by_all_who_share_the_memory() -> None:
-    """After a write through one of them, all tensors of the memory have their values from it, until they are bound."""
+    """After a write through one tensor, all tensors that share the memory have its node until they are bound again."""
     provenance, base = Provenance(), torch.ones(4)
     view, other = base.view(2, 2), base[1:]
     for node, tensor in enumerate((base, view, other), 1):
@@ -48,7 +48,7 @@ def test_a_write_is_seen_by_all_who_share_the_memory() -> None:
 
 
 def test_a_tensor_of_ones_own() -> None:
-    """Asked for the tensor alone, what is known of its memory does not count until it is bound itself."""
+    """With ``own``, the memory of a tensor is ignored until the tensor itself is bound."""
     provenance, base = Provenance(), torch.ones(4)
     provenance.bind(base, 1)
     parameter = torch.nn.Parameter(base)
@@ -58,7 +58,7 @@ def test_a_tensor_of_ones_own() -> None:
 
 
 def test_nothing_is_kept() -> None:
-    """Neither a tensor nor its memory lives longer for being known."""
+    """Neither a tensor nor its memory is kept alive."""
     provenance, array = Provenance(), torch.ones(3).numpy()
     tensor = torch.from_numpy(array)
     provenance.bind(tensor, 1, wrote=True)
@@ -70,7 +70,7 @@ def test_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn], ids=["sparse", "mkldnn"])
 def test_memory_that_cannot_be_known(make: object) -> None:
-    """A tensor without a storage is known as an object."""
+    """A tensor without a storage is identified by its object."""
     assert callable(make)
     provenance, tensor = Provenance(), make(torch.ones(2, 2))
     assert provenance.of(tensor) is None
@@ -79,7 +79,7 @@ def test_memory_that_cannot_be_known(make: object) -> None:
 
 
 def test_clear() -> None:
-    """After clearing no tensor is known, by itself or by its memory."""
+    """After ``clear`` no tensor is known, by itself or by its memory."""
     provenance, tensor = Provenance(), torch.ones(2)
     provenance.bind(tensor, 1, wrote=True)
     provenance.clear()
@@ -87,7 +87,7 @@ def test_clear() -> None:
 
 
 def test_what_is_gone_is_let_go() -> None:
-    """Of a thousand tensors of which three live no more than a few are still known."""
+    """Out of a thousand tensors, three of them alive, only a few are kept."""
     provenance = Provenance()
     kept = []
     for number in range(1000):

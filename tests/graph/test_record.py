@@ -1,4 +1,4 @@
-"""Recording a model outside of its training: what it takes, what it says when it fails, and that nothing is changed."""
+"""Recording a model outside of its training: its inputs, its errors, and the absence of side effects."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.taps.inspection import hooks_on
 
 Mode = Literal["train", "eval"]
 
-# That nothing is changed.
+# No side effects.
 
 
 class Restless(nn.Module):
-    """Changes all that a forward pass can change, and then may raise."""
+    """Changes everything that a forward pass can change, and may raise afterwards."""
 
     written: Tensor
     replaced: Tensor
@@ -68,7 +68,7 @@ class Restless(nn.Module):
 
 
 def _restless() -> tuple[Restless, dict[str, Tensor]]:
-    """A model in mixed modes with gradients of its own, and its inputs, one of them computed."""
+    """Return a model in mixed modes with gradients of its own, and its inputs, one of them computed."""
     net = Restless()
     net.frozen.eval()
     net.norm.weight.requires_grad_(False)
@@ -78,7 +78,7 @@ def _restless() -> tuple[Restless, dict[str, Tensor]]:
 
 
 def _everything(net: Restless, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
-    """All that a recording could have changed, in a form that can be compared."""
+    """Return all state that a recording could have changed, in a form that can be compared."""
     tensors = {**dict(net.named_parameters()), **dict(net.named_buffers()), **inputs, "plain": net.plain}
     tensors |= {f"hidden.{name}": each for name, each in net.hidden[0].state_dict(keep_vars=True).items()}
     leaves = [each for each in tensors.values() if each.is_leaf]
@@ -120,7 +120,7 @@ def test_nothing_is_changed(
     grad_mode: Callable[[], AbstractContextManager[Any]],
     failing: bool,
 ) -> None:
-    """Values, objects, flags, gradients, attributes, hooks and random numbers are as before, after an error too."""
+    """Values, objects, flags, gradients, attributes, hooks and random numbers are restored, even after an error."""
     net, inputs = _restless()
     net.failing = failing
     before = _everything(net, inputs)
@@ -130,7 +130,7 @@ def test_nothing_is_changed(
 
 
 class _Aside(TorchFunctionMode):
-    """A mode of the user's that counts functions."""
+    """A custom function mode that counts functions."""
 
     calls = 0
 
@@ -141,7 +141,7 @@ class _Aside(TorchFunctionMode):
 
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_a_mode_of_the_user_stays(device: Literal["meta"] | None) -> None:
-    """A function mode that is on stays on, after an error too."""
+    """A function mode stays active, even after an error."""
     net = Net(lambda net, x: net.fc(x).view(3, 5), fc=linear())
     with _Aside() as mine:
         with pytest.raises(ForwardError):
@@ -151,7 +151,7 @@ def test_a_mode_of_the_user_stays(device: Literal["meta"] | None) -> None:
 
 
 def test_each_module_runs_in_its_own_mode() -> None:
-    """By default each module runs in the mode that it is in; train and eval are for all modules."""
+    """By default each module keeps its mode; train and eval apply to all modules."""
     modes: list[bool] = []
 
     def note(net: Net, x: Tensor) -> Tensor:
@@ -165,16 +165,16 @@ def test_each_module_runs_in_its_own_mode() -> None:
     assert modes == [True, False, True, True, False, False]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are in use all the same
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are still in use
 def test_flags_of_scripted_and_lazy_modules() -> None:
-    """They run in the mode that is asked for, and get their own back."""
+    """Scripted and lazy modules run in the requested mode, and their own mode is restored."""
     net = nn.Sequential(nn.LazyLinear(4), torch.jit.script(nn.BatchNorm1d(4)))
     record(net, input_data=X, mode="eval")
     assert [each.training for each in net.modules()] == [True, True, True]
     assert {name: each.item() for name, each in net.named_buffers() if each.dim() == 0} == {"1.num_batches_tracked": 0}
 
 
-# What it is called with.
+# The inputs.
 
 
 @dataclass
@@ -185,7 +185,7 @@ class Batch:
 
 
 def _sum(value: Any) -> Any:
-    """All tensors in a nested value together."""
+    """Return the sum of all tensors in a nested value."""
     if isinstance(value, Tensor):
         return value.sum()
     parts = (
@@ -197,7 +197,7 @@ def _sum(value: Any) -> Any:
 class Call(NamedTuple):
     given: dict[str, Any]
     inputs: list[str]
-    """Name, dtype and shape of what the model is given."""
+    """The name, dtype and shape of each input of the model."""
 
 
 KEYWORDS = {"mask": X, "scale": torch.tensor(2)}
@@ -243,14 +243,14 @@ CALLS = {
 @pytest.mark.parametrize("device", [None, "meta"])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_what_the_model_is_given(call: Call, device: Literal["meta"] | None) -> None:
-    """Shapes, tensors, tuples, dictionaries and dataclasses in any nesting, positional, by keyword or both."""
+    """Inputs may be shapes, tensors, tuples, dictionaries and dataclasses in any nesting, by position or keyword."""
     graph = record(Net(lambda _, *args, **kwargs: _sum((args, kwargs))), device=device, **call.given)
     shown = [f"{node.name} {node.outputs[0].dtype} {node.outputs[0]}" for node in graph.nodes if node.kind == "input"]
     assert shown == call.inputs
 
 
 def test_keyword_only_arguments() -> None:
-    """A model without positional arguments is recorded, with what it takes from each."""
+    """A model with keyword-only arguments gets them from ``input_data`` and from ``input_kwargs``."""
     net = Net(lambda net, *, x, bias=None: net.fc(x) + bias, fc=linear())
     assert outline(record(net, input_data={"x": X}, input_kwargs={"bias": X.clone()}), outputs=True) == text(
         """
@@ -265,7 +265,7 @@ def test_keyword_only_arguments() -> None:
 
 
 def test_made_up_inputs() -> None:
-    """They are zeros for integers, else random numbers in [0, 1), always the same, of the dtype of the parameters."""
+    """Generated inputs are zeros for integers, else fixed random numbers in [0, 1) with the parameters' dtype."""
     given: list[Tensor] = []
     net = Net(lambda _, *args: given.extend(args), fc=linear().to(torch.float64))
     for _ in range(2):
@@ -278,7 +278,7 @@ def test_made_up_inputs() -> None:
 
 
 def test_a_graph_is_that_of_a_plain_call() -> None:
-    """What is recorded is what a capture of a call records; a name stands in place of the model's class."""
+    """The graph is equal to that of a capture of the call; a name replaces the model's class as the title."""
     net = nn.Sequential(linear(), nn.BatchNorm1d(4), nn.ReLU())
     assert record(net, input_data=X) == capture_graph(net, X)
     named = record(net, "mine", (2, 4))
@@ -286,7 +286,7 @@ def test_a_graph_is_that_of_a_plain_call() -> None:
     assert named.nodes[1:] == capture_graph(net, X).nodes[1:]
 
 
-# What can go wrong.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_graph_is_that_of_a_plain_call() -> None:
     ],
 )
 def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> None:
-    """They are refused before the model runs, and the message says what is allowed."""
+    """Invalid arguments are rejected before the model runs, and the message states the valid ones."""
     calls: list[Any] = []
     with pytest.raises(ArgumentError, match=message):
         record(Net(lambda _, x: calls.append(x)), **given)
@@ -319,7 +319,7 @@ def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> N
 
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_a_model_that_raises(device: Literal["meta"] | None) -> None:
-    """The error names the module and what it raised, has it as its cause, and has the graph up to there."""
+    """The error names the module and the original error, which is its cause, and holds the graph until then."""
     net = nn.Sequential(linear(), nn.Sequential(nn.ReLU(), linear(3)), nn.Tanh())
     with pytest.raises(ForwardError, match=r"^module '1\.1' \(Linear\) raised RuntimeError: ") as caught:
         record(net, input_data=X, device=device)
@@ -339,7 +339,7 @@ def test_a_model_that_raises(device: Literal["meta"] | None) -> None:
 
 
 def test_an_interrupt_is_no_error_of_the_model() -> None:
-    """What is no error, as a KeyboardInterrupt, comes through as it is, and everything is put back."""
+    """A KeyboardInterrupt propagates unchanged, and the state of the model is restored."""
 
     def interrupt(net: Any, x: Tensor) -> None:
         net.norm(x)

@@ -1,4 +1,4 @@
-"""Recording without computing: the same graph, no memory, and the model stays where it is."""
+"""Recording on the meta device: the same graph without memory, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PICTURES = torch.linspace(0.0, 1.0, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 
 
 class Cube(torch.autograd.Function):
-    """A function of the user's."""
+    """A custom function."""
 
     @staticmethod
     @override
@@ -73,7 +73,7 @@ def _own_function() -> nn.Module:
 
 def _unregistered() -> nn.Module:
     net = Net(lambda net, x: net.parts[1](net.parts[0](x)))
-    net.parts = [linear(), nn.BatchNorm1d(4)]  # type: ignore[assignment]  # that is the point
+    net.parts = [linear(), nn.BatchNorm1d(4)]  # type: ignore[assignment]  # deliberately unregistered
     return net
 
 
@@ -110,7 +110,7 @@ CASES = {
 
 
 def _with_one_name_for_views(graph: Graph) -> Graph:
-    """The graph with one name for what torch calls by two, depending on whether tensors have values."""
+    """Return the graph with a single name for views, whose autograd types depend on whether tensors have values."""
     names = {"ReshapeAliasBackward0": "ViewBackward0"}
     return replace(
         graph,
@@ -146,7 +146,7 @@ def test_the_model_is_left_as_it_is(case: Case) -> None:
 
 
 def test_nothing_is_computed() -> None:
-    """No value of the input or the parameters is looked at: what would be an error with values is none."""
+    """No value of the input or the parameters is read: an index that is out of range is no error."""
     net = Net(lambda net, x: net.table(x), table=nn.Embedding(5, 3))
     outside = torch.tensor([7])  # the table has five rows
     with pytest.raises(ForwardError, match="out of range"):
@@ -188,7 +188,7 @@ print(fake, peak() - before)
 
 
 def _measured(script: str) -> list[str]:
-    """What a script prints that runs in a process of its own."""
+    """Run a script in a separate process and return its output."""
     run = subprocess.run([sys.executable, "-c", _PEAK + script], capture_output=True, text=True, check=True)
     return run.stdout.split()
 
@@ -209,7 +209,7 @@ def test_parameters_are_not_copied() -> None:
     assert real < 16
 
 
-# What cannot be.
+# Unsupported models.
 
 _UNKNOWN: dict[str, Callable[[Any, Tensor], Any]] = {
     "branch": lambda net, x: net.fc(x) if x.sum() > 0 else x,
@@ -223,7 +223,7 @@ _UNKNOWN: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @pytest.mark.parametrize("forward", _UNKNOWN.values(), ids=_UNKNOWN)
 def test_flow_that_depends_on_values(forward: Callable[[Any, Tensor], Any]) -> None:
-    """A model that asks for a value fails with the reason, the way out, and the graph up to there."""
+    """A model that reads a value fails with the reason, a remedy, and the graph until then."""
     net = nn.Sequential(nn.ReLU(), Net(forward, fc=linear()))
     message = r"^module '1' \(Net\) raised .*; the model asks for the values .* device='meta' .*: record without it$"
     with pytest.raises(ForwardError, match=message) as caught:
@@ -234,7 +234,7 @@ def test_flow_that_depends_on_values(forward: Callable[[Any, Tensor], Any]) -> N
 
 
 def test_lazy_modules_need_a_run() -> None:
-    """A lazy module, whose parameters get a shape from values, is told by the name of its parameter, and stays lazy."""
+    """The error for a lazy module names its uninitialized parameter, and the module stays lazy."""
     net = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ArgumentError, match=r"device='meta' needs the shape of '0\.weight'"):
         record(net, input_data=X, device="meta")
@@ -244,6 +244,6 @@ def test_lazy_modules_need_a_run() -> None:
 
 
 def test_inputs_on_the_meta_device() -> None:
-    """A model and inputs that are on the meta device themselves are recorded as such."""
+    """A model and inputs that are on the meta device are recorded as such."""
     graph = record(nn.Linear(4, 3, device="meta"), input_data=X.to("meta"), device="meta")
     assert [node.outputs[0].device for node in graph.nodes[1:]] == ["meta"] * 5

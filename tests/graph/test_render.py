@@ -1,4 +1,4 @@
-"""The walk that every renderer makes, shown by one for another format."""
+"""The traversal shared by all renderers, shown with a renderer for another format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.graph.outline import text
 
 
 class MermaidRenderer(BaseRenderer[list[str]]):
-    """A flow chart of Mermaid, as lines."""
+    """Renders a Mermaid flowchart as lines."""
 
     @override
     def make_canvas(self) -> list[str]:
@@ -36,7 +36,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
 
 
 def test_another_format() -> None:
-    """A renderer that says how a node, a frame and an edge look gets each of them once, the edges after the nodes."""
+    """A renderer gets each node, frame and edge once, the edges after the nodes."""
     inner = nn.Sequential(linear(), nn.ReLU())
     graph = fit(capture_graph(Net(lambda net, x: x + net.inner(x).exp(), inner=inner), X))
     assert "\n".join(MermaidRenderer(graph).render()) == text(
@@ -61,7 +61,7 @@ def test_another_format() -> None:
 
 
 def test_nested_frames() -> None:
-    """Frames are nested as the calls are."""
+    """Frames are nested like the calls."""
     net = nn.Sequential(nn.Sequential(nn.Sequential(linear(), nn.ReLU())))
     assert MermaidRenderer(fit(capture_graph(net, X))).render() == [
         "flowchart TB",
@@ -80,12 +80,12 @@ def test_nested_frames() -> None:
 
 
 def test_a_graph_of_nothing() -> None:
-    """A model that did nothing is an empty canvas."""
+    """A model without calls is an empty canvas."""
     assert MermaidRenderer(Graph((Node(0, "module", "", None, 0),), ())).render() == ["flowchart TB"]
 
 
 def test_a_renderer_must_say_everything() -> None:
-    """A renderer that leaves one of the four out cannot be made."""
+    """A renderer that lacks one of the four methods cannot be instantiated."""
 
     class Half(BaseRenderer[list[str]]):
         @override

@@ -1,4 +1,4 @@
-"""A module that is called many times, drawn once."""
+"""A view that draws all calls of a module as one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.graph.random_nets import graphs
 
 
 def bare(net: nn.Module, *inputs: Any) -> Graph:
-    """A recording without the tensors of the model."""
+    """Return a recording without the tensors of the model."""
     return without(capture_graph(net, *inputs), ("parameter", "buffer"))
 
 
@@ -41,7 +41,7 @@ def loop(rounds: int, **parts: nn.Module) -> nn.Module:
 
 
 def test_roll_of_a_loop() -> None:
-    """A loop over two modules becomes each of them once with its number, and an edge that goes back."""
+    """A loop over two modules becomes each of them once, with the number of calls and an edge backwards."""
     view = roll(collapse(bare(loop(3, a=linear(), b=nn.ReLU()), X)))
     assert outline(view, outputs=True) == text(
         """
@@ -54,7 +54,7 @@ def test_roll_of_a_loop() -> None:
 
 
 def test_roll_of_a_cell_that_feeds_itself() -> None:
-    """A cell whose state goes into its next call has an edge to itself, as many times as it does."""
+    """A cell whose state is an input of its next call has an edge to itself, with the number of these tensors."""
     net = Net(lambda net, x: net.cell(net.cell(net.cell(x))), cell=nn.Sequential(linear(), nn.Tanh()))
     assert outline(roll(collapse(bare(net, X), 1))) == "input\ncell: Sequential [3 times] <- input, cell ×2"
     assert outline(roll(bare(net, X))) == text(
@@ -70,7 +70,7 @@ def test_roll_of_a_cell_that_feeds_itself() -> None:
 
 
 def test_roll_inside_and_outside() -> None:
-    """Of a module that is called twice in each of three calls, each level has its own number."""
+    """If a module is called twice in each of three calls, each level has its own number."""
     inner = Net(lambda net, x: net.act(net.act(x)), act=nn.Tanh())
     view = roll(collapse(bare(loop(3, inner=inner), X)))
     assert [(node.name, node.repeats) for node in view.module_calls()] == [("inner", 3), ("inner.act", 2)]
@@ -84,7 +84,7 @@ def test_roll_keeps_apart_what_lies_in_different_calls() -> None:
 
 
 def test_roll_of_calls_that_do_different_things() -> None:
-    """What only one of the calls did lies in the one that stands for all, and has no number of its own."""
+    """A node of only one of the calls is drawn in the merged call, without a number of its own."""
     part = Net(lambda net, x, twice: net.act(net.act(x)).exp() if twice else net.act(x), act=nn.Tanh())
     net = Net(lambda net, x: net.part(net.part(x, twice=False), twice=True), part=part)
     assert outline(roll(bare(net, X))) == text(
@@ -99,7 +99,7 @@ def test_roll_of_calls_that_do_different_things() -> None:
 
 
 def test_roll_keeps_a_failure() -> None:
-    """A call that raised marks the one that stands for it."""
+    """A failed call marks the merged one as failed."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         return torch.cat([net.fc(x), net.fc(x[:, :3])])
@@ -113,7 +113,7 @@ def test_roll_keeps_a_failure() -> None:
 @settings(max_examples=60)
 @given(graph=graphs)
 def test_roll_loses_nothing(graph: Graph) -> None:
-    """A rolled view stands for all tensors, calls and parameters that there are; rolled again, it is the same."""
+    """A rolled view represents all tensors, calls and parameters, and rolling it again changes nothing."""
     view = roll(graph)
     assert sum(edge.multiplicity for edge in view.edges) == sum(edge.multiplicity for edge in graph.edges)
     counted: Counter[str] = Counter()
@@ -132,5 +132,5 @@ def test_roll_loses_nothing(graph: Graph) -> None:
 @settings(max_examples=60)
 @given(graph=graphs)
 def test_roll_without_repeated_calls(graph: Graph) -> None:
-    """Where no module is called twice nothing is rolled."""
+    """A view without repeated calls is unchanged."""
     assert (roll(graph) == graph) == all(node.call == 1 for node in graph.nodes)

@@ -1,4 +1,4 @@
-"""When two graphs have the same structural hash."""
+"""The structural hash: differences between graphs that change it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tests.graph.constructs import CONSTRUCTS, fresh
 from tests.graph.nets import Net, X, linear
 from tests.graph.random_nets import graphs
 
-# Of recordings.
+# Recordings.
 
 
 def captured(forward: Callable[..., Any], *inputs: Tensor) -> str:
-    """The hash of what a function of one layer and its inputs does."""
+    """Return the hash of a function of one layer and its inputs."""
     return capture_graph(Net(lambda net, *given: forward(net.fc, *given), fc=linear()), *inputs).structural_hash()
 
 
 def test_two_nets_of_one_kind() -> None:
-    """Nets that differ in their numbers alone have the same hash, and so has a second recording of one of them."""
+    """Nets that differ only in their values have the same hash, and so has a second recording of one of them."""
     nets = [nn.Sequential(linear(), nn.Dropout(), nn.BatchNorm1d(4)) for _ in range(2)]
     assert len({capture_graph(net, X).structural_hash() for net in (*nets, *nets)}) == 1
 
 
 def test_writing_in_place() -> None:
-    """Whether a result has memory of its own makes no difference."""
+    """In-place operations do not change the hash."""
     inside = captured(lambda fc, x: torch.relu_(fc(x).mul_(2)), X)
     assert inside == captured(lambda fc, x: torch.relu(fc(x).mul(2)), X)
 
@@ -55,12 +55,12 @@ def test_writing_in_place() -> None:
     ],
 )
 def test_another_computation(other: Callable[[], str]) -> None:
-    """A net that computes something else, or with other shapes, has another hash."""
+    """A net with another computation, or with other shapes, has another hash."""
     assert other() != captured(lambda fc, x: fc(x).relu() + x, X)
 
 
 def test_without_gradients() -> None:
-    """A recording for which autograd made no graph is another one."""
+    """A recording without autograd nodes has another hash."""
     with_gradients = captured(lambda fc, x: fc(x), X)
     with torch.no_grad():
         assert captured(lambda fc, x: fc(x), X) != with_gradients
@@ -86,10 +86,10 @@ print(json.dumps({name: fresh(make).record()[0].structural_hash() for name, make
 """
 
 
-# Scripted functions and nested tensors, of which torch warns.
+# torch warns about scripted functions and nested tensors.
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:The PyTorch API of nested:UserWarning")
 def test_other_processes() -> None:
-    """In a process that hashes its strings differently each construct of the catalogue has the same hash as here."""
+    """Each construct of the catalogue has the same hash in a process with another string hash seed."""
     root = Path(__file__).parents[2]
     ours = {name: fresh(make).record()[0].structural_hash() for name, make in CONSTRUCTS.items()}
     other = os.environ.get("PYTHONHASHSEED") == "1"
@@ -102,7 +102,7 @@ def test_other_processes() -> None:
     assert len(set(ours.values())) > len(CONSTRUCTS) // 2
 
 
-# Of graphs by hand.
+# Graphs built by hand.
 
 NODE = Node(4, "op", "relu", 0, 1, outputs=(TensorMeta((2, 4), "float32"),), autograd=("ReluBackward0",))
 GRAPH = Graph(
@@ -131,7 +131,7 @@ GRAPH = Graph(
     ids="-".join,
 )
 def test_what_counts(change: dict[str, Any]) -> None:
-    """Each of these fields of a node makes another hash, when it alone is another."""
+    """A change of any one of these fields of a node changes the hash."""
     other = replace(GRAPH, nodes=(*GRAPH.nodes[:2], replace(NODE, **change)))
     assert other.structural_hash() != GRAPH.structural_hash()
 
@@ -146,19 +146,19 @@ def test_what_counts(change: dict[str, Any]) -> None:
     ids=["source", "duration", "device"],
 )
 def test_what_does_not_count(change: dict[str, Any]) -> None:
-    """Lines of code, times and devices make no difference."""
+    """Source lines, times and devices do not change the hash."""
     other = replace(GRAPH, nodes=(*GRAPH.nodes[:2], replace(NODE, **change)))
     assert other.structural_hash() == GRAPH.structural_hash()
 
 
 def test_edges_and_scope_count() -> None:
-    """An edge less, one with more tensors, and another scope each make another hash."""
+    """Removing an edge, adding a tensor to an edge, or changing the scope changes the hash."""
     others = [replace(GRAPH, edges=()), replace(GRAPH, edges=(Edge(2, 4, 2),)), replace(GRAPH, scope="training_step")]
     assert len({graph.structural_hash() for graph in (GRAPH, *others)}) == 4
 
 
 def test_ids_do_not_count() -> None:
-    """What counts is the order of the nodes, and not the numbers by which edges name them."""
+    """The order of the nodes determines the hash; their ids do not."""
     root, given_, node = GRAPH.nodes
     other = replace(GRAPH, nodes=(root, replace(given_, id=10), replace(node, id=20)), edges=(Edge(10, 20),))
     assert other.structural_hash() == GRAPH.structural_hash()
@@ -166,7 +166,7 @@ def test_ids_do_not_count() -> None:
 
 @given(graphs, st.data())
 def test_any_edge_counts(graph: Graph, data: st.DataObject) -> None:
-    """Without any one of its edges a graph has another hash, and through JSON the same."""
+    """A graph without any one of its edges has another hash; a round trip through JSON keeps the hash."""
     assert Graph.from_json(json.loads(json.dumps(graph.to_json()))).structural_hash() == graph.structural_hash()
     if graph.edges:
         left_out = data.draw(st.integers(0, len(graph.edges) - 1))
@@ -175,5 +175,5 @@ def test_any_edge_counts(graph: Graph, data: st.DataObject) -> None:
 
 
 def test_the_order_of_the_inputs_counts() -> None:
-    """A difference is another one with its terms exchanged."""
+    """Swapping the terms of a subtraction changes the hash."""
     assert captured(lambda _, x, y: x - y, X, X.clone()) != captured(lambda _, x, y: y - x, X, X.clone())

@@ -1,4 +1,4 @@
-"""Tensors between functions as nodes of their own."""
+"""A view that draws the tensors between functions as nodes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.graph.random_nets import graphs
 
 
 def bare(net: nn.Module, *inputs: Any) -> Graph:
-    """A recording without the tensors of the model."""
+    """Return a recording without the tensors of the model."""
     return without(capture_graph(net, *inputs), ("parameter", "buffer"))
 
 
 def test_tensors_of_functions_and_closed_calls() -> None:
-    """Between what computed and what uses is the tensor, named by what computed it; inputs and outputs are none."""
+    """A tensor node is between a computation and its user, named by the computation; inputs and outputs have none."""
     net = Net(lambda net, x: net.body(x).exp() + x, body=nn.Sequential(linear(), nn.ReLU()))
     view = show_tensors(collapse(bare(net, X), 1))
     assert [(node.kind, node.name, str(node.outputs[0])) for node in view.nodes[1:]] == [
@@ -52,7 +52,7 @@ def test_tensors_of_functions_and_closed_calls() -> None:
 
 
 def test_tensors_of_the_same_shape_share_a_node() -> None:
-    """Of three halves two have the same shape; a tensor that is used twice is one."""
+    """Two of the three outputs have the same shape and share a node; a tensor that is used twice is one node."""
 
     def forward(_: Any, x: Tensor) -> Tensor:
         one, other = x.split(2, dim=1)
@@ -70,7 +70,7 @@ def test_tensors_of_the_same_shape_share_a_node() -> None:
 @settings(max_examples=60)
 @given(graph=graphs, depth=st.none() | st.integers(1, 3))
 def test_tensors_change_nothing_else(graph: Graph, depth: int | None) -> None:
-    """All else is as before: what depends on what, how many tensors go into each node, and which nodes there are."""
+    """Dependencies, the number of tensors into each node, and all other nodes are unchanged."""
     before = collapse(graph, depth)
     view = show_tensors(before)
     old = {node.id for node in before.nodes}

@@ -1,4 +1,4 @@
-"""The tree of text, line by line."""
+"""The text tree, line by line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.graph.sketch import HOSTILE, UNPRINTABLE, Sketch
 
 
 def test_a_line_for_each_node() -> None:
-    """A line has the name, a module's class and size or the kind of a tensor, and the shapes of what it gave."""
+    """A line has the name, a module's class and size or the kind of a tensor, and the shapes of the outputs."""
     sketch = Sketch(parameters=1_234_567, scope="training_step")
     x = sketch.add("input", "batch.x")
     fc = sketch.call("fc", "Linear", x, parameters=1_200_000, shapes=[(2, 3)])
@@ -42,7 +42,7 @@ def test_a_line_for_each_node() -> None:
 
 
 def test_rails() -> None:
-    """A rail leads from a call past what it holds to what follows it, and none from the last one."""
+    """A rail connects a call to its next sibling, past its contents; the last sibling has none."""
     sketch = Sketch()
     one = sketch.call("a", "A")
     two = sketch.call("a.b", "B", inside=one)
@@ -66,7 +66,7 @@ def test_rails() -> None:
 
 
 def test_only_what_does_not_follow_has_an_arrow() -> None:
-    """A node that takes the result of what stands before it has no arrow; any other names all that it takes."""
+    """A node whose only input is the result of the preceding node has no arrow; any other lists all of its inputs."""
     sketch = Sketch()
     x, y = sketch.add("input", "x"), sketch.add("input", "y")
     fc = sketch.call("fc", "Linear", x)
@@ -87,7 +87,7 @@ def test_only_what_does_not_follow_has_an_arrow() -> None:
 
 
 def test_what_is_taken_from_a_call_has_its_name() -> None:
-    """A tensor that comes out of a call is named by the call, as it is seen from where it is taken."""
+    """A tensor from inside a call is named by the call, as seen from its user."""
     sketch = Sketch()
     x = sketch.add("input", "x")
     call = sketch.call("encoder", "Encoder")
@@ -111,7 +111,7 @@ def test_what_is_taken_from_a_call_has_its_name() -> None:
 
 
 def test_first_in_a_call() -> None:
-    """What begins a call takes what stands before the call, or names what it takes."""
+    """The first node of a call takes the result of the node before the call, or lists its inputs."""
     sketch = Sketch()
     x = sketch.add("input", "x")
     exp = sketch.add("op", "exp", x)
@@ -126,7 +126,7 @@ def test_first_in_a_call() -> None:
 
 
 def test_calls_and_repeats() -> None:
-    """A second call says so; what stands for several nodes says for how many, and whether side by side."""
+    """A second call has its number; a folded node has its number of repetitions and shows if they are parallel."""
     sketch = Sketch()
     act = sketch.call("act", "ReLU", sketch.add("input", "x"))
     block = sketch.call("h.0", "Block", repeats=12)
@@ -147,7 +147,7 @@ def test_calls_and_repeats() -> None:
 
 
 def test_equal_names_in_sight_are_numbered() -> None:
-    """Of functions with one name the later have a number, counted anew in each call; what is out of sight is free."""
+    """Functions with an equal name are numbered anew in each call; names that are not visible can be reused."""
     sketch = Sketch()
     x = sketch.add("input", "x")
     one = sketch.add("op", "add", x)
@@ -174,7 +174,7 @@ def test_equal_names_in_sight_are_numbered() -> None:
 
 
 def test_a_function_named_like_its_module() -> None:
-    """What a call holds may have the call's own name, which cannot be meant there."""
+    """A function may have the name of its call, since the call cannot be an input of its contents."""
     sketch = Sketch()
     call = sketch.call("relu", "ReLU")
     sketch.add("op", "relu", sketch.add("op", "relu", inside=call), inside=call)
@@ -182,7 +182,7 @@ def test_a_function_named_like_its_module() -> None:
 
 
 def test_modules_are_named_so_that_one_is_meant() -> None:
-    """A module is named by its dotted name where a call around has one of the same name, or where it is a number."""
+    """A module is named by its dotted name if an enclosing call contains the same name, or if its name is a number."""
     sketch = Sketch()
     norm = sketch.call("norm", "Norm", sketch.add("input", "x"))
     call = sketch.call("body", "Sequential")
@@ -199,7 +199,7 @@ def test_modules_are_named_so_that_one_is_meant() -> None:
 
 
 def test_a_frame_without_a_name() -> None:
-    """Of siblings that repeat together the frame has only a number, and what it holds is named by itself."""
+    """The frame of repeated siblings has only a number, and its contents are referenced by their own names."""
     sketch = Sketch()
     x = sketch.add("input", "x")
     frame = sketch.call("", "", repeats=3, shapes=[])
@@ -221,7 +221,7 @@ def test_a_frame_without_a_name() -> None:
 
 
 def test_a_call_without_a_name() -> None:
-    """A closed call that has no name, as a frame that was closed, can still be named by what takes from it."""
+    """A closed call without a name, such as a closed frame, can be referenced by its kind."""
     sketch = Sketch()
     x = sketch.add("input", "x")
     call = sketch.call("", "", x, repeats=3)
@@ -235,7 +235,7 @@ def test_a_call_without_a_name() -> None:
 
 
 def test_an_edge_into_an_open_call() -> None:
-    """An edge that ends at an open call is told in the call's line."""
+    """An edge into an open call is shown in the line of the call."""
     sketch = Sketch()
     x, y = sketch.add("input", "x"), sketch.add("input", "y")
     call = sketch.call("fc", "Linear", x)
@@ -244,7 +244,7 @@ def test_an_edge_into_an_open_call() -> None:
 
 
 def test_a_name_like_a_number() -> None:
-    """A name that ends like the numbers that we give is one of its own."""
+    """A name that looks like a numbered one is distinguished from it."""
     sketch = Sketch()
     one = sketch.add("op", "a#1", sketch.add("input", "x"))
     two = sketch.add("op", "a", one)
@@ -253,7 +253,7 @@ def test_a_name_like_a_number() -> None:
 
 
 def test_parameters() -> None:
-    """A tensor of the model stands in the call of its owner, without the owner's name."""
+    """A tensor of the model is in the call of its owner, without the owner's name."""
     net = capture_graph(nn.Sequential(linear()), X)
     assert to_text(net).splitlines()[2:6] == [
         "├─ 0  Linear  2×4",
@@ -264,7 +264,7 @@ def test_parameters() -> None:
 
 
 def test_failed_nodes_are_marked() -> None:
-    """What was left by an exception begins with a cross, the calls around it too."""
+    """Failed nodes and the calls around them start with a cross."""
     sketch = Sketch()
     call = sketch.call("fc", "Linear", inside=0, shapes=[], failed=True)
     sketch.add("op", "linear", sketch.add("input", "x"), inside=call, shapes=[], failed=True)
@@ -272,7 +272,7 @@ def test_failed_nodes_are_marked() -> None:
 
 
 def test_many_sources() -> None:
-    """Of more than twelve sources the first twelve are named."""
+    """Only the first twelve of more than twelve sources are listed."""
     sketch = Sketch()
     sources = [sketch.add("input", f"x{index}") for index in range(40)]
     sketch.add("op", "cat", *sources)
@@ -281,23 +281,23 @@ def test_many_sources() -> None:
 
 
 def test_a_long_name_is_shortened() -> None:
-    """Of a name that is longer than 60 characters both ends are shown."""
+    """A name of more than 60 characters is cut in the middle."""
     sketch = Sketch()
     sketch.add("op", "a" * 200 + "b" * 200, sketch.add("input", "x"))
     assert to_text(sketch.graph()).splitlines()[-1] == f"└─ {'a' * 30}…{'b' * 30}  2×4"
 
 
 def test_a_graph_of_nothing() -> None:
-    """A model that did nothing is its title."""
+    """The tree of a model without calls is its title."""
     assert to_text(Graph((Node(0, "module", "", None, 0, type_name="Net"),), ())) == "Net.forward"
 
 
-# Names are data.
+# Unusual names.
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name)[:30])
 def test_unusual_names_are_shown_as_they_are(name: str) -> None:
-    """A name that can be printed stands in its line, and where it is taken, to the letter."""
+    """A printable name is shown literally, in its line and where it is referenced."""
     sketch = Sketch()
     one = sketch.add("op", name, sketch.add("input", "x"))
     sketch.add("op", "add", one, one - 1)
@@ -320,7 +320,7 @@ def test_nothing_reaches_the_terminal_but_text(name: str) -> None:
     shown.encode("utf-8")
 
 
-# Whatever the model.
+# Laws for any model.
 
 
 @given(graphs)
@@ -334,7 +334,7 @@ def test_each_node_has_one_line(graph: Graph) -> None:
 
 
 def test_gpt2_is_readable() -> None:
-    """A view of GPT-2 with its 12 layers is less than 60 lines, none wider than a terminal of 100 characters."""
+    """A view of GPT-2 with its 12 layers has fewer than 60 lines, none wider than a terminal of 100 characters."""
     torch.manual_seed(0)
     net = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=20, n_positions=8, n_embd=12, n_layer=12, n_head=2))
     lines = to_text(fit(capture_graph(net, torch.tensor([[1, 2]])))).splitlines()
@@ -347,7 +347,7 @@ def test_gpt2_is_readable() -> None:
 
 
 def test_residual_block() -> None:
-    """From a captured model: the sum after a block names the block and what goes past it."""
+    """In a captured residual block, the sum lists the block and the skip connection."""
     net = Net(lambda net, x: x + net.inner(x), inner=nn.Sequential(linear(), nn.ReLU()))
     assert to_text(fit(capture_graph(net, X))) == text(
         """

@@ -1,4 +1,4 @@
-"""The same nets drawn by torchview: as many nodes and edges, and the same labels, or a reason why not."""
+"""A comparison with torchview: equal numbers of nodes and edges and equal labels, or a reason for the difference."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _used_twice(net: Any, x: Tensor) -> dict[str, Tensor]:
 def _attention(net: Any, x: Tensor) -> Tensor:
     query, key, value = (part(x).view(2, 5, 2, 2).transpose(1, 2) for part in (net.q, net.k, net.v))
     weights = F.softmax(query @ key.transpose(-1, -2) / 2, -1)
-    return net.out((weights @ value).transpose(1, 2).reshape(2, 5, 4))  # type: ignore[no-any-return]  # a module's result
+    return net.out((weights @ value).transpose(1, 2).reshape(2, 5, 4))  # type: ignore[no-any-return]  # a module result
 
 
 def _block() -> nn.Module:
@@ -186,7 +186,7 @@ CASES = {
     "LSTM": Case(lambda: Net(lambda net, x: net.fc(net.lstm(x)[0]), lstm=nn.LSTM(4, 3), fc=linear(3)), (ROWS,)),
     "transformer block": Case(lambda: nn.Sequential(_block(), _block(), nn.LayerNorm(4)), (ROWS,)),
     "transformer": Case(lambda: nn.Transformer(4, 2, 1, 1, 8, batch_first=True), (ROWS, ROWS.clone()), None, "train"),
-    # Drawn otherwise than by torchview; see below.
+    # Drawn differently by torchview; see below.
     "no children": Case(linear),
     "attention": Case(lambda: Net(lambda net, x: net.part(x, x, x)[0], part=nn.MultiheadAttention(4, 2)), (ROWS,)),
     "same tensor twice": Case(lambda: Net(lambda net, x: net.a(x) + net.b(x + x), a=linear(), b=linear())),
@@ -202,11 +202,11 @@ CASES = {
 }
 
 
-# What both draw.
+# Both drawings.
 
 
 class Drawn(NamedTuple):
-    """A picture in numbers: how often each label is there, and each pair of labels with an edge, tensor by tensor."""
+    """The number of nodes with each label, and of tensors on the edges between each pair of labels."""
 
     nodes: Counter[str]
     edges: Counter[tuple[str, str]]
@@ -216,13 +216,13 @@ class Drawn(NamedTuple):
         return self.nodes.total(), self.edges.total()
 
 
-# In-place and reflected operators are one function, whatever order and memory they use.
+# In-place and reflected operators count as one function.
 _SAME = {"radd": "add", "iadd": "add", "rsub": "sub", "rmul": "mul", "truediv": "div"}
 _KINDS = {"input": "input-tensor", "output": "output-tensor", "tensor": "hidden-tensor"}
 
 
 def theirs(case: Case, **options: Any) -> Drawn:
-    """What torchview draws, read from its document."""
+    """Return the drawing by torchview, parsed from its document."""
     settings = {**options, **(case.kwargs or {})}
     picture = draw_graph(case.make(), list(case.args), device="cpu", mode=case.mode, strict=False, **settings)
     source = picture.visual_graph.source
@@ -235,7 +235,7 @@ def theirs(case: Case, **options: Any) -> Drawn:
 
 
 def ours(case: Case, **options: Any) -> Drawn:
-    """What is drawn here, by the words of torchview."""
+    """Return the drawing by this package, with the labels of torchview."""
     with torch.no_grad():
         view = draw(case.make(), case.args, input_kwargs=case.kwargs, mode=case.mode, **options).view
     labels = {node.id: _KINDS.get(node.kind, node.type_name or node.name) for node in drawn_nodes(view)}
@@ -257,7 +257,7 @@ class Difference(NamedTuple):
     net: str
     option: str
     theirs: tuple[int, int]
-    """Nodes and edges that torchview draws."""
+    """The number of nodes and edges in torchview's drawing."""
     ours: tuple[int, int]
     reason: str
     depth: int = 3
@@ -297,7 +297,7 @@ DIFFERENCES = [
 
 
 def _differs(net: str, option: str) -> bool:
-    # What differs by default differs with every option, though only the default is listed.
+    # A difference with the default options occurs with every option, but only the default is listed.
     return any(each.net == net and each.option in ("default", option) for each in DIFFERENCES)
 
 
@@ -306,7 +306,7 @@ def _differs(net: str, option: str) -> bool:
     ("net", "option"), [(net, option) for option in OPTIONS for net in CASES if not _differs(net, option)]
 )
 def test_same_picture(net: str, option: str, depth: int) -> None:
-    """At the same settings both draw the same labels as often, and as many edges between each pair of labels."""
+    """With the same options, both drawings have the same labels and the same edges between each pair of labels."""
     settings = {**OPTIONS[option], "depth": depth}
     assert ours(CASES[net], **settings) == theirs(CASES[net], **settings)
 
@@ -322,16 +322,16 @@ def _vit() -> nn.Module:
     return hf.ViTModel(hf.ViTConfig.from_dict({**size, "num_hidden_layers": 2, "num_attention_heads": 2}))
 
 
-# Inside they compute from buffers and parameters alone, which torchview does not see.
+# Their parts also compute from buffers and parameters only, which torchview does not observe.
 @pytest.mark.parametrize("case", [Case(_bert, (TOKENS,)), Case(_vit, (IMAGES,))], ids=["BERT", "ViT"])
 def test_same_picture_of_transformers(case: Case) -> None:
-    """Models of transformers are drawn the same from outside, with what goes into each part."""
+    """At depth 1 models of transformers have the same drawing, including the inputs of each part."""
     assert ours(case, depth=1) == theirs(case, depth=1)
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda each: f"{each.net}, {each.option}")
 def test_different_picture(difference: Difference) -> None:
-    """Where the pictures differ both are as they are said to be."""
+    """The listed differences in size are exact."""
     settings = {**OPTIONS[difference.option], "depth": difference.depth}
     case = CASES[difference.net]
     assert (theirs(case, **settings).size, ours(case, **settings).size) == (difference.theirs, difference.ours)
@@ -339,6 +339,6 @@ def test_different_picture(difference: Difference) -> None:
 
 @pytest.mark.parametrize("option", ["default", "rolled"])
 def test_state_of_two_tensors(option: str) -> None:
-    """Both tensors of an LSTM cell's state that go into its next call are counted, as torchview does."""
+    """Both tensors of an LSTM cell's state into its next call are counted, as torchview does."""
     case = Case(lambda: Net(_lstm, cell=nn.LSTMCell(4, 3)), (X, torch.zeros(2, 3), torch.zeros(2, 3)))
     assert ours(case, **OPTIONS[option]) == theirs(case, **OPTIONS[option])

@@ -1,4 +1,4 @@
-"""What holds for every view of every model."""
+"""Laws for every view of every model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ VIEWS: dict[str, Callable[[Graph], Graph]] = {
 @settings(max_examples=25)
 @given(graph=graphs)
 def test_every_view_is_a_graph(view: Callable[[Graph], Graph], graph: Graph) -> None:
-    """A view goes through JSON and comes back, and is a document in which each edge joins two nodes that are drawn."""
+    """A view is equal after a round trip through JSON, and each edge of its document joins two drawn nodes."""
     shown = view(graph)
     assert Graph.from_json(json.loads(json.dumps(shown.to_json()))) == shown
     assert len({node.id for node in shown.nodes}) == len(shown.nodes)
@@ -80,14 +80,14 @@ def test_every_view_is_a_graph(view: Callable[[Graph], Graph], graph: Graph) -> 
 @settings(max_examples=40)
 @given(graph=graphs)
 def test_without_leaves_and_limit_nothing_is_closed(graph: Graph) -> None:
-    """With no limit, and leaves left open, a view is the recording."""
+    """Without a depth limit and with open leaves, a view is equal to the recording."""
     assert collapse(graph, None, leaves=False) == graph
 
 
 @settings(max_examples=40)
 @given(graph=graphs, depth=st.integers(1, 4), leaves=st.booleans())
 def test_collapse_is_monotone(graph: Graph, depth: int, leaves: bool) -> None:
-    """A greater depth shows all that a smaller one shows; closing in two steps is closing at once."""
+    """A greater depth shows all nodes of a smaller one; collapsing in two steps is equal to collapsing once."""
     less, more = (collapse(graph, each, leaves=leaves) for each in (depth, depth + 1))
     assert {node.id for node in less.nodes} <= {node.id for node in more.nodes}
     again = collapse(more, depth, leaves=leaves)
@@ -98,7 +98,7 @@ def test_collapse_is_monotone(graph: Graph, depth: int, leaves: bool) -> None:
 @settings(max_examples=40)
 @given(graph=graphs, depth=st.integers(1, 4))
 def test_lifting_keeps_what_depends_on_what(graph: Graph, depth: int) -> None:
-    """Between nodes that stay a path leads where one led before, functions of open leaves included."""
+    """Paths between the remaining nodes are kept, including those to functions of open leaves."""
     view = collapse(graph, depth, leaves=False)
     staying = {node.id for node in view.nodes}
     for node in view.nodes:

@@ -1,4 +1,4 @@
-"""Views: exact ones of small models, laws for all, limits for large models."""
+"""Views: exact results for small models, laws for any model, limits for large models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.graph.random_nets import graphs
 
 
 def block() -> nn.Module:
-    """A residual block, two levels deep."""
+    """Return a residual block that is two levels deep."""
     inner = nn.Sequential(linear(), nn.ReLU())
     return Net(lambda net, x: x + net.inner(x), inner=inner)
 
@@ -47,12 +47,12 @@ def stack(number: int) -> nn.Module:
 
 
 def bare(net: nn.Module, *inputs: Tensor) -> Graph:
-    """A recording without the tensors of the model."""
+    """Return a recording without the tensors of the model."""
     return without(capture_graph(net, *inputs), ("parameter", "buffer"))
 
 
 def weight_of(graph: Graph, node: Node) -> int:
-    """How many recorded nodes a node of a view stands for."""
+    """Return the number of recorded nodes that a node of a view represents."""
     total = node.repeats
     for call in graph.ancestors(node):
         total *= call.repeats
@@ -63,7 +63,7 @@ def weight_of(graph: Graph, node: Node) -> int:
 
 
 def test_collapse_at_each_depth() -> None:
-    """A depth says how many levels of calls are seen; what is deeper is inside the closed calls."""
+    """The depth is the number of visible levels of calls; deeper nodes are inside closed calls."""
     graph = bare(nn.Sequential(block(), nn.Tanh()), X)
     assert outline(collapse(graph, 1)) == text(
         """
@@ -96,21 +96,21 @@ def test_collapse_at_each_depth() -> None:
 
 
 def test_closed_calls_add_up_their_parameters() -> None:
-    """A closed call has the parameters of all that it holds."""
+    """A closed call has the parameters of all of its contents."""
     graph = capture_graph(stack(2), X)
     assert [node.parameters for node in collapse(graph, 1).module_calls()] == [20, 20]
     assert only(collapse(graph, 2), "0.inner").parameters == 20
 
 
 def test_a_closed_call_takes_a_tensor_once() -> None:
-    """A tensor that a call reads three times inside goes into the closed call once."""
+    """A tensor that a call reads three times inside is one tensor on the edge into the closed call."""
     graph = capture_graph(Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2)), X[None])
     assert outline(graph).endswith("multi_head_attention_forward <- input ×3")
     assert outline(collapse(graph)).endswith("attention: MultiheadAttention <- input")
 
 
 def test_a_closed_call_gives_several_tensors() -> None:
-    """Two tensors from inside a closed call to one function are two on the edge."""
+    """Two tensors from inside a closed call to one function are two tensors on the edge."""
     pair = Net(lambda _, x: (x.exp(), x.cos()))
     graph = capture_graph(Net(lambda net, x: torch.add(*net.pair(x)), pair=pair), X)
     assert outline(collapse(graph)) == "input\npair: Net <- input\nadd <- pair ×2"
@@ -118,7 +118,7 @@ def test_a_closed_call_gives_several_tensors() -> None:
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2"])
 def test_depth_must_be_an_integer_of_at_least_one(depth: Any) -> None:
-    """The root alone is no view, and a depth that is no whole number no depth."""
+    """A depth that is below 1 or not an integer is rejected."""
     graph = capture_graph(stack(1), X)
     with pytest.raises(ArgumentError, match="depth"):
         collapse(graph, depth)
@@ -127,7 +127,7 @@ def test_depth_must_be_an_integer_of_at_least_one(depth: Any) -> None:
 
 
 def _closed(graph: Graph, depth: int | None) -> dict[int, int]:
-    """By definition: each node is led to the outermost closed call around it, or to itself."""
+    """Map each node to the outermost closed call around it, or to itself, by definition."""
 
     def is_closed(node: Node) -> bool:
         innermost = not any(child.kind == "module" for child in graph.children(node))
@@ -142,7 +142,7 @@ def _closed(graph: Graph, depth: int | None) -> dict[int, int]:
 @settings(max_examples=60)
 @given(graph=graphs, depth=st.none() | st.integers(1, 4))
 def test_collapse_is_what_it_says(graph: Graph, depth: int | None) -> None:
-    """Nodes are those outside of closed calls, and edges exactly those between different ones of them."""
+    """The nodes are those outside of closed calls, and the edges are exactly those between different ones of them."""
     view = collapse(graph, depth)
     target = _closed(graph, depth)
     assert [node.id for node in view.nodes] == [node.id for node in graph.nodes if target[node.id] == node.id]
@@ -155,7 +155,7 @@ def test_collapse_is_what_it_says(graph: Graph, depth: int | None) -> None:
 @settings(max_examples=40)
 @given(graph=graphs, depth=st.integers(1, 4))
 def test_collapse_keeps_what_depends_on_what(graph: Graph, depth: int) -> None:
-    """Where a path leads from one node to another, one leads from where the one went to where the other went."""
+    """A path between two nodes becomes a path between the calls that they are merged into."""
     view, target = collapse(graph, depth), _closed(graph, depth)
     for node in graph.nodes:
         assert {target[source] for source in sources_of(graph, node.id)} <= sources_of(view, target[node.id])
@@ -164,7 +164,7 @@ def test_collapse_keeps_what_depends_on_what(graph: Graph, depth: int) -> None:
 @settings(max_examples=40)
 @given(graph=graphs)
 def test_deepest_depth_is_the_innermost_closing(graph: Graph) -> None:
-    """From the deepest call on, a depth makes no difference, and collapsing twice is collapsing once."""
+    """From the deepest call on, the depth makes no difference, and collapsing twice is equal to collapsing once."""
     deepest = max((node.depth for node in graph.module_calls()), default=1)
     assert collapse(graph, deepest) == collapse(graph, deepest + 3) == collapse(graph)
     assert collapse(collapse(graph)) == collapse(graph)
@@ -174,7 +174,7 @@ def test_deepest_depth_is_the_innermost_closing(graph: Graph) -> None:
 
 
 def test_without() -> None:
-    """Nodes of the kinds go, with their edges; the rest is as it was."""
+    """Nodes of the given kinds are removed with their edges; all others are unchanged."""
     graph = capture_graph(nn.Sequential(linear()), X)
     bare = without(graph, ("parameter", "buffer", "output"))
     assert outline(bare, model_tensors=True, outputs=True) == "input\n0: Linear\n  linear <- input"
@@ -183,7 +183,7 @@ def test_without() -> None:
 
 
 def test_hide_leads_past() -> None:
-    """What a hidden function took goes straight to those who used what it gave, through several of them too."""
+    """The input of hidden functions is connected to the users of their output, also across several of them."""
     graph = capture_graph(Net(lambda _, x: x.exp().view(-1).reshape(2, 4).cos() + x.t().t()), X)
     assert outline(hide(graph, ("view", "reshape"))) == text(
         """
@@ -206,19 +206,19 @@ def test_hide_leads_past() -> None:
 
 
 def test_hide_counts_tensors() -> None:
-    """Two ways through hidden functions to one place are two tensors."""
+    """Two paths through hidden functions to one node are two tensors."""
     graph = capture_graph(Net(lambda _, x: torch.add(*x.exp().chunk(2, dim=1))), X)
     assert outline(hide(graph, ("chunk",))) == "input\nexp <- input\nadd <- exp ×2"
 
 
 def test_hide_leaves_what_takes_several_tensors() -> None:
-    """A function of several tensors, or of none, stays, whatever it is called: each of them tells something."""
+    """A function of several tensors, or of none, is never hidden."""
     graph = capture_graph(Net(lambda _, x: x.exp().expand_as(x.cos()) + torch.zeros(2, 4)), X)
     assert hide(graph, ("expand_as", "zeros")) == graph
 
 
 def test_hidden_names_are_functions() -> None:
-    """A module that is called like a hidden function stays."""
+    """A module with the name of a hidden function stays."""
     graph = collapse(capture_graph(Net(lambda net, x: net.view(x), view=nn.ReLU()), X))
     assert hide(graph, ("view",)) == graph
 
@@ -226,7 +226,7 @@ def test_hidden_names_are_functions() -> None:
 @settings(max_examples=40)
 @given(graph=graphs)
 def test_hide_keeps_what_depends_on_what(graph: Graph) -> None:
-    """Between nodes that stay there is a path exactly when there was one, all hidden functions having one input."""
+    """If all hidden functions have one input, the paths between the remaining nodes are unchanged."""
     view = hide(graph, PLUMBING)
     assert [node for node in view.nodes if node.kind == "op" and node.name in PLUMBING] == []
     staying = {node.id for node in view.nodes}
@@ -235,7 +235,7 @@ def test_hide_keeps_what_depends_on_what(graph: Graph) -> None:
 
 
 def test_drop_isolated() -> None:
-    """Tensors and functions without any edge go; calls stay."""
+    """Tensors and functions without any edge are removed; calls stay."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         torch.zeros(3)
@@ -248,7 +248,7 @@ def test_drop_isolated() -> None:
 
 
 def test_drop_dead_ends() -> None:
-    """Functions from which no path leads to the loss or into a call go, those before them too, if there is a loss."""
+    """If there is a loss, functions without a path to the loss or into a call are removed."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x.exp().mean()  # a metric
@@ -277,11 +277,11 @@ def test_drop_dead_ends() -> None:
 
 
 def test_calls_that_show_different_things_stay_apart() -> None:
-    """Of two equal calls one has an unused result: a view without it cannot stand for the other."""
+    """Two equal calls are not folded if a view has removed an unused result of one of them."""
     blocks = [Net(lambda net, x: net.fc(x).exp(), fc=linear()) for _ in range(2)]
 
     def forward(net: Any, x: Tensor) -> Tensor:
-        net.first(x)  # for nothing
+        net.first(x)  # unused
         return torch.sum(net.second(x))
 
     net = Net(forward, first=blocks[0], second=blocks[1])
@@ -304,7 +304,7 @@ def test_calls_that_show_different_things_stay_apart() -> None:
 
 
 def test_twelve_blocks_are_drawn_once() -> None:
-    """Equal blocks one after the other become the first of them, which says how many they are."""
+    """Consecutive equal blocks become the first of them, with their number."""
     view = fold_repeats(collapse(bare(stack(12), X)))
     assert outline(view) == text(
         """
@@ -319,13 +319,13 @@ def test_twelve_blocks_are_drawn_once() -> None:
 
 
 def test_parameters_do_not_keep_blocks_apart() -> None:
-    """Blocks whose parameters are drawn are folded too, though each parameter has its block's name in its own."""
+    """Blocks whose parameters are drawn are folded, although the parameters have different names."""
     graph = capture_graph(stack(12), X)
     assert [node.repeats for node in fold_repeats(graph).children(graph.root) if node.kind == "module"] == [12]
 
 
 def test_inputs_of_every_block_are_counted() -> None:
-    """A tensor that goes into each of five blocks has five on its edge."""
+    """A tensor that goes into each of five blocks is five tensors on its edge."""
     layers = {f"layer{index}": Net(lambda net, x, mask: net.fc(x) * mask, fc=linear()) for index in range(5)}
 
     def forward(net: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ def test_inputs_of_every_block_are_counted() -> None:
 
 
 def test_units_of_several_siblings() -> None:
-    """A group of siblings that comes again and again is folded into a frame without a name, functions included."""
+    """A repeated group of siblings, functions included, is folded into a frame without a name."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         for index in range(4):
@@ -367,7 +367,7 @@ def test_units_of_several_siblings() -> None:
 
 
 def test_side_by_side_is_no_repetition() -> None:
-    """Equal layers that do not feed each other, as query, key and value, keep their names; a chain is folded."""
+    """Equal parallel layers, such as query, key and value, keep their names; a chain is folded."""
     qkv = Net(lambda net, x: net.q(x) + net.k(x) + net.v(x), q=linear(), k=linear(), v=linear())
     names = [node.name for node in fold_repeats(collapse(bare(qkv, X))).module_calls()]
     assert names == ["q", "k", "v"]
@@ -381,7 +381,7 @@ def test_side_by_side_is_no_repetition() -> None:
 
 
 def test_two_layers_are_no_repetition_but_two_blocks_are() -> None:
-    """Three equal layers are the least that is folded, of calls that hold others two."""
+    """At least three equal layers are folded, or two equal calls that contain others."""
     layers = bare(nn.Sequential(linear(), linear()), X)
     assert fold_repeats(collapse(layers)) == collapse(layers)
     blocks = fold_repeats(collapse(bare(stack(2), X)))
@@ -389,14 +389,14 @@ def test_two_layers_are_no_repetition_but_two_blocks_are() -> None:
 
 
 def test_least_number_of_repetitions() -> None:
-    """How many equal layers are folded can be set."""
+    """The smallest number of equal layers to fold is an argument."""
     graph = collapse(bare(nn.Sequential(*(linear() for _ in range(4))), X))
     assert fold_repeats(graph, least=5) == graph
     assert [node.repeats for node in fold_repeats(graph, least=4).module_calls()] == [4]
 
 
 def test_nested_repetitions() -> None:
-    """Repetitions inside repetitions are folded at each level."""
+    """Nested repetitions are folded at each level."""
     stages = nn.Sequential(*(stack(3) for _ in range(2)))
     view = fold_repeats(collapse(bare(stages, X)))
     assert outline(view) == text(
@@ -440,7 +440,7 @@ def test_what_differs_is_not_folded(odd: Callable[[], nn.Module], why: str) -> N
 
 
 def test_many_side_by_side() -> None:
-    """More than eight equal layers side by side are folded, and said to lie side by side, as are two equal blocks."""
+    """More than eight equal parallel layers are folded and marked as parallel, and so are two equal blocks."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         return torch.cat([each(x) for each in net.children()])
@@ -458,7 +458,7 @@ def test_many_side_by_side() -> None:
 @settings(max_examples=60)
 @given(graph=graphs, least=st.integers(2, 4), whole=st.booleans())
 def test_folding_loses_no_node(graph: Graph, least: int, whole: bool) -> None:
-    """Counted with their repetitions, a folded view has as many nodes and parameters as before."""
+    """With its repetitions, a folded view has the same number of nodes and parameters."""
     before = graph if whole else without(collapse(graph), ("parameter", "buffer"))
     view = fold_repeats(before, least)
     recorded = [node for node in view.nodes if node.type_name or node.kind != "module"]  # frames have no class
@@ -473,14 +473,14 @@ def test_folding_loses_no_node(graph: Graph, least: int, whole: bool) -> None:
 
 @pytest.mark.parametrize("max_nodes", [1, 2, 3, 10, 49, 50])
 def test_truncate_keeps_both_ends(max_nodes: int) -> None:
-    """Of a long chain the beginning and the end stay, two to one, and a node between says what is missing."""
+    """A long chain keeps its beginning and its end, two to one, and a node between them shows the number removed."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         for _round in range(50):
             x = x.exp()
         return x
 
-    graph = without(capture_graph(Net(forward), X), ["output"])  # 51 drawn nodes, with the input
+    graph = without(capture_graph(Net(forward), X), ["output"])  # 51 drawn nodes, including the input
     view = truncate(graph, max_nodes)
     names = [node.name for node in drawn_nodes(view)]
     assert len(names) == max_nodes
@@ -491,21 +491,21 @@ def test_truncate_keeps_both_ends(max_nodes: int) -> None:
 
 
 def test_truncate_leaves_what_fits() -> None:
-    """A graph with no more nodes than allowed stays as it is."""
+    """A graph with at most the allowed number of nodes is unchanged."""
     graph = capture_graph(stack(1), X)
     assert truncate(graph, len(drawn_nodes(graph))) is graph
 
 
 @pytest.mark.parametrize("max_nodes", [1, 5, 20])
 def test_truncate_of_a_nested_model(max_nodes: int) -> None:
-    """A call that has lost all that it held is not drawn, so that the limit holds for nested models."""
+    """A call that has lost all of its contents is not drawn, so the limit holds for nested models."""
     assert len(drawn_nodes(truncate(capture_graph(stack(30), X), max_nodes))) <= max_nodes
 
 
 @pytest.mark.parametrize("view", [truncate, fit])
 @pytest.mark.parametrize("max_nodes", [0, -1, 2.5, True, None])
 def test_max_nodes_must_be_an_integer_of_at_least_one(view: Callable[[Graph, Any], Graph], max_nodes: Any) -> None:
-    """A limit below one node, or that is no whole number, is refused."""
+    """A limit that is below 1 or not an integer is rejected."""
     with pytest.raises(ArgumentError, match="max_nodes"):
         view(capture_graph(stack(1), X), max_nodes)
 
@@ -514,7 +514,7 @@ def test_max_nodes_must_be_an_integer_of_at_least_one(view: Callable[[Graph, Any
 
 
 def test_fit_of_a_small_model() -> None:
-    """Of a model that fits all modules are open, without parameters and unused inputs."""
+    """If the whole model fits, all modules are open, without parameters and unused inputs."""
     graph = capture_graph(Net(lambda net, x, y: net.block(x).view(-1), block=block()), X, X.clone())
     assert outline(fit(graph), model_tensors=True) == text(
         """
@@ -530,7 +530,7 @@ def test_fit_of_a_small_model() -> None:
 
 
 def test_fit_takes_the_greatest_depth_that_fits() -> None:
-    """Where a view is too large its calls are closed, level by level."""
+    """In too large a view, calls are closed level by level."""
     # Four blocks of different width, so that nothing is folded: 4 nodes each when open, 2 at depth 2, 1 at depth 1.
     inner = (nn.Sequential(linear(4, width), nn.ReLU(), linear(width, 4)) for width in (1, 2, 3, 5))
     net = nn.Sequential(*(Net(lambda net, x: x + net.inner(x), inner=each) for each in inner))
@@ -540,7 +540,7 @@ def test_fit_takes_the_greatest_depth_that_fits() -> None:
 
 
 def test_fit_takes_a_depth() -> None:
-    """With a depth no more levels are opened than that, though more would fit."""
+    """With a depth no deeper level is opened, even if it would fit."""
     assert [node.name for node in fit(capture_graph(stack(1), X), depth=1).module_calls()] == ["0"]
 
 
@@ -553,8 +553,8 @@ def test_fit_hides_plumbing_in_larger_views() -> None:
         return x
 
     small, large = (fit(capture_graph(Net(lambda net, x, n=n: forward(net, x, n)), X)) for n in (29, 30))
-    assert [node.name for node in small.nodes].count("view") == 29  # with the input 59 nodes
-    assert [node.name for node in large.nodes].count("view") == 0  # would be 61
+    assert [node.name for node in small.nodes].count("view") == 29  # 59 nodes with the input
+    assert [node.name for node in large.nodes].count("view") == 0  # there would be 61 nodes
 
 
 def _chain_of_ops(_: Net, x: Tensor) -> Tensor:
@@ -581,7 +581,7 @@ LARGE: dict[str, Callable[[], Graph]] = {
 
 @pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
 def test_fit_holds_its_limit(make: Callable[[], Graph]) -> None:
-    """However large the model, a view has at most as many nodes as allowed."""
+    """A view of any model has at most the allowed number of nodes."""
     graph = make()
     for limit in (1, 2, 7, 40, 150):
         view = fit(graph, limit)
@@ -590,12 +590,12 @@ def test_fit_holds_its_limit(make: Callable[[], Graph]) -> None:
 
 
 def test_fit_of_equal_layers_is_one_layer() -> None:
-    """300 equal layers in a row are one, with its number."""
+    """300 equal consecutive layers are one, with their number."""
     assert outline(fit(LARGE["300 equal layers"]())) == "input\n0: Linear [300 times] <- input"
 
 
 def test_fit_of_gpt2_shows_one_block() -> None:
-    """Twelve transformer blocks are one, open, from the tokens to the loss."""
+    """Twelve transformer blocks are drawn as one open block, from the tokens to the loss."""
     view = fit(LARGE["GPT-2"]())
     (block_,) = (node for node in view.module_calls() if node.type_name == "GPT2Block")
     assert block_.repeats == 12
@@ -623,13 +623,13 @@ def _assert_sound(view: Graph) -> None:
     for node in view.nodes[1:]:
         assert node.parent is not None
         assert place[node.parent] < place[node.id]
-        # The frames around siblings that repeat together have no class; they are no calls and not counted as such.
+        # The frames around repeated siblings have no class; they are not calls and do not add to the depth.
         assert node.depth == sum(bool(around.type_name) for around in view.ancestors(node))
     recorded = [node.id for node in view.nodes if node.type_name or node.kind != "module"]
     assert recorded == sorted(recorded)
     ends = [(edge.source, edge.target) for edge in view.edges]
     assert len(set(ends)) == len(ends)
-    # A parameter that a part borrows from its parent is first seen inside that part, and stands behind it.
+    # A parameter that a part borrows from its parent is first used inside that part, so it comes after the part.
     computed = [(source, target) for source, target in ends if view[source].kind in ("module", "op", "input")]
     assert [(source, target) for source, target in computed if place[source] >= place[target]] == []
     assert [edge for edge in view.edges if edge.multiplicity < 1] == []
@@ -640,7 +640,7 @@ def _assert_sound(view: Graph) -> None:
 @settings(max_examples=40)
 @given(graph=graphs)
 def test_every_view_is_a_sound_graph(view: Callable[[Graph], Graph], graph: Graph) -> None:
-    """Edges join nodes that are there and go forward in time, parents are there, and the recording stays as it is."""
+    """Edges join existing nodes and go forward in time, parents exist, and the recording is unchanged."""
     before = graph.to_json()
     _assert_sound(view(graph))
     assert graph.to_json() == before
@@ -650,14 +650,14 @@ def test_every_view_is_a_sound_graph(view: Callable[[Graph], Graph], graph: Grap
 @settings(max_examples=60)
 @given(graph=graphs, max_nodes=st.integers(1, 30), depth=st.none() | st.integers(1, 4))
 def test_fit_holds_its_limit_for_every_model(graph: Graph, max_nodes: int, depth: int | None) -> None:
-    """The limit holds whatever the model and the depth."""
+    """The limit holds for any model and depth."""
     view = fit(graph, max_nodes, depth)
     assert len(drawn_nodes(view)) <= max_nodes
     assert depth is None or all(node.depth <= depth for node in view.module_calls())
 
 
 def test_edges_of_a_view_say_what_flows() -> None:
-    """An edge of a view carries the shape of the tensor that it stands for."""
+    """An edge of a view has the shape of its tensor."""
     view = fit(capture_graph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), X))
     assert [(str(edge.tensor), edge) for edge in view.edges] == [
         ("2×4", Edge(1, 2)),

@@ -1,4 +1,4 @@
-"""What the tests of the plots read from a picture."""
+"""Helpers that read values from images."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ MAX_PNG_BYTES = 300_000
 
 
 def png_bytes(image: Image) -> int:
-    """The size of the file that the sinks make of a picture."""
+    """Return the size of an image as a PNG file, encoded like in the sinks."""
     file = io.BytesIO()
     Pictures.fromarray(image).save(file, "png")
     return file.tell()
 
 
 def data_in(image: Image, colour: int = 0x8C) -> Image:
-    """What lies inside the first frame of a picture that is higher than a row of colours."""
+    """Return the pixels inside the first frame that is taller than a colour bar."""
     grey = (image == colour).all(axis=-1)
     runs = [_longest_run(row) for row in grey]
     for top, (left, length) in enumerate(runs):
         if length > 50:
             below = grey[top + 1 :, left : left + length].all(axis=-1)
             height = int(below.argmax()) if below.any() else 0
-            # From the row of colours to the data there are no lines at the sides.
+            # The colour bar has no vertical lines between it and the data.
             if height > 12 and grey[top : top + height, [left, left + length - 1]].all():
                 return image[top + 1 : top + 1 + height, left + 1 : left + length - 1]
     raise AssertionError("the picture has no frame")
 
 
 def _longest_run(row: NDArray[np.bool_]) -> tuple[int, int]:
-    """Where the longest run of true values begins, and how long it is."""
+    """Return the start and the length of the longest run of True values."""
     ends = np.flatnonzero(np.diff(np.concatenate(([0], row.astype(int), [0]))))
     if not len(ends):
         return 0, 0
@@ -47,17 +47,17 @@ def _longest_run(row: NDArray[np.bool_]) -> tuple[int, int]:
 
 
 def place_of(colour: NDArray[np.uint8], table: Table) -> float:
-    """Where a colour stands in its table, from 0 to 1; a colour that is not in it raises."""
+    """Return the position of a colour in its table, from 0 to 1; raise ValueError if the table does not contain it."""
     (found,) = np.unique(np.flatnonzero((table == colour).all(axis=-1)))[:1]
     return float(found) / 255
 
 
 def hex_of(colour: NDArray[np.uint8]) -> str:
-    """A colour as ``#21918c``."""
+    """Return a colour as a string like ``#21918c``."""
     red, green, blue = colour.tolist()
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
 def names_of(count: int) -> list[str]:
-    """Long and different names."""
+    """Return long, distinct names."""
     return [f"network.backbone.transformer.encoder.layers.{i}.self_attention.query" for i in range(count)]

@@ -1,4 +1,4 @@
-"""Bounds that hold for every picture: of its pixels, of its file, and of what it can bear."""
+"""Tests of limits on image size, file size and input values, for all plots."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tables(draw: st.DrawFn) -> tuple[list[str], NDArray[np.float64]]:
 def test_a_heat_map_bears_any_values(
     table: tuple[list[str], NDArray[np.float64]], name: str, first: int, log: bool | None
 ) -> None:
-    """Whatever values, names, steps and scale."""
+    """A heat map accepts any values, names, steps and scale."""
     names, values = table
     steps = [first + 3**step for step in range(values.shape[1])]
     check(heat_map(steps, names, values, statistic=name, title=name, log=log))
@@ -60,7 +60,7 @@ def test_a_heat_map_bears_any_values(
 @settings(max_examples=60, deadline=None)
 @given(tables(), NAMES)
 def test_a_flow_bears_any_values(table: tuple[list[str], NDArray[np.float64]], name: str) -> None:
-    """Whatever values and names."""
+    """A gradient flow plot accepts any values and names."""
     names, values = table
     first = values[:, 0] if values.shape[1] else np.zeros(len(names))
     check(gradient_flow(names, first, first[::-1], title=name, statistic=name))
@@ -77,7 +77,7 @@ def histograms(draw: st.DrawFn) -> Histogram:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(histograms(), max_size=4), NAMES)
 def test_histograms_may_have_any_edges(found: list[Histogram], name: str) -> None:
-    """Infinite ones, NaN, equal ones, and ends that contradict them."""
+    """Histograms may have infinite, NaN or equal edges, and edges that contradict their range."""
     check(histogram_over_time(range(len(found)), found, title=name, value=name))
     check(ridge([name] * len(found), found, title=name, value=name))
 
@@ -85,7 +85,7 @@ def test_histograms_may_have_any_edges(found: list[Histogram], name: str) -> Non
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.lists(FLOATS, min_size=1, max_size=9), st.booleans())
 def test_maps_bear_any_values(count: int, rows: int, columns: int, some: list[float], shared: bool) -> None:
-    """Whatever values and shapes."""
+    """Feature maps, attention maps and kernels accept any values and shapes."""
     values = np.resize(np.array(some, dtype=np.float64), (count, rows, columns))
     check(feature_maps(values, title="t", shared=shared))
     check(attention_maps(values, title="t", shared=shared))
@@ -98,13 +98,13 @@ def noise(*shape: int) -> NDArray[np.float64]:
 
 
 def letters(count: int) -> list[str]:
-    """Names of 40 letters without any likeness, more than what a row has room for."""
+    """Return random names of 40 characters, longer than the space in a row."""
     codes = np.random.default_rng(1).integers(65, 123, (count, 40))
     return ["".join(map(chr, row)) for row in codes]
 
 
 def holed(*shape: int) -> NDArray[np.float64]:
-    """Noise of which a third is NaN, infinite or 0."""
+    """Return noise with a third of the values NaN, infinite or 0."""
     values, kind = np.abs(noise(*shape)), np.random.default_rng(2).random(shape)
     values[kind < 0.15] = np.nan
     values[(kind > 0.15) & (kind < 0.2)] = np.inf
@@ -151,7 +151,7 @@ HARD: dict[str, Callable[[], Image]] = {
 
 @pytest.mark.parametrize("draw", HARD.values(), ids=HARD)
 def test_the_hardest_pictures_are_bounded(draw: Callable[[], Image]) -> None:
-    """At most 1,600 pixels high, and 300,000 bytes as a PNG, of noise and of names without likeness."""
+    """Images of noise with random names are at most 1,600 pixels high and take at most 300,000 bytes as PNG."""
     image = draw()
     check(image)
     assert png_bytes(image) <= MAX_PNG_BYTES

@@ -1,4 +1,4 @@
-"""The coloured graph: what the document says, and that it can be laid out."""
+"""Tests of the graph coloured by a statistic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def graph() -> Graph:
 
 
 def test_modules_have_the_colours_of_their_values(graph: Graph) -> None:
-    """The smallest is dark with white letters, the largest light with dark ones; each says its number."""
+    """Small values are dark with white text, large values are light with dark text, and each box shows its value."""
     source = colour_graph(graph, {"0": 1e-4, "1.0": 1e-2, "1.1": 1.0}, statistic="rms").visual_graph.source
     for name, fill, text, number in (
         ("0", LOW, "#ffffff", "1e-4"),
@@ -40,7 +40,7 @@ def test_modules_have_the_colours_of_their_values(graph: Graph) -> None:
 
 
 def test_modules_without_a_value_are_grey(graph: Graph) -> None:
-    """They keep their label, and the legend says what the grey means."""
+    """Modules without a value keep their label, and the legend explains the grey."""
     source = colour_graph(graph, {"0": 1.0, "1.0": 2.0}, statistic="rms").visual_graph.source
     grey = [line for line in source.splitlines() if 'fillcolor="#f0f0f0"' in line]
     assert len(grey) == 2
@@ -49,7 +49,7 @@ def test_modules_without_a_value_are_grey(graph: Graph) -> None:
 
 
 def test_the_legend_has_five_steps(graph: Graph) -> None:
-    """Their numbers and colours are those of the scale, beside the statistic; what does not occur is not in it."""
+    """The legend shows five values with their colours and the name of the statistic, without unused entries."""
     source = colour_graph(graph, {"0": 1e-4, "1.0": 1.0}, statistic="gradient rms").visual_graph.source
     (legend,) = (line for line in source.splitlines() if "gradient rms, log scale" in line)
     cells = re.findall(r'<td bgcolor="(#\w+)"><font color="#\w+">([^<]+)</font>', legend)
@@ -58,7 +58,7 @@ def test_the_legend_has_five_steps(graph: Graph) -> None:
 
 
 def test_values_that_are_not_finite_are_black(graph: Graph) -> None:
-    """They say what they are, and the legend has the black."""
+    """Boxes of values that are not finite are black with the value, and the legend explains the black."""
     source = colour_graph(graph, {"0": float("nan"), "1.0": 1.0}, statistic="rms").visual_graph.source
     (line,) = (each for each in source.splitlines() if 'fillcolor="#000000"' in each)
     assert '<font color="#ffffff">rms NaN</font>' in line
@@ -66,20 +66,20 @@ def test_values_that_are_not_finite_are_black(graph: Graph) -> None:
 
 
 def test_signed_values_are_orange_and_purple(graph: Graph) -> None:
-    """Equally far from 0 on both sides."""
+    """Signed values use the purple-orange table, symmetric around 0."""
     styler = StatisticStyler({"0": -2.0, "1.0": 1.0}, statistic="mean")
     assert [styler.colour(value) for value in (-2.0, 0.0, 2.0)] == ["#2d004b", "#f7f7f6", "#7f3b08"]
 
 
 def test_a_frame_says_its_value(graph: Graph) -> None:
-    """A module that is drawn open has its number in its title, and no colour."""
+    """A module drawn as a frame shows its value in the title and has no colour."""
     source = colour_graph(graph, {"1": 3.0}, statistic="rms").visual_graph.source
     (line,) = (each for each in source.splitlines() if "rms 3</td>" in each)
     assert 'bgcolor="#f6f6f6"' in line or 'bgcolor="#ededed"' in line
 
 
 def test_a_folded_box_says_whose_value_it_has() -> None:
-    """Of six equal blocks drawn as one, the number is that of the first."""
+    """A box that represents six equal blocks shows the value of the first one, with a note."""
     net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(6)))
     graph = capture_graph(net, torch.ones(1, 2))
     source = colour_graph(graph, {f"{i}.0": float(i) for i in range(6)}, statistic="rms", fold=True).visual_graph.source
@@ -87,7 +87,7 @@ def test_a_folded_box_says_whose_value_it_has() -> None:
 
 
 def test_it_is_a_styler_like_others(graph: Graph) -> None:
-    """``draw`` takes it, and ``make_dot`` makes it; attributes for all nodes have the last word."""
+    """The styler works with ``draw`` and ``make_dot``, and attributes for all nodes override its colours."""
     styler = StatisticStyler({"0": 1.0, "2": 2.0}, statistic="rms")
     assert f'fillcolor="{HIGH}"' in draw(graph, styler=styler).visual_graph.source
     made = make_dot(graph, 2, StatisticStyler, values={"0": 1.0, "2": 2.0}, statistic="rms", fillcolor="white")
@@ -97,7 +97,7 @@ def test_it_is_a_styler_like_others(graph: Graph) -> None:
 
 
 def test_names_of_other_modules_are_refused(graph: Graph) -> None:
-    """With the closest ones; so is what is no number by name."""
+    """Unknown modules raise an error with the closest names, and values that are not numbers raise an error."""
     with pytest.raises(ArgumentError, match=r"no module 'net\.1\.0'.*closest names are '1\.0'"):
         colour_graph(graph, {"net.1.0": 1.0}, statistic="rms")
     wrong: Any = {"0": "many"}
@@ -107,7 +107,7 @@ def test_names_of_other_modules_are_refused(graph: Graph) -> None:
 
 @pytest.mark.parametrize("colour", ["#000000", "#440154", "#21918c", "#7f3b08", "#fde725", "#ffffff", "#777777"])
 def test_letters_can_be_read_on_every_colour(colour: str) -> None:
-    """The contrast is at least 4.5, what WCAG 2 asks for, by a formula of its own."""
+    """The contrast of text on every colour is at least 4.5, as WCAG 2 requires, by an independent formula."""
 
     def luminance(code: str) -> float:
         parts = [int(code[at : at + 2], 16) / 255 for at in (1, 3, 5)]
@@ -119,7 +119,7 @@ def test_letters_can_be_read_on_every_colour(colour: str) -> None:
 
 
 def test_markup_in_names_can_be_laid_out(graph: Graph, tmp_path: Path) -> None:
-    """A statistic and a name with markup are text in the picture that Graphviz draws."""
+    """Markup in names and statistics is drawn as literal text by Graphviz."""
     drawing = colour_graph(graph, {"0": 0.5}, statistic='<b>$x_1$</b> & \\N " 层')
     picture = drawing.save(tmp_path / "graph.svg").read_text(encoding="utf-8")
     assert "&lt;b&gt;$x_1$&lt;/b&gt; &amp; \\N &quot; \\u5c42" in picture

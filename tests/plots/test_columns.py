@@ -1,4 +1,4 @@
-"""Columns: which steps stand where on the axis of time."""
+"""Tests of the assignment of steps to columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_recorder.plots.columns import columns_of, furthest
 
 
 def test_equal_distances_give_each_step_a_column() -> None:
-    """Each column reaches to the middle between two steps."""
+    """Equidistant steps have one column each, bounded halfway between the steps."""
     columns = columns_of(np.array([0.0, 10.0, 20.0]))
     assert [(run.start, run.stop) for run in columns] == [(0, 1), (1, 2), (2, 3)]
     assert (columns.axis.low, columns.axis.high) == (-5.0, 25.0)
@@ -19,22 +19,22 @@ def test_equal_distances_give_each_step_a_column() -> None:
 
 
 def test_a_single_step_has_one_column() -> None:
-    """Its axis reaches half a step to both sides."""
+    """The axis of a single step extends half a step to both sides."""
     columns = columns_of(np.array([7.0]))
     assert [(run.start, run.stop) for run in columns] == [(0, 1)]
     assert (columns.axis.low, columns.axis.high) == (6.5, 7.5)
 
 
 def test_a_gap_is_filled_with_the_nearest_step() -> None:
-    """Of the steps 0, 1 and 9 the parts of the axis between show the nearer one."""
+    """Columns between distant steps show the nearest step."""
     columns = columns_of(np.array([0.0, 1.0, 9.0]), most=14)
-    # From -0.5 to 13 in 14 parts, each 27/28 wide; the middle between 1 and 9 is 5.
+    # From -0.5 to 13 in 14 columns of width 27/28; the midpoint of 1 and 9 is 5.
     assert [run.start for run in columns] == [0, 1, 1, 1, 1, 1] + [2] * 8
 
 
 @given(st.sets(st.integers(0, 10**7), min_size=1, max_size=900), st.integers(2, 300))
 def test_no_step_is_lost(steps: set[int], most: int) -> None:
-    """Every step is in a column, and there are no more columns than asked for."""
+    """Every step has a column, and the number of columns does not exceed the maximum."""
     ordered = np.array(sorted(steps), dtype=np.float64)
     columns = columns_of(ordered, most)
     shown = {row for run in columns for row in range(run.start, run.stop)}
@@ -44,7 +44,7 @@ def test_no_step_is_lost(steps: set[int], most: int) -> None:
 
 
 def test_columns_have_equal_widths_in_pixels() -> None:
-    """Spread over a width, each of four columns gets a quarter."""
+    """Four columns divide the width into equal quarters."""
     assert columns_of(np.arange(4.0)).spread(8).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -62,7 +62,7 @@ def test_columns_have_equal_widths_in_pixels() -> None:
 def test_the_value_that_tells_most_is_shown(
     values: list[float], recorded: list[bool], chosen: float | None, there: bool
 ) -> None:
-    """Infinite before NaN before the one furthest from 0; what was not recorded takes no part."""
+    """An infinity precedes NaN, which precedes the value furthest from 0; missing values are ignored."""
     found, is_there = furthest(np.array([values]), np.array([recorded]))
     assert is_there.tolist() == [there]
     if chosen is not None:

@@ -1,4 +1,4 @@
-"""The frame: what stands around the data at the size at which it is shown."""
+"""Tests of axes, names and notes at the displayed size."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GREY = 0x8C
 
 
 def named_rows(image: Image) -> list[int]:
-    """The rows of the picture at which a name has its tick, at the left of the data."""
+    """Return the pixel rows with the tick of a name, left of the data."""
     grey = (image == GREY).all(axis=-1)
     data = data_in(image)
     left = WIDTH - 12 - data.shape[1]
-    # Beside the frame of the data, and not beside that of the row of colours, which has no ticks at its sides.
+    # Ticks lie next to the frame of the data; the colour bar has no ticks at its sides.
     found: list[int] = np.flatnonzero(grey[:, left - 3 : left].all(axis=-1)).tolist()
     return [row for row in found if not grey[row, left : left + data.shape[1]].all()]
 
@@ -34,27 +34,27 @@ def picture(rows: int) -> Image:
 
 
 def test_letters_can_be_read_on_a_card() -> None:
-    """TensorBoard's cards are 350 pixels wide, and no letter's em is less than 9 of them."""
+    """On the 350 pixels of a TensorBoard card, fonts have 11 to 13 pixels per em."""
     assert [px * 350 / WIDTH for px in (DETAIL_PX, TEXT_PX, TITLE_PX)] == [11, 12, 13]
 
 
 @pytest.mark.parametrize(("rows", "named", "distance"), [(1, 1, 0), (40, 40, 14), (116, 116, 12), (200, 100, 14)])
 def test_every_row_has_its_name_while_there_is_room(rows: int, named: int, distance: int) -> None:
-    """Up to 116 rows each has one, 12 pixels from the next or more; of 200 every second has."""
+    """Up to 116 rows have one name each, at least 12 pixels apart; of 200 rows every second one has a name."""
     found = named_rows(picture(rows))
     assert len(found) == named
     assert {below - above for above, below in pairwise(found)} <= {distance}
 
 
 def test_names_leave_room_for_the_data() -> None:
-    """However long they are, with their margins they take 144 of the 350 pixels."""
+    """Names with their margins take at most 144 of the 350 pixels, however long they are."""
     assert rows_room(names_of(3)) == 144
     assert data_in(picture(3)).shape[1] == 350 - 144 - 12
 
 
 @given(st.floats(-1e30, 1e30), st.floats(1e-30, 1e30), st.integers(150, 320))
 def test_numbers_of_an_axis_never_touch(low: float, length: float, width: int) -> None:
-    """There are at most seven, and between each two there are eight pixels."""
+    """An axis has at most seven numbers, at least eight pixels apart."""
     axis = Scale("linear", low, max(low + length, np.nextafter(low, np.inf)))
     ticks = fitting_ticks(axis, width)
     assert len(ticks) <= 7
@@ -64,14 +64,14 @@ def test_numbers_of_an_axis_never_touch(low: float, length: float, width: int) -
 
 
 def test_an_axis_has_as_many_numbers_as_there_is_room_for() -> None:
-    """From 0 to 1 these are six on 300 pixels, and three on 70."""
+    """An axis from 0 to 1 has six numbers on 300 pixels and three on 70 pixels."""
     axis = Scale("linear", 0.0, 1.0)
     assert [text for _, text in fitting_ticks(axis, 300)] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
     assert [text for _, text in fitting_ticks(axis, 70)] == ["0", "0.5", "1"]
 
 
 def test_long_notes_have_more_lines() -> None:
-    """Each line takes 15 pixels, as does the row of the patterns."""
+    """Each line of notes takes 15 pixels, and so does the legend of patterns."""
     none = bottom_room([])
     assert bottom_room(["short"]) - none == 15
     assert bottom_room(["twenty letters here " * 5]) - none == 30

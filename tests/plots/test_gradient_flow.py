@@ -1,4 +1,4 @@
-"""The gradient flow: how long the bars are."""
+"""Tests of the bar lengths of the gradient flow plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEAN, LARGEST = [0, 114, 178], [245, 196, 118]
 
 
 def ends(image: Image, rows: int) -> list[tuple[float, float]]:
-    """Where the bars of each row end, as shares of the width."""
+    """Return the ends of the bars of each row, as fractions of the width."""
     data = data_in(image)
     height = data.shape[0] // rows
     found = []
@@ -28,7 +28,7 @@ def ends(image: Image, rows: int) -> list[tuple[float, float]]:
 
 
 def test_bars_end_at_their_values() -> None:
-    """On a logarithmic axis of whole decades, from 1e-5 to 1, layers from top to bottom."""
+    """Bars end at their values on a logarithmic axis of whole decades, with layers from top to bottom."""
     means, maxima = [1.5e-5, 1e-4, 1e-3], [1e-3, 1e-2, 0.9]
     shown = ends(gradient_flow(["a", "b", "c"], means, maxima, title="t", step=3), 3)
     expected = (np.log10(np.array([means, maxima]).T) + 5) / 5
@@ -36,7 +36,7 @@ def test_bars_end_at_their_values() -> None:
 
 
 def test_a_layer_without_gradient_has_a_square() -> None:
-    """It has no bar, but a hollow square at the left end."""
+    """A layer with zero gradients has a hollow square at the left end instead of bars."""
     image = gradient_flow(["a", "b"], [0.0, 0.1], [0.0, 0.5], title="t")
     data = data_in(image)
     first = data[: data.shape[0] // 2]
@@ -47,7 +47,7 @@ def test_a_layer_without_gradient_has_a_square() -> None:
 
 
 def test_what_is_not_finite_goes_over_the_width() -> None:
-    """A NaN is striped and an infinite value black, from end to end."""
+    """NaN is a striped bar and infinity a black bar, both across the full width."""
     image = gradient_flow(["a", "b", "c"], [1.0, np.nan, 1.0], [np.inf, 2.0, 2.0], title="t")
     data = data_in(image)
     assert (data[4] == 0).all()
@@ -56,7 +56,7 @@ def test_what_is_not_finite_goes_over_the_width() -> None:
 
 
 def test_of_many_layers_some_are_drawn() -> None:
-    """Of 1,000 layers 260 have bars, five pixels each, the last one among them."""
+    """If there are 1,000 layers, 260 have bars of five pixels, including the last one."""
     means = np.full(1_000, 0.1)
     means[-1] = 0.5
     shown = ends(gradient_flow(names_of(1_000), means, means, title="t"), 260)
@@ -64,12 +64,12 @@ def test_of_many_layers_some_are_drawn() -> None:
 
 
 def test_no_layer_is_a_line() -> None:
-    """Without a layer the picture says so."""
+    """Without layers, the image contains only a message."""
     assert gradient_flow([], [], [], title="t").shape == (100, 350, 3)
 
 
 def test_wrong_shapes_are_refused() -> None:
-    """The message names the shape that is expected."""
+    """A wrong shape raises an error that gives the expected shape."""
     with pytest.raises(ArgumentError, match=r"maxima must have the shape \[2\], got \[1\]"):
         gradient_flow(["a", "b"], [1.0, 2.0], [1.0], title="t")
     with pytest.raises(ArgumentError, match=r"means must have the shape \[layers\], got \[1, 1\]"):

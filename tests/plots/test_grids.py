@@ -1,4 +1,4 @@
-"""Feature maps, attention maps and kernels: which value has which colour in which panel."""
+"""Tests of the colours in feature maps, attention maps and kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FRAME = 0xCF
 
 
 def panel(image: Image, rows: int, columns: int) -> Image:
-    """The colours of the first panel, a value each."""
+    """Return the colours of the first panel, one per value."""
     data = data_in(image, FRAME)
     height, width = data.shape[:2]
     assert (height % rows, width % columns) == (0, 0)
@@ -33,21 +33,21 @@ def places(image: Image, rows: int, columns: int, table: np.ndarray[Any, Any]) -
 
 
 def test_a_feature_map_has_the_colours_of_its_values() -> None:
-    """Positive values on a scale from 0 that holds for all channels."""
+    """Positive values have a scale from 0 that all channels share."""
     values = np.array([[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [[10.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])
     image = feature_maps(values, title="t")
     assert places(image, 2, 3, VIRIDIS) == pytest.approx(values[0] / 10, abs=1 / 255)
 
 
 def test_each_channel_may_have_its_own_scale() -> None:
-    """Then a channel reaches its last colour whatever the others have."""
+    """Without a shared scale, each channel uses the full range of colours."""
     values = np.array([[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [[-10.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])
     image = feature_maps(values, title="t", shared=False)
     assert places(image, 2, 3, PURPLE_ORANGE) == pytest.approx((values[0] / 5 + 1) / 2, abs=1 / 255)
 
 
 def test_the_first_sample_is_shown() -> None:
-    """Of a batch the picture is that of its first sample, but for the line that says so."""
+    """Only the first sample of a batch is drawn, with a note that says so."""
     batch = torch.rand(3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
     one, many = feature_maps(batch[0], title="t"), feature_maps(batch.to(torch.float64), title="t")
     assert (one[:380] == many[:380]).all()
@@ -55,7 +55,7 @@ def test_the_first_sample_is_shown() -> None:
 
 
 def test_a_map_fills_its_place() -> None:
-    """Of 64 maps six stand side by side, 52 pixels wide, in which each of 20 values has two pixels or three."""
+    """Six of 64 maps stand side by side, each 52 pixels wide, with two or three pixels for each of 20 values."""
     values = np.tile(np.arange(20.0), (64, 20, 1))
     data = data_in(feature_maps(values, title="t"), FRAME)
     assert data.shape == (52, 52, 3)
@@ -64,7 +64,7 @@ def test_a_map_fills_its_place() -> None:
 
 
 def test_attention_has_queries_down_and_keys_across() -> None:
-    """The weight of the last query for the first key is at the lower left, each head on its own scale."""
+    """Queries run downwards and keys to the right, and each head has its own scale."""
     weights = np.zeros((2, 3, 4))
     weights[0, 2, 0], weights[0, 0, 3], weights[1] = 0.5, 0.25, 1.0
     shown = places(attention_maps(weights, title="t"), 3, 4, VIRIDIS)
@@ -72,7 +72,7 @@ def test_attention_has_queries_down_and_keys_across() -> None:
 
 
 def test_kernels_of_three_inputs_are_in_colour() -> None:
-    """Red, green and blue are the inputs, from the smallest weight of the kernel to its largest."""
+    """Kernels with three inputs are drawn as red, green and blue, from their smallest to their largest weight."""
     weight = np.linspace(-1.0, 1.0, 2 * 3 * 2 * 2).reshape(2, 3, 2, 2)
     shown = panel(kernels(weight, title="t"), 2, 2)
     low, high = weight[0].min(), weight[0].max()
@@ -81,7 +81,7 @@ def test_kernels_of_three_inputs_are_in_colour() -> None:
 
 
 def test_other_kernels_show_their_first_input() -> None:
-    """Around 0, orange above it and purple below."""
+    """Other kernels show the weights of their first input, orange above 0 and purple below."""
     weight = np.zeros((2, 5, 3, 3))
     weight[0, 0] = np.linspace(-1, 1, 9).reshape(3, 3)
     weight[:, 1:] = 99.0
@@ -91,14 +91,14 @@ def test_other_kernels_show_their_first_input() -> None:
 
 @pytest.mark.parametrize(("inputs", "shape"), [(9, None), (9, (3, 3)), (9, (1, 3, 3))])
 def test_rows_of_a_linear_layer_are_pictures(inputs: int, shape: tuple[int, ...] | None) -> None:
-    """Nine inputs are three by three pixels, in the order of torch's flatten."""
+    """Nine inputs of a linear layer form three rows of three pixels, in the order of torch.flatten."""
     weight = np.linspace(-1, 1, 2 * inputs).reshape(2, inputs)
     shown = places(kernels(weight, title="t", shape=shape), 3, 3, PURPLE_ORANGE)
     assert shown == pytest.approx((weight[0].reshape(3, 3) + 1) / 2, abs=1 / 255)
 
 
 def test_large_maps_are_averaged() -> None:
-    """Blocks at the lower and right ends may be smaller, and each has the mean of its values."""
+    """Each block of a large map shows its mean, and blocks at the lower and right edges may be smaller."""
     values = np.arange(35.0).reshape(1, 5, 7)
     found, block = pooled(values, (3, 4), 100)
     assert block == (2, 2)
@@ -107,7 +107,7 @@ def test_large_maps_are_averaged() -> None:
 
 
 def test_large_maps_are_averaged_until_they_are_small_enough() -> None:
-    """A bound on the values of a panel holds whatever the shape."""
+    """The number of values in a panel is bounded, whatever the shape."""
     for height, width in ((100, 100), (1, 5_000), (5_000, 1), (3, 3)):
         found, _ = pooled(np.ones((1, height, width)), (200, 200), 50)
         assert found[0].size <= 50
@@ -125,13 +125,13 @@ def test_large_maps_are_averaged_until_they_are_small_enough() -> None:
     ],
 )
 def test_wrong_shapes_are_refused(draw: Callable[..., Image], values: object, message: str) -> None:
-    """The message names the shape that is expected."""
+    """A wrong shape raises an error that gives the expected shape."""
     with pytest.raises(ArgumentError, match=message):
         draw(values, title="t")
 
 
 def test_a_shape_must_be_that_of_the_inputs() -> None:
-    """It has as many pixels as there are inputs, and a convolution takes none."""
+    """``shape`` must match the number of inputs, and a convolution does not accept it."""
     with pytest.raises(ArgumentError, match="of 6 inputs"):
         kernels(np.ones((2, 6)), title="t", shape=(2, 2))
     with pytest.raises(ArgumentError, match="a convolution has its own"):
@@ -139,13 +139,13 @@ def test_a_shape_must_be_that_of_the_inputs() -> None:
 
 
 def test_the_number_of_panels_is_at_least_one() -> None:
-    """Others are refused by the name of the argument."""
+    """A number of panels below 1 raises an error that names the argument."""
     with pytest.raises(ArgumentError, match="max_maps"):
         feature_maps(np.ones((1, 2, 2)), title="t", max_maps=0)
 
 
 def test_nothing_to_show_is_said() -> None:
-    """Without channels, samples or pixels the picture is a line of text."""
+    """Without channels, samples or pixels, the image contains only a message."""
     for shape in ((0, 4, 4), (0, 3, 4, 4), (2, 0, 4)):
         assert feature_maps(np.ones(shape), title="t").shape == (100, 350, 3)
     assert kernels(np.ones((0, 3, 2, 2)), title="t").shape == (100, 350, 3)

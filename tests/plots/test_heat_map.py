@@ -1,4 +1,4 @@
-"""The heat map: which cell has which colour."""
+"""Tests of the colours of heat map cells."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.plots.pixels import data_in, names_of, place_of
 
 
 def cells(image: Image, rows: int, columns: int) -> Image:
-    """The colours of the middles of the cells, ``[rows, columns, 3]``."""
+    """Return the colours at the centres of the cells, ``[rows, columns, 3]``."""
     data = data_in(image)
     height, width = data.shape[:2]
     y = ((np.arange(rows) + 0.5) * height / rows).astype(int)
@@ -27,7 +27,7 @@ def cells(image: Image, rows: int, columns: int) -> Image:
 
 @pytest.mark.parametrize("library", [np.array, torch.tensor, list], ids=["numpy", "torch", "list"])
 def test_each_cell_has_the_colour_of_its_value(library: Callable[[object], object]) -> None:
-    """On a linear scale from 0, rows from top to bottom and steps from left to right."""
+    """Each cell has the colour of its value on a linear scale from 0, rows downwards and steps to the right."""
     values = [[0.0, 1.0, 2.0, 3.0], [4.0, 3.5, 0.5, 2.5]]
     image = heat_map([0, 10, 20, 30], ["first", "second"], library(values), statistic="std", title="t")
     shown = cells(image, 2, 4)
@@ -36,31 +36,31 @@ def test_each_cell_has_the_colour_of_its_value(library: Callable[[object], objec
 
 
 def test_decades_are_shown_on_a_logarithmic_scale() -> None:
-    """The powers from 1e-6 to 1 are at equal distances in the table."""
+    """Powers of ten from 1e-6 to 1 are equidistant in the colour table."""
     image = heat_map(range(7), ["a"], 10.0 ** np.arange(-6, 1)[None], statistic="rms", title="t")
     places = [place_of(colour, VIRIDIS) for colour in cells(image, 1, 7)[0]]
     assert places == pytest.approx((np.arange(7) / 6).tolist(), abs=1 / 255)
 
 
 def test_signed_values_have_opposite_colours_around_zero() -> None:
-    """Orange above 0 and purple below it, equally far from the middle of the table."""
+    """Values above 0 are orange and values below are purple, symmetric around the middle of the table."""
     image = heat_map(range(3), ["a"], [[-2.0, 0.0, 1.0]], statistic="mean", title="t")
     places = [place_of(colour, PURPLE_ORANGE) for colour in cells(image, 1, 3)[0]]
     assert places == pytest.approx([0.0, 0.5, 0.75], abs=1 / 255)
 
 
 def test_a_fraction_is_shown_from_0_to_1() -> None:
-    """So two pictures of it can be compared."""
+    """Fractions have a scale from 0 to 1, so that images are comparable."""
     image = heat_map(range(2), ["a"], [[0.25, 0.5]], statistic="zero_fraction", title="t")
     places = [place_of(colour, VIRIDIS) for colour in cells(image, 1, 2)[0]]
     assert places == pytest.approx([0.25, 0.5], abs=1 / 255)
 
 
 def test_what_has_no_colour_has_a_pattern() -> None:
-    """0 on a logarithmic scale is white, not recorded grey, infinite black, NaN striped."""
+    """Zeros on a logarithmic scale are white, missing values grey, infinities black and NaN striped."""
     values = np.array([[1e-3, 1.0, 0.0, np.inf, -np.inf, np.nan, np.nan]])
     recorded = np.array([[True] * 6 + [False]])
-    # -inf alone is no reason for a symmetric scale.
+    # -inf alone must not select a symmetric scale.
     data = data_in(heat_map(range(7), ["a"], values, statistic="rms", title="t", recorded=recorded))
     shown = [data[:, where] for where in np.array_split(np.arange(data.shape[1]), 7)]
     for part, grey in ((2, 255), (3, 0), (4, 0), (6, 200)):
@@ -71,7 +71,7 @@ def test_what_has_no_colour_has_a_pattern() -> None:
 
 
 def test_a_spike_among_many_steps_is_seen() -> None:
-    """Of 10,000 steps one has a value 40 times as large, and the column in which it lies has the last colour."""
+    """A single spike and a single infinity in 10,000 steps are visible in their columns."""
     values = np.ones((2, 10_000))
     values[1, 5_432] = -np.inf
     values[0, 1_234] = 40.0
@@ -84,7 +84,7 @@ def test_a_spike_among_many_steps_is_seen() -> None:
 
 
 def test_a_row_among_many_layers_is_seen() -> None:
-    """Of 1,000 layers four share a row, which shows the one furthest from 0."""
+    """If four layers share a row, it shows the value furthest from 0."""
     values = np.ones((1_000, 2))
     values[402] = 40.0
     data = data_in(heat_map(range(2), names_of(1_000), values, statistic="std", title="t"))
@@ -93,7 +93,7 @@ def test_a_row_among_many_layers_is_seen() -> None:
 
 
 def test_nothing_recorded_is_said() -> None:
-    """Without a step, a layer or a recorded value the picture is a line of text."""
+    """Without steps, layers or recorded values, the image contains only a message."""
     none = np.zeros((1, 2), dtype=bool)
     for image in (
         heat_map([], ["a"], np.zeros((1, 0)), statistic="rms", title="t"),
@@ -116,12 +116,12 @@ def test_nothing_recorded_is_said() -> None:
     ],
 )
 def test_wrong_shapes_are_refused(steps: object, names: list[str], values: object, message: str) -> None:
-    """The message names the shape that is expected."""
+    """A wrong shape raises an error that gives the expected shape."""
     with pytest.raises(ArgumentError, match=message):
         heat_map(steps, names, values, statistic="rms", title="t")
 
 
 def test_of_what_was_recorded_there_must_be_as_much() -> None:
-    """``recorded`` has the shape of the values."""
+    """``recorded`` must have the shape of the values."""
     with pytest.raises(ArgumentError, match=r"recorded must have the shape \[1, 2\], got \[2\]"):
         heat_map([0, 1], ["a"], [[1.0, 2.0]], statistic="rms", title="t", recorded=np.ones(2, dtype=bool))

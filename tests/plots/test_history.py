@@ -1,4 +1,4 @@
-"""The history: what it holds after how many records, and how many bytes."""
+"""Tests of the contents and the memory of a history."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_recorder.plots.history import Found
 
 
 def bins(seed: int, filled: int = 200) -> torch.Tensor:
-    """Counts of the fixed bins of which so many are not empty."""
+    """Return counts of the fixed bins with the given number of non-empty bins."""
     generator = np.random.default_rng(seed)
     counts = np.zeros(2048, dtype=np.int64)
     counts[generator.permutation(2048)[:filled]] = generator.integers(1, 100_000, filled)
@@ -30,7 +30,7 @@ def record(step: int, *sites: Hashable) -> dict[Hashable, Found]:
 
 @given(st.integers(2, 20), st.integers(1, 300))
 def test_what_is_held_is_evenly_spread(most: int, added: int) -> None:
-    """Every n-th record, n a power of two and no larger than needed, and the latest; never more than ``max_steps``."""
+    """A history keeps every n-th record, with n the smallest sufficient power of two, and the latest record."""
     history = History(most, statistics=("rms",))
     for step in range(added):
         history.add(step, record(step, "a", "b"))
@@ -45,7 +45,7 @@ def test_what_is_held_is_evenly_spread(most: int, added: int) -> None:
 
 
 def test_a_site_that_appears_late_has_nan_before() -> None:
-    """It comes after the others, and is not recorded where it was not there; so is one that vanishes."""
+    """A late site comes last and is NaN where it was not recorded; a vanished site is NaN afterwards."""
     history = History(8, statistics=("rms",))
     history.add(0, record(0, "a", "b"))
     history.add(1, record(1, "c", "a"))
@@ -55,7 +55,7 @@ def test_a_site_that_appears_late_has_nan_before() -> None:
 
 
 def test_a_site_that_was_only_in_a_record_that_went_is_still_known() -> None:
-    """The latest record is written over by the next one, with all that it had."""
+    """A site stays known after its only record was replaced by the next one."""
     history = History(2, statistics=("rms",))
     for step in range(3):
         history.add(step, record(step, "a"))
@@ -67,7 +67,7 @@ def test_a_site_that_was_only_in_a_record_that_went_is_still_known() -> None:
 
 
 def test_many_sites_have_room() -> None:
-    """Two hundred sites that come at two steps are all held."""
+    """The arrays grow for two hundred sites that appear at two steps."""
     history = History(4, statistics=("rms",))
     history.add(0, record(0, *range(100)))
     history.add(1, record(1, *range(200)))
@@ -76,7 +76,7 @@ def test_many_sites_have_room() -> None:
 
 
 def test_a_step_that_goes_back_is_passed_over() -> None:
-    """A step is taken once, and none before the latest."""
+    """A step that is not greater than the previous one is ignored."""
     history = History(8, statistics=("rms",))
     for step in (5, 5, 3, 6):
         history.add(step, record(step, "a"))
@@ -84,7 +84,7 @@ def test_a_step_that_goes_back_is_passed_over() -> None:
 
 
 def test_counts_are_held_of_some_sites() -> None:
-    """Of 10 sites 4, evenly spread, have the exact counts of the steps that are held; all have the latest."""
+    """Four evenly spaced sites of ten keep exact counts of all kept steps; all sites keep their latest counts."""
     history = History(4, max_histograms=4)
     for step in range(6):
         history.add(step, {site: ({}, bins(100 * step + site)) for site in range(10)})
@@ -100,7 +100,7 @@ def test_counts_are_held_of_some_sites() -> None:
 
 
 def test_counts_that_are_missing_are_zeros() -> None:
-    """At a step at which a site was not recorded it has no counts, also if that is the first one."""
+    """Counts of a site are zeros at steps without a record, including the first step."""
     history = History(4)
     history.add(0, {"b": ({}, None)})
     history.add(1, {"a": ({}, bins(1))})
@@ -111,7 +111,7 @@ def test_counts_that_are_missing_are_zeros() -> None:
 
 
 def test_large_counts_are_exact() -> None:
-    """A count that needs more than 32 bits is what it was."""
+    """Counts of more than 32 bits are exact."""
     counts = torch.zeros(2048, dtype=torch.int64)
     counts[7], counts[8] = 2**40 + 1, 1
     history = History()
@@ -120,7 +120,7 @@ def test_large_counts_are_exact() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """After 150 records of 20 sites the bytes are below what the documentation says, and are so after twice as many."""
+    """The memory of a history stays below the documented limit and stops growing."""
     history = History(16, statistics=("rms", "mean"), max_histograms=3)
     sizes = []
     for step in range(300):
@@ -133,7 +133,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_a_history_can_be_pickled() -> None:
-    """A copy holds the same, and goes on as the original does."""
+    """A pickled history has the same contents and continues like the original."""
     history = History(4, statistics=("rms",))
     for step in range(5):
         history.add(step, {"a": ({"rms": float(step)}, bins(step))})
@@ -146,7 +146,7 @@ def test_a_history_can_be_pickled() -> None:
 
 
 def test_what_is_not_held_is_refused() -> None:
-    """The message says what is held; so are numbers that are too small, and counts of other bins."""
+    """Missing statistics, missing counts, numbers that are too small and other bins raise errors."""
     history = History(statistics=("rms",), max_histograms=0)
     history.add(0, {"a": ({"rms": 1.0}, bins(0))})
     with pytest.raises(ArgumentError, match="holds rms; got 'mean'"):

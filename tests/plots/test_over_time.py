@@ -1,4 +1,4 @@
-"""The histogram over time: which share has which colour."""
+"""Tests of the colours in the plot of histograms over time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def histogram(edges: list[float], counts: list[int]) -> Histogram:
 
 
 def test_each_bin_has_the_colour_of_its_share() -> None:
-    """With a bin of the histogram for each bin of the picture, the shares are read back on a logarithmic scale."""
+    """Each bin has the colour of its fraction on a logarithmic scale."""
     edges = np.linspace(0.0, 145.0, 146).tolist()
     counts = [[1] * 144 + [856], [10] * 100 + [0] * 45]
     found = [histogram(edges, each) for each in counts]
@@ -29,13 +29,13 @@ def test_each_bin_has_the_colour_of_its_share() -> None:
             if share[value] == 0:
                 assert (colour == 255).all()
                 continue
-            # From 1e-5 at the low end to the largest share at the high one.
+            # The scale runs from 1e-5 to the largest fraction.
             place = np.log(share[value] / 1e-5) / np.log(0.856 / 1e-5)
             assert place_of(colour, VIRIDIS) == pytest.approx(place, abs=1 / 255)
 
 
 def test_histograms_with_other_edges_share_an_axis() -> None:
-    """Values from 0 to 1, then from 1 to 2, fill the lower half of the picture, then the upper one."""
+    """Histograms with different edges are drawn on a common axis."""
     found = [histogram([0.0, 0.5, 1.0], [1, 1]), histogram([1.0, 1.25, 2.0], [2, 6])]
     data = data_in(histogram_over_time([0, 1], found, title="t"))
     filled = (data != 255).any(axis=-1)
@@ -47,7 +47,7 @@ def test_histograms_with_other_edges_share_an_axis() -> None:
 
 
 def test_a_step_without_values_is_grey() -> None:
-    """Between two steps with values one without any has the colour of what was not recorded."""
+    """A step without values has the grey of missing records."""
     some, none = histogram([0.0, 1.0], [5]), Histogram(np.zeros(2), np.zeros(1, dtype=int), np.nan, np.nan, 0.0, 0.0)
     data = data_in(histogram_over_time([0, 1, 2], [some, none, some], title="t"))
     width = data.shape[1]
@@ -56,21 +56,21 @@ def test_a_step_without_values_is_grey() -> None:
 
 
 def test_steps_that_share_a_column_are_averaged() -> None:
-    """Of 388 steps, four to a column, every second has its values below, the others above: each half has a half."""
+    """Steps that share a column are averaged."""
     low, high = histogram([0.0, 1.0, 2.0], [4, 0]), histogram([0.0, 1.0, 2.0], [0, 4])
     data = data_in(histogram_over_time(range(388), [low, high] * 194, title="t"))
-    # All bins but the middle one, which 1 divides, are equally full.
+    # All bins are equally full, except the middle one, which contains the edge at 1.
     (colours,) = ({data[row].tobytes() for row in (5, data.shape[0] - 5)},)
     assert len(colours) == 1
 
 
 def test_without_a_value_the_picture_is_a_line() -> None:
-    """Counts of nothing are said to be so."""
+    """Without values, the image contains only a message."""
     assert histogram_over_time([0, 1], np.zeros((2, 2048)), title="t").shape == (100, 350, 3)
     assert histogram_over_time([], [], title="t").shape == (100, 350, 3)
 
 
 def test_there_are_as_many_histograms_as_steps() -> None:
-    """Other numbers are refused with both."""
+    """Different numbers of histograms and steps raise an error that gives both."""
     with pytest.raises(ArgumentError, match="one for each of the 3 steps, got 2"):
         histogram_over_time([0, 1, 2], np.zeros((2, 2048)), title="t")

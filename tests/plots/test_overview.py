@@ -1,4 +1,4 @@
-"""The overview: which pictures there are, under which tags."""
+"""Tests of the images and tags of an overview."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_recorder.reductions import SCALAR_STATISTICS, to_histogram
 
 
 class Where(NamedTuple):
-    """As the recorders name a site."""
+    """A site as the recorders identify it."""
 
     name: str
     path: str
@@ -43,7 +43,7 @@ def history() -> History:
 
 
 def test_each_picture_has_a_tag(history: History) -> None:
-    """A slash in a name opens no level, the root has its name, and a path stands behind its module."""
+    """Each image has its tag: slashes in names are replaced, the root is named, and a path follows its module."""
     assert list(overview(history, group="activations", statistics=("rms", "mean"))) == [
         "activations_plots/heat_map/rms",
         "activations_plots/heat_map/mean",
@@ -56,7 +56,7 @@ def test_each_picture_has_a_tag(history: History) -> None:
 
 
 def test_sites_whose_tags_are_equal_have_numbers() -> None:
-    """No picture takes the place of another."""
+    """Sites with equal tags are numbered, so that no image replaces another."""
     history = History()
     history.add(0, {name: measured(0, row) for row, name in enumerate(("a/b", "a_b"))})
     tags = list(overview(history, group="g", statistics=()))
@@ -64,7 +64,7 @@ def test_sites_whose_tags_are_equal_have_numbers() -> None:
 
 
 def test_pictures_are_those_of_the_values(history: History) -> None:
-    """Each is pixel for pixel what the plot of its kind makes of the recorded numbers and histograms."""
+    """Each image equals, pixel for pixel, the plot of the recorded values and histograms."""
     found = overview(history, group="gradients", statistics=("rms",))
     names = ["encoder.0", "encoder/0", "lstm out[1]", "(root)"]
     table = [[measured(step, row)[0]["rms"] for step in range(3)] for row in range(4)]
@@ -93,7 +93,7 @@ def test_pictures_are_those_of_the_values(history: History) -> None:
 
 @pytest.mark.parametrize("group", ["parameters_grad", "parameters-slow_grad"])
 def test_gradients_of_parameters_have_their_flow(group: str) -> None:
-    """With the names of the parameters alone; their values over time are shown elsewhere, under the same names."""
+    """Parameter gradients have a flow plot with the parameter names, and no plots over time."""
     history = History()
     for step in range(2):
         history.add(step, {Where("head", f"{name}.grad"): measured(step, row) for row, name in enumerate(("w", "b"))})
@@ -115,7 +115,7 @@ def test_gradients_of_parameters_have_their_flow(group: str) -> None:
 
 @pytest.mark.parametrize("group", ["activations", "parameters", "parameters-slow"])
 def test_what_is_no_gradient_has_no_flow(history: History, group: str) -> None:
-    """But pictures over time."""
+    """Groups that are not gradients have plots over time but no flow plot."""
     tags = overview(history, group=group, statistics=())
     assert f"{group}_plots/flow" not in tags
     assert sum("over_time" in tag for tag in tags) == 4
@@ -123,13 +123,13 @@ def test_what_is_no_gradient_has_no_flow(history: History, group: str) -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 2, 9])
 def test_pictures_of_single_sites_are_limited(history: History, most: int) -> None:
-    """There are at most ``max_images`` of them."""
+    """The number of plots of single sites is at most ``max_images``."""
     tags = overview(history, group="activations", statistics=(), max_images=most)
     assert sum("over_time" in tag for tag in tags) == min(most, 4)
 
 
 def test_an_empty_history_has_no_pictures() -> None:
-    """Nor has a statistic that was never recorded, or histograms that were not."""
+    """An empty history, a missing statistic and missing histograms have no images."""
     assert overview(History(), group="activations") == {}
     history = History()
     history.add(0, {"a": ({"rms": 1.0}, None)})
@@ -137,13 +137,13 @@ def test_an_empty_history_has_no_pictures() -> None:
 
 
 def test_a_statistic_that_is_not_held_is_refused(history: History) -> None:
-    """The message says which are."""
+    """A statistic that is not kept raises an error that lists those that are."""
     with pytest.raises(ArgumentError, match="the history holds mean, std, rms"):
         overview(history, group="activations", statistics=("median",))
 
 
 def test_what_was_not_recorded_is_marked(history: History) -> None:
-    """A site that is absent from a step is grey there, and not NaN."""
+    """A site is grey at the steps at which it was not recorded, and not marked as NaN."""
     history.add(3, {SITES[0]: measured(3, 0)})
     image = overview(history, group="activations", statistics=("rms",))["activations_plots/heat_map/rms"]
     assert (image == np.uint8(200)).all(axis=-1).sum() > 3 * 20 * 60

@@ -1,4 +1,4 @@
-"""Re-binning: counts between other edges."""
+"""Tests of the rebinning of histograms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def histogram(edges: list[float], counts: list[int]) -> Histogram:
 
 
 def measured(values: torch.Tensor) -> Histogram:
-    """The histogram that a recorder gives, with its exact ends."""
+    """Return the histogram of values as recorded, with its exact range."""
     statistics = Statistics()
     statistics.update(values)
     found = statistics.compute()
@@ -29,11 +29,11 @@ def measured(values: torch.Tensor) -> Histogram:
 
 
 def slow(edges: list[float], counts: list[int], others: list[float]) -> list[Fraction]:
-    """What lies between other edges, in fractions and by going through all pairs of bins."""
+    """Rebin with exact fractions over all pairs of bins, as a slow reference."""
     found = [Fraction(0)] * (len(others) - 1)
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
         for place, (start, end) in enumerate(pairwise(others)):
-            # The outer bins take what lies beyond them.
+            # The outer bins include everything beyond them.
             start = min(start, low) if place == 0 else start
             end = max(end, high) if place == len(found) - 1 else end
             common = min(Fraction(high), Fraction(end)) - max(Fraction(low), Fraction(start))
@@ -49,7 +49,7 @@ def ascending(least: int) -> st.SearchStrategy[list[float]]:
 
 @given(st.data())
 def test_counts_are_those_of_a_slow_reference(data: st.DataObject) -> None:
-    """A bin that is cut gives in proportion; the outer bins take what lies beyond; the sum is exactly the count."""
+    """Rebinned counts equal a slow reference, and their sum is exactly the count."""
     edges, others = data.draw(ascending(2)), data.draw(ascending(2))
     counts = data.draw(st.lists(st.integers(0, 10**9), min_size=len(edges) - 1, max_size=len(edges) - 1))
     found = rebin(histogram(edges, counts), np.array(others))
@@ -60,7 +60,7 @@ def test_counts_are_those_of_a_slow_reference(data: st.DataObject) -> None:
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
 def test_no_value_is_lost_or_made(values: list[float]) -> None:
-    """For any values, and the axis that is chosen for them, the sum is exactly their number."""
+    """For any values, the rebinned counts on the chosen axis sum exactly to the number of values."""
     found = measured(torch.tensor(values))
     axis = value_axis([found])
     assert axis is not None
@@ -70,20 +70,20 @@ def test_no_value_is_lost_or_made(values: list[float]) -> None:
 
 
 def test_finer_edges_keep_every_bin() -> None:
-    """Where the new edges contain the old ones, the counts between old edges are what they were."""
+    """If the new edges include the old ones, the counts between old edges are unchanged."""
     found = rebin(histogram([0.0, 1.0, 4.0], [5, 7]), np.array([0.0, 0.5, 1.0, 2.0, 4.0]))
     assert found[:2].sum() == 5
     assert found[2:].sum() == 7
 
 
 def test_equal_values_lie_in_one_bin() -> None:
-    """A histogram of a constant, whose bin is drawn in to nothing, is whole in the bin that holds it."""
+    """A constant, whose bin has zero width, is counted entirely in the bin that contains it."""
     found = rebin(measured(torch.full((9,), 2.5)), np.array([0.0, 2.0, 3.0, 4.0]))
     assert found.tolist() == [0.0, 9.0, 0.0]
 
 
 def test_zeros_lie_in_the_middle_bin_of_a_symmetric_axis() -> None:
-    """Half of the values being 0, the bin around 0 has at least that half of a symmetric linear axis."""
+    """If half of the values are 0, the middle bin of a symmetric linear axis contains at least that half."""
     values = torch.cat((torch.zeros(50), torch.linspace(-1, 1, 50)))
     found = measured(values)
     axis = value_axis([found])
@@ -94,7 +94,7 @@ def test_zeros_lie_in_the_middle_bin_of_a_symmetric_axis() -> None:
 
 
 def test_counts_of_the_fixed_bins_are_histograms() -> None:
-    """``[steps, 2048]`` counts, in either library, give the histograms that their edges say."""
+    """Counts ``[steps, 2048]`` from either library become histograms with the edges of their bins."""
     statistics = Statistics()
     statistics.update(torch.tensor([1.0, 1.1, -3.0]))
     bins = statistics.compute()["histogram"]
@@ -110,18 +110,18 @@ def test_counts_of_the_fixed_bins_are_histograms() -> None:
     ids=["one dimension", "few bins", "as many edges as counts", "text"],
 )
 def test_what_is_no_histogram_is_refused(wrong: object) -> None:
-    """The message names the shapes that are expected."""
+    """An argument that is not a histogram raises an error with the expected shapes."""
     with pytest.raises(ArgumentError, match=r"\[steps, 2048\]|\[bins \+ 1\]"):
         to_histograms(wrong)
 
 
 def test_an_axis_holds_all_values() -> None:
-    """It reaches from the smallest to the largest value; without a value there is none."""
+    """The axis spans the smallest to the largest value, and is None if there are no values."""
     assert value_axis([histogram([1.0, 2.0], [3]), histogram([5.0, 6.0], [3])]) == Scale("linear", 1.0, 6.0)
     assert value_axis([histogram([0.0, 1.0], [0])]) is None
 
 
 def test_an_axis_over_magnitudes_is_symlog() -> None:
-    """Gradients that fall from 1 to 1e-4 are shown around 0 as far as the last ones reach, and by powers beyond."""
+    """For spreads from 1 down to 1e-4, the axis is linear over the narrowest histogram and logarithmic beyond."""
     axis = value_axis([histogram([-(10.0**-power), 10.0**-power], [100]) for power in range(5)])
     assert axis == Scale("symlog", -1.0, 1.0, 1e-4)

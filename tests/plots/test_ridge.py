@@ -1,4 +1,4 @@
-"""The ridge plot: where the curves are, and how high."""
+"""Tests of the position and height of the curves in a ridge plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def histogram(low: float, high: float, bins: int = 2) -> Histogram:
 
 
 def test_a_curve_is_as_high_as_the_root_of_its_share() -> None:
-    """Shares of 1/5 and 4/5 are drawn half as high and all of the height, on their ground line."""
+    """The height of a curve is the square root of its fraction, relative to the highest one."""
     curve = _curve(np.array([0.2, 0.8]), 1, 40, 10, 100)
     full = 40 * 1.6 * 0.95
     ground = 10 + 2 * 40 - 0.5
@@ -27,12 +27,12 @@ def test_a_curve_is_as_high_as_the_root_of_its_share() -> None:
 
 
 def test_curves_stand_where_their_values_are() -> None:
-    """Of three layers over 0 … 1, 1 … 2 and 2 … 3 each fills its third of the width."""
+    """Three layers with adjacent ranges of values each fill their third of the width."""
     image = ridge(["a", "b", "c"], [histogram(row, row + 1) for row in range(3)], title="t", step=5)
     data = data_in(image)
     width, distance = data.shape[1], 34
     for row, colour in enumerate(VIRIDIS[[40, 128, 215]]):
-        # Just above the ground line of the layer, and at half of its height.
+        # Just above the baseline of the layer, and at half its height.
         ground = data.shape[0] - 1 - (2 - row) * distance
         for y in (ground - 8, ground - 40):
             filled = (data[y] == colour).all(axis=-1)
@@ -42,19 +42,19 @@ def test_curves_stand_where_their_values_are() -> None:
 
 
 def test_of_many_layers_some_are_drawn() -> None:
-    """Two hundred layers are as high as the sixty that are drawn, and one line of text more than sixty."""
+    """If there are 200 layers, 60 are drawn, with one additional line of notes."""
     many = ridge(names_of(200), [histogram(0, 1)] * 200, title="t")
     sixty = ridge(names_of(60), [histogram(0, 1)] * 60, title="t")
     assert many.shape[0] == sixty.shape[0] + 15
 
 
 def test_without_a_value_the_picture_is_a_line() -> None:
-    """No layer, or none with a value, is said to be so."""
+    """Without layers or values, the image contains only a message."""
     assert ridge([], [], title="t").shape == (100, 350, 3)
     assert ridge(["a"], np.zeros((1, 2048)), title="t").shape == (100, 350, 3)
 
 
 def test_there_are_as_many_names_as_histograms() -> None:
-    """Other numbers are refused."""
+    """Different numbers of names and histograms raise an error."""
     with pytest.raises(ArgumentError, match="one for each of the 1 histograms"):
         ridge(["a", "b"], np.zeros((1, 2048)), title="t")

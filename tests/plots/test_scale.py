@@ -1,4 +1,4 @@
-"""Scales: where values lie, which scale is chosen, and which numbers stand beside it."""
+"""Tests of scales: positions of values, choice of scale, and tick labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALES = [
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 def test_a_place_leads_back_to_its_value(scale: Scale) -> None:
-    """The values of places are the inverse of the places of values."""
+    """``values`` is the inverse of ``place``."""
     places = np.linspace(0, 1, 101)
     assert scale.place(scale.values(places)) == pytest.approx(places, abs=1e-9)
     assert scale.values([0.0, 1.0]) == pytest.approx([scale.low, scale.high])
@@ -28,14 +28,14 @@ def test_a_place_leads_back_to_its_value(scale: Scale) -> None:
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 def test_what_lies_beyond_goes_to_the_nearer_end(scale: Scale) -> None:
-    """Infinities are at the ends, NaN nowhere."""
+    """Infinities lie at the ends of the scale, and NaN stays NaN."""
     places = scale.place([-np.inf, np.inf, np.nan])
     assert places[:2].tolist() == [0.0, 1.0]
     assert np.isnan(places[2])
 
 
 def test_symlog_is_linear_near_zero_and_logarithmic_beyond() -> None:
-    """Places are those of sign(v) log(1 + |v| / threshold), computed apart."""
+    """Positions on a symlog scale equal an independent computation of sign(v) log(1 + |v| / threshold)."""
     scale = Scale("symlog", -100.0, 100.0, 0.1)
     values = np.array([-100.0, -3.0, -0.01, 0.0, 0.5, 7.0, 100.0])
     expected = np.sign(values) * np.log(1 + np.abs(values) / 0.1) / np.log(1 + 1000)
@@ -56,7 +56,7 @@ def test_symlog_is_linear_near_zero_and_logarithmic_beyond() -> None:
     ],
 )
 def test_the_values_decide_on_the_scale(values: list[float], expected: Scale) -> None:
-    """Logarithmic over more than a factor of 50 and at most 12 decades, symmetric with a negative one."""
+    """The scale is logarithmic beyond a factor of 50, spans at most 12 decades, and is symmetric for signed values."""
     assert scale_of(np.array(values)) == expected
 
 
@@ -66,19 +66,19 @@ def test_a_constant_has_a_scale_around_it() -> None:
 
 
 def test_signed_values_over_decades_are_symlog() -> None:
-    """The threshold is the power of ten below nine tenths of the magnitudes."""
+    """The symlog threshold is the power of ten below the 0.1 quantile of the nonzero magnitudes."""
     values = np.array([-1000.0, *[0.02] * 9, 0.0])
     assert scale_of(values) == Scale("symlog", -1000.0, 1000.0, 0.01)
 
 
 def test_the_caller_can_decide() -> None:
-    """``log`` overrules what the values say."""
+    """``log`` overrides the choice made from the values."""
     assert scale_of(np.array([1.0, 2.0]), log=True) == Scale("log", 1.0, 2.0)
     assert scale_of(np.array([1e-9, 1.0]), log=False) == Scale("linear", 0.0, 1.0)
 
 
 def test_an_axis_is_symlog_where_a_histogram_would_be_too_thin() -> None:
-    """It is so beyond a ratio of 50, and linear as far as the narrow histogram reaches."""
+    """The axis is symlog beyond a ratio of 50, with a linear part as wide as the narrow histogram."""
     assert value_scale(-5.0, 5.0, 0.21) == Scale("linear", -5.0, 5.0)
     assert value_scale(-5.0, 5.0, 0.19) == Scale("symlog", -5.0, 5.0, 0.1)
 
@@ -96,7 +96,7 @@ def test_an_axis_is_symlog_where_a_histogram_would_be_too_thin() -> None:
     ids=str,
 )
 def test_ticks_are_round_numbers(scale: Scale, most: int, texts: list[str]) -> None:
-    """Multiples of 1, 2 or 5, or powers of ten, at their places."""
+    """Ticks are multiples of 1, 2 or 5, or powers of ten, at their positions."""
     ticks = scale.ticks(most)
     assert [text for _, text in ticks] == texts
     assert [place for place, _ in ticks] == pytest.approx(scale.place([float(text) for text in texts]).tolist())
@@ -107,7 +107,7 @@ def test_ticks_are_round_numbers(scale: Scale, most: int, texts: list[str]) -> N
     st.integers(2, 12),
 )
 def test_any_values_have_a_scale_with_few_ticks(values: list[float], most: int) -> None:
-    """Whatever the values, all finite ones have places from 0 to 1 in their order, and no more ticks than asked for."""
+    """Any finite values have ordered positions from 0 to 1, and the number of ticks is bounded."""
     scale = scale_of(np.array(values, dtype=np.float64))
     assert scale.low < scale.high
     finite = np.sort(np.array([value for value in values if np.isfinite(value)], dtype=np.float64))
@@ -120,6 +120,6 @@ def test_any_values_have_a_scale_with_few_ticks(values: list[float], most: int) 
 
 @given(st.floats(-1e308, 1e308))
 def test_numbers_are_short(value: float) -> None:
-    """No number takes more than ten characters, and it is right to three digits."""
+    """A number has at most ten characters and is correct to three digits."""
     assert len(number(value)) <= 10
     assert float(number(value)) == pytest.approx(value, rel=6e-3)

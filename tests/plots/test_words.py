@@ -1,4 +1,4 @@
-"""Names: what is left of those that are too long."""
+"""Tests of shortened names and wrapped notes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.plots.pixels import names_of
 
 
 def test_a_name_that_fits_stays() -> None:
-    """Nothing is cut where there is room."""
+    """A name that fits is unchanged."""
     assert shortened("transformer.h.11.attn.c_attn", 300) == "transformer.h.11.attn.c_attn"
 
 
 def test_the_ends_of_a_long_name_stay() -> None:
-    """A third of what is kept stands before the gap, the rest behind it, and the room is used up."""
+    """A shortened name keeps 30 % of its characters from the start, the rest from the end, and fills the space."""
     name = names_of(1)[0]
     short = shortened(name, 200)
     head, tail = short.split("…")
@@ -31,14 +31,14 @@ def test_the_ends_of_a_long_name_stay() -> None:
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=60), min_size=1, max_size=8, unique=True))
 def test_different_names_stay_different(names: list[str]) -> None:
-    """Also where what tells them apart is in the middle; and all of them fit."""
+    """Distinct names stay distinct and fit, even if they differ only in the middle."""
     shown = fitted(names, 120)
     assert len(set(shown)) == len(names)
     assert all(text_width(each, 11) <= 120 for each in shown)
 
 
 def test_names_that_differ_in_their_middle_move_the_gap() -> None:
-    """The number of the layer, which the gap would hide, is shown."""
+    """If shortening hides the layer number, the ellipsis moves so that it is visible."""
     names = [f"{'encoder.' * 6}{layer}{'.linear' * 6}" for layer in (1, 2)]
     shown = fitted(names, 250)
     assert shown[0] != shown[1]
@@ -46,7 +46,7 @@ def test_names_that_differ_in_their_middle_move_the_gap() -> None:
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=30), min_size=1, max_size=12), st.integers(60, 300))
 def test_a_note_is_broken_between_its_words(words: list[str], room: int) -> None:
-    """All lines fit, words that fit are whole and in their order, and no line has room for the word after it."""
+    """Notes are wrapped between words: all lines fit, and no line has space for the next word."""
     lines = wrapped(" ".join(words), room)
     assert " ".join(lines).split(" ") == [shortened(word, room) for word in words]
     assert all(text_width(line, 11) <= room for line in lines)
@@ -58,5 +58,5 @@ def test_a_note_is_broken_between_its_words(words: list[str], room: int) -> None
     ("count", "distance", "rows"), [(3, 15.0, [0, 1, 2]), (5, 7.0, [0, 2, 4]), (7, 5.0, [0, 3, 6]), (0, 5.0, [])]
 )
 def test_labels_never_touch(count: int, distance: float, rows: list[int]) -> None:
-    """Of rows that are closer than 14 pixels only every second, third, … has one."""
+    """If rows are closer than 14 pixels, only every n-th row has a label."""
     assert list(every_nth(count, distance, 14)) == rows

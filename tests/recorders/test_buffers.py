@@ -1,4 +1,4 @@
-"""Memory for copies that is used again."""
+"""Pool of reusable memory for copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 def test_what_was_given_back_is_given_again() -> None:
-    """A tensor of the same shape and dtype is the one that was given back; of another one it is new."""
+    """A returned tensor is reused for the same shape and dtype; for others a new one is created."""
     pool = BufferPool()
     first = pool.take((2, 3), torch.float32, CPU)
     assert pool.take((2, 3), torch.float32, CPU) is not first
@@ -22,7 +22,7 @@ def test_what_was_given_back_is_given_again() -> None:
 
 
 def test_what_nobody_wants_is_let_go_of() -> None:
-    """Where each step has another shape, the memory of at most four is kept."""
+    """If shapes differ at each step, memory of at most four steps is kept."""
     pool = BufferPool()
     given = [pool.take((length,), torch.float32, CPU) for length in range(1, 7)]
     for tensor in given:

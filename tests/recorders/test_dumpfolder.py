@@ -1,4 +1,4 @@
-"""Where dumps lie, how many bytes they take, and who else gets them."""
+"""Tests of the files, size limits and uploads of dumps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def files(path: Path) -> list[str]:
 
 
 def test_a_line_says_what_lies_there(tmp_path: Path) -> None:
-    """The manifest has step, epoch, stage, rank, reason, group, bytes and tensors of a dump, and the file the same."""
+    """The manifest has step, epoch, stage, rank, reason, group, bytes and tensors of a dump, and so has the file."""
     path = folder(tmp_path / "dumps").write(content(7), "step")
     assert path == tmp_path / "dumps" / "tensors-step=7.safetensors"
     (line,) = read_manifest(tmp_path / "dumps")
@@ -71,7 +71,7 @@ def test_a_line_says_what_lies_there(tmp_path: Path) -> None:
     ],
 )
 def test_a_dump_beside_a_checkpoint_is_named_after_it(checkpoint: str, name: str, tmp_path: Path) -> None:
-    """It lies in the same folder, the line names the checkpoint, and it goes when that goes."""
+    """A dump next to a checkpoint names it in the manifest and is removed with it."""
     dumps = folder(None)
     dumps.write_beside(content(3), tmp_path / checkpoint)
     assert files(tmp_path) == [name]
@@ -84,7 +84,7 @@ def test_a_dump_beside_a_checkpoint_is_named_after_it(checkpoint: str, name: str
 
 
 def test_ranks_have_files_and_manifests_of_their_own(tmp_path: Path) -> None:
-    """All but the first have their number in the names, and one reading gives them all, the first rank first."""
+    """The file names of all ranks but the first contain the rank, and a reader finds all of them in rank order."""
     for rank in (10, 2, 0):
         each = folder(tmp_path, rank=rank)
         each.write(content(5), "step")
@@ -100,7 +100,7 @@ def test_ranks_have_files_and_manifests_of_their_own(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_there_are_dumps_beside_checkpoints_alone(tmp_path: Path) -> None:
-    """One warning says that the others are not written."""
+    """Without a folder, one warning says that only dumps next to checkpoints are written."""
     dumps = folder(None, name="the dumper")
     with pytest.warns(RecorderWarning) as told:
         assert [dumps.write(content(step), "step") for step in range(3)] == [None] * 3
@@ -113,7 +113,7 @@ def test_without_a_folder_there_are_dumps_beside_checkpoints_alone(tmp_path: Pat
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_the_folder_takes_no_more_than_its_limit(steps: int, tmp_path: Path) -> None:
-    """With room for so many files exactly so many are there, and one warning says from which step on none is."""
+    """The folder holds exactly the dumps that fit, and one warning names the first step without a dump."""
     probe = folder(tmp_path / "probe").write(content(1), "step")
     assert probe is not None
     size = probe.stat().st_size
@@ -130,7 +130,7 @@ def test_the_folder_takes_no_more_than_its_limit(steps: int, tmp_path: Path) -> 
 
 
 def test_the_limit_counts_whole_files(tmp_path: Path) -> None:
-    """Names and shapes take room as well: of many small tensors no more is written than ``max_total_bytes``."""
+    """Names and shapes count as well: many small tensors do not exceed ``max_total_bytes``."""
     tensors = {f"{'layer' * 20}{index}/mean": torch.tensor(1.0) for index in range(50)}
     dumps = folder(tmp_path, max_total_bytes=1000)
     with pytest.warns(RecorderWarning, match="max_total_bytes=1000"):
@@ -139,7 +139,7 @@ def test_the_limit_counts_whole_files(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_replaced_counts_once(tmp_path: Path) -> None:
-    """Of a step that is dumped again, as at the end of its epoch, there is one file, and the limit knows."""
+    """A step that is dumped again, such as at the end of its epoch, has one file and counts once."""
     probe = folder(tmp_path / "probe").write(content(1), "step")
     assert probe is not None
     dumps = folder(tmp_path / "dumps", max_total_bytes=2 * probe.stat().st_size)
@@ -157,7 +157,7 @@ def test_a_file_that_is_replaced_counts_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("widths", [(4, 4), (4, 10)])
 def test_the_manifest_does_not_lie_about_shapes(widths: tuple[int, int], tmp_path: Path) -> None:
-    """Where a statistic has a length for each site, as that of channels, no line says one shape for all of them."""
+    """If the length of a statistic differs between sites, such as the number of channels, no shape is given."""
     tensors = {f"{site}/channel_mean": torch.zeros(width) for site, width in zip("ab", widths, strict=True)}
     folder(tmp_path).write(DumpContent(0, 0, tensors, {"a": 1, "b": 1}), "record")
     (line,) = read_manifest(tmp_path)
@@ -168,13 +168,13 @@ def test_the_manifest_does_not_lie_about_shapes(widths: tuple[int, int], tmp_pat
         assert found is None or found == list(tensor.shape)
 
 
-# Who else gets them.
+# Uploads
 
 HEAD = "| step | file | why | tensors | bytes | uploaded |\n|---:|---|---|---:|---:|---|"
 
 
 class Board(Sink):
-    """Shows text and keeps no files, as TensorBoard."""
+    """A sink that shows text and supports no files, like TensorBoard."""
 
     any_thread = True
 
@@ -188,12 +188,13 @@ class Board(Sink):
 
 
 def test_files_and_a_table_are_handed_over(tmp_path: Path) -> None:
-    """Who keeps files gets each by its name; who shows text a table of the dumps up to now."""
+    """A sink that supports files receives each dump, and a sink that supports text a table of the dumps so far."""
     sink = MemorySink()
     dumps = folder(tmp_path, upload=sink, max_upload_bytes=10**6)
     first = dumps.write(content(1), "step")
     second = dumps.write_beside(content(2), tmp_path / "a.ckpt")
     assert first is not None
+    assert second is not None
     assert sink.files == {f"dumps/{first.name}": {1: first}, f"dumps/{second.name}": {2: second}}
     rows = [
         f"| 1 | `{first.name}` | step | 1 | {first.stat().st_size:,} | yes |",
@@ -203,7 +204,7 @@ def test_files_and_a_table_are_handed_over(tmp_path: Path) -> None:
 
 
 def test_no_more_than_so_many_bytes_are_uploaded(tmp_path: Path) -> None:
-    """From the first file for which there is no room on, none is given; one warning says so, and the table shows it."""
+    """From the first dump that does not fit on, nothing is uploaded; one warning says so, and the table shows it."""
     sink = MemorySink()
     probe = folder(tmp_path / "probe").write(content(1), "step")
     assert probe is not None
@@ -221,7 +222,7 @@ def test_no_more_than_so_many_bytes_are_uploaded(tmp_path: Path) -> None:
 
 
 def test_nothing_is_uploaded_behind_the_first_that_has_no_room(tmp_path: Path) -> None:
-    """A smaller file later is not uploaded either, as the warning says."""
+    """A smaller file after the first that does not fit is not uploaded either."""
     sink = MemorySink()
     dumps = folder(tmp_path, upload=sink, max_upload_bytes=1000)
     with pytest.warns(RecorderWarning, match="from step 0 on"):
@@ -231,7 +232,7 @@ def test_nothing_is_uploaded_behind_the_first_that_has_no_room(tmp_path: Path) -
 
 
 def test_the_table_has_the_latest_twenty(tmp_path: Path) -> None:
-    """A long run does not make a longer and longer table."""
+    """The table has at most 20 rows."""
     sink = MemorySink()
     dumps = folder(tmp_path, upload=sink, max_upload_bytes=10**6)
     for step in range(25):
@@ -242,7 +243,7 @@ def test_the_table_has_the_latest_twenty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("any_thread", [True, False])
 def test_the_table_says_uploaded_only_of_what_somebody_keeps(any_thread: bool, tmp_path: Path) -> None:
-    """Where nobody keeps files, no row says that it was uploaded, from whichever thread the table is written."""
+    """If no sink supports files, no row says that a dump was uploaded, whichever thread writes the table."""
     board = Board()
     board.any_thread = any_thread
     sink = MultiSink([for_any_thread(board)])
@@ -254,7 +255,7 @@ def test_the_table_says_uploaded_only_of_what_somebody_keeps(any_thread: bool, t
 
 
 def test_where_nobody_keeps_files_no_limit_is_told(tmp_path: Path) -> None:
-    """What is given to nobody is not more than ``max_upload_bytes``."""
+    """If no sink supports files, ``max_upload_bytes`` causes no warning."""
     sink = MultiSink([Board()])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -264,7 +265,7 @@ def test_where_nobody_keeps_files_no_limit_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("any_thread", [True, False])
 def test_dumps_of_two_folders_do_not_take_each_others_place(any_thread: bool, tmp_path: Path) -> None:
-    """Checkpoints of the same name in two folders have a dump each, also where they are uploaded."""
+    """Dumps of checkpoints with the same name in two folders have different upload names."""
     sink = MemorySink()
     sink.any_thread = any_thread
     deferred = MultiSink([for_any_thread(sink)])
@@ -277,7 +278,7 @@ def test_dumps_of_two_folders_do_not_take_each_others_place(any_thread: bool, tm
 
 
 def test_a_dump_that_was_pruned_before_its_turn_costs_no_sink(tmp_path: Path) -> None:
-    """What is to be uploaded from the training thread, and is gone by then, is passed over; later ones are uploaded."""
+    """A dump that is removed before its upload is skipped; later ones are uploaded."""
 
     class Keeper(MemorySink):
         any_thread = False

@@ -1,4 +1,4 @@
-"""What is recorded of an evaluation, in a plain loop."""
+"""Tests of the recording of an evaluation in a plain loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_recorder.recorders import EvaluationRecorder, Record
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_each_loader_has_its_record(mode: type) -> None:
-    """All batches of a loader are one record, in each evaluation anew, also in inference mode."""
+    """All batches of a loader form one record per evaluation, including in inference mode."""
     module = nn.Identity()
     records: list[Record] = []
     evaluation = EvaluationRecorder(StatisticsRecorder({"m": module}), "validate", records.append)
@@ -37,7 +37,7 @@ def found(record: Record) -> tuple[float, float] | None:
 
 
 def test_a_single_loader_has_no_number() -> None:
-    """Where there is one loader, its record has no number of a loader."""
+    """With a single loader, its record has no loader index."""
     module = nn.Identity()
     records: list[Record] = []
     evaluation = EvaluationRecorder(StatisticsRecorder({"m": module}), "test", records.append)

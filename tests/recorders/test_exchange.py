@@ -1,4 +1,4 @@
-"""The states of real processes, merged over gloo."""
+"""Tests of the merge of states between real processes over gloo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT_S = 60.0
 
 
 def tensor_of(rank: int) -> Tensor:
-    """What a rank sees: tensors of another length, mean and spread on each."""
+    """Return the tensors of a rank, with a different length, mean and spread on each."""
     generator = torch.Generator().manual_seed(rank)
     return (rank + 1) * torch.randn(30 + 10 * rank, generator=generator) + 3 * rank
 
@@ -39,14 +39,14 @@ def snapshot_of(extra: Collection[Reduction] = (), **tensors: Tensor) -> Snapsho
 
 
 def seen(merged: Merged) -> Any:
-    """What an exchange gave, as plain data."""
+    """Return the result of an exchange as plain data."""
     found = None
     if merged.snapshot is not None:
         found = {site: (dict(each.scalars), each.bins) for site, each in merged.snapshot.statistics().items()}
     return {"found": found, "words": merged.words, "absent": merged.absent}
 
 
-# What the processes do. Each function is called on every rank and gives what is to be known of it.
+# The work of the processes. Each function runs on every rank and returns the data to check.
 
 
 def merged_twice(rank: int, calls: Counter[str]) -> Any:
@@ -60,7 +60,7 @@ def merged_twice(rank: int, calls: Counter[str]) -> Any:
 
 
 def seen_later(rank: int, calls: Counter[str]) -> Any:
-    """The last rank sees a site of its own in the second merge, and another one in the third none."""
+    """The last rank sees an additional site in the second of three merges only."""
     exchange = Exchange(torch.device("cpu"))
     tensors = {"a": tensor_of(rank)}
     results = []
@@ -73,7 +73,7 @@ def seen_later(rank: int, calls: Counter[str]) -> Any:
 
 
 def one_failed(rank: int, calls: Counter[str]) -> Any:
-    """Each rank in turn has a recorder that has failed."""
+    """Merge with a failed recorder on each rank in turn."""
     exchange = Exchange(torch.device("cpu"))
     ranks = range(exchange.ranks)
     return [
@@ -93,7 +93,7 @@ def nothing_seen(rank: int, calls: Counter[str]) -> Any:
 
 
 def copied(rank: int, calls: Counter[str]) -> Any:
-    """All ranks but the first have copies of a site, and a part of another one each."""
+    """All ranks but the first have copies of a site, and each a part of another one."""
     snapshot = snapshot_of(a=torch.full((5,), 2.0), b=torch.full((5,), 2.0))
     return seen(Exchange(torch.device("cpu")).merge(snapshot, copies={A} if rank else ()))
 
@@ -118,7 +118,7 @@ def of_other_shapes(rank: int, calls: Counter[str]) -> Any:
 
 
 def agreed(rank: int, calls: Counter[str]) -> Any:
-    """All alike, the last one not ready, each of another kind."""
+    """Agree with equal ranks, with the last one not ready, and with different settings on each."""
     exchange = Exchange(torch.device("cpu"))
     last = exchange.ranks - 1
     questions = [(True, "same"), (rank != last, "same"), (True, f"{rank}"), (True, "same")]
@@ -151,7 +151,7 @@ ACTS: tuple[Act, ...] = (
 
 
 def work(rank: int, ranks: int, folder: Path) -> None:
-    """Do everything in turn as one of several processes."""
+    """Run all cases as one of several processes."""
     calls: Counter[str] = Counter()
     for name in "all_gather", "reduce", "all_gather_object", "all_reduce", "broadcast", "barrier", "gather":
         setattr(dist, name, _counting(name, getattr(dist, name), calls))
@@ -174,7 +174,7 @@ def _counting(name: str, function: Callable[..., Any], calls: Counter[str]) -> C
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the processes has found."""
+    """Return the results of each process."""
     folder = tmp_path_factory.mktemp("exchange")
     context: Any = spawn(work, (request.param, folder), nprocs=request.param, join=False)
     end = time.monotonic() + WAIT_S
@@ -188,7 +188,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def check_statistics(found: tuple[dict[str, float], Tensor], tensors: Sequence[Tensor]) -> None:
-    """Counts, extrema and bins are those of one reduction, to the bit; moments those in float64, nearly."""
+    """Check that counts, extrema and bins equal those of one reduction exactly, and moments approximately."""
     scalars, bins = found
     values = torch.cat(list(tensors)).double()
     once = Statistics()
@@ -207,7 +207,7 @@ def check_statistics(found: tuple[dict[str, float], Tensor], tensors: Sequence[T
 
 
 def test_rank_zero_has_what_one_reduction_gives(ranks: list[dict[str, Any]]) -> None:
-    """Over the tensors of all ranks; the other ranks have no states, and every rank has the words of all."""
+    """Rank zero has the merged states of all ranks, the others have none, and every rank has the words of all."""
     tensors = [tensor_of(rank) for rank in range(len(ranks))]
     for number, result in enumerate(ranks[0]["merged_twice"], start=1):
         check_statistics(result["found"][A], tensors)
@@ -219,7 +219,7 @@ def test_rank_zero_has_what_one_reduction_gives(ranks: list[dict[str, Any]]) -> 
 
 
 def test_two_transfers_merge_what_is_known(ranks: list[dict[str, Any]]) -> None:
-    """One gather and one sum on every rank, whatever their number; to make sites known it takes two more."""
+    """A merge takes one gather and one sum on any number of ranks; announcing sites takes two more transfers."""
     known, new = {"all_gather": 1, "reduce": 1}, {"all_gather": 2, "all_gather_object": 1, "reduce": 1}
     for rank in ranks:
         assert [result["calls"] for result in rank["merged_twice"]] == [new, known]
@@ -227,7 +227,7 @@ def test_two_transfers_merge_what_is_known(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_a_site_that_one_rank_sees_later_hangs_nobody(ranks: list[dict[str, Any]]) -> None:
-    """It is in the result of that merge, as that rank saw it, and in no other."""
+    """A site that one rank sees later is in the result of that merge only, and causes no deadlock."""
     before, then, after = (result["found"] for result in ranks[0]["seen_later"])
     assert [set(before), set(then), set(after)] == [{A}, {A, B}, {A}]
     scalars = then[B][0]
@@ -235,7 +235,7 @@ def test_a_site_that_one_rank_sees_later_hangs_nobody(ranks: list[dict[str, Any]
 
 
 def test_a_rank_that_has_failed_costs_its_share(ranks: list[dict[str, Any]]) -> None:
-    """The result is that of the others, on rank zero even if it is the one, and all ranks know who has failed."""
+    """If a rank has failed, even rank zero, the result has the other ranks, and all ranks know which failed."""
     for failed in range(len(ranks)):
         others = [tensor_of(rank) for rank in range(len(ranks)) if rank != failed]
         check_statistics(ranks[0]["one_failed"][failed]["found"][A], others)
@@ -246,23 +246,23 @@ def test_a_rank_that_has_failed_costs_its_share(ranks: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize("act", ["all_failed", "nothing_seen"])
 def test_nothing_takes_one_transfer(ranks: list[dict[str, Any]], act: str) -> None:
-    """Where no rank has a state the result is empty, and no sum is asked for."""
+    """If no rank has a state, the result is empty, and there is no sum."""
     for place, rank in enumerate(ranks):
-        # The first rank's own states are there, and empty.
+        # The first rank has states of its own, which are empty.
         assert rank[act]["found"] == ({} if act == "nothing_seen" and place == 0 else None)
         assert rank[act]["calls"] == {"all_gather": 1}
         assert rank[act]["absent"] == (tuple(range(len(ranks))) if act == "all_failed" else ())
 
 
 def test_copies_count_once(ranks: list[dict[str, Any]]) -> None:
-    """Of what every rank has a copy of, one is in the result; parts are all in it."""
+    """A site that every rank has a copy of counts once; parts all count."""
     found = ranks[0]["copied"]["found"]
     assert (found[A][0]["count"], found[B][0]["count"]) == (5, 5 * len(ranks))
     assert (found[A][0]["mean"], int(found[A][1].sum()), int(found[B][1].sum())) == (2, 5, 5 * len(ranks))
 
 
 def test_states_are_merged_inside_inference_mode(ranks: list[dict[str, Any]]) -> None:
-    """As after a validation; further reductions are merged as well."""
+    """States are merged in inference mode, such as after a validation, including those of extra reductions."""
     tensors = [tensor_of(rank) for rank in range(len(ranks))]
     found = ranks[0]["in_inference_mode"]["found"][A]
     check_statistics(found, tensors)
@@ -270,7 +270,7 @@ def test_states_are_merged_inside_inference_mode(ranks: list[dict[str, Any]]) ->
 
 
 def test_states_of_another_shape_on_each_rank_are_told_once(ranks: list[dict[str, Any]]) -> None:
-    """By rank zero; that reduction is left out at that site, and everything else is merged."""
+    """If shapes differ between ranks, that reduction is skipped at that site with one warning from rank zero."""
     result = ranks[0]["of_other_shapes"]
     assert result["places"] == [{A: [], B: ["batch_sum"]}] * 2
     assert [len(each) for each in result["told"]] == [1, 0]
@@ -279,7 +279,7 @@ def test_states_of_another_shape_on_each_rank_are_told_once(ranks: list[dict[str
 
 
 def test_all_ranks_come_to_the_same_agreement(ranks: list[dict[str, Any]]) -> None:
-    """They merge where all are ready and record the same, and else all know why not."""
+    """The ranks merge if all are ready and record the same; otherwise all know the reason."""
     last = len(ranks) - 1
     expected = [
         ("", True),
@@ -291,10 +291,10 @@ def test_all_ranks_come_to_the_same_agreement(ranks: list[dict[str, Any]]) -> No
 
 
 def test_after_a_transfer_that_failed_nothing_more_is_sent(ranks: list[dict[str, Any]]) -> None:
-    """The error is raised, and the exchange is closed."""
+    """A failed transfer raises its error and closes the exchange."""
     assert [rank["lost"] for rank in ranks] == [("connection lost", False)] * len(ranks)
 
 
 def test_without_processes_there_is_nothing_to_merge() -> None:
-    """In a process without ``torch.distributed`` at work no exchange is needed."""
+    """A process without initialized ``torch.distributed`` needs no exchange."""
     assert not Exchange.is_needed()

@@ -1,4 +1,4 @@
-"""How the states of all sites are packed and merged, without any process."""
+"""Tests of packing and merging site states, without processes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Rank = Mapping[Key, tuple[Reduction, Tensor]]
 
 
 def state_of(reduction: Reduction, *tensors: Tensor) -> tuple[Reduction, Tensor]:
-    """A reduction and its state after the tensors."""
+    """Return a reduction and its state after the tensors."""
     for tensor in tensors:
         reduction.update(tensor)
     return reduction, reduction.state.clone()
 
 
 def rank_of(**tensors: Tensor) -> dict[Key, tuple[Reduction, Tensor]]:
-    """What a rank has of sites of the default statistics."""
+    """Return the states of a rank for sites of the default statistics."""
     return {(0, Site(name, "out")): state_of(Statistics(), tensor) for name, tensor in tensors.items()}
 
 
 def layouts(ranks: Sequence[Rank]) -> list[Layout]:
-    """The layout of each rank, after all have told what they have."""
+    """Return the layout of each rank after all have announced their sites."""
     found = [Layout() for _ in ranks]
     told = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
     for layout in found:
@@ -41,7 +41,7 @@ def layouts(ranks: Sequence[Rank]) -> list[Layout]:
 
 
 def merge(ranks: Sequence[Rank], copies: Sequence[Collection[Site]] = ()) -> MergedStates:
-    """What the first rank has of all when each has packed its own."""
+    """Return the states that the first rank merges after each rank has packed its own."""
     found = layouts(ranks)
     owned = zip(found, ranks, copies or [()] * len(ranks), strict=True)
     packed = [layout.pack(own, CPU, copies=its) for layout, own, its in owned]
@@ -58,7 +58,7 @@ def random(seed: int, size: int = 50) -> Tensor:
 
 
 def test_merged_states_are_those_of_one_stream() -> None:
-    """Three ranks give what one reduction gives over their tensors: words that are added to the bit, moments nearly."""
+    """Three ranks merge to the state of one stream: additive words exactly, moments approximately."""
     tensors = [random(seed, 20 * (seed + 1)) for seed in range(3)]
     found = by_site(merge([rank_of(a=each) for each in tensors]))[A]
     _, expected = state_of(Statistics(), torch.cat(tensors))
@@ -69,7 +69,7 @@ def test_merged_states_are_those_of_one_stream() -> None:
 
 
 def test_a_site_of_one_rank_is_there_as_it_was() -> None:
-    """What one rank alone has seen keeps its bits, and what none has seen is not there."""
+    """A site of a single rank keeps its exact state, and a site that no rank has seen is absent."""
     first, second = rank_of(a=random(0)), rank_of(b=random(1), c=random(2))
     found = by_site(merge([first, second]))
     assert set(found) == {A, B, C}
@@ -81,13 +81,13 @@ def test_a_site_of_one_rank_is_there_as_it_was() -> None:
 
 
 def test_ranks_without_anything_merge_to_nothing() -> None:
-    """An empty layout is packed as nothing and merged to nothing."""
+    """An empty layout packs to empty tensors and merges to nothing."""
     merged = merge([{}, {}])
     assert (merged.groups, merged.rank_means, merged.apart) == ({}, {}, frozenset())
 
 
 def test_the_order_in_which_a_rank_has_seen_its_sites_does_not_matter() -> None:
-    """The layout is that which was told, so all ranks pack alike."""
+    """The order in which a rank has seen its sites does not affect the packing."""
     tensors = {"a": random(0), "b": random(1)}
     ranks = [rank_of(**tensors), rank_of(**dict(reversed(tensors.items())))]
     packed = [layout.pack(own, CPU) for layout, own in zip(layouts(ranks), ranks, strict=True)]
@@ -95,7 +95,7 @@ def test_the_order_in_which_a_rank_has_seen_its_sites_does_not_matter() -> None:
 
 
 def test_a_copy_counts_once() -> None:
-    """Where the second rank has a copy of a site, the state of the first is the result."""
+    """If the second rank has a copy of a site, the result is the state of the first."""
     tensor = random(3)
     merged = merge([rank_of(a=tensor, b=tensor)] * 2, [(), (A,)])
     found = by_site(merged)
@@ -107,14 +107,14 @@ def test_a_copy_counts_once() -> None:
 
 @pytest.mark.parametrize("spoil", [lambda x: x + 1e-6, lambda x: -x, lambda x: x[:-1], lambda x: x * torch.nan])
 def test_copies_that_differ_are_named(spoil: Callable[[Tensor], Tensor]) -> None:
-    """A site of which ranks should have the same and do not is named, also where one has nothing but NaN."""
+    """A replicated site with different copies is reported, even if one has nothing but NaN."""
     tensor = random(3)
     ranks = [rank_of(a=tensor, b=tensor), rank_of(a=spoil(tensor), b=spoil(tensor))]
     assert merge(ranks, [(), (A,)]).apart == {A}
 
 
 def test_copies_that_were_added_up_in_another_order_are_the_same() -> None:
-    """The last bits of sums that were taken in other pieces make no difference."""
+    """Rounding differences from another order of summation do not count as different copies."""
     values = random(5, 1000)
     whole, pieces = state_of(Statistics(), values), state_of(Statistics(), *values.split(77))
     assert not torch.equal(whole[1][:3], pieces[1][:3])
@@ -122,7 +122,7 @@ def test_copies_that_were_added_up_in_another_order_are_the_same() -> None:
 
 
 def test_means_of_the_ranks_are_told_apart() -> None:
-    """The smallest and the largest mean are those of the ranks that have seen a site, copies included."""
+    """The smallest and the largest mean are those of the ranks that have seen a site, including copies."""
     ranks = [rank_of(a=torch.full((2,), value)) for value in (3.0, -1.0, 2.0)]
     ranks[1] |= rank_of(b=torch.full((4,), 5.0))
     merged = merge(ranks, [(), (A,), (A,)])
@@ -130,7 +130,7 @@ def test_means_of_the_ranks_are_told_apart() -> None:
 
 
 def test_a_rank_that_has_seen_only_nan_has_no_mean() -> None:
-    """It takes no part in the extremes of the means; where all ranks are like that, they are NaN."""
+    """A rank with nothing but NaN does not count for the extreme means; if all ranks are like that, they are NaN."""
     nan = torch.full((2,), math.nan)
     means = merge([rank_of(a=torch.ones(2), b=nan), rank_of(a=nan, b=nan)]).rank_means
     assert means[A] == (1.0, 1.0)
@@ -138,7 +138,7 @@ def test_a_rank_that_has_seen_only_nan_has_no_mean() -> None:
 
 
 def test_further_reductions_have_banks_of_their_own() -> None:
-    """States of several reductions, and of one for shapes that differ between sites, come back under their numbers."""
+    """States of several reductions are returned by reduction index, even if shapes differ between sites."""
     narrow, wide = torch.ones(2, 3), torch.ones(2, 5)
 
     def rank(factor: float) -> dict[Key, tuple[Reduction, Tensor]]:
@@ -162,7 +162,7 @@ def test_further_reductions_have_banks_of_their_own() -> None:
 
 
 def test_states_of_another_size_on_each_rank_are_refused() -> None:
-    """They are left out on all ranks, told once, and not asked for again; other sites are merged."""
+    """States of different sizes are rejected on all ranks, reported once, and not requested again."""
     ranks: list[Rank] = [
         {(0, A): state_of(BatchSum(), torch.ones(2, size)), (0, B): state_of(BatchSum(), torch.ones(2, 4))}
         for size in (3, 5)
@@ -178,7 +178,7 @@ def test_states_of_another_size_on_each_rank_are_refused() -> None:
 
 
 def test_what_is_told_of_a_site_has_no_state() -> None:
-    """A reduction is made known with its settings and its width alone, and the one in use keeps its state."""
+    """An announced reduction has its settings but no state, and the original keeps its state."""
     reduction, state = state_of(RunningMoments(correction=1), torch.ones(3))
     ((key, told),) = Layout().unknown({(0, A): (reduction, state)})
     assert (key, repr(told.reduction)) == ((0, A), repr(reduction))
@@ -188,7 +188,7 @@ def test_what_is_told_of_a_site_has_no_state() -> None:
 
 
 class Sum(Reduction):
-    """Of values times a setting that does not say its own text."""
+    """A sum of values times a setting that has no text of its own."""
 
     width = 1
     statistics = ("sum",)
@@ -204,10 +204,10 @@ class Sum(Reduction):
 
 
 def test_a_reduction_that_cannot_be_sent_is_that_of_the_first_rank() -> None:
-    """Where each rank has it, it is merged; where only another rank has it, its site is left out on all."""
+    """A reduction that cannot be pickled is merged if the first rank has it; otherwise its site is skipped on all."""
 
     class Local(Sum):
-        """Of a class that cannot be pickled."""
+        """A reduction of a class that cannot be pickled."""
 
     own = {(0, A): state_of(Local(1), torch.ones(2))}
     assert by_site(merge([own, own]))[A].tolist() == [4.0]
@@ -217,7 +217,7 @@ def test_a_reduction_that_cannot_be_sent_is_that_of_the_first_rank() -> None:
 
 
 def test_settings_without_a_text_of_their_own_are_the_same_on_all_ranks() -> None:
-    """An object that is another one in each process, and is printed with its address, makes no difference."""
+    """A setting whose text contains a memory address does not make ranks differ."""
     scales = [object(), object()]
     merged = merge([{(0, A): state_of(Sum(scale), torch.ones(2))} for scale in scales])
     assert by_site(merged)[A].tolist() == [4.0]

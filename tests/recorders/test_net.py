@@ -1,4 +1,4 @@
-"""A wrapped net: labels, activations, flow, and that nothing of the net changes."""
+"""RecordedNet: labels, activations, flow, and the absence of side effects on the net."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ X = torch.arange(10.0).reshape(2, 5) / 10
 
 
 def toy() -> nn.Sequential:
-    """Two layers with activations, the net of the documentation."""
+    """Build two layers with activations, the net of the documentation."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU())
 
 
 def wrap(net: nn.Module | None = None, *labels: Any, **kwargs: Any) -> RecordedNet:
-    """A net that takes ``X``, wrapped, recording some labels."""
+    """Wrap a net that takes ``X``, recording some labels."""
     wrapped = RecordedNet(net or toy(), **(kwargs if "input_data" in kwargs else {"input_size": (2, 5), **kwargs}))
     wrapped.record(*labels)
     return wrapped
 
 
 def tensor(wrapped: RecordedNet, label: tuple[int, int]) -> Tensor:
-    """An activation that is a tensor."""
+    """Return an activation that is a tensor."""
     found = wrapped.activations[label]
     assert isinstance(found, Tensor)
     return found
 
 
 class Reused(nn.Module):
-    """Calls one layer three times, under two names, and one that has a name of its own."""
+    """A net that calls one layer three times, under two names, and one with its own name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Reused(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks in a list, run from the last to the first."""
+    """A net with blocks in a list, called from the last to the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Blocks(nn.Module):
 
 
 class Branching(nn.Module):
-    """Calls one branch or the other, and the first as often as it is told."""
+    """A net that calls one of two branches, the first as often as given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,18 +100,18 @@ class Branching(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-# Labels
+# Labels.
 
 
 def test_labels_count_the_calls_of_each_depth() -> None:
-    """The net is (0, 1), and calls count from 1 per depth in the order in which they begin."""
+    """The net is (0, 1), and calls are numbered from 1 per depth in the order in which they begin."""
     inner = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.ReLU()))
     wrapped = wrap(nn.Sequential(inner, nn.Linear(5, 2)))
     assert dict(wrapped.labels) == {(0, 1): "", (1, 1): "0", (2, 1): "0.0", (2, 2): "0.1", (3, 1): "0.1.0", (1, 2): "1"}
 
 
 def test_each_call_of_a_reused_module_has_a_label() -> None:
-    """A module that is called three times has three labels, all with its first name, whose activations differ."""
+    """A module that is called three times has three labels, all with its first name, and three activations."""
     net = Reused()
     wrapped = wrap(net, "layer")
     assert dict(wrapped.labels) == {(0, 1): "", (1, 1): "layer", (1, 2): "layer", (1, 3): "layer", (1, 4): "head"}
@@ -140,7 +140,7 @@ def test_depth_is_that_of_the_name() -> None:
 
 
 def test_a_module_that_is_never_called_has_no_label() -> None:
-    """The projection of an attention layer, whose weight is used without a call, has no label and can be told so."""
+    """The projection of an attention layer, which is never called, has no label, and the message says so."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     x = torch.rand(1, 3, 4)
     wrapped = RecordedNet(attention, input_data=(x, x, x))
@@ -152,11 +152,11 @@ def test_a_module_that_is_never_called_has_no_label() -> None:
     assert wrapped.activations == {(0, 1): {"out[0]": output, "out[1]": weights}}
 
 
-# Choosing
+# Selecting calls.
 
 
 def test_order_and_duplicates_do_not_matter() -> None:
-    """What is recorded is sorted and has each label once, given as pairs, lists or names; without arguments nothing."""
+    """The recording is sorted without duplicates, given as pairs, lists or names; no arguments select nothing."""
     wrapped = wrap()
     found = [wrapped.recording]
     for labels in ([(1, 3), "0", (0, 1), [1, 3], "2", (0, 1)], [""], []):
@@ -179,7 +179,7 @@ def test_order_and_duplicates_do_not_matter() -> None:
     ],
 )
 def test_unknown_labels_are_refused(labels: list[Any], message: str) -> None:
-    """Labels that no call has raise a ValueError that names all of them, and what is recorded stays as it was."""
+    """Unknown labels raise a ValueError that names all of them, and the recording is unchanged."""
     wrapped = wrap(None, (1, 2))
     with pytest.raises(ArgumentError, match=message) as raised:
         wrapped.record(*labels)
@@ -188,16 +188,16 @@ def test_unknown_labels_are_refused(labels: list[Any], message: str) -> None:
 
 
 def test_an_unknown_name_is_answered_with_near_ones() -> None:
-    """For a name with a slip the names that look like it are given."""
+    """For a misspelled name, similar names are suggested."""
     with pytest.raises(ArgumentError, match=r"the closest names are 'blocks.1.0', "):
         wrap(Blocks(), "block.1.0")
 
 
-# Activations
+# Activations.
 
 
 def test_activations_are_the_outputs_of_the_latest_forward() -> None:
-    """Before the first forward there are none; then those of the latest, in the order in which the calls ended."""
+    """Activations are empty before the first forward, then those of the latest, in the order in which calls ended."""
     wrapped = wrap(None, (0, 1), (1, 3), (1, 1))
     assert wrapped.activations == {}
     wrapped(X + 1)
@@ -212,7 +212,7 @@ def test_activations_are_the_outputs_of_the_latest_forward() -> None:
 
 
 def test_activations_are_read_only() -> None:
-    """The mapping of the activations cannot be written to, and what was read stays at the next forward."""
+    """The mapping of activations is read-only, and a mapping that was read is unaffected by the next forward."""
     wrapped = wrap(None, (0, 1))
     first = wrapped(X)
     activations = wrapped.activations
@@ -223,7 +223,7 @@ def test_activations_are_read_only() -> None:
 
 
 class InPlace(nn.Module):
-    """Writes to the output of each layer, in every way."""
+    """A net that writes to the output of each layer in every way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class InPlace(nn.Module):
 
 
 def test_writing_to_an_output_does_not_change_its_activation() -> None:
-    """Whatever in-place operation follows, an activation has the values that its module gave."""
+    """An activation has the values that its module returned, whatever in-place operation follows."""
     net = InPlace()
     expected: dict[str, Tensor] = {}
     for name, module in net.named_children():
@@ -257,7 +257,7 @@ def test_writing_to_an_output_does_not_change_its_activation() -> None:
 
 
 def test_an_output_written_to_after_the_forward_is_kept() -> None:
-    """Writing to the net's output after the forward leaves what is read afterwards as the net gave it."""
+    """Writing to the net's output after the forward does not change its activation."""
     wrapped = wrap(None, (0, 1))
     with torch.no_grad():
         output = wrapped(X)
@@ -268,7 +268,7 @@ def test_an_output_written_to_after_the_forward_is_kept() -> None:
 
 
 def test_an_output_that_modules_share_is_copied_once() -> None:
-    """The last child's output, which is its parent's too, costs one copy, and one more after a write between them."""
+    """An output shared by a child and its parent is copied once, and again after a write between them."""
     wrapped = wrap(
         nn.Sequential(nn.Sequential(nn.Linear(5, 5)), nn.ReLU(inplace=True)), *[(0, 1), (1, 1), (1, 2), (2, 1)]
     )
@@ -282,7 +282,7 @@ def test_an_output_that_modules_share_is_copied_once() -> None:
 
 
 def test_activations_are_part_of_the_graph() -> None:
-    """Gradients of a loss with respect to an activation are those of the bare output; copies lead to parameters."""
+    """Gradients with respect to an activation equal those of the bare output; copies lead to the parameters."""
     wrapped = wrap(None, (1, 1))
     output = wrapped(X)
     (grad,) = torch.autograd.grad(output.sum(), tensor(wrapped, (1, 1)), retain_graph=True)
@@ -301,7 +301,7 @@ def test_activations_are_part_of_the_graph() -> None:
 
 
 def test_inference_mode_is_recorded() -> None:
-    """In inference mode, where tensors have no version, activations are right although something writes to them."""
+    """In inference mode, where tensors have no version, activations are correct despite in-place writes."""
     wrapped = wrap(InPlace(), "a", "act", (0, 1))
     with torch.inference_mode():
         output = wrapped(X)
@@ -313,7 +313,7 @@ def test_inference_mode_is_recorded() -> None:
 
 @dataclass
 class Answer:
-    """An output with a name for each part."""
+    """An output with named parts."""
 
     logits: Tensor
     hidden: dict[str, Any]
@@ -321,7 +321,7 @@ class Answer:
 
 
 class Nested(nn.Module):
-    """Gives a dataclass with a dictionary in it."""
+    """A net that returns a dataclass with a dictionary in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class Nested(nn.Module):
 
 
 def test_nested_outputs_are_given_by_path() -> None:
-    """Outputs that are tuples, dictionaries or dataclasses are given as their tensors by path."""
+    """Outputs that are tuples, dictionaries or dataclasses are recorded as their tensors by path."""
     wrapped = wrap(Nested(), "", "lstm")
     answer = wrapped(X)
     h, c = answer.hidden["state"]
@@ -344,7 +344,7 @@ def test_nested_outputs_are_given_by_path() -> None:
 
 
 def test_the_users_hooks_come_first() -> None:
-    """What a hook of the user makes of an output is what is recorded."""
+    """An output changed by the user's hook is recorded as changed."""
     wrapped = wrap(None, (1, 1))
     cast(Any, wrapped.net)[0].register_forward_hook(lambda *_: torch.ones(2, 4))
     wrapped(X)
@@ -352,7 +352,7 @@ def test_the_users_hooks_come_first() -> None:
 
 
 def test_a_forward_that_raises_leaves_no_activations() -> None:
-    """An error of the net passes through; then there are no activations and no hooks, and the next forward is right."""
+    """After an error of the net there are no activations and no hooks, and the next forward is correct."""
     wrapped = wrap(None, (0, 1), (1, 1))
     wrapped(X)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -363,7 +363,7 @@ def test_a_forward_that_raises_leaves_no_activations() -> None:
 
 
 def test_recorded_modules_and_parameters() -> None:
-    """The recorded modules come by label, their parameters and those below once each by the net's names."""
+    """Recorded modules are returned by label, their parameters once each by the net's names."""
     net = nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.ReLU()), nn.Linear(5, 5), nn.ReLU())
     wrapped = wrap(net, (1, 3), (1, 1), (2, 1))
     assert wrapped.net is net
@@ -376,11 +376,11 @@ def test_recorded_modules_and_parameters() -> None:
     assert (wrapped.recorded_modules, wrapped.recorded_params) == ({}, {})
 
 
-# Postprocessing
+# Postprocessing.
 
 
 def test_one_postprocessing_is_applied_to_all() -> None:
-    """A callable takes each recorded output after it was recorded, and what it gives is passed on."""
+    """A single function is applied to each recorded output after recording, and its result is passed on."""
     wrapped = wrap(None, (1, 1), (1, 3))
     net = wrapped.net
     assert isinstance(net, nn.Sequential)
@@ -393,7 +393,7 @@ def test_one_postprocessing_is_applied_to_all() -> None:
 
 
 def test_a_list_has_one_for_each_recorded_call() -> None:
-    """Of a list each recorded call has its own, in the order in which the calls end; surplus ones are ignored."""
+    """Functions in a list apply to recorded calls in the order in which the calls end; extra ones are ignored."""
     wrapped = wrap(None, (0, 1), (1, 1))
     net = wrapped.net
     seen: list[str] = []
@@ -416,7 +416,7 @@ def test_a_list_has_one_for_each_recorded_call() -> None:
 
 
 def test_a_list_that_is_too_short_is_refused() -> None:
-    """Too few entries, or entries that are no functions, raise a ValueError before anything runs."""
+    """A list that is too short or has non-callables raises a ValueError before anything runs."""
     wrapped = wrap(None, (0, 1), (1, 1))
     calls: list[None] = []
     wrapped.net.register_forward_pre_hook(lambda *_: calls.append(None))
@@ -430,18 +430,18 @@ def test_a_list_that_is_too_short_is_refused() -> None:
 
 
 def test_what_is_not_recorded_is_postprocessed() -> None:
-    """With dont_record the postprocessing takes place all the same."""
+    """With ``dont_record`` outputs are still postprocessed."""
     wrapped = wrap(None, (0, 1))
     output = wrapped(X, activation_postproc=lambda out: torch.full_like(out, 7), dont_record=True)
     assert torch.equal(output, torch.full((2, 3), 7.0))
     assert wrapped.activations == {}
 
 
-# Flow
+# Flow.
 
 
 def test_other_calls_are_refused() -> None:
-    """A run that calls other modules than the labelled one raises an error that names what is missing and extra."""
+    """A run with other module calls than the labelled one raises an error that names missing and extra calls."""
     net = Branching()
     wrapped = wrap(net, "head")
     wrapped(X)
@@ -459,7 +459,7 @@ def test_other_calls_are_refused() -> None:
 
 
 def test_another_order_is_refused() -> None:
-    """A run that makes the same calls in another order raises an error that names the first difference."""
+    """A run with the same calls in another order raises an error that names the first difference."""
     net = Branching()
     net.plan = "ab"
     wrapped = wrap(net, "head")
@@ -469,7 +469,7 @@ def test_another_order_is_refused() -> None:
 
 
 def test_dynamic_flow_is_matched_by_module_and_number() -> None:
-    """Without static flow each recorded call is known by its module and number, whatever is called before it."""
+    """With dynamic flow each recorded call is identified by module and number, whatever is called before it."""
     net = Branching()
     net.plan = "aa"
     wrapped = wrap(net, (1, 2), "head", force_static_flow=False)
@@ -487,14 +487,14 @@ def test_dynamic_flow_is_matched_by_module_and_number() -> None:
 
 
 def test_other_shapes_are_the_same_flow() -> None:
-    """Inputs of another shape than the labelled one are recorded as they are."""
+    """Inputs of another shape than the labelled one are recorded unchanged."""
     wrapped = wrap(None, (1, 1))
     wrapped(torch.ones(7, 3, 5))
     assert tensor(wrapped, (1, 1)).shape == (7, 3, 4)
 
 
 class Retrying(nn.Module):
-    """Calls itself again where it failed, in the end with success."""
+    """A module that calls itself again after a failure and finally succeeds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -510,7 +510,7 @@ class Retrying(nn.Module):
 
 
 def test_calls_that_raise_keep_their_label_to_themselves() -> None:
-    """Where a net catches what an inner call of the same module raised, outer calls keep their own labels."""
+    """If a net catches the error of an inner call of the same module, outer calls keep their own labels."""
     net = nn.Sequential(Retrying())
     wrapped = wrap(net, "", "0.layer", (1, 1), (1, 2))
     assert dict(wrapped.labels) == {(0, 1): "", (1, 1): "0", (1, 2): "0", (1, 3): "0", (2, 1): "0.layer"}
@@ -523,7 +523,7 @@ def test_calls_that_raise_keep_their_label_to_themselves() -> None:
 
 
 class Careful(nn.Module):
-    """Asks a layer whose hooks may refuse, and takes another then."""
+    """A module that calls a layer whose hooks may raise, and then falls back to another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -540,7 +540,7 @@ class Careful(nn.Module):
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_hook_of_the_user_may_raise(where: str) -> None:
-    """Where a user's hook raises, before or after the forward, and the net goes on, the other calls are recorded."""
+    """If a user's hook raises before or after the forward and the net continues, the other calls are recorded."""
 
     def refuse(*_: Any) -> None:
         raise ValueError
@@ -559,7 +559,7 @@ def test_a_hook_of_the_user_may_raise(where: str) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputed_block_is_recorded_once(use_reentrant: bool) -> None:
-    """What a checkpoint computes anew in the backward pass is not counted, and gradients are those of the bare net."""
+    """Recomputations by a checkpoint are not counted, and gradients equal those of the bare net."""
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -591,7 +591,7 @@ def test_a_recomputed_block_is_recorded_once(use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputed_wrapper_keeps_its_activations(use_reentrant: bool) -> None:
-    """A wrapper that is checkpointed as a whole keeps the activations of its forward when that is repeated."""
+    """A wrapper inside a checkpoint keeps its activations when the forward is recomputed."""
     expected = gradients(toy(), X)
     wrapped = wrap(None, (0, 1), (1, 2))
     output = checkpoint(wrapped, X.clone().requires_grad_(), use_reentrant=use_reentrant)
@@ -603,7 +603,7 @@ def test_a_recomputed_wrapper_keeps_its_activations(use_reentrant: bool) -> None
 
 
 class Penalised(nn.Module):
-    """Computes a gradient inside its forward, through a checkpointed block."""
+    """A net that computes a gradient inside its forward, through a checkpointed block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -619,7 +619,7 @@ class Penalised(nn.Module):
 
 
 def test_a_backward_pass_inside_the_forward_is_not_recorded() -> None:
-    """What is computed anew while the net's own forward runs a backward pass has no label either."""
+    """Recomputations in a backward pass inside the net's own forward have no label."""
     net = Penalised()
     wrapped = wrap(net, "block.0")
     assert list(wrapped.labels.values()) == ["", "block", "block.0", "block.1", "block", "block.0", "block.1"]
@@ -632,7 +632,7 @@ def test_a_backward_pass_inside_the_forward_is_not_recorded() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_fused_layers_have_the_same_calls_in_every_mode(training: bool) -> None:
-    """A transformer that was labelled in one mode is recorded in the other, although one of them could be fused."""
+    """A transformer labelled in one mode is recorded in the other, although one of them could be fused."""
     torch.manual_seed(0)
     net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2).train(training)
     x = torch.rand(2, 3, 8)
@@ -648,7 +648,7 @@ def test_fused_layers_have_the_same_calls_in_every_mode(training: bool) -> None:
 
 
 def test_reparametrised_weights_are_recorded() -> None:
-    """Modules that compute a weight are calls of the net, and what they keep is as it was after the labelling."""
+    """Modules that compute a weight have labels, and their state is restored after the labelling."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)))
     before = state_of(net)
@@ -661,7 +661,7 @@ def test_reparametrised_weights_are_recorded() -> None:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Nothing is compiled before or after a test."""
+    """Start and end each test without compiled code."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -669,7 +669,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_parts_are_recorded() -> None:
-    """A compiled part is recorded under the names of its modules, and runs compiled when nothing is recorded."""
+    """A compiled part is recorded under the names of its modules, and runs compiled if nothing is recorded."""
     runs: list[None] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -695,7 +695,7 @@ def test_compiled_parts_are_recorded() -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_wrapper_records() -> None:
-    """A wrapper that is compiled itself runs compiled while nothing is recorded, and as it is written otherwise."""
+    """A compiled wrapper runs compiled while nothing is recorded, and eagerly otherwise."""
     compilations: list[None] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -713,17 +713,17 @@ def test_a_compiled_wrapper_records() -> None:
     assert torch.equal(tensor(wrapped, (1, 1)), cast(Any, wrapped.net)[0](X))
 
 
-# Nothing changes
+# No side effects.
 
 
 def gradients(net: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """The gradients of the parameters after one backward pass through the sum of the output."""
+    """Return the gradients of the parameters after one backward pass through the sum of the output."""
     net(x).sum().backward()
     return [each.grad for each in net.parameters()]
 
 
 def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    """Whether lists of tensors are equal bit for bit."""
+    """Return True if lists of tensors are bitwise equal."""
     assert len(found) == len(expected) > 0
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None) == (theirs is None)
@@ -739,7 +739,7 @@ def noisy() -> nn.Sequential:
 
 
 def test_training_is_not_changed() -> None:
-    """Losses, parameters, gradients, buffers and random numbers are those of the bare net, bit for bit."""
+    """Losses, parameters, gradients, buffers and random numbers equal those of the bare net bit for bit."""
 
     def train(wrapped: bool) -> list[Tensor | None]:
         net: nn.Module = noisy()
@@ -761,8 +761,8 @@ def test_training_is_not_changed() -> None:
 
 
 def state_of(net: nn.Module) -> dict[str, Any]:
-    """Everything that a run may change in a net, tensors as bytes, and the states of all generators."""
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator is meant
+    """Return everything that a run may change in a net, tensors as bytes, and the states of all generators."""
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator is intended
     return {
         "tensors": {name: each.numpy(force=True).tobytes() for name, each in net.state_dict().items()},
         "objects": {name: id(each) for name, each in (*net.named_buffers(), *net.named_parameters())},
@@ -776,7 +776,7 @@ def state_of(net: nn.Module) -> dict[str, Any]:
 
 
 class Restless(nn.Module):
-    """Changes what it has at every call."""
+    """A module that changes its attributes at every call."""
 
     cache: Tensor | None
     replaced: Tensor
@@ -796,13 +796,13 @@ class Restless(nn.Module):
         self.written.add_(1)
         self.plain.add_(1)
         self.cache = self.written.clone()
-        self.new = random.random() + float(np.random.rand())  # noqa: NPY002 - the global generator is meant
+        self.new = random.random() + float(np.random.rand())  # noqa: NPY002 - the global generator is intended
         x.mul_(2)
         return x + self.replaced.sum()
 
 
 def test_labelling_leaves_no_trace() -> None:
-    """Wrapping leaves buffers, attributes, train flags, random numbers and the given tensors as they were."""
+    """Wrapping does not change buffers, attributes, training flags, random numbers or the given tensors."""
     net = nn.Sequential(noisy(), Restless())
     net.get_submodule("0.3").eval()
     x = torch.randn(3, 5)
@@ -819,7 +819,7 @@ def test_labelling_leaves_no_trace() -> None:
 
 
 def test_a_pending_backward_pass_survives_the_labelling() -> None:
-    """A graph that has saved a buffer can still run backward after the net was wrapped."""
+    """A graph that saved a buffer can still run backward after the net was wrapped."""
     net = noisy().eval()
     out = net(torch.ones(3, 5))
     RecordedNet(net, input_size=(3, 5))
@@ -827,7 +827,7 @@ def test_a_pending_backward_pass_survives_the_labelling() -> None:
 
 
 def test_a_labelling_that_raises_names_the_module() -> None:
-    """The error of the net becomes one that names the module in which it was raised, and leaves no trace either."""
+    """An error of the net becomes one that names the module that raised, and there are no side effects either."""
     net = nn.Sequential(noisy(), nn.Sequential(nn.Tanh(), nn.Linear(3, 2)))
     before = state_of(net)
     message = r"^the labelling run failed in module '1\.1' \(Linear\): RuntimeError: mat1 and mat2 shapes"
@@ -840,7 +840,7 @@ def test_a_labelling_that_raises_names_the_module() -> None:
 
 
 def test_lazy_modules_are_initialised() -> None:
-    """Wrapping initialises lazy modules, with statistics that have seen nothing yet and without drawing numbers."""
+    """Wrapping initialises lazy modules, with running statistics unchanged and without drawing random numbers."""
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -855,7 +855,7 @@ def test_lazy_modules_are_initialised() -> None:
 
 
 def test_a_net_without_recording_has_no_hooks() -> None:
-    """Hooks are on the net while a recorded forward runs, and at no other time."""
+    """The net has hooks only while a recorded forward runs."""
     found: list[int] = []
 
     class Spy(nn.Linear):
@@ -871,16 +871,16 @@ def test_a_net_without_recording_has_no_hooks() -> None:
     wrapped(X)
     dynamic = wrap(wrapped.net, (0, 1), force_static_flow=False)
     dynamic(X)
-    # Two hooks with three notes of when they are called and with what; in a dynamic net only on what is recorded.
+    # Two hooks and three entries for their options; with dynamic flow only recorded modules have hooks.
     assert found == [5, 0, 0, 0, 5, 5, 0]
     assert hooks_on(wrapped.net) == []
 
 
-# Life
+# Lifetime.
 
 
 def test_two_wrappers_do_not_disturb_each_other() -> None:
-    """Two wrappers of one net have their own choice and their own activations, and either may go."""
+    """Two wrappers of one net have independent recordings and activations, and each can be deleted."""
     net = toy()
     first, second = wrap(net, (1, 1)), wrap(net, (1, 3), (0, 1))
     first(X)
@@ -895,7 +895,7 @@ def test_two_wrappers_do_not_disturb_each_other() -> None:
 
 
 def test_threads_record_their_own_calls() -> None:
-    """Two threads with a wrapper each of one net record their own outputs, while hooks of both are on the net."""
+    """Two threads with separate wrappers of one net record their own outputs while the net has hooks of both."""
     meeting = threading.Barrier(2, timeout=60)
 
     class Meeting(nn.Module):
@@ -918,7 +918,7 @@ def test_threads_record_their_own_calls() -> None:
                 output = wrapped(x)
                 assert torch.equal(tensor(wrapped, (1, 1)), x * 2)
                 assert tensor(wrapped, (0, 1)) is output
-        except BaseException as error:  # noqa: BLE001 - told to the main thread
+        except BaseException as error:  # noqa: BLE001 - passed on to the main thread
             failures.append(error)
             meeting.abort()
 
@@ -932,7 +932,7 @@ def test_threads_record_their_own_calls() -> None:
 
 
 def copies(wrapped: RecordedNet, path: Path) -> list[RecordedNet]:
-    """Copies made in each of the usual ways."""
+    """Return copies made in each of the usual ways."""
     torch.save(wrapped, path)
     return [
         copy.deepcopy(wrapped),
@@ -942,7 +942,7 @@ def copies(wrapped: RecordedNet, path: Path) -> list[RecordedNet]:
 
 
 def test_copies_are_independent(tmp_path: Path) -> None:
-    """A copy, a pickle and a saved file have the labels and the choice, their own net and no activations."""
+    """A copy, a pickle and a saved file have the labels and the recording, their own net and no activations."""
     wrapped = wrap(None, (1, 1), (0, 1))
     expected = wrapped(X)
     for other in copies(wrapped, tmp_path / "net.pt"):
@@ -961,7 +961,7 @@ def test_copies_are_independent(tmp_path: Path) -> None:
 
 
 def test_a_copy_made_during_a_forward_is_whole() -> None:
-    """A net that copies itself while it is recorded gives a copy without our hooks in it."""
+    """A net that copies itself while it is recorded creates a copy without our hooks."""
 
     class Copying(nn.Module):
         def __init__(self) -> None:
@@ -980,7 +980,7 @@ def test_a_copy_made_during_a_forward_is_whole() -> None:
 
 
 def test_nothing_outlives_the_wrapper() -> None:
-    """With the wrapper its net and the activations go, without waiting for the garbage collector."""
+    """The net and the activations are freed with the wrapper, without a garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -1008,11 +1008,11 @@ def test_it_is_a_module_like_any_other() -> None:
     assert tensor(wrapped, (0, 1)).dtype == torch.float64
 
 
-# State dictionaries
+# State dictionaries.
 
 
 class Named(nn.Module):
-    """Has children whose names are those that the wrapper gives, and one with several versions."""
+    """A net with children that have the wrapper's own attribute names, and one with several versions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1026,7 +1026,7 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("make", [toy, noisy, Named])
 def test_state_dictionaries_are_those_of_the_net(make: Callable[[], nn.Module]) -> None:
-    """Keys and values are the net's own, in its order, and load into the net, the wrapper and back."""
+    """Keys and values equal the net's, in its order, and load into the net, the wrapper and back."""
     net = make()
     wrapped, other = wrap(net), wrap(make())
     expected = net.state_dict()
@@ -1041,7 +1041,7 @@ def test_state_dictionaries_are_those_of_the_net(make: Callable[[], nn.Module]) 
 
 
 def test_a_wrapper_inside_a_module() -> None:
-    """In a larger module the keys are those that the bare net would have there, and load both ways."""
+    """In a larger module the keys are those of the bare net in its place, and load both ways."""
     bare = nn.ModuleDict({"a": nn.Linear(2, 2), "net": Named(), "z": nn.Linear(2, 2)})
     whole = nn.ModuleDict({"a": nn.Linear(2, 2), "net": wrap(Named()), "z": nn.Linear(2, 2)})
     assert sorted(whole.state_dict()) == sorted(bare.state_dict())
@@ -1052,7 +1052,7 @@ def test_a_wrapper_inside_a_module() -> None:
 
 
 def test_missing_keys_are_told_by_the_nets_names() -> None:
-    """What is missing or unexpected is named as in the state dictionary."""
+    """Missing and unexpected keys have the names of the state dictionary."""
     state = toy().state_dict()
     state["bogus"] = state.pop("2.bias")
     wrapped = wrap()
@@ -1065,7 +1065,7 @@ def test_missing_keys_are_told_by_the_nets_names() -> None:
 
 
 def test_versions_of_modules_are_kept() -> None:
-    """Each module loads with the version under which it was saved, from a wrapper's file and from a bare net's."""
+    """Each module loads with the version under which it was saved, from the file of a wrapper or of a bare net."""
     seen: list[Any] = []
 
     class Versioned(nn.Linear):
@@ -1091,11 +1091,11 @@ def test_versions_of_modules_are_kept() -> None:
     assert dict(wrapped.state_dict()._metadata)["0"] == {"version": 7}  # type: ignore[attr-defined]
 
 
-# Inputs
+# Inputs.
 
 
 def test_one_of_size_and_data_is_needed() -> None:
-    """Neither of input_size and input_data, or both, is refused."""
+    """Passing neither of input_size and input_data, or both, is rejected."""
     with pytest.raises(ArgumentError, match=r"^give input_size or input_data$"):
         RecordedNet(toy())
     with pytest.raises(ArgumentError, match=r"^give input_size or input_data, not both$"):
@@ -1121,23 +1121,23 @@ def test_one_of_size_and_data_is_needed() -> None:
     ids=str,
 )
 def test_arguments_that_can_never_work(arguments: dict[str, Any]) -> None:
-    """Shapes, dtypes, depths and inputs that can never work raise a ValueError."""
+    """Invalid shapes, dtypes, depths and inputs raise a ValueError."""
     with pytest.raises(ArgumentError):
         RecordedNet(toy(), **arguments)
 
 
 def test_only_nets_are_wrapped() -> None:
-    """What is no module is refused."""
+    """A net that is not a module is rejected."""
     with pytest.raises(ArgumentError, match=r"^net must be a torch.nn.Module, got str$"):
         RecordedNet(cast(Any, "net"), input_size=(1,))
 
 
 class Noting(nn.Module):
-    """Keeps what it was given."""
+    """A net that stores its arguments."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        # No list, which would be emptied again after the labelling.
+        # Not a list, which would be emptied again after the labelling.
         self.given: UserList[tuple[tuple[Any, ...], dict[str, Any]]] = UserList()
         self.weight = nn.Parameter(torch.zeros(1, dtype=dtype))
 
@@ -1158,14 +1158,14 @@ def test_inputs_are_made_to_measure() -> None:
 
 
 def test_inputs_have_the_dtype_of_the_net() -> None:
-    """Without dtypes the inputs have that of the net's first floating-point parameter."""
+    """Without dtypes the inputs have the dtype of the net's first floating-point parameter."""
     net = Noting(torch.bfloat16)
     RecordedNet(net, input_size=(2, 3))
     assert net.given[0][0][0].dtype == torch.bfloat16
 
 
 def test_inputs_are_made_on_the_device_of_the_net() -> None:
-    """The inputs of a net on the meta device are there too."""
+    """The inputs of a net on the meta device are on the meta device."""
     wrapped = RecordedNet(toy().to("meta"), input_size=(2, 5))
     assert wrapped.summary.mult_adds == 2 * (20 + 12)
     wrapped.record((0, 1))
@@ -1173,7 +1173,7 @@ def test_inputs_are_made_on_the_device_of_the_net() -> None:
 
 
 def test_inputs_that_cannot_be_copied_are_given_as_they_are() -> None:
-    """The net is given copies of tensors, computed ones in any nesting included, and whatever refuses to be copied."""
+    """The net receives copies of tensors, including nested non-leaf ones, and uncopyable objects as they are."""
     net, lock, computed = Noting(), threading.Lock(), X.clone().requires_grad_() * 2
     RecordedNet(net, input_data=[{"a": [computed]}, lock], input_kwargs={"k": X})
     (((nested, given), kwargs),) = net.given
@@ -1183,12 +1183,12 @@ def test_inputs_that_cannot_be_copied_are_given_as_they_are() -> None:
     assert kwargs["k"] is not X
 
 
-# Real models
+# Real models.
 
 
 @pytest.mark.filterwarnings("ignore:.*get_max_cache_shape.*")
 def test_gpt2() -> None:
-    """A GPT-2 is wrapped by keyword arguments, and the outputs of its blocks are its own hidden states."""
+    """GPT-2 is wrapped with keyword arguments, and the outputs of its blocks equal its own hidden states."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=3, n_head=2, n_embd=8, vocab_size=11, n_positions=16, bos_token_id=0, eos_token_id=0, use_cache=True
@@ -1212,7 +1212,7 @@ def test_gpt2() -> None:
 
 
 def test_resnet() -> None:
-    """A ResNet in training is bitwise the same net when everything is recorded."""
+    """A ResNet in training is bitwise unchanged when everything is recorded."""
     config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
     torch.manual_seed(0)
     bare = ResNetForImageClassification(config)
@@ -1228,11 +1228,11 @@ def test_resnet() -> None:
     assert set(wrapped.activations) == set(wrapped.labels)
 
 
-# Any net
+# Arbitrary nets.
 
 
 def trees(depth: int = 3) -> st.SearchStrategy[nn.Module]:
-    """Sequences of layers from five features to five, in sequences, some of them in place or used twice."""
+    """Generate nested sequences of layers from five features to five, some in-place or used twice."""
     makes: list[Callable[[], nn.Module]] = [
         lambda: nn.Linear(5, 5),
         nn.Tanh,
@@ -1253,7 +1253,7 @@ def trees(depth: int = 3) -> st.SearchStrategy[nn.Module]:
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(0, 2**16))
 def test_any_tree_agrees_with_plain_hooks(parts: list[nn.Module], seed: int) -> None:
-    """Labels and activations of any net are those of hooks that count the calls and clone the outputs."""
+    """Labels and activations of any net equal those of hooks that count the calls and clone the outputs."""
     net = nn.Sequential(*parts)
     begun: list[tuple[str, int]] = []
     outputs: dict[int, Tensor] = {}
@@ -1287,7 +1287,7 @@ def test_any_tree_agrees_with_plain_hooks(parts: list[nn.Module], seed: int) -> 
 
 
 def test_parameters_have_the_names_of_the_state_dictionary() -> None:
-    """Parameters and buffers are called as in the state dictionary and in the net, after a prefix if there is one."""
+    """Parameters and buffers have the names of the state dictionary and of the net, with an optional prefix."""
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     wrapped = wrap(net)
     assert dict(wrapped.named_parameters()).keys() == dict(net.named_parameters()).keys()
@@ -1297,21 +1297,21 @@ def test_parameters_have_the_names_of_the_state_dictionary() -> None:
 
 
 class Result:
-    """An object of a class that is not known."""
+    """An object of an unknown class."""
 
     def __init__(self, mean: Tensor) -> None:
         self.mean = mean
 
 
 class Opaque(nn.Module):
-    """Gives an object that holds a tensor."""
+    """A net that returns an object that holds a tensor."""
 
     def forward(self, x: Tensor) -> Result:
         return Result(x * 2)
 
 
 def test_an_output_of_an_unknown_class_is_told() -> None:
-    """A recorded output in which no tensor is found although there is one costs a warning that names it."""
+    """A recorded output whose tensors cannot be found causes a warning that names it."""
     wrapped = wrap(Opaque(), "")
     with pytest.warns(
         RecorderWarning, match="RecordedNet passes over the tensors inside the Result at 'out' of module ''"
@@ -1321,7 +1321,7 @@ def test_an_output_of_an_unknown_class_is_told() -> None:
 
 
 def test_the_parts_of_the_net_are_reached_through_the_wrapper() -> None:
-    """An attribute that the wrapper lacks is the net's, so that what goes by the names of parameters finds them."""
+    """Attributes that the wrapper lacks are taken from the net, so code that follows parameter names finds them."""
     wrapped = wrap()
     assert wrapped.get_submodule("2") is wrapped.net.get_submodule("2")
     doubled = {name: value * 2 for name, value in wrapped.state_dict().items()}
@@ -1332,7 +1332,7 @@ def test_the_parts_of_the_net_are_reached_through_the_wrapper() -> None:
 
 
 def test_recorders_see_nothing_of_the_labelling_run() -> None:
-    """A recorder that is on the net before it is wrapped has not recorded the made-up input."""
+    """A recorder on the net before it is wrapped does not record the generated input."""
     net = toy()
     with ForwardOutput().children(net) as recorder:
         wrapped = wrap(net)
@@ -1342,9 +1342,9 @@ def test_recorders_see_nothing_of_the_labelling_run() -> None:
 
 
 def test_a_net_with_a_scripted_part_is_wrapped() -> None:
-    """A TorchScript module, which takes no hooks, has no label, and the others have theirs."""
+    """A TorchScript module, which does not support hooks, has no label; the other modules have theirs."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch 2.13; scripting goes on to work
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch 2.13; scripting still works
         net = nn.Sequential(torch.jit.script(nn.Linear(5, 4)), nn.ReLU())
     wrapped = wrap(net, "1")
     assert torch.equal(wrapped(X), net(X))
@@ -1353,7 +1353,7 @@ def test_a_net_with_a_scripted_part_is_wrapped() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which torch's encoder itself uses
 def test_a_padded_encoder_is_wrapped() -> None:
-    """An encoder that packs padded rows into nested tensors in eval mode is labelled, and gives what it gave."""
+    """An encoder that packs padded rows into nested tensors in eval mode is labelled, and its output is unchanged."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
     x, mask = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False, False, True, True, True]])
     wrapped = RecordedNet(encoder, input_data=x, input_kwargs={"src_key_padding_mask": mask})

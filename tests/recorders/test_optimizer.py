@@ -1,4 +1,4 @@
-"""What is recorded of parameters at the steps of an optimiser, in a plain loop."""
+"""Tests of the recording of parameters at optimizer steps in a plain loop."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Net(nn.Sequential):
-    """Two linear layers with an activation in between."""
+    """Two linear layers with an activation between them."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         first, last = nn.Linear(4, 3), nn.Linear(3, 2)
         super().__init__(first, nn.ReLU(), last)
-        self.first, self.last = [first], [last]  # in lists, so that they have one name each
+        self.first, self.last = [first], [last]  # in lists, so that each module has one name
 
 
 def small_net() -> Net:
@@ -53,14 +53,14 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def moments(tensors: list[Tensor]) -> dict[str, float]:
-    """Count, mean and root mean square of tensors, in float64 at once."""
+    """Return the count, mean and root mean square of tensors, computed in float64 in one shot."""
     values = torch.cat([tensor.double().flatten() for tensor in tensors])
     return {"count": len(values), "mean": float(values.mean()), "rms": float(values.square().mean().sqrt())}
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_each_part_is_that_of_the_step(kind: str) -> None:
-    """Values are those before the step, updates the differences, moments those that the optimiser has afterwards."""
+    """Values are those before the step, updates the differences, and moments the optimizer states after it."""
     net = small_net()
     optimizer = OPTIMIZERS[kind](net.parameters())
     seen: dict[str, list[Tensor]] = {}
@@ -87,7 +87,7 @@ def test_each_part_is_that_of_the_step(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_is_bitwise_the_same(kind: str) -> None:
-    """Parameters and states of the optimiser are those of a run without the recorder, which leaves no hook."""
+    """Parameters and optimizer states equal those of a run without the recorder, which leaves no hook."""
     runs = []
     for recorded in (False, True):
         net = small_net()
@@ -106,7 +106,7 @@ def test_training_is_bitwise_the_same(kind: str) -> None:
 
 
 def test_a_step_with_a_closure_is_one_step() -> None:
-    """LBFGS computes gradients many times in a step; those at its start are recorded, and what it changed in all."""
+    """A step of LBFGS records the gradients at its start and the total update."""
     net = nn.Linear(4, 2)
     before = net.weight.detach().clone()
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4)
@@ -134,7 +134,7 @@ def test_a_step_with_a_closure_is_one_step() -> None:
 
 
 def test_each_optimizer_has_its_parameters() -> None:
-    """A step records the parameters that its optimiser has, and no others."""
+    """A step records only the parameters of its optimizer."""
     net = small_net()
     first, second = (torch.optim.SGD(net[place].parameters(), lr=0.1) for place in (0, 2))
     with OptimizerRecorder(Selection(types="Linear").resolve(net), [first], parts="values") as recorder:
@@ -144,7 +144,7 @@ def test_each_optimizer_has_its_parameters() -> None:
 
 
 def test_tied_and_frozen_parameters() -> None:
-    """A shared parameter is recorded once, under its first module; one that is frozen or has no gradient is not."""
+    """A shared parameter is recorded for its first module; a frozen one or one without gradient is not."""
     net = small_net()
     net.first[0].weight.requires_grad_(False)
     tied = nn.Linear(3, 2)
@@ -159,7 +159,7 @@ def test_tied_and_frozen_parameters() -> None:
 
 
 def test_a_step_that_was_passed_over_changes_nothing() -> None:
-    """A step that a GradScaler passes over has an update of zero, which is recorded when the recorder is taken off."""
+    """A step skipped by a GradScaler has an update of zero, recorded when the recorder is removed."""
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -186,7 +186,7 @@ class Refusing(Reduction):
 
 
 def test_a_fault_costs_its_statistic_and_strict_raises() -> None:
-    """What cannot be recorded is one warning and the step goes on; strict raises with the module's name."""
+    """A failed recording causes one warning, and the step continues; strict raises an error with the module name."""
     net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with (
@@ -209,13 +209,13 @@ def test_a_fault_costs_its_statistic_and_strict_raises() -> None:
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], told: str) -> None:
-    """An argument that can never work raises at once and names what is allowed."""
+    """An invalid argument raises at once, and the message names the valid ones."""
     with pytest.raises(ArgumentError, match=told):
         OptimizerRecorder({}, **arguments)
 
 
 def test_an_optimizer_can_be_copied_in_a_step() -> None:
-    """An optimiser that is copied while the hook of a step is on it trains on by itself."""
+    """An optimizer that is copied while its step hook is registered works on its own."""
     net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     copies = []

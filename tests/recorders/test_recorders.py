@@ -1,4 +1,4 @@
-"""The five recorders: which tensors, how often, and what becomes of them."""
+"""The five recorders: selected tensors, counts and reductions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def network() -> nn.Sequential:
-    """Two linear layers with an activation between them, with integers as weights."""
+    """Build two linear layers with an activation between them, with integer weights."""
     net = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
     with torch.no_grad():
         for number, parameter in enumerate(net.parameters()):
@@ -49,27 +49,27 @@ def network() -> nn.Sequential:
 
 
 def batch(rows: int = 4) -> Tensor:
-    """A batch that requires a gradient, so that each module's input has one."""
+    """Return a batch that requires a gradient, so that each module's input has one."""
     return torch.arange(rows * 3.0).reshape(rows, 3).requires_grad_()
 
 
 def train(net: nn.Module, *batches: Tensor) -> None:
-    """A forward and a backward pass for each batch."""
+    """Run a forward and a backward pass for each batch."""
     for each in batches:
         net(each).sum().backward()
 
 
 def forward(net: nn.Module, x: Tensor, times: int) -> None:
-    """The same forward pass several times."""
+    """Run the same forward pass several times."""
     for _ in range(times):
         net(x)
 
 
-# What is recorded
+# Recorded tensors.
 
 
 def expected(kind: type[Recorder], net: nn.Sequential, x: Tensor) -> list[Tensor]:
-    """What a recorder of the children should see, computed without hooks."""
+    """Return the expected data of a recorder of the children, computed without hooks."""
     values = [x]
     for layer in net:
         values.append(layer(values[-1]))
@@ -80,7 +80,7 @@ def expected(kind: type[Recorder], net: nn.Sequential, x: Tensor) -> list[Tensor
 
 @each_kind
 def test_each_recorder_sees_its_tensors(kind: type[Recorder]) -> None:
-    """Inputs and outputs, forward and backward, are those that autograd gives, each with the module that it is of."""
+    """Inputs and outputs, forward and backward, equal those of autograd for each module."""
     net, x = network(), batch()
     recorder = kind().children(net)
     train(net, x)
@@ -90,7 +90,7 @@ def test_each_recorder_sees_its_tensors(kind: type[Recorder]) -> None:
 
 @each_kind
 def test_data_is_bound_to_its_module(kind: type[Recorder]) -> None:
-    """The data of a module stand at its place, however modules are nested, ordered, skipped or called out of order."""
+    """Each module's data have its position, however modules are nested, ordered, skipped or called out of order."""
     inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     outer = nn.ModuleDict({"late": nn.Linear(2, 5), "never": nn.Linear(2, 2), "early": inner})
     recorder = kind().modules(outer)
@@ -102,7 +102,7 @@ def test_data_is_bound_to_its_module(kind: type[Recorder]) -> None:
 
 
 def test_pre_is_before_and_input_is_after_an_in_place_module() -> None:
-    """ForwardPre has what an in-place module was given, ForwardInput and ForwardOutput what it made of it."""
+    """ForwardPre has the input of an in-place module, ForwardInput and ForwardOutput its result."""
     relu = nn.ReLU(inplace=True)
     net = nn.Sequential(relu)
     recorders = [kind().children(net) for kind in (ForwardPre, ForwardInput, ForwardOutput)]
@@ -111,7 +111,7 @@ def test_pre_is_before_and_input_is_after_an_in_place_module() -> None:
 
 
 def test_a_module_that_raises_has_an_input_and_no_more() -> None:
-    """Of a call that fails the input before it is recorded, and nothing after it."""
+    """For a call that fails, only the input before the call is recorded."""
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(7, 1))
     recorders = [kind().children(net) for kind in (ForwardPre, ForwardInput, ForwardOutput)]
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -120,14 +120,14 @@ def test_a_module_that_raises_has_an_input_and_no_more() -> None:
 
 
 class Nested(nn.Module):
-    """Takes and gives nested values, some of which are no tensors."""
+    """A module that takes and returns nested values, some of which are not tensors."""
 
     def forward(self, x: Tensor, *, extra: dict[str, Any]) -> dict[str, Any]:
         return {"sum": x + extra["bias"], "parts": [x * 2, None, 3], "none": None}
 
 
 def test_several_tensors_have_paths() -> None:
-    """The data of a module with several tensors are a dictionary by path, keyword arguments included."""
+    """The data of a module with several tensors are a dictionary by path, including keyword arguments."""
     net = Nested()
     x = torch.ones(2, 3)
     with ForwardPre(reduction=torch.add).modules(net) as inputs, ForwardOutput().modules(net) as outputs:
@@ -140,7 +140,7 @@ def test_several_tensors_have_paths() -> None:
 
 @pytest.mark.parametrize("output", [None, {}, {"a": None}, 3, "text", [], torch.tensor(2.0), {"a": torch.tensor(2.0)}])
 def test_no_output_breaks_the_forward_pass(output: Any) -> None:
-    """Whatever a module gives, nothing raises or warns, and a tensor without dimensions is one sample."""
+    """No module output raises or warns, and a tensor without dimensions counts as one sample."""
 
     class Gives(nn.Module):
         def forward(self, *, x: Tensor) -> Any:
@@ -153,7 +153,7 @@ def test_no_output_breaks_the_forward_pass(output: Any) -> None:
     assert recorders[KINDS.index(ForwardOutput)].samples(0) == int(isinstance(found, Tensor))
 
 
-# Condition and counts
+# Condition and counts.
 
 
 @each_kind
@@ -190,11 +190,11 @@ def test_several_tensors_of_a_call_are_one_call() -> None:
     assert (recorder.samples(0), recorder.calls(0)) == (12, 2)
 
 
-# Choice
+# Selection.
 
 
 def test_children_and_modules_are_those_of_torch() -> None:
-    """Without types and positions children and modules register all that torch lists, in its order."""
+    """Without types and indices, ``children`` and ``modules`` register the modules that torch lists, in its order."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     recorders = ForwardPre().children(net), ForwardPre().modules(net)
     assert [each.module for each in recorders[0].subrecorders] == list(net.children())
@@ -213,10 +213,10 @@ def test_children_and_modules_are_those_of_torch() -> None:
     ],
 )
 def test_types_and_positions_must_both_hold(arguments: dict[str, Any], names: list[str]) -> None:
-    """Children are chosen by types, by positions, and with both by both."""
+    """Children are selected by types, by indices, or by both if both are given."""
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     assert ForwardPre().children(net, **arguments).names == names
-    # Among all modules the root has the first place.
+    # Among all modules the root has index 0.
     if "indices" not in arguments:
         assert ForwardPre().modules(net, **arguments).names == names
 
@@ -233,7 +233,7 @@ def test_types_and_positions_must_both_hold(arguments: dict[str, Any], names: li
 def test_a_choice_of_nothing_is_an_error(
     method: Callable[..., Recorder], arguments: dict[str, Any], message: str
 ) -> None:
-    """Types and positions that mean no module raise, with what there is, and leave no hook."""
+    """Types and indices that match no module raise an error that lists the modules, and no hook is left."""
     net = network()
     with pytest.raises(SelectionError, match=message):
         method(ForwardPre(), net, **arguments)
@@ -241,7 +241,7 @@ def test_a_choice_of_nothing_is_an_error(
 
 
 def test_choices_can_be_chained() -> None:
-    """Each choice adds its modules behind the others; a name that is taken already gets a number."""
+    """Each call appends its modules to the others; a duplicate name gets a number."""
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     other = nn.ModuleDict({"head": nn.Linear(2, 1), "tail": nn.Tanh()})
     recorder = ForwardPre().children(net, types=nn.Linear).modules(net, indices=1).select(other, "head")
@@ -250,11 +250,11 @@ def test_choices_can_be_chained() -> None:
     assert len(recorder) == 6
 
 
-# Access
+# Access.
 
 
 def test_data_is_reached_by_position_and_name() -> None:
-    """Indexing, iteration and data give the same values; a name that is not recorded raises with those that are."""
+    """Indexing, iteration and data return the same values; an unknown name raises an error that lists the names."""
     net = network()
     recorder = ForwardOutput(reduction=torch.add).children(net)
     train(net, batch())
@@ -268,8 +268,107 @@ def test_data_is_reached_by_position_and_name() -> None:
         recorder["relu"]
 
 
+@each_kind
+def test_assigned_data_are_those_of_the_module(kind: type[Recorder]) -> None:
+    """Assigning by position, name, slice or ``data`` replaces the data of the module, and recording continues."""
+    net = network()
+    recorder = kind().children(net)
+    train(net, batch())
+    new = [[torch.full((1,), float(value))] for value in range(4)]
+    recorder[0], recorder["1"], recorder.data[-1] = new[0], new[1], new[2]
+    assert [each is mine for each, mine in zip(recorder, new, strict=False)] == [True] * 3
+    recorder[1:], recorder.data[:1] = [new[0], new[1]], [new[3]]
+    assert [recorder[0] is new[3], recorder[1] is new[0], recorder[2] is new[1]] == [True] * 3
+    assert equal(recorder[::-1], [new[1], new[0], new[3]])
+    recorder[0:2][1] = new[2]
+    assert recorder["1"] is new[2]
+    train(net, batch())
+    assert [len(each) for each in recorder] == [2, 2, 2]
+
+
+def test_an_assignment_is_bound_to_its_module() -> None:
+    """Data read before a module was removed still belong to the modules that they were read from."""
+    recorder = ForwardPre(reduction=torch.add).children(network())
+    data = recorder.data
+    del recorder[0]
+    data[2] = torch.tensor(7.0)
+    data[0] = torch.tensor(1.0)
+    assert (recorder.names, recorder["2"].item(), recorder["1"]) == (["1", "2"], 7.0, None)
+    del recorder[-1:]
+    assert recorder.names == ["1"]
+
+
+def test_a_reduction_goes_on_from_assigned_data() -> None:
+    """A two-argument function receives the assigned data, even before the first tensor."""
+    net, x = network(), batch()
+    recorder = ForwardPre(reduction=torch.add).children(net, indices=0)
+    recorder[0] = torch.full((4, 3), 10.0)
+    assert recorder[0].sum() == 120
+    net(x)
+    assert equal(recorder[0], x.detach() + 10)
+    recorder[0] = torch.zeros(4, 3)
+    net(x)
+    assert equal(recorder[0], x.detach())
+
+
+def test_the_data_of_a_path_can_be_assigned() -> None:
+    """For a module with several tensors, each path or all of them can be assigned."""
+    net, x = Nested(), torch.ones(2, 3)
+    recorder = ForwardPre(reduction=torch.add).modules(net)
+    net(x, extra={"bias": x})
+    recorder[0]["in[0]"] = x * 5
+    recorder.subrecorders[0].paths["in.extra.bias"] = x * 6
+    assert equal(recorder.data, [{"in[0]": x * 5, "in.extra.bias": x * 6}])
+    recorder[0] = {"in[0]": x, "in.extra.bias": x}
+    recorder[0].update({"in[0]": x * 2})
+    net(x, extra={"bias": x})
+    assert equal(recorder[0], {"in[0]": x * 3, "in.extra.bias": x * 2})
+    with pytest.raises(KeyError, match=r"at 'in\[1\]' of the module '': did you mean 'in\[0\]'\?"):
+        recorder[0]["in[1]"] = x
+    with pytest.raises(
+        ArgumentError, match=r"of the module '' are several: assign to .* its path 'in\[0\]', 'in.extra"
+    ):
+        recorder[0] = x
+
+
+def test_data_keep_their_number() -> None:
+    """Adding or deleting an entry raises an error with the remedy and does not change the recorder."""
+    recorder = ForwardPre().children(network())
+    with pytest.raises(TypeError, match=r"recorder\.remove\(…\) removes a module"):
+        del recorder.data[0]
+    with pytest.raises(TypeError, match="entries can be assigned"):
+        recorder.data.append(1)
+    with pytest.raises(ValueError, match="cannot assign 1 values to the data of 2 modules"):
+        recorder[:2] = [1]
+    assert recorder.data == [[], [], []]
+
+
+def test_a_copy_of_data_is_plain(tmp_path: Path) -> None:
+    """A copy is a plain list that is independent of the recorder, and saved paths load without custom classes."""
+    net, x = Nested(), torch.ones(2, 3)
+    recorder = ForwardPre(reduction=torch.add).modules(net)
+    net(x, extra={"bias": x})
+    for each in (copy.deepcopy(recorder.data), pickle.loads(pickle.dumps(recorder.data))):
+        assert type(each) is list
+        assert equal([dict(each[0])], recorder.data)
+    torch.save([*recorder], tmp_path / "data.pt")
+    assert equal(torch.load(tmp_path / "data.pt", weights_only=True), recorder.data)
+
+
+def test_a_reduction_of_the_wrong_arity_is_refused() -> None:
+    """A function that cannot be called with two arguments is rejected at construction, with its line."""
+
+    def one(x: Tensor) -> Tensor:
+        return x
+
+    with pytest.raises(
+        ArgumentError, match=r"reduction takes a function \(before, new\) .*test_recorders.py:\d+ takes \(x\)$"
+    ):
+        ForwardPre(reduction=one)  # type: ignore[arg-type]  # the point of the test
+
+
 def test_before_the_first_tensor_there_is_nothing() -> None:
-    """Without a reduction the data are an empty list, with one there are none."""
+    """Before the first tensor the data are an empty list without a reduction, and None with one."""
     assert ForwardPre().children(network()).data == [[], [], []]
     for reduction in (torch.add, RunningMoments, torchmetrics.MeanMetric()):
         assert ForwardPre(reduction=reduction).children(network()).data == [None] * 3
@@ -277,7 +376,7 @@ def test_before_the_first_tensor_there_is_nothing() -> None:
 
 @each_kind
 def test_remove_gives_the_data_and_the_forward_pass_goes_on(kind: type[Recorder]) -> None:
-    """A removed module is recorded no more, the others move up and are recorded on."""
+    """A removed module is no longer recorded; the others move up and are still recorded."""
     net = network()
     recorder = kind().children(net)
     train(net, batch())
@@ -292,7 +391,7 @@ def test_remove_gives_the_data_and_the_forward_pass_goes_on(kind: type[Recorder]
 
 
 def test_a_handle_takes_the_hooks_of_one_module_off() -> None:
-    """What a handle is removed from records no more and keeps its data."""
+    """A module whose handle was removed is no longer recorded but keeps its data."""
     net = network()
     recorder = ForwardPre().children(net)
     train(net, batch())
@@ -303,7 +402,7 @@ def test_a_handle_takes_the_hooks_of_one_module_off() -> None:
 
 @each_kind
 def test_no_hook_is_left_after_the_block(kind: type[Recorder]) -> None:
-    """Leaving a with block takes all hooks off, data stay, and entering it again goes on."""
+    """Leaving a ``with`` block removes all hooks and keeps the data; entering it again continues recording."""
     net = network()
     recorder = kind().modules(net)
     for _ in range(2):
@@ -314,12 +413,12 @@ def test_no_hook_is_left_after_the_block(kind: type[Recorder]) -> None:
     assert [len(each) for each in recorder] == [2, 2, 2, 2]
 
 
-# Changing the data
+# Changing the data.
 
 
 @each_kind
 def test_apply_changes_what_is_stored(kind: type[Recorder]) -> None:
-    """The function gets the data of each module, and what it gives takes their place."""
+    """The function receives the data of each module, and its result replaces them."""
     net = network()
     recorder = kind(reduction=torch.add).children(net)
     train(net, batch(4), batch(4))
@@ -331,7 +430,7 @@ def test_apply_changes_what_is_stored(kind: type[Recorder]) -> None:
 
 
 def test_apply_of_a_list() -> None:
-    """Without a reduction the function gets the list of all tensors."""
+    """Without a reduction the function receives the list of all tensors."""
     net = network()
     with ForwardOutput().children(net) as recorder:
         train(net, batch(4), batch(2))
@@ -340,7 +439,7 @@ def test_apply_of_a_list() -> None:
 
 
 def test_recording_goes_on_after_apply_of_a_function() -> None:
-    """With a function of two arguments the applied value is what the next tensor is reduced into."""
+    """With a two-argument function, the next tensor is reduced into the result of ``apply``."""
     net = nn.Identity()
     recorder = ForwardOutput(reduction=torch.add).modules(net)
     net(torch.tensor([1.0]))
@@ -350,18 +449,18 @@ def test_recording_goes_on_after_apply_of_a_function() -> None:
 
 
 def test_apply_of_a_reduction_ends_it() -> None:
-    """After apply on a Reduction's result a further tensor is one warning that names the module and the way out."""
+    """After ``apply`` on a Reduction's result, a tensor causes a warning that names the module and the remedy."""
     net = nn.Identity()
     recorder = ForwardOutput(reduction=RunningMoments).modules(net)
     net(torch.tensor([1.0, 3.0]))
     recorder.apply(lambda data: float(data["mean"]))
-    with pytest.warns(RecorderWarning, match=r"module '' at 'out': .*replaced by apply\(\); reset\(\) begins anew"):
+    with pytest.warns(RecorderWarning, match=r"module '' at 'out': .*replaced, by apply\(\) .*: reset\(\) begins anew"):
         net(torch.ones(1))
     assert recorder[0] == 2.0
 
 
 def test_reset_begins_anew() -> None:
-    """Reset forgets data and counts, gives a list's room back, and keeps modules and hooks."""
+    """``reset`` clears data and counts, returns the bytes of lists, and keeps modules and hooks."""
     net = nn.Identity()
     recorder = ForwardOutput(max_bytes=8).modules(net)
     for _ in range(3):
@@ -371,7 +470,7 @@ def test_reset_begins_anew() -> None:
         assert (recorder[0], recorder.samples(0), recorder.calls(0)) == ([], 0, 0)
 
 
-# Files
+# Files.
 
 REDUCTIONS: dict[str, Any] = {
     "list": None,
@@ -384,7 +483,7 @@ REDUCTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
 @each_kind
 def test_what_was_saved_can_be_loaded(kind: type[Recorder], reduction: Any, tmp_path: Path) -> None:
-    """A folder has one numbered file for each module with its data, and a recorder that loads it goes on from there."""
+    """A folder has one numbered file of data per module, and a recorder that loads it continues from there."""
     net = network()
     recorder = kind(reduction=reduction).children(net)
     train(net, batch(4))
@@ -405,7 +504,7 @@ def test_what_was_saved_can_be_loaded(kind: type[Recorder], reduction: Any, tmp_
 
 
 def test_the_tensors_are_saved_by_name(tmp_path: Path) -> None:
-    """The safetensors file beside the folder has each tensor under its module's name and its path."""
+    """The safetensors file beside the folder has each tensor under its module's name and path."""
     from safetensors.torch import load_file
 
     net = nn.Sequential(nn.Linear(3, 2), Nested())
@@ -419,7 +518,7 @@ def test_the_tensors_are_saved_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a/b", "a_b"])
 def test_names_that_look_alike_in_a_file_stay_apart(name: str, tmp_path: Path) -> None:
-    """Modules whose names differ in a slash alone are both loaded as they were."""
+    """Modules whose names differ only in a slash are both loaded correctly."""
     net = nn.ModuleDict({"a_b": nn.Identity()})
     net._modules["a/b"] = nn.Identity()  # as a user's own __setattr__ may do
     recorder = ForwardOutput(reduction=torch.add).children(net)
@@ -432,7 +531,7 @@ def test_names_that_look_alike_in_a_file_stay_apart(name: str, tmp_path: Path) -
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """Saving into a missing folder raises and says what makes it; arguments of mkdir are handed on."""
+    """Saving to a missing folder raises an error with the remedy; arguments of mkdir are passed on."""
     recorder = ForwardPre().children(network())
     with pytest.raises(FileNotFoundError, match="mkdir=True makes it"):
         recorder.save(tmp_path / "a" / "b")
@@ -443,7 +542,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_of_other_modules_is_refused(tmp_path: Path) -> None:
-    """Loading what was recorded of other modules raises with both lists and changes nothing."""
+    """Loading data of other modules raises an error with both lists and changes nothing."""
     net = network()
     with ForwardPre().children(net) as recorder:
         train(net, batch())
@@ -455,7 +554,7 @@ def test_a_file_of_other_modules_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    """A damaged file, a dump and a missing one raise their own errors, and a dump's reader refuses a recording."""
+    """A damaged file, a dump and a missing file raise their own errors, and a dump reader rejects a recording."""
     recorder = ForwardPre().children(network())
     with pytest.raises(FileNotFoundError):
         recorder.load(tmp_path / "missing")
@@ -468,7 +567,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
-    """What another kind of recorder or reduction has saved raises and says whose it is."""
+    """Loading data of another kind of recorder or reduction raises an error that names the kind."""
     net = network()
     with ForwardPre().children(net) as recorder:
         train(net, batch())
@@ -481,7 +580,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_state_is_plain(tmp_path: Path) -> None:
-    """The state of a recorder is made of containers, numbers and tensors, so that it loads with weights_only."""
+    """The state of a recorder has only containers, numbers and tensors, so it loads with ``weights_only``."""
     net = network()
     with ForwardPre().modules(net) as recorder:
         train(net, batch())
@@ -491,12 +590,12 @@ def test_a_state_is_plain(tmp_path: Path) -> None:
     assert equal(again.data, recorder.data)
 
 
-# Training is not disturbed
+# Training is unaffected.
 
 
 @each_kind
 def test_a_state_survives_inference_mode(kind: type[Recorder]) -> None:
-    """What was recorded in inference mode is reduced on outside of it, also by a function that works in place."""
+    """Data recorded in inference mode can be reduced further outside of it, even by an in-place function."""
     net = network()
     recorder = kind(reduction=lambda total, new: total.add_(new), strict=True).children(net)
     with torch.inference_mode():
@@ -508,7 +607,7 @@ def test_a_state_survives_inference_mode(kind: type[Recorder]) -> None:
 
 
 def test_a_reduction_computes_in_full_precision() -> None:
-    """Under the autocast of the model what a reduction multiplies is not rounded to half precision."""
+    """Under the model's autocast, reductions are not computed in half precision."""
     net = nn.Identity()
     recorder = ForwardOutput(reduction=lambda total, new: total @ new).modules(net)
     x = torch.eye(2) + torch.tensor([[0.0, 1e-3], [1e-3, 0.0]])
@@ -519,7 +618,7 @@ def test_a_reduction_computes_in_full_precision() -> None:
 
 
 def test_a_fault_of_the_reduction_costs_its_module() -> None:
-    """A reduction that raises is one warning that names the module, which keeps what it had; strict raises it."""
+    """A reduction that raises causes one warning that names the module and keeps its data; strict mode raises."""
     net = nn.Sequential(nn.Identity(), nn.ReLU())
     recorder = ForwardOutput(reduction=torch.add).children(net)
     net(torch.ones(2, 3))
@@ -538,7 +637,7 @@ def test_a_fault_of_the_reduction_costs_its_module() -> None:
 
 
 def test_what_has_failed_is_named_and_begins_anew_after_reset() -> None:
-    """A module whose reduction raised is among the failed ones, and is recorded again after reset."""
+    """A module whose reduction raised is among the failed ones, and is recorded again after ``reset``."""
     net = nn.Sequential(nn.Identity(), nn.ReLU())
     recorder = ForwardOutput(reduction=torch.add).children(net)
     net(torch.ones(2, 3))
@@ -552,12 +651,12 @@ def test_what_has_failed_is_named_and_begins_anew_after_reset() -> None:
 
 
 def test_a_recorder_says_what_it_is_of() -> None:
-    """The text of a recorder names its class and its modules."""
+    """The text of a recorder has its class and its modules."""
     assert repr(ForwardPre().children(network(), types=nn.Linear)) == "ForwardPre of 2 modules: '0', '2'"
 
 
 def test_a_fault_of_the_condition_costs_its_module() -> None:
-    """A condition that raises is one warning that names the module."""
+    """A condition that raises causes one warning that names the module."""
     net = nn.Identity()
     ForwardOutput(condition=lambda: 1 / 0).modules(net)
     with pytest.warns(RecorderWarning, match="module '': ZeroDivisionError"):
@@ -566,7 +665,7 @@ def test_a_fault_of_the_condition_costs_its_module() -> None:
 
 @pytest.mark.parametrize("wrong", [{"condition": True}, {"reduction": "mean"}, {"max_bytes": 0}])
 def test_wrong_arguments_are_refused_at_construction(wrong: dict[str, Any]) -> None:
-    """What can never work raises before any module is touched."""
+    """Invalid arguments raise before any module is changed."""
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
         ForwardPre(**wrong)
 
@@ -588,7 +687,7 @@ class Owner(nn.Module):
 def test_a_model_that_owns_its_recorder_can_be_copied(
     kind: type[Recorder], duplicate: Callable[[nn.Module], nn.Module]
 ) -> None:
-    """A copy of a model with its recorder on it works, records nothing by itself, and leaves the original alone."""
+    """A copy of a model with its recorder attached works, records nothing, and does not affect the original."""
     net = Owner(kind(reduction=torch.add))
     train(net, batch())
     twin = duplicate(net)
@@ -601,11 +700,11 @@ def test_a_model_that_owns_its_recorder_can_be_copied(
     assert [twin.recorder.calls(0), net.recorder.calls(0)] == [2, 1]
 
 
-# Nothing waits, nothing grows
+# No synchronisation, no growth.
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails where a value is brought to the host."""
+    """A mode that fails if a value is copied to the host."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -619,7 +718,7 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("reduction", [None, torch.add, RunningMoments], ids=["list", "function", "Reduction"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_recording_waits_for_nothing(kind: type[Recorder], reduction: Any, device: str) -> None:
-    """No value is read on the host while a step is recorded, and tensors without values are recorded as any other."""
+    """No value is read on the host during a recorded step, and tensors without values are recorded as well."""
     net, x = network().to(device), batch().detach().to(device).requires_grad_()
     recorder = kind(reduction=reduction, strict=True).modules(net)
     with NoWaiting():
@@ -645,10 +744,10 @@ for step in range(300):
 
 @pytest.mark.slow
 def test_memory_is_flat() -> None:
-    """In 300 steps under 15 recorders the peak of a process's memory grows by less than what one step computes."""
+    """In 300 steps with 15 recorders a process's peak memory grows by less than the size of one step's tensors."""
     result = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
     early, late = map(int, result.stdout.split())
-    # One tensor of a step has 512 KiB: kept from each step by one recorder alone it would be 140 MiB.
+    # One tensor of a step has 512 KiB: kept at each step by a single recorder, that would add 140 MiB.
     assert late - early < 16 * 1024
 
 

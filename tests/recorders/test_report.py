@@ -1,4 +1,4 @@
-"""What a sink is given of a record, and under which tags."""
+"""Tests of the sink values and tags of a record."""
 
 from __future__ import annotations
 
@@ -37,13 +37,22 @@ def written(*records: Record, **options: Any) -> MemorySink:
     ],
 )
 def test_tags(about: dict[str, Any], group: str, end: str) -> None:
-    """The stage is in the group, the loader at the end as in the tags of self.log; further statistics show, too."""
+    """The stage is in the group, the loader at the end as in ``self.log``; extra statistics are shown as well."""
     sink = written(record(1.0, 3.0, **about))
     names = ["mean", "max", "abs_max", "l1_norm", "l2_norm"]
     assert {tag: by_step[7] for tag, by_step in sink.scalars.items()} == {
         f"{group}/m/{name}{end}": value for name, value in zip(names, [2.0, 3.0, 3.0, 4.0, 10**0.5], strict=True)
     }
     assert list(sink.histograms) == [f"{group}/m/histogram{end}"]
+
+
+def test_overflows_are_counted_under_the_label_of_the_recorder() -> None:
+    """Two recorders of one group count overflowed steps under different tags."""
+    report, sink = Report("gradients", ["mean"]), MemorySink()
+    report.begin("gradients-2")
+    about = record(1.0, overflowed=True, overflow_steps=3)
+    report.write(sink, about, about.snapshot.statistics())
+    assert sink.scalars == {"gradients-2/overflow_steps": {7: 3.0}}
 
 
 def test_nonfinite_values_are_counted_from_the_first_on() -> None:
@@ -55,7 +64,7 @@ def test_nonfinite_values_are_counted_from_the_first_on() -> None:
 
 
 def test_a_step_that_overflowed_says_where() -> None:
-    """Of a step that was passed over only the counts are shown, and only where there are any."""
+    """For a skipped step, only the counts of nonfinite values are shown, and only where there are any."""
     sink = written(record(1.0, float("inf"), overflowed=True, overflow_steps=3))
     assert sink.scalars == {
         "activations/overflow_steps": {7: 3.0},
@@ -66,7 +75,7 @@ def test_a_step_that_overflowed_says_where() -> None:
 
 
 def test_statistics_of_ranks_are_left_out_where_there_is_one() -> None:
-    """What several ranks alone have is no error where there is one."""
+    """Statistics across ranks are skipped without an error if there is only one rank."""
     sink = written(record(1.0), statistics=("rank_mean_min", "mean"), histograms=False)
     assert [tag.rpartition("/")[2] for tag in sink.scalars] == ["mean", "abs_max", "l1_norm", "l2_norm"]
     assert sink.histograms == {}

@@ -1,4 +1,4 @@
-"""What becomes of records: who is given them, in which thread, and what a fault costs."""
+"""Tests of the record pipeline: consumers, threads and failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_recorder.sinks import for_any_thread
 
 
 def record(step: int, value: float = 1.0, names: tuple[str, ...] = ("m",), **about: Any) -> Record:
-    """Of modules that are called in the reverse of their order."""
+    """Return a record of modules that are called in reverse order."""
     modules = {name: nn.Identity() for name in names}
     recorder = StatisticsRecorder(modules)
     with recorder:
@@ -37,7 +37,7 @@ def record(step: int, value: float = 1.0, names: tuple[str, ...] = ("m",), **abo
 
 
 class Noting(Outlet):
-    """Notes what it is given, and in which thread."""
+    """An outlet that keeps its calls and their threads."""
 
     def __init__(self, fails_at: int = -1) -> None:
         self.told: list[object] = []
@@ -61,7 +61,7 @@ class Noting(Outlet):
 
 
 class OfOneThread(MemorySink):
-    """Is written to by the thread of the records alone."""
+    """A sink that may only be written to by one thread."""
 
     any_thread = False
 
@@ -84,7 +84,7 @@ def results(sink: MemorySink, *outlets: Outlet, **options: Any) -> Results:
 
 @pytest.mark.parametrize("kind", [MemorySink, OfOneThread])
 def test_outlets_are_given_every_record_off_the_training_thread(kind: type[MemorySink]) -> None:
-    """Whatever thread the sink wants, outlets have another one, and are told of epochs and of the end in order."""
+    """Outlets run in a background thread, whichever thread the sink needs, and receive all events in order."""
     sink, noting = kind(), Noting()
     made = results(sink, noting)
     made.add(record(0))
@@ -99,7 +99,7 @@ def test_outlets_are_given_every_record_off_the_training_thread(kind: type[Memor
 
 
 def test_a_failing_outlet_costs_nothing_but_itself() -> None:
-    """One warning names it; the sink and the others are given all records."""
+    """A failing outlet causes one warning with its name; the sink and the other outlets receive all records."""
     sink, bad, good = MemorySink(), Noting(fails_at=1), Noting()
     made = results(sink, bad, good)
 
@@ -117,7 +117,7 @@ def test_a_failing_outlet_costs_nothing_but_itself() -> None:
 
 
 def test_a_failing_outlet_is_raised_if_strict() -> None:
-    """What it raises comes when the next record is handed over or at the end."""
+    """With ``strict``, the error of an outlet is raised when the next record is added or at the end."""
     made = results(MemorySink(), Noting(fails_at=0), strict=True)
     made.add(record(0))
     with pytest.raises(OSError, match="disk full"):
@@ -126,7 +126,7 @@ def test_a_failing_outlet_is_raised_if_strict() -> None:
 
 @pytest.mark.parametrize("kind", [MemorySink, OfOneThread])
 def test_pictures_reach_the_sink(kind: type[MemorySink]) -> None:
-    """What an outlet shows in the background is in the sink at the end, whatever thread that wants."""
+    """Images that an outlet writes in the background are in the sink at the end, whichever thread it needs."""
     sink = kind()
     made = results(sink)
 
@@ -142,7 +142,7 @@ def test_pictures_reach_the_sink(kind: type[MemorySink]) -> None:
 
 
 def test_the_file_of_records_is_read_back(tmp_path: Path) -> None:
-    """Sites are listed in the order of execution, with dtype, shape, statistics and bins to the bit."""
+    """The sites are listed in execution order, with dtype, shape, statistics and bins bit-exactly."""
     file = RecordFile(tmp_path, "activations", group="activations", ranks=2)
     given = record(3, 0.1, ("last", "first"))
     found = given.snapshot.statistics()
@@ -154,19 +154,20 @@ def test_the_file_of_records_is_read_back(tmp_path: Path) -> None:
         assert series[site.name].scalars(3) == dict(seen.scalars)
         assert torch.equal(series[site.name].bins(3), seen.bins)
         assert (series[site.name].dtype, series[site.name].shape) == ("float32", (2,))
-    assert file.written_bytes == series.path.stat().st_size
+    header, _ = series.path.read_bytes().split(b"\n", 1)
+    assert file.written_bytes == series.path.stat().st_size - len(header) - 1
     assert series.about(3)["ranks"] == given.ranks
 
 
 def test_gradients_are_listed_in_the_order_of_the_forward_pass(tmp_path: Path) -> None:
-    """The backward pass comes to the modules in reverse."""
+    """Gradients are listed in the order of the forward pass, although the backward pass is reversed."""
     given = record(0, names=("first", "last"))
     RecordFile(tmp_path, "gradients", group="gradients").take(given, given.snapshot.statistics())
     assert [site.name for site in open_recording(tmp_path)["gradients"].sites] == ["first", "last"]
 
 
 def plotted(records: int, **options: Any) -> list[tuple[int, list[str]]]:
-    """The step and the tags of each drawing of a run."""
+    """Return the step and the tags of each drawing of a run."""
     shown: list[tuple[int, list[str]]] = []
 
     def show(step: int, images: Mapping[str, Any]) -> int:
@@ -192,12 +193,12 @@ def plotted(records: int, **options: Any) -> list[tuple[int, list[str]]]:
     ],
 )
 def test_when_pictures_are_drawn(records: int, options: dict[str, Any], steps: list[int]) -> None:
-    """At 10, 20, 40, … records or at each n-th, and at the end what is not in a picture yet."""
+    """Plots are drawn after 10, 20, 40, … records or every n-th, and at the end if there are new records."""
     assert [step for step, _ in plotted(records, max_images=0, **options)] == steps
 
 
 def test_which_pictures_are_drawn() -> None:
-    """Heat maps of some statistics, the latest histograms, and as many layers over time as are asked for."""
+    """The plots are heat maps of some statistics, the latest histograms, and the requested number of layers."""
     ((_, tags),) = plotted(2, max_images=2)
     assert tags == [
         "activations_plots/heat_map/mean",
@@ -210,7 +211,7 @@ def test_which_pictures_are_drawn() -> None:
 
 
 def test_of_very_many_sites_some_are_kept() -> None:
-    """Of 2,500 sites every third one, in all records, so that memory is bounded."""
+    """Every third of 2,500 sites is kept, in all records, so that memory is bounded."""
     plotter = Plotter("activations", show=lambda step, images: None)
     seen = SiteStatistics({"rms": 1.0, "mean": 0.0, "zero_fraction": 0.0, "min": 0.0, "max": 1.0}, torch.zeros(2048))
     found = {Site(f"m{number}", "out"): seen for number in range(2500)}
@@ -222,7 +223,7 @@ def test_of_very_many_sites_some_are_kept() -> None:
 
 @pytest.mark.parametrize("about", [{"stage": "validate"}, {"overflowed": True}])
 def test_of_what_no_pictures_are_drawn(about: dict[str, Any]) -> None:
-    """Evaluations and steps that overflowed are in no picture of the training."""
+    """Evaluations and overflowed steps are not plotted."""
     shown: list[int] = []
     plotter = Plotter("activations", show=lambda step, images: shown.append(step))
     given = record(0, **about)
@@ -233,7 +234,7 @@ def test_of_what_no_pictures_are_drawn(about: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("options", "drawings"), [({}, 4), ({"every": 10}, 5), ({"every": 7}, 8)])
 def test_what_pictures_will_take(options: dict[str, Any], drawings: int) -> None:
-    """Of 50 records: those drawn on the way and at the end, by what a drawing has taken, before by a usual size."""
+    """The forecast for 50 records uses the size of earlier drawings, or an estimate before the first one."""
     plotter = Plotter("activations", **options, max_images=1, show=lambda step, images: 700)
     assert plotter.logged_bytes(50) == drawings * 5 * 20_000
     given = record(0)

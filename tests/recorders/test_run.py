@@ -1,4 +1,4 @@
-"""What is recorded of a training run, step by step, in a plain loop."""
+"""Tests of the recording of a training run in a plain loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SITE = Site("m", "out")
 
 @dataclass
 class Loop:
-    """A loop whose only module shows, at each batch, the values that it is given."""
+    """A loop whose only module outputs the given values at each batch."""
 
     sampling: Sampling
     reduce: Reduce = "step"
@@ -45,7 +45,7 @@ class Loop:
 
     @property
     def shown(self) -> dict[int, float]:
-        """The sum of what was recorded, by the step of the record."""
+        """Return the sum of the recorded values by the step of the record."""
         return {record.step: total(record) for record in self.records}
 
 
@@ -64,7 +64,7 @@ def total(record: Record) -> float:
     ],
 )
 def test_what_becomes_one_record(reduce: Reduce, expected: dict[int, float]) -> None:
-    """The recorded steps since the last record are merged, and what is left at the end becomes one, too."""
+    """The steps since the last record are merged, and the remaining ones form a record at the end."""
     loop = Loop(Sampling(2), reduce)
     loop.epoch(range(4))
     loop.epoch(range(4, 8), epoch=1)
@@ -73,7 +73,7 @@ def test_what_becomes_one_record(reduce: Reduce, expected: dict[int, float]) -> 
 
 
 def test_accumulated_batches_are_one_step() -> None:
-    """All batches of a recorded step count, and none of another one."""
+    """All batches of a recorded step count, and those of other steps do not."""
     loop = Loop(Sampling(2))
     loop.step(0, 1.0, 2.0)
     loop.step(1, 4.0, 8.0, 16.0)
@@ -84,7 +84,7 @@ def test_accumulated_batches_are_one_step() -> None:
 
 @pytest.mark.parametrize("reduce", ["step", 2])
 def test_a_step_without_an_end_is_in_no_record(reduce: Reduce) -> None:
-    """A step that was begun and given up comes again, and counts as it is then."""
+    """A step that was started but not ended is discarded and repeated."""
     loop = Loop(Sampling(1), reduce)
     loop.step(0, 1.0)
     loop.run.start_batch(1, 0)
@@ -96,7 +96,7 @@ def test_a_step_without_an_end_is_in_no_record(reduce: Reduce) -> None:
 
 @pytest.mark.parametrize("reduce", ["step", 3])
 def test_steps_that_overflow_are_counted_apart(reduce: Reduce) -> None:
-    """What a step showed that the optimiser passed over is in no record but one that is marked."""
+    """A step that the optimizer skipped is only in a record that is marked as overflowed."""
     loop = Loop(Sampling(1), reduce)
     loop.step(0, 1.0)
     loop.step(1, 10.0, overflowed=True)
@@ -109,7 +109,7 @@ def test_steps_that_overflow_are_counted_apart(reduce: Reduce) -> None:
 
 
 def test_disabled_in_between() -> None:
-    """While it is disabled no step is recorded, and its records are empty."""
+    """While recording is disabled, no step is recorded, and the records are empty."""
     loop = Loop(Sampling(1))
     loop.step(0, 1.0)
     loop.run.enabled = False
@@ -123,7 +123,7 @@ def test_disabled_in_between() -> None:
 @pytest.mark.parametrize("at", range(1, 8))
 @pytest.mark.parametrize("reduce", ["step", 3, "epoch"])
 def test_a_saved_run_goes_on_to_the_bit(reduce: Reduce, at: int) -> None:
-    """Whatever the step at which it is saved, the records that follow are those of a run that was not."""
+    """A run that resumes from a state saved at any step has the same records as an uninterrupted run."""
     values = torch.randn(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).tolist()
 
     def go(loop: Loop, steps: Sequence[int]) -> None:
@@ -144,7 +144,7 @@ def test_a_saved_run_goes_on_to_the_bit(reduce: Reduce, at: int) -> None:
 
 
 def test_an_aborted_step_is_repeated() -> None:
-    """After a failure the record has what was seen of the step, and the state what was there before it."""
+    """After a failure, the record includes the interrupted step, and the state does not."""
     loop = Loop(Sampling(1), 5)
     loop.step(0, 1.0)
     loop.run.start_batch(1, 0)
@@ -159,7 +159,7 @@ def test_an_aborted_step_is_repeated() -> None:
 
 
 def test_an_incomplete_window_stays_in_the_state() -> None:
-    """What the end of a run makes a record of is whole again in a run that goes on."""
+    """An incomplete window at the end of a run is written, and a resumed run completes it."""
     loop = Loop(Sampling(1), 4)
     loop.step(0, 1.0)
     loop.step(1, 2.0)
@@ -172,7 +172,7 @@ def test_an_incomplete_window_stays_in_the_state() -> None:
 
 
 def test_who_cannot_write_a_record_is_given_no_other() -> None:
-    """A fault where records are taken is one warning, and the loop goes on without hooks."""
+    """A failing callback causes one warning, and the loop continues without hooks."""
     given = []
 
     def refuse(record: Record) -> None:
@@ -195,7 +195,7 @@ def test_who_cannot_write_a_record_is_given_no_other() -> None:
 
 
 class Ticking(nn.Module):
-    """Takes a second of a clock of its own."""
+    """A recorder that takes a second of a fake clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Ticking(nn.Module):
 
 
 def test_the_budget_widens_the_cadence() -> None:
-    """With hooks that take half as long as a step, a share of 0.1 is kept by recording every fifth step."""
+    """If the hooks take half as long as a step, an overhead of 0.1 means recording every fifth step."""
     module = Ticking()
     loop = Loop(Sampling(1), options={"budget": Budget(0.1), "clock": lambda: module.now}, module=module)
     states = loop.run.recorder.states
@@ -217,16 +217,16 @@ def test_the_budget_widens_the_cadence() -> None:
         module.now += 0.5
         add(site, tensor, factor)
 
-    states.add = slowly  # type: ignore[method-assign]  # a recorder that takes time
+    states.add = slowly  # type: ignore[method-assign]  # simulates a slow recorder
     for step in range(20):
         loop.step(step, 1.0)
-    # The first record is left out of account, the second one is taken in, the third one decides.
+    # The first record is excluded, the second one is measured, and the third one applies the new interval.
     assert list(loop.shown) == [0, 1, 2, 4, 9, 14, 19]
     assert loop.run.every_n_train_steps == 5
 
 
 def test_the_first_recorded_step_is_announced() -> None:
-    """Where a record takes longer than a step, its first step is told of at once, and once."""
+    """If a record spans several steps, the first recorded step is announced once."""
     told: list[int] = []
     loop = Loop(Sampling(2), "epoch", options={"announce": lambda step, ms: told.append(step)})
     loop.epoch(range(6))

@@ -1,4 +1,4 @@
-"""Statistics of tapped tensors over batches, without a trainer."""
+"""Tests of the statistics of tapped tensors over batches, without a trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.taps.inspection import hooks_on
 
 
 class Scale(nn.Module):
-    """Multiplies by a weight."""
+    """A module that multiplies by a weight."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Scale(nn.Module):
 
 
 def record(*batches: Tensor) -> dict[Site, SiteStatistics]:
-    """The statistics of a module that gives what it is given."""
+    """Return the statistics of a module that returns its input."""
     module = nn.Identity()
     recorder = StatisticsRecorder({"m": module})
     with recorder:
@@ -42,7 +42,7 @@ def record(*batches: Tensor) -> dict[Site, SiteStatistics]:
 
 
 def test_values_by_hand() -> None:
-    """Over three batches of different sizes each statistic is that of all their values together."""
+    """Over three batches of different sizes, each statistic is that of all values together."""
     batches = [torch.tensor([[1.0, 2.0]]), torch.tensor([0.0, 3.0, math.nan, -math.inf]), torch.tensor(4.0)]
     ((site, found),) = record(*batches).items()
     assert site == Site("m", "out")
@@ -59,14 +59,14 @@ def test_values_by_hand() -> None:
     }
     assert list(found.scalars) == list(SCALAR_STATISTICS)
     assert (found.bins.dtype, found.bins.sum().item()) == (torch.int64, 7)
-    # 0 | 1 | 2 | 3 | 4, a bin for each and one for each stretch between them
+    # 0 | 1 | 2 | 3 | 4, one bin for each value and one for each gap between them
     assert found.histogram.edges.tolist()[2:] == [1.0, 1.25, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0]
     assert found.histogram.counts.tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1]
     assert (found.histogram.min, found.histogram.max, found.histogram.sum) == (0.0, 4.0, 10.0)
 
 
 def test_a_training_run_agrees_with_the_reference() -> None:
-    """Over a training of several steps activations and gradients are those of all steps' tensors kept and reduced."""
+    """Over several training steps, the statistics equal those of all tensors, kept and reduced in one shot."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.LSTM(4, 2))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -105,7 +105,7 @@ def test_a_training_run_agrees_with_the_reference() -> None:
 
 
 def test_calls_of_a_module_merge_into_its_site() -> None:
-    """A module that is called three times in a step is one site with the values of all calls."""
+    """Three calls of a module in a step are merged into one site."""
     module = Scale(2.0)
     recorder = StatisticsRecorder({"m": module})
     with recorder:
@@ -114,7 +114,7 @@ def test_calls_of_a_module_merge_into_its_site() -> None:
 
 
 def test_the_order_is_that_of_the_modules() -> None:
-    """Sites come in the order in which the modules were given, whatever the order in which they were called."""
+    """Sites are returned in module order, regardless of the order of the calls."""
     a, b = nn.Identity(), nn.LSTM(2, 2)
     recorder = StatisticsRecorder({"b": b, "a": a})
     with recorder:
@@ -124,7 +124,7 @@ def test_the_order_is_that_of_the_modules() -> None:
 
 
 def test_gradients_come_in_the_order_of_the_modules() -> None:
-    """Gradients, which are seen from the last module to the first, are given in the order of the modules."""
+    """Gradients are returned in module order, although the backward pass is reversed."""
     net = nn.Sequential(Scale(2.0), Scale(3.0), Scale(5.0))
     recorder = StatisticsRecorder(dict(net.named_children()), OutputGradientTap)
     with recorder:
@@ -139,7 +139,7 @@ def test_gradients_come_in_the_order_of_the_modules() -> None:
 
 
 def test_a_factor_divides_a_loss_scale_out() -> None:
-    """With a factor the statistics are those of the multiplied tensors, from the moment at which it is set."""
+    """The factor multiplies the tensors from the moment at which it is set."""
     module = Scale(1.0)
     recorder = StatisticsRecorder({"m": module}, OutputGradientTap)
     with recorder:
@@ -151,7 +151,7 @@ def test_a_factor_divides_a_loss_scale_out() -> None:
 
 
 def test_a_site_that_was_not_seen_is_absent() -> None:
-    """A module that was not called, or gave only empty tensors, has no statistics."""
+    """A module that was not called, or that returned only empty tensors, has no statistics."""
     modules = {"called": nn.Identity(), "uncalled": nn.Identity(), "empty": nn.Identity()}
     recorder = StatisticsRecorder(modules)
     assert recorder.collect() == {}
@@ -162,7 +162,7 @@ def test_a_site_that_was_not_seen_is_absent() -> None:
 
 
 def test_a_site_with_nothing_but_nan_is_seen() -> None:
-    """A site whose values are all NaN is recorded: that is what one wants to know of it."""
+    """A site whose values are all NaN is recorded."""
     (found,) = record(torch.full((3,), math.nan)).values()
     assert (found.scalars["count"], found.scalars["nan_count"]) == (0.0, 3.0)
     assert math.isnan(found.scalars["mean"])
@@ -170,7 +170,7 @@ def test_a_site_with_nothing_but_nan_is_seen() -> None:
 
 
 def test_reset_begins_anew() -> None:
-    """After a reset only what is seen from then on counts, and a site that is not seen again is absent."""
+    """After a reset, only new values count, and a site that is not seen again is absent."""
     modules = {"a": nn.Identity(), "b": nn.Identity()}
     recorder = StatisticsRecorder(modules)
     with recorder:
@@ -183,7 +183,7 @@ def test_reset_begins_anew() -> None:
 
 
 def test_entering_again_goes_on() -> None:
-    """Between two contexts nothing is recorded, and the second one adds to what the first one recorded."""
+    """Nothing is recorded between two contexts, and the second one continues the first."""
     module = nn.Identity()
     recorder = StatisticsRecorder({"m": module})
     for value in (1.0, 2.0):
@@ -194,7 +194,7 @@ def test_entering_again_goes_on() -> None:
 
 
 def test_collecting_changes_nothing() -> None:
-    """Collecting can be repeated, goes on while the hooks are on, and its results stay as they are."""
+    """Collecting is repeatable and works while the hooks are registered, and its results do not change later."""
     module = nn.Identity()
     recorder = StatisticsRecorder({"m": module})
     results: list[SiteStatistics] = []
@@ -208,7 +208,7 @@ def test_collecting_changes_nothing() -> None:
 
 
 def test_the_size_is_known_in_bytes() -> None:
-    """State is taken in blocks of 64 sites of 2057 words, whatever the size of the tensors and the number of steps."""
+    """State is allocated in blocks of 64 sites of 2057 words, regardless of tensor sizes and step count."""
     modules = {str(position): nn.Identity() for position in range(65)}
     recorder = StatisticsRecorder(modules)
     sizes = [recorder.nbytes]
@@ -223,7 +223,7 @@ def test_the_size_is_known_in_bytes() -> None:
 
 
 def test_attaching_by_hand_is_entering() -> None:
-    """Attaching and removing do what the context does, and the modules are those that were given."""
+    """Attaching and removing do the same as the context, and the modules are the given ones."""
     module = nn.Identity()
     recorder = StatisticsRecorder({"m": module})
     states = [recorder.attached]
@@ -238,13 +238,13 @@ def test_attaching_by_hand_is_entering() -> None:
 
 
 def run_out_of_batches(module: nn.Module) -> None:
-    """Call a module once and fail."""
+    """Call a module once and raise."""
     module(torch.ones(1))
     raise KeyError("third")
 
 
 def test_an_exception_takes_the_hooks_off() -> None:
-    """An exception in the loop passes through, the hooks are off and what was recorded before is there."""
+    """An exception in the loop passes through, the hooks are removed, and the earlier statistics are kept."""
     module = nn.Identity()
     recorder = StatisticsRecorder({"m": module})
     with pytest.raises(KeyError, match="third"), recorder:
@@ -254,7 +254,7 @@ def test_an_exception_takes_the_hooks_off() -> None:
 
 
 def test_a_site_begun_in_inference_mode_goes_on_in_training() -> None:
-    """A site that validation saw first, in inference mode, is updated by training, and collected and reset in both."""
+    """A site first seen in inference mode can be updated in training, and collected and reset in both modes."""
     module = Scale(1.0)
     recorder = StatisticsRecorder({"m": module})
     with recorder:
@@ -270,7 +270,7 @@ def test_a_site_begun_in_inference_mode_goes_on_in_training() -> None:
 
 
 def test_a_model_without_data_is_passed_over() -> None:
-    """A forward pass on the meta device, as for counting operations, is no recording and no fault."""
+    """A forward pass on the meta device is ignored without a failure."""
     with torch.device("meta"):
         net = nn.Linear(2, 2)
         x = torch.ones(1, 2)
@@ -281,7 +281,7 @@ def test_a_model_without_data_is_passed_over() -> None:
 
 
 class Sealed(Tensor):
-    """A tensor that lets nobody compute with it."""
+    """A tensor that raises on any computation."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -289,7 +289,7 @@ class Sealed(Tensor):
 
 
 class Strange(nn.Module):
-    """Gives a tensor that cannot be reduced."""
+    """A module that returns a tensor that cannot be reduced."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.as_subclass(Sealed)
@@ -297,7 +297,7 @@ class Strange(nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_fault_costs_the_site_only(strict: bool) -> None:
-    """A tensor that cannot be reduced costs one warning, or raises under strict, and the other sites go on."""
+    """A tensor that cannot be reduced causes one warning, or raises with strict; the other sites continue."""
     net = nn.Sequential(nn.Identity(), Strange())
     recorder = StatisticsRecorder(dict(net.named_children()), strict=strict)
     context: Any = pytest.raises(RecordingError) if strict else pytest.warns(RecorderWarning)
@@ -320,7 +320,7 @@ MAKERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Made(nn.Module):
-    """Gives its input as a tensor of some kind."""
+    """A module that converts its input to some kind of tensor."""
 
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -330,12 +330,12 @@ class Made(nn.Module):
         return self.make(x)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own, once per process
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")  # as well
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*deprecated:UserWarning")  # as well
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # raised by torch once per process
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")  # likewise
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*deprecated:UserWarning")  # likewise
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_tensors_of_every_kind_are_computed(make: Callable[[Tensor], Tensor]) -> None:
-    """Sparse, quantised, nested and very narrow tensors have the statistics of their values, zeros included."""
+    """Sparse, quantized, nested and low-precision tensors have the statistics of their values, including zeros."""
     module = Made(make)
     x = torch.tensor([[0.0, 2.0], [0.0, -1.0], [0.5, 0.0]])
     recorder = StatisticsRecorder({"m": module}, strict=True)
@@ -349,7 +349,7 @@ def test_tensors_of_every_kind_are_computed(make: Callable[[Tensor], Tensor]) ->
 
 
 def test_further_reductions_and_quantiles() -> None:
-    """Further reductions give scalars of their names, or tensors where there is more than one number."""
+    """Extra reductions add scalars under their names, or tensors if there is more than one number."""
     module = nn.Identity()
     recorder = StatisticsRecorder({"m": module}, extra=[Norms(), BatchMean()], quantiles=[0.5], sample=2)
     with recorder:
@@ -368,7 +368,7 @@ def test_further_reductions_and_quantiles() -> None:
 
 
 def test_an_extra_that_a_tensor_does_not_suit_costs_itself_alone() -> None:
-    """A reduction that refuses a tensor is left out at that site, with one warning for all sites; the rest goes on."""
+    """An extra reduction that fails for a tensor is skipped at that site, with one warning for all sites."""
     modules = {"a": nn.Identity(), "b": nn.Identity()}
     net = nn.Sequential(*modules.values())
     recorder = StatisticsRecorder(modules, extra=[BatchMean(), Norms()])
@@ -391,7 +391,7 @@ def test_an_extra_that_a_tensor_does_not_suit_costs_itself_alone() -> None:
 
 
 def test_an_extra_that_fails_raises_when_strict() -> None:
-    """With strict the error of a further reduction is raised and names the module."""
+    """With strict, the error of an extra reduction is raised with the module name."""
     module = nn.Identity()
     with StatisticsRecorder({"m": module}, extra=[BatchMean()], strict=True):
         module(torch.ones(2, 3))
@@ -402,7 +402,7 @@ def test_an_extra_that_fails_raises_when_strict() -> None:
 
 
 class Own(Reduction):
-    """A reduction of a user, with a fault to be chosen."""
+    """A user-defined reduction with a selectable fault."""
 
     width = 2
     statistics: tuple[str, ...] = ("own",)
@@ -445,13 +445,13 @@ class Own(Reduction):
     ],
 )
 def test_a_reduction_that_breaks_the_contract_is_refused(fault: str, told: str) -> None:
-    """What is wrong with a reduction of one's own is said at construction, before a number is wrong by it."""
+    """A user-defined reduction that breaks the interface is rejected at construction."""
     with pytest.raises(ArgumentError, match=told):
         StatisticsRecorder({}, extra=[Own(fault)])
 
 
 def test_a_reduction_that_cannot_be_summarised_costs_itself_alone() -> None:
-    """Where a further reduction raises when its result is asked for, the others are there, and strict raises."""
+    """If summarizing an extra reduction fails, the other statistics are returned, and strict raises."""
     module = nn.Identity()
     for strict in (False, True):
         recorder = StatisticsRecorder({"m": module}, extra=[Own("later"), Norms()], strict=strict)
@@ -464,4 +464,4 @@ def test_a_reduction_that_cannot_be_summarised_costs_itself_alone() -> None:
             with pytest.warns(RecorderWarning, match=r"Own\(.*\) is left out, its summarize failed: ZeroDivisionError"):
                 found = recorder.collect()[Site("m", "out")].scalars
             assert ("own" in found, found["l1_norm"]) == (False, 2.0)
-            recorder.collect()  # says nothing more: a second warning would be an error
+            recorder.collect()  # a second warning would be an error

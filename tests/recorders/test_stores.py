@@ -1,4 +1,4 @@
-"""What is kept of the tensors of one site."""
+"""Accumulators for the tensors of one site."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCHES = [torch.tensor([[1.0, -2.0]]), torch.tensor([[4.0, 8.0], [0.5, 3.0]]), 
 
 
 def keep(reduction: Any, tensors: list[Tensor], max_bytes: int = PLENTY) -> Store:
-    """A store that has taken the tensors."""
+    """Return a store updated with the tensors."""
     store = make_store(reduction, Budget(max_bytes))
     for tensor in tensors:
         store.update(tensor)
@@ -29,7 +29,7 @@ def keep(reduction: Any, tensors: list[Tensor], max_bytes: int = PLENTY) -> Stor
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same to the bit, tensors in containers included."""
+    """Return True if two values are bitwise equal, including tensors in containers."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -37,7 +37,7 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-# Values
+# Values.
 
 
 def test_without_a_reduction_every_tensor_is_kept() -> None:
@@ -57,7 +57,7 @@ def test_without_a_reduction_every_tensor_is_kept() -> None:
     ids=["maximum", "sum", "last", "last row", "in place"],
 )
 def test_a_function_reduces_as_functools_does(function: Callable[[Any, Tensor], Any]) -> None:
-    """The value is what functools.reduce makes of copies of the tensors."""
+    """The value equals the result of functools.reduce over copies of the tensors."""
     batches = [BATCHES[0], BATCHES[2], BATCHES[0]]
     assert equal(keep(function, batches).value, functools.reduce(function, [each.clone() for each in batches]))
 
@@ -71,7 +71,7 @@ def test_a_function_may_give_anything() -> None:
 
 @pytest.mark.parametrize("reduction", [RunningMoments, RunningMoments(), Extrema, Statistics])
 def test_a_reduction_gives_its_statistics(reduction: Any) -> None:
-    """The value is what a Reduction over the same tensors computes, whether its class or one of it was given."""
+    """The value equals the result of the Reduction over the same tensors, given as a class or as an instance."""
     kind = reduction if isinstance(reduction, type) else type(reduction)
     reference: Reduction = kind()
     for batch in BATCHES:
@@ -81,7 +81,7 @@ def test_a_reduction_gives_its_statistics(reduction: Any) -> None:
 
 @pytest.mark.parametrize("metric", [torchmetrics.MeanMetric, torchmetrics.MaxMetric(), torchmetrics.CatMetric])
 def test_a_metric_gives_its_result(metric: Any) -> None:
-    """The value is what a torchmetrics.Metric over the same tensors computes."""
+    """The value equals the result of the torchmetrics.Metric over the same tensors."""
     reference = metric() if isinstance(metric, type) else torchmetrics.MaxMetric()
     for batch in BATCHES:
         reference.update(batch)
@@ -90,7 +90,7 @@ def test_a_metric_gives_its_result(metric: Any) -> None:
 
 @pytest.mark.parametrize("template", [RunningMoments(), torchmetrics.SumMetric()])
 def test_what_is_given_is_a_template(template: Any) -> None:
-    """Two stores made from one object do not mix, begin empty, and leave the object as it was."""
+    """Two stores made from one object are independent, start empty, and do not change the object."""
     template.update(torch.full((3,), 100.0))
     before = {name: value.clone() for name, value in template.state_dict().items()}
     one, other = keep(template, BATCHES[:1]), keep(template, BATCHES[1:])
@@ -101,12 +101,12 @@ def test_what_is_given_is_a_template(template: Any) -> None:
 
 @pytest.mark.parametrize("wrong", [3, "mean", [torch.add], object(), dict])
 def test_another_reduction_is_refused(wrong: Any) -> None:
-    """What is neither a function nor a reduction nor a metric is refused, with what may be given."""
+    """A value that is not a function, a reduction or a metric is rejected with the allowed kinds."""
     with pytest.raises(ArgumentError, match=r"^reduction takes a function of two arguments, a Reduction, a torchm"):
         make_store(wrong, Budget(PLENTY))
 
 
-# Nothing hangs on the step
+# Independence from the step.
 
 ALIASING: dict[str, Any] = {
     "list": None,
@@ -119,7 +119,7 @@ ALIASING: dict[str, Any] = {
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a nested value."""
+    """Yield the tensors in a nested value."""
     if isinstance(value, Tensor):
         return [value]
     return [each for part in (value.values() if isinstance(value, dict) else value) for each in tensors_in(part)]
@@ -127,7 +127,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("reduction", ALIASING.values(), ids=ALIASING)
 def test_nothing_shares_memory_with_the_model_or_holds_more_than_it_shows(reduction: Any) -> None:
-    """What is kept has memory of its own, just as much as it needs: no batch is pinned by a row of it."""
+    """Stored tensors own exactly the memory that they need: a row does not keep its batch alive."""
     batches = [torch.randn(1000, 3) for _ in range(3)]
     for tensor in tensors_in(keep(reduction, batches).value):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -135,7 +135,7 @@ def test_nothing_shares_memory_with_the_model_or_holds_more_than_it_shows(reduct
 
 
 def test_a_later_change_in_place_does_not_matter() -> None:
-    """What was kept stays when the model overwrites its tensor."""
+    """Stored values are unaffected if the model overwrites its tensor."""
     batch = BATCHES[0].clone()
     stores = [keep(None, [batch]), keep(torch.add, [batch]), keep(lambda last, new: new, [batch, batch])]
     batch.fill_(99)
@@ -143,7 +143,7 @@ def test_a_later_change_in_place_does_not_matter() -> None:
 
 
 class Rows(NamedTuple):
-    """A named tuple that a function may give."""
+    """A named tuple that a function may return."""
 
     rows: Tensor
 
@@ -154,7 +154,7 @@ class Rows(NamedTuple):
     ids=["named tuple", "deque", "metric"],
 )
 def test_what_is_kept_inside_something_else_is_a_copy_too(reduction: Any) -> None:
-    """A function or a metric may keep what it is given, which is then overwritten by nobody."""
+    """A function or a metric may store its argument, which is never overwritten."""
     batch = BATCHES[0].clone()
     value = keep(reduction, [batch, batch]).value
     before = copy.deepcopy(value)
@@ -163,14 +163,14 @@ def test_what_is_kept_inside_something_else_is_a_copy_too(reduction: Any) -> Non
 
 
 def test_a_function_may_write_to_what_it_is_given() -> None:
-    """A function that works in the next tensor changes nothing of the model."""
+    """A function that writes to its second argument does not change the model's tensor."""
     batch = BATCHES[0].clone()
     assert keep(lambda total, new: new.add_(total), [batch, batch]).value.tolist() == [[2.0, -4.0]]
     assert equal(batch, BATCHES[0])
 
 
 def test_what_is_loaded_counts() -> None:
-    """A list that was loaded has used its share of the limit."""
+    """A loaded list counts towards the byte limit."""
     budget = Budget(100)
     store = make_store(None, budget)
     store.load_state_dict(keep(None, [torch.zeros(20)]).state_dict())
@@ -178,20 +178,20 @@ def test_what_is_loaded_counts() -> None:
         assert not store.update(torch.zeros(10))
 
 
-# The byte limit
+# The byte limit.
 
 
 def test_a_list_ends_at_its_limit() -> None:
-    """The list keeps what fits, answers no to the rest, and says so once with the way out."""
+    """The list accepts tensors that fit, returns False for the rest, and warns once with the remedy."""
     budget = Budget(100)
     store = make_store(None, budget)
     with pytest.warns(RecorderWarning, match="max_bytes=100.*Give it a reduction") as told:
-        taken = [store.update(torch.zeros(10)) for _ in range(5)]  # of 40 bytes each
+        taken = [store.update(torch.zeros(10)) for _ in range(5)]  # 40 bytes each
     assert (taken, len(store.value), len(told)) == ([True, True, False, False, False], 2, 1)
 
 
 def test_the_limit_is_that_of_all_lists_together() -> None:
-    """Two lists share the limit, and what one gives up the other may have."""
+    """Two lists share the limit, and bytes that one returns are available to the other."""
     budget = Budget(100)
     one, other = make_store(None, budget), make_store(None, budget)
     assert [one.update(torch.zeros(10)), one.update(torch.zeros(10))] == [True, True]
@@ -203,16 +203,16 @@ def test_the_limit_is_that_of_all_lists_together() -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None])
 def test_the_limit_is_a_positive_integer(wrong: Any) -> None:
-    """A limit that is no positive integer is refused."""
+    """A limit that is not a positive integer is rejected."""
     with pytest.raises(ArgumentError, match="max_bytes must be an integer of at least 1"):
         Budget(wrong)
 
 
-# State
+# State.
 
 
 def _rows(seen: Any) -> Tensor:
-    """The tensor in what the function below gave, or the first one of all."""
+    """Return the tensor in a result of the function below, or the initial tensor itself."""
     return seen["seen"] if isinstance(seen, dict) else seen  # type: ignore[no-any-return]
 
 
@@ -229,7 +229,7 @@ REDUCTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_a_state_goes_on_where_it_was_saved(reduction: Any, before: int) -> None:
-    """A store that loads a state and takes the other tensors ends as one that took all."""
+    """A store that loads a state and receives the remaining tensors equals one that received all."""
     batches = [BATCHES[0], BATCHES[2], BATCHES[0] * 3]
     saved = keep(reduction, batches[:before]).state_dict()
     assert all(isinstance(each, Tensor) for each in saved.values())
@@ -241,7 +241,7 @@ def test_a_state_goes_on_where_it_was_saved(reduction: Any, before: int) -> None
 
 
 def test_a_state_is_independent_of_what_follows() -> None:
-    """A store that loaded a state changes the saved one no more, also not by a function that works in place."""
+    """Updates after loading do not change the saved state, even with an in-place function."""
     saved = keep(torch.add, BATCHES[:1]).state_dict()
     store = make_store(lambda total, new: total.add_(new), Budget(PLENTY))
     store.load_state_dict(saved)
@@ -250,18 +250,18 @@ def test_a_state_is_independent_of_what_follows() -> None:
 
 
 def test_what_cannot_be_named_is_refused() -> None:
-    """A value that is neither tensors nor numbers has no state; the message says what does."""
+    """A value with something other than tensors and numbers has no state; the message names what is supported."""
     with pytest.raises(ArgumentError, match=r"^a str cannot be saved by name, .*apply\(\)"):
         keep(lambda seen, new: "text", BATCHES).state_dict()
     assert equal(keep(lambda seen, new: 2.5, BATCHES).state_dict(), {"": torch.tensor(2.5)})
 
 
-# Replacing
+# Replacing.
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
 def test_a_value_can_be_replaced(reduction: Any) -> None:
-    """What is put in the place of the value is the value, and its state."""
+    """A replaced value becomes the value and the state."""
     store = keep(reduction, BATCHES[:1])
     store.replace(torch.tensor(5.0))
     assert store.value == 5.0
@@ -273,8 +273,8 @@ def test_a_value_can_be_replaced(reduction: Any) -> None:
 
 @pytest.mark.parametrize("reduction", [RunningMoments, torchmetrics.MeanMetric])
 def test_a_result_that_was_replaced_takes_nothing_more(reduction: Any) -> None:
-    """After the result of a Reduction or a Metric was replaced, a further tensor is an error that names the way out."""
+    """After the result of a Reduction or a Metric was replaced, another tensor raises an error with the remedy."""
     store = keep(reduction, BATCHES)
     store.replace(1)
-    with pytest.raises(ArgumentError, match=r"replaced by apply\(\); reset\(\) begins anew"):
+    with pytest.raises(ArgumentError, match=r"replaced, by apply\(\) or an assignment: reset\(\) begins anew"):
         store.update(BATCHES[0])

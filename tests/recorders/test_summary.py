@@ -1,4 +1,4 @@
-"""The table of a wrapped net, and the numbers in it."""
+"""The summary table of a wrapped net and its numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_recorder.recorders.summary import SummaryRow
 
 
 def rows(wrapped: RecordedNet) -> dict[tuple[int, int], SummaryRow]:
-    """The rows by label."""
+    """Return the rows by label."""
     return {row.label: row for row in wrapped.summary.rows}
 
 
@@ -48,7 +48,7 @@ Currently recording: None
 
 
 def test_the_table_of_the_toy() -> None:
-    """The table of two layers is this one, and its last line names what is recorded."""
+    """The table of two layers is exact, and its last line names the recorded calls."""
     wrapped = RecordedNet(nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU()), input_size=(1, 5))
     assert repr(wrapped) == TOY
     wrapped.record((1, 3), (0, 1))
@@ -56,7 +56,7 @@ def test_the_table_of_the_toy() -> None:
 
 
 def test_totals_by_hand() -> None:
-    """Parameters, bytes and multiply-adds of a convolution and a layer are those that follow from their shapes."""
+    """Parameters, bytes and multiply-adds of a convolution and a linear layer follow from their shapes."""
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 6 * 6, 10)).half()
     net[0].requires_grad_(False)
     summary = RecordedNet(net, input_size=(4, 3, 8, 8)).summary
@@ -66,7 +66,7 @@ def test_totals_by_hand() -> None:
         linear,
         conv,
     )
-    # Each of 4 × 8 × 6 × 6 values of the convolution takes 3 × 3 × 3 products, each of 4 × 10 of the layer 288.
+    # Each of 4 × 8 × 6 × 6 values of the convolution needs 3 × 3 × 3 products, each of 4 × 10 of the layer 288.
     assert summary.mult_adds == 4 * 8 * 36 * 27 + 4 * 10 * 288
     assert summary.input_bytes == 2 * 4 * 3 * 64
     assert summary.forward_backward_bytes == 2 * 2 * (2 * 4 * 288 + 4 * 10)
@@ -90,7 +90,7 @@ def test_megabytes_are_millions_of_bytes() -> None:
 
 
 class Parts(nn.Module):
-    """A layer that is called twice, a list, a shared weight and an output in parts."""
+    """A net with a layer that is called twice, a list, a shared weight and a nested output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_table_with_everything() -> None:
 
 
 def test_depth_limits_what_is_shown() -> None:
-    """Calls below the depth are left out of the table, and keep their labels and their part in the totals."""
+    """Calls below the maximum depth are hidden, but keep their labels and count towards the totals."""
     net = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh())), nn.Linear(3, 2))
     whole = RecordedNet(net, input_size=(1, 3))
     for depth, labels in ((0, ["0-1"]), (1, ["0-1", "1-1", "1-2"]), (2, ["0-1", "1-1", "2-1", "2-2", "1-2"])):
@@ -147,7 +147,7 @@ def test_depth_limits_what_is_shown() -> None:
 
 
 def test_columns_are_as_wide_as_they_need() -> None:
-    """However long the names are, each column begins in one place."""
+    """Columns are aligned regardless of the length of names."""
     name = "a_layer_with_a_name_that_goes_on_and_on_and_on"
     net = nn.Sequential(OrderedDict({name: nn.Linear(3, 2)}))
     lines = repr(RecordedNet(net, input_size=(7, 3))).splitlines()
@@ -155,11 +155,11 @@ def test_columns_are_as_wide_as_they_need() -> None:
     assert len({len(line) for line in lines[1:6]}) == 1
 
 
-# Multiply-adds
+# Multiply-adds.
 
 
 class Attend(nn.Module):
-    """Fused attention, or the same in two products."""
+    """Attention, fused or as two products."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Attend(nn.Module):
 
 
 def test_fused_attention_counts_its_products() -> None:
-    """Fused attention counts what its two matrix products would."""
+    """Fused attention counts the same as its two matrix products."""
     sizes = [(2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4)]
     fused, plain = (RecordedNet(Attend(fused), input_size=sizes).summary.mult_adds for fused in (True, False))
     assert fused == plain == 2 * 3 * 5 * 7 * (4 + 4)
@@ -180,7 +180,7 @@ def test_fused_attention_counts_its_products() -> None:
 
 @pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])
 def test_an_lstm_counts_its_products(layers: int, bidirectional: bool) -> None:
-    """An LSTM counts what it does in double precision, where it is taken apart into matrix products."""
+    """An LSTM counts the same as in double precision, where it is decomposed into matrix products."""
     net = nn.LSTM(4, 3, num_layers=layers, bidirectional=bidirectional)
     found = RecordedNet(net, input_size=(5, 2, 4)).summary.mult_adds
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -208,7 +208,7 @@ def test_an_lstm_counts_its_products(layers: int, bidirectional: bool) -> None:
 )
 @pytest.mark.parametrize("inference", [False, True])
 def test_multiply_adds_agree_with_torch(make: Callable[[], nn.Module], size: tuple[int, ...], inference: bool) -> None:
-    """The total is half of what torch's own counter finds where attention is not fused."""
+    """The total is half of the count of torch's own counter if attention is not fused."""
     net = make()
     with torch.inference_mode(inference):
         summary = RecordedNet(net, input_size=size).summary
@@ -217,12 +217,12 @@ def test_multiply_adds_agree_with_torch(make: Callable[[], nn.Module], size: tup
         net(torch.ones(size))
     assert summary.mult_adds == counter.get_total_flops() // 2 > 0
     assert summary.rows[0].mult_adds == summary.mult_adds
-    # Every product belongs to a leaf, or is done by a module between its children's calls.
+    # Every product belongs to a leaf, or is computed by a module between its children's calls.
     assert sum(row.mult_adds for row in summary.rows if row.is_leaf) <= summary.mult_adds
 
 
 def test_calls_that_raise_have_no_output() -> None:
-    """A call that raised, and that the net survived, has a row without output and without multiply-adds."""
+    """A call whose error the net caught has a row without output and without multiply-adds."""
 
     class Careful(nn.Module):
         def __init__(self) -> None:
@@ -249,7 +249,7 @@ def test_calls_that_raise_have_no_output() -> None:
 
 
 def test_an_lm_head_that_is_tied() -> None:
-    """A weight that two modules share counts in both rows and once in the total, whose shares then exceed the whole."""
+    """A weight shared by two modules counts in both rows and once in the total, so the shares exceed 100 %."""
     embedding, head = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
     head.weight = embedding.weight
     wrapped = RecordedNet(nn.Sequential(embedding, head), input_size=(2,), dtypes=torch.int64)

@@ -1,4 +1,4 @@
-"""Runs recorded by a real training loop, which the tests read again."""
+"""Recordings of a real training loop, shared by the tests."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Expected = dict[str, dict[int, dict[Site, SiteStatistics]]]
 
 
 def make_net() -> nn.Sequential:
-    """Two linear layers with an activation, as ``encoder.fc``, ``encoder.act``, ``head``."""
+    """Return two linear layers with an activation, named ``encoder.fc``, ``encoder.act`` and ``head``."""
     encoder = nn.Sequential(OrderedDict(fc=nn.Linear(6, 5), act=nn.ReLU()))
     return nn.Sequential(OrderedDict(encoder=encoder, head=nn.Linear(5, 3)))
 
 
 def site_records(found: dict[Site, SiteStatistics], dtype: str = "float32") -> list[SiteRecord]:
-    """Statistics as they are written."""
+    """Convert statistics to the form in which they are written."""
     return [SiteRecord(site.name, site.path, seen.scalars, seen.bins, dtype) for site, seen in found.items()]
 
 
@@ -36,15 +36,15 @@ def record_run(
     at: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Expected:
-    """Train from step 0, write what is recorded at the steps, and give it.
+    """Train from step 0, write the records of the given steps, and return them.
 
     Args:
-        log_dir: The run's folder.
-        steps: Which are recorded.
-        seed: Of the parameters and the batch.
-        change: Done to the model before a step.
-        at: That step.
-        dtype: That of the model and its batch.
+        log_dir: The folder of the run.
+        steps: The recorded steps.
+        seed: The seed of the parameters and the batch.
+        change: A function that changes the model before step ``at``.
+        at: The step before which ``change`` is applied.
+        dtype: The dtype of the model and the batch.
     """
     torch.manual_seed(seed)
     net = make_net().to(dtype)
@@ -82,7 +82,7 @@ def _loss(net: nn.Module, batch: Tensor, target: Tensor) -> Tensor:
 
 
 def write_simple(log_dir: Path, rms: dict[int, float], label: str = "activations", site: str = "fc") -> RecordWriter:
-    """Records of one site and one statistic, by step."""
+    """Write records of one site and one statistic, given by step."""
     writer = RecordWriter(records_path(log_dir / "recorder", label))
     writer.begin(label=label, group=label.partition("-")[0])
     for step, value in rms.items():

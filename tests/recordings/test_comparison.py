@@ -1,4 +1,4 @@
-"""Two runs compared."""
+"""Tests of the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def poke(net: nn.Module) -> None:
 
 
 def test_equal_runs_are_the_same_to_the_bit(tmp_path: Path) -> None:
-    """Two runs of one program are the same, with every tolerance and every histogram."""
+    """Two runs of the same program are equal under every tolerance, including their histograms."""
     for name in ("a", "b"):
         record_run(tmp_path / name)
     for tolerance in (Tolerance(), Tolerance(exact=True), Tolerance(0.0, 0.0)):
@@ -46,7 +46,7 @@ def test_equal_runs_are_the_same_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_one_weight_parts_where_it_is_changed(tmp_path: Path) -> None:
-    """A run in which one weight is changed before step 2 is the same until then, and parts in that layer's output."""
+    """If one weight is changed before step 2, the runs agree until then and diverge at the output of that layer."""
     record_run(tmp_path / "a")
     record_run(tmp_path / "b", change=poke, at=2)
     found = compared(tmp_path / "a", tmp_path / "b")
@@ -59,7 +59,7 @@ def test_one_weight_parts_where_it_is_changed(tmp_path: Path) -> None:
 
 
 def test_another_seed_parts_at_once(tmp_path: Path) -> None:
-    """Runs of two seeds part at the first step in the first module, and all sites part."""
+    """Runs with different seeds diverge at the first step in the first module, and every site diverges."""
     record_run(tmp_path / "a")
     record_run(tmp_path / "b", seed=1)
     found = compared(tmp_path / "a", tmp_path / "b")
@@ -72,7 +72,7 @@ def test_another_seed_parts_at_once(tmp_path: Path) -> None:
 
 
 def test_another_dtype_is_a_difference(tmp_path: Path) -> None:
-    """A run in bfloat16 parts at once, and the dtypes of all sites are said."""
+    """A run in bfloat16 diverges immediately, and the dtypes of all sites are reported."""
     record_run(tmp_path / "a")
     record_run(tmp_path / "b", dtype=torch.bfloat16)
     found = compared(tmp_path / "a", tmp_path / "b")
@@ -83,10 +83,10 @@ def test_another_dtype_is_a_difference(tmp_path: Path) -> None:
 
 
 def test_gradients_part_after_activations_and_from_the_end(tmp_path: Path) -> None:
-    """A gradient that differs at the same step comes after all activations, that of the last module first."""
+    """Among divergences at one step, gradients follow activations, and the last module comes first."""
 
     def doubled(net: nn.Module) -> None:
-        # The same values with twice the gradient.
+        # The output is unchanged, but its gradient is doubled.
         net.register_forward_hook(lambda module, inputs, output: 2 * output - output.detach())
 
     record_run(tmp_path / "a")
@@ -127,17 +127,17 @@ def write(log_dir: Path, values: dict[int, dict[str, Values]], label: str = "act
     ],
 )
 def test_the_tolerance(one: Values, other: Values, same: bool, tmp_path: Path) -> None:
-    """Values are measured by the rms of the site, shares by 1, counts not at all; what is below atol is zero."""
+    """Values are relative to the rms and fractions to 1, counts must be equal, and values below atol count as 0."""
     for name, values in (("a", one), ("b", other)):
         write(tmp_path / name, {0: {"fc": values}})
     assert compared(tmp_path / "a", tmp_path / "b").same is same
     exact = compared(tmp_path / "a", tmp_path / "b", Tolerance(exact=True))
     assert exact.same is (str(one) == str(other))
-    assert str(compared(tmp_path / "a", tmp_path / "b").first_bits) == str(exact.first)  # NaN is not itself
+    assert str(compared(tmp_path / "a", tmp_path / "b").first_bits) == str(exact.first)  # NaN differs from itself
 
 
 def test_a_histogram_that_differs(tmp_path: Path) -> None:
-    """With ``exact`` a histogram counts where all statistics are equal."""
+    """With ``exact``, runs with equal statistics differ if a histogram differs."""
     for name, place in (("a", 5), ("b", 6)):
         bins = torch.zeros(2048, dtype=torch.int64)
         bins[[place, 9]] = 1
@@ -151,7 +151,7 @@ def test_a_histogram_that_differs(tmp_path: Path) -> None:
 
 
 def test_what_only_one_run_has(tmp_path: Path) -> None:
-    """Recorders, stages, steps, sites and statistics of one run alone are differences, and end no comparison."""
+    """Recorders, stages, steps, sites and statistics of only one run are differences; the comparison continues."""
     write(tmp_path / "a", {0: {"fc": {"rms": 1.0}, "old": {"rms": 1.0}}, 1: {"fc": {"rms": 1.0}}})
     write(tmp_path / "a", {0: {"fc": {"rms": 1.0}}}, "gradients")
     write(tmp_path / "b", {0: {"fc": {"rms": 1.0, "max": 1.0}}, 2: {"fc": {"rms": 1.0}}})
@@ -167,7 +167,7 @@ def test_what_only_one_run_has(tmp_path: Path) -> None:
 
 
 def test_a_site_that_was_not_executed(tmp_path: Path) -> None:
-    """A site that one run has at fewer of the common steps is a difference."""
+    """A site that one run has recorded at fewer of the common steps is a difference."""
     write(tmp_path / "a", {0: {"fc": {"rms": 1.0}}, 1: {"fc": {"rms": 1.0}, "x": {"rms": 1.0}}})
     write(tmp_path / "b", {0: {"fc": {"rms": 1.0}, "x": {"rms": 1.0}}, 1: {"fc": {"rms": 1.0}, "x": {"rms": 1.0}}})
     (found,) = compared(tmp_path / "a", tmp_path / "b").differences
@@ -175,7 +175,7 @@ def test_a_site_that_was_not_executed(tmp_path: Path) -> None:
 
 
 def test_no_step_in_common(tmp_path: Path) -> None:
-    """Runs without a common step are not the same."""
+    """Runs without a common step are different."""
     for name, step in (("a", 0), ("b", 1)):
         write_simple(tmp_path / name, {step: 1.0})
     found = compared(tmp_path / "a", tmp_path / "b")
@@ -183,7 +183,7 @@ def test_no_step_in_common(tmp_path: Path) -> None:
 
 
 def test_a_recorder_or_stage_alone(tmp_path: Path) -> None:
-    """What is asked for alone is compared alone, and has to be in one of the runs."""
+    """A selected recorder or stage is compared alone, and at least one of the runs must contain it."""
     record_run(tmp_path / "a")
     record_run(tmp_path / "b", seed=1)
     one, other = (open_recording(tmp_path / name).run for name in "ab")
@@ -198,7 +198,7 @@ def test_a_recorder_or_stage_alone(tmp_path: Path) -> None:
 
 
 def test_the_order_of_execution() -> None:
-    """What a module gives comes after what those in it give, what it takes before; backwards all is reversed."""
+    """The output of a parent follows those of its children, its input precedes them; the backward order is reversed."""
     names = ["", "block", "block.a", "block.b", "head"]
     sites = [Site(name, path) for name in names for path in ("in[0]", "out")]
     order = [f"{site.name}:{site.path}" for site in in_execution_order(site for site in sites if site.path == "out")]
@@ -210,7 +210,7 @@ def test_the_order_of_execution() -> None:
 
 @pytest.mark.slow
 def test_another_number_of_threads_is_the_same(tmp_path: Path) -> None:
-    """A convolutional network with batch norms is the same on one thread and on two in the first steps of SGD."""
+    """In the first SGD steps, a convolutional network with batch norm gives equal runs with one thread and with two."""
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
@@ -223,7 +223,7 @@ def test_another_number_of_threads_is_the_same(tmp_path: Path) -> None:
 
 
 def train_convolutions(log_dir: Path) -> None:
-    """Ten steps of SGD, of which activations and the gradients of parameters are recorded."""
+    """Train with SGD for ten steps; record activations and parameter gradients."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 14 * 14, 10))
     images, target = torch.randn(64, 3, 16, 16), torch.randint(0, 10, (64,))
@@ -245,7 +245,7 @@ def train_convolutions(log_dir: Path) -> None:
 
 
 def test_the_training_parts_before_an_evaluation(tmp_path: Path) -> None:
-    """Of what parts at one step the training is said first, also where only its gradients part."""
+    """Among divergences at one step, training comes before evaluation, even if only its gradients diverge."""
     for name, value in (("a", 1.0), ("b", 2.0)):
         for label, stage in (("activations", "validate"), ("gradients", "train")):
             writer = RecordWriter(records_path(tmp_path / name / "recorder", label))
@@ -257,7 +257,7 @@ def test_the_training_parts_before_an_evaluation(tmp_path: Path) -> None:
 
 
 def write_parameters(log_dir: Path, scale: float = 1.0, *, update: float = 1.0) -> None:
-    """Two steps of a run whose parameter begins at a scale, and of what its module gives and the optimiser makes."""
+    """Write two steps of a run: a parameter with the given rms, its module's output, and its update."""
     for label, sites in (
         ("activations", [SiteRecord("fc", "out", {"rms": 1.0})]),
         (
@@ -275,7 +275,7 @@ def write_parameters(log_dir: Path, scale: float = 1.0, *, update: float = 1.0) 
 
 
 def test_parameters_that_differ_from_the_beginning_are_said_whatever_the_tolerance(tmp_path: Path) -> None:
-    """At step 0 nothing has been computed that could be rounded, so a weight that is another one is no rounding."""
+    """A different weight at step 0 is a difference under any tolerance, because nothing has been rounded yet."""
     write_parameters(tmp_path / "a")
     write_parameters(tmp_path / "b", 1 + 1e-6)
     write_parameters(tmp_path / "c", 1 + 1e-12)
@@ -286,7 +286,7 @@ def test_parameters_that_differ_from_the_beginning_are_said_whatever_the_toleran
 
 
 def test_parameters_come_before_what_is_computed_from_them(tmp_path: Path) -> None:
-    """In a step the values of parameters are first, and what the optimiser makes of them last."""
+    """Within a step, parameter values come first and optimizer updates come last."""
     write_parameters(tmp_path / "a")
     write_parameters(tmp_path / "b", 2.0, update=3.0)
     write_parameters(tmp_path / "c", update=3.0)

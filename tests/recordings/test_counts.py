@@ -1,4 +1,4 @@
-"""Histograms as text: every count comes back, in little room, and what is no histogram is refused."""
+"""Tests of the text encoding of histogram counts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def text_of(packed: bytes) -> str:
 
 
 def test_the_bins_are_those_of_the_reduction() -> None:
-    """There are as many bins as ``ExponentHistogram`` has."""
+    """The number of bins is that of ``ExponentHistogram``."""
     assert BINS == values.BINS
 
 
 @given(counts=st.dictionaries(st.integers(0, BINS - 1), st.integers(0, 2**63 - 1), max_size=60))
 def test_any_counts_come_back(counts: dict[int, int]) -> None:
-    """Packing and unpacking is the identity, up to the largest count that int64 has."""
+    """Unpacking restores the packed counts, up to the largest int64."""
     bins = torch.zeros(BINS, dtype=torch.int64)
     for place, count in counts.items():
         bins[place] = count
@@ -40,13 +40,13 @@ def test_any_counts_come_back(counts: dict[int, int]) -> None:
 
 
 def test_the_largest_histogram_comes_back() -> None:
-    """All bins with the largest count, which is as much as a text can hold."""
+    """A histogram with the largest count in every bin, which has the longest text, is restored."""
     bins = torch.full((BINS,), 2**63 - 1)
     assert torch.equal(unpack_counts(pack_counts(bins)), bins)
 
 
 def test_the_format_is_fixed() -> None:
-    """The bytes are gaps and counts, seven bits to a byte, so that files of today are read tomorrow."""
+    """The encoding is stable: gaps and counts with seven bits per byte, so that old files remain readable."""
     bins = torch.zeros(BINS, dtype=torch.int64)
     bins[[3, 4, 1000]] = torch.tensor([1, 300, 127])
     # 3, 1; 0, 300 = 44 + 2 * 128; 995 = 99 + 7 * 128, 127
@@ -63,7 +63,7 @@ def test_the_format_is_fixed() -> None:
     ids=["zeros", "normal", "relu"],
 )
 def test_histograms_are_small(tensor: torch.Tensor, most: int) -> None:
-    """What layers give takes some hundred characters, where the plain counts take 16 KB."""
+    """The histogram of a typical layer takes a few hundred characters instead of 16 KB."""
     assert len(pack_counts(bins_of(tensor))) <= most
 
 
@@ -79,7 +79,7 @@ def test_histograms_are_small(tensor: torch.Tensor, most: int) -> None:
     ids=["short", "int32", "float64", "2d", "negative"],
 )
 def test_what_are_no_counts(bins: torch.Tensor) -> None:
-    """Other shapes, other dtypes and negative counts are refused when they are written."""
+    """Packing rejects other shapes, other dtypes and negative counts."""
     with pytest.raises(ArgumentError):
         pack_counts(bins)
 
@@ -107,13 +107,13 @@ def test_what_are_no_counts(bins: torch.Tensor) -> None:
     ids=lambda text: ascii(text)[:20],
 )
 def test_what_is_no_histogram(text: object) -> None:
-    """A text that does not decode, ends early, leads beyond the bins or has more than int64 holds is an error."""
+    """Invalid, truncated, out-of-range and overflowing texts raise DumpError."""
     with pytest.raises(DumpError, match="no histogram"):
         unpack_counts(text)
 
 
 def test_a_bomb_takes_no_memory() -> None:
-    """A text of a few thousand characters that would become a gigabyte is refused after a few kilobytes."""
+    """A short text that would decompress to a gigabyte is rejected after a few kilobytes."""
     import tracemalloc
 
     compressor = zlib.compressobj(9)

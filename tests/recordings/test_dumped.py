@@ -1,4 +1,4 @@
-"""Dumps of a run, read one tensor at a time."""
+"""Tests of dumps that are read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENSORS = {"fc/out": torch.arange(6.0).reshape(2, 3), "head/out": torch.ones(2, 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with a dump beside a checkpoint and one of raw tensors."""
+    """A run with a dump next to a checkpoint, and with a dump of raw tensors."""
     write_simple(tmp_path / "run", {0: 1.0})
     write_dump(tmp_path / "run" / "checkpoints" / "b.safetensors", TENSORS, {"fc": 6}, step=20)
     write_dump(tmp_path / "run" / "recorder" / "dumps" / "a.safetensors", TENSORS, {}, step=10, kind="tensors")
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_dumps_are_found_below_the_run(run: Path) -> None:
-    """Dumps beside checkpoints and those of tensors are listed by their steps, with what their manifests say."""
+    """All dumps of a run are listed by step with their manifest entries, including those next to checkpoints."""
     dumps = open_recording(run).dumps
     assert [(dump.path.name, dump.step, dump.kind) for dump in dumps] == [
         ("a.safetensors", 10, "tensors"),
@@ -39,7 +39,7 @@ def test_dumps_are_found_below_the_run(run: Path) -> None:
 
 
 def test_one_tensor_is_loaded(run: Path) -> None:
-    """Names, one tensor, and all tensors are those that were written; a wrong name is an error with the closest."""
+    """Names and tensors equal those that were written; an unknown name raises an error with the closest one."""
     dump = open_recording(run).dumps[0]
     assert sorted(dump.names) == ["fc/out", "head/out"]
     assert torch.equal(dump.load("fc/out"), TENSORS["fc/out"])
@@ -51,7 +51,7 @@ def test_one_tensor_is_loaded(run: Path) -> None:
 
 
 def test_a_dump_that_is_cut_off(run: Path) -> None:
-    """A file whose end is missing is an error, whichever tensor is asked for."""
+    """A truncated file raises an error for every tensor."""
     path = run / "recorder" / "dumps" / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DumpError, match="no readable safetensors file"):
@@ -59,14 +59,14 @@ def test_a_dump_that_is_cut_off(run: Path) -> None:
 
 
 def test_missing_keys(run: Path) -> None:
-    """A line that says no more than the file is a dump of statistics without a step, after all others."""
+    """A manifest line with only a file name is a statistics dump without a step, listed last."""
     (run / "recorder" / "dumps" / MANIFEST).write_text('{"file": "a.safetensors", "step": "x", "more": {"a": [1]}}\n')
     dump = open_recording(run).dumps[-1]
     assert (dump.path.name, dump.step, dump.kind) == ("a.safetensors", None, "statistics")
 
 
 def test_files_of_others(run: Path) -> None:
-    """A safetensors file that this package has not written is no dump, and is listed as none."""
+    """A safetensors file of another program is not a dump and is not listed."""
     dump = next(each for each in open_recording(run).dumps if each.path.name == "a.safetensors")
     save_file(TENSORS, run / "recorder" / "dumps" / "a.safetensors", metadata={"format": "pt"})
     with pytest.raises(DumpError, match="was not written by lightning_recorder"):
@@ -75,7 +75,7 @@ def test_files_of_others(run: Path) -> None:
 
 
 def test_a_dump_that_is_gone(run: Path) -> None:
-    """A dump that was pruned since it was listed is an error of ours."""
+    """A dump that was deleted after it was listed raises DumpError."""
     dump = open_recording(run).dumps[0]
     dump.path.unlink()
     assert dump.size_bytes == 0
@@ -85,7 +85,7 @@ def test_a_dump_that_is_gone(run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "sub/../../outside.safetensors", "link.safetensors", "{}"])
 def test_no_way_leads_out_of_a_run(name: str, run: Path) -> None:
-    """A manifest leads to no file outside of the run, neither by a path nor by a link."""
+    """A manifest cannot refer to a file outside the run, neither by path nor by symbolic link."""
     outside = run.parent / "outside.safetensors"
     write_dump(outside, TENSORS, {})
     folder = run / "recorder" / "dumps"
@@ -95,7 +95,7 @@ def test_no_way_leads_out_of_a_run(name: str, run: Path) -> None:
 
 
 def test_links_to_folders_and_records(run: Path) -> None:
-    """Linked folders are not searched, and a file of records outside of the run is not read."""
+    """Linked folders are not searched, and linked record files outside the run are not read."""
     write_simple(run.parent / "other", {0: 2.0}, "gradients")
     (run / "linked").symlink_to(run.parent / "other", target_is_directory=True)
     other = run.parent / "other" / "recorder" / "records" / "gradients.jsonl"
@@ -106,7 +106,7 @@ def test_links_to_folders_and_records(run: Path) -> None:
 
 
 def test_a_pipe_is_no_file(run: Path) -> None:
-    """What would wait for a writer is not opened."""
+    """A named pipe, which would block the reader, is not opened."""
     import os
 
     os.mkfifo(run / "recorder" / "records" / "pipe.jsonl")

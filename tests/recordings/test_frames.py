@@ -1,4 +1,4 @@
-"""Records as a frame."""
+"""Tests of the conversion of records to data frames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = ["step", "epoch", "stage", "loader", "module", "path", "dtype", "rms",
 
 @pytest.fixture
 def log_dir(tmp_path: Path) -> Path:
-    """Two records of two stages."""
+    """A run with one record in each of two stages."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     fc = SiteRecord("fc", "out", {"rms": 1.0}, dtype="float32")
@@ -31,14 +31,14 @@ def log_dir(tmp_path: Path) -> Path:
 
 
 def test_rows(log_dir: Path) -> None:
-    """There is a row for each step and site of all stages, the training first, with nothing where nothing is."""
+    """There is one row per step and site of all stages, training first; missing values are None."""
     series = open_recording(log_dir)["activations"]
     assert frames.columns_of([series]) == ["rms", "more"]
     assert list(frames.rows_of(series, ["rms", "more"])) == ROWS
 
 
 def test_a_frame(log_dir: Path) -> None:
-    """The frame has these rows, with numbers as numbers; that of a stage only its own."""
+    """The frame has the same rows with numeric dtypes; the frame of a stage has only the rows of that stage."""
     pytest.importorskip("pandas")
     frame = open_recording(log_dir)["activations"].frame()
     assert list(frame.columns) == COLUMNS
@@ -52,14 +52,14 @@ def test_a_frame(log_dir: Path) -> None:
 
 
 def test_no_pandas(log_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where pandas is not installed the error says how to install it."""
+    """If pandas is missing, the error says how to install it."""
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(ArgumentError, match="a frame needs pandas: pip install pandas"):
         open_recording(log_dir)["activations"].frame()
 
 
 def test_a_statistic_called_like_a_column(tmp_path: Path) -> None:
-    """A statistic with the name of another column is an error, and no frame that means something else."""
+    """A statistic with the name of another column raises an error."""
     pytest.importorskip("pandas")
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.write({"step": 0}, [SiteRecord("fc", "out", {"step": 1.0})])

@@ -1,4 +1,4 @@
-"""Files that are still written, that were resumed, torn or damaged."""
+"""Tests of record files that are growing, resumed, torn or damaged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add(writer: RecordWriter, step: int, value: float) -> None:
 
 
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
-    """Only what was written since is read by a refresh, and new recorders and sites appear."""
+    """A refresh reads only new lines, and finds new recorders and sites."""
     writer = write_simple(tmp_path, {0: 1.0})
     recording = open_recording(tmp_path)
     series = recording["activations"]
@@ -37,7 +37,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_being_written(tmp_path: Path) -> None:
-    """A last line without its end is no damage; once it is complete it is read."""
+    """An incomplete last line is not counted as damaged, and is read once it is complete."""
     writer = write_simple(tmp_path, {0: 1.0, 1: 2.0})
     whole = writer.path.read_bytes()
     writer.path.write_bytes(whole[:-5])
@@ -48,7 +48,7 @@ def test_a_line_that_is_being_written(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_and_goes_on(tmp_path: Path) -> None:
-    """The torn line of the killed run is passed over and counted; all other records are there."""
+    """The torn line of a killed run is skipped and counted; all other records are read."""
     writer = write_simple(tmp_path, {0: 1.0, 1: 2.0})
     writer.path.write_bytes(writer.path.read_bytes()[:-5])
     write_simple(tmp_path, {1: 3.0, 2: 4.0})
@@ -58,7 +58,7 @@ def test_a_run_that_was_killed_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_resumed(tmp_path: Path) -> None:
-    """Steps that a resumed run records again are those of the later session; those before it stay."""
+    """Records of a resumed run replace earlier ones of the same steps; records of earlier steps are kept."""
     write_simple(tmp_path, {0: 1.0, 1: 2.0, 2: 3.0})
     write_simple(tmp_path, {1: 20.0, 2: 30.0, 3: 40.0})
     series = open_recording(tmp_path)["activations"]
@@ -70,7 +70,7 @@ def test_a_run_that_was_resumed(tmp_path: Path) -> None:
 
 
 def test_a_stage_again(tmp_path: Path) -> None:
-    """A record replaces only one of the same stage and loader."""
+    """A record replaces only a record of the same stage and dataloader."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for stage, loader in (("train", None), ("validate", None), ("validate", 0), ("validate", 1), ("validate", 1)):
@@ -116,7 +116,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: ascii(damage)[:60])
 def test_a_damaged_line(damage: str, tmp_path: Path) -> None:
-    """A line in the middle that is no record of ours is passed over and counted, and hides none of the others."""
+    """An invalid line is skipped and counted; the lines after it are read."""
     writer = write_simple(tmp_path, {0: 1.0})
     with writer.path.open("ab") as file:
         file.write(damage.encode("utf-8", "surrogateescape") + b"\n")
@@ -126,7 +126,7 @@ def test_a_damaged_line(damage: str, tmp_path: Path) -> None:
 
 
 def test_a_damaged_header(tmp_path: Path) -> None:
-    """Where the first line is damaged the records are read, and the label is the file's name."""
+    """If the header is damaged, the records are still read, and the label is the file name."""
     writer = write_simple(tmp_path, {0: 1.0, 1: 2.0})
     first, rest = writer.path.read_bytes().split(b"\n", 1)
     writer.path.write_bytes(first[:-9] + b"\n" + rest)
@@ -143,7 +143,7 @@ def test_a_damaged_header(tmp_path: Path) -> None:
     ],
 )
 def test_another_format(content: str, message: str, tmp_path: Path) -> None:
-    """A file of a later version, or of something else, is an error of that recorder alone."""
+    """A file with another format or a later version raises an error for that recorder only."""
     write_simple(tmp_path, {0: 1.0})
     records_path(tmp_path / "recorder", "other").write_text(content + "\n")
     recording = open_recording(tmp_path)
@@ -153,7 +153,7 @@ def test_another_format(content: str, message: str, tmp_path: Path) -> None:
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
-    """A run that has just begun has a recorder without records, of which everything can be asked."""
+    """A run without records has a recorder whose properties are empty."""
     writer = write_simple(tmp_path, {})
     series = open_recording(tmp_path)["activations"]
     assert (series.steps, series.sites, series.stages, series.statistics, series.keys) == ([], [], [], [], [])
@@ -163,7 +163,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_written_anew(tmp_path: Path) -> None:
-    """A file that is shorter than what was read is another one, of which nothing old is kept."""
+    """A file that became shorter is treated as a new file, and all old records are dropped."""
     writer = write_simple(tmp_path, {0: 1.0, 1: 2.0, 2: 3.0})
     series = open_recording(tmp_path)["activations"]
     assert series.steps == [0, 1, 2]
@@ -174,7 +174,7 @@ def test_a_file_that_was_written_anew(tmp_path: Path) -> None:
 
 
 def test_a_histogram_of_a_file_that_has_changed(tmp_path: Path) -> None:
-    """A line that is no longer what it was gives no histogram of something else."""
+    """A histogram raises an error if its line has changed since it was read."""
     writer = write_simple(tmp_path, {0: 1.0, 1: 2.0})
     series = open_recording(tmp_path)["activations"]
     assert series.steps == [0, 1]

@@ -1,4 +1,4 @@
-"""Files that someone has changed: errors of this package alone, and no more memory than files can need."""
+"""Tests of corrupted files: only errors of this package, and bounded memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILES = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with everything that can be read."""
+    """A run with every kind of readable file."""
     log_dir = tmp_path_factory.mktemp("run")
     record_run(log_dir, steps=range(3))
     graph = capture_graph(make_net(), torch.ones(1, 6))
@@ -44,13 +44,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def guarded(read: Callable[[], object]) -> None:
-    """Any error but one of this package fails the test."""
+    """Call a function and suppress the errors of this package."""
     with contextlib.suppress(RecorderError):
         read()
 
 
 def read_all(recording: Recording) -> None:
-    """Ask for everything."""
+    """Access everything in a recording."""
     for run in recording.runs.values():
         for part in (Run.graph, Run.receipt):
             guarded(partial(part.__get__, run))
@@ -60,14 +60,14 @@ def read_all(recording: Recording) -> None:
 
 
 def read_dumps(run: Run) -> None:
-    """Ask for everything of the dumps."""
+    """Access everything in the dumps of a run."""
     for dump in run.dumps:
         _ = dump.step, dump.kind, dump.size_bytes, repr(dump)
-        guarded(lambda: dump.tensors)  # noqa: B023 - called at once
+        guarded(lambda: dump.tensors)  # noqa: B023 - called immediately
 
 
 def read_series(series: Any) -> None:
-    """Ask for everything of a series."""
+    """Access everything in a series."""
     for key in series.keys:
         part = series.of(key.stage, key.loader)
         _ = part.steps, part.epochs, part.sites, part.sessions, part.skipped, part.replaced, repr(part), part.seen()
@@ -96,7 +96,7 @@ MUTATIONS = st.lists(
 
 
 def mutated(data: bytes, mutations: list[tuple[str, float, Any]]) -> bytes:
-    """The data with the changes made one after the other."""
+    """Apply mutations to data, one after the other."""
     for kind, where, what in mutations:
         place = int(where * max(len(data) - 1, 0))
         if kind == "flip" and data:
@@ -114,7 +114,7 @@ def mutated(data: bytes, mutations: list[tuple[str, float, Any]]) -> bytes:
 @settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(name=st.sampled_from((FILES[0], *FILES)), mutations=MUTATIONS)
 def test_mutated_files(name: str, mutations: list[tuple[str, float, Any]], run: Path) -> None:
-    """Whatever is changed in a file of a run, only errors of this package come out, and commands end with 0, 1 or 2."""
+    """After any change to a file, only errors of this package are raised, and commands exit with 0, 1 or 2."""
     path = run / name
     whole = path.read_bytes()
     path.write_bytes(mutated(whole, mutations))
@@ -149,14 +149,14 @@ GRAPHS = {
 
 
 def changed(graph: dict[str, Any], place: int, **fields: Any) -> dict[str, Any]:
-    """The graph with something else in one node."""
+    """Return a graph with changed fields in one node."""
     nodes = [{**node, **fields} if index == place else node for index, node in enumerate(graph["nodes"])]
     return {**graph, "nodes": nodes}
 
 
 @pytest.mark.parametrize("change", GRAPHS.values(), ids=list(GRAPHS))
 def test_a_graph_that_is_none(change: Callable[[Any], Any], tmp_path: Path) -> None:
-    """A graph that no capture gives, such as one in which a node lies inside itself, is an error before it is drawn."""
+    """An invalid graph, such as one with a node inside itself, raises an error before it is drawn."""
     write_simple(tmp_path, {0: 1.0})
     graph = capture_graph(make_net(), torch.ones(1, 6)).to_json()
     (tmp_path / "recorder" / "graph.json").write_text(json.dumps(change(json.loads(json.dumps(graph)))))
@@ -169,7 +169,7 @@ def test_a_graph_that_is_none(change: Callable[[Any], Any], tmp_path: Path) -> N
     "content", ["[" * 100_000, "no JSON", "\udcff", '["a"]', "1" * 5000], ids=lambda text: text[:5]
 )
 def test_damaged_json(name: str, content: str, tmp_path: Path) -> None:
-    """A graph or receipt that cannot be read is an error that names the file, and hides no records."""
+    """An unreadable graph or receipt raises an error that names the file; the records remain readable."""
     write_simple(tmp_path, {0: 1.0})
     (tmp_path / "recorder" / name).write_bytes(content.encode("utf-8", "surrogateescape"))
     recording = open_recording(tmp_path)
@@ -179,7 +179,7 @@ def test_damaged_json(name: str, content: str, tmp_path: Path) -> None:
 
 
 def test_bombs_take_no_memory(tmp_path: Path) -> None:
-    """A line of 40 MB without an end, and one nested a million times, take less than the longest line may."""
+    """A line of 40 MB and a line nested a million levels deep are skipped in bounded memory."""
     writer = write_simple(tmp_path, {0: 1.0})
     with writer.path.open("ab") as file:
         file.write(b"[" * 10**6 + b"\n")

@@ -1,4 +1,4 @@
-"""A process that is killed while it writes."""
+"""Test of a process that is killed while it writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from lightning_recorder.recordings import open_recording
 
-# What step k writes is a function of k, so that a reader can tell whether a line is exact.
+# The values of step k are a function of k, so that a reader can verify every line.
 SCRIPT = """
 import sys
 import torch
@@ -34,7 +34,7 @@ for step in range(first, 10**6):
 
 @pytest.mark.slow
 def test_a_writer_that_is_killed(tmp_path: Path) -> None:
-    """Killed at 12 moments, each time while writing, and resumed: every complete line is read back exact."""
+    """A run killed 12 times while writing, and resumed each time, keeps every complete line exact."""
     moments = random.Random(0)
     path = tmp_path / "recorder" / "records" / "activations.jsonl"
     first, torn = 0, 0

@@ -1,4 +1,4 @@
-"""What a training loop has recorded, read again."""
+"""Tests of reading the recording of a training loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SITES = [Site("encoder.fc", "out"), Site("encoder.act", "out"), Site("head", "ou
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
-    """A run in ``lightning_logs/version_0``, and what was written."""
+    """A run in ``lightning_logs/version_0``, and the statistics written to it."""
     log_dir = tmp_path_factory.mktemp("root") / "lightning_logs" / "version_0"
     return log_dir, record_run(log_dir)
 
@@ -38,7 +38,7 @@ def bits(value: float) -> bytes:
 
 
 def test_every_number_comes_back(recorded: tuple[Path, Expected]) -> None:
-    """All statistics and all histograms of all sites at all steps are those that were written, to the bit."""
+    """All statistics and histograms of all sites and steps are restored to the bit."""
     log_dir, expected = recorded
     recording = open_recording(log_dir)
     assert recording.recorders == ["activations", "gradients"]
@@ -58,7 +58,7 @@ def test_every_number_comes_back(recorded: tuple[Path, Expected]) -> None:
 
 
 def test_what_a_series_says(recorded: tuple[Path, Expected]) -> None:
-    """Stages, epochs, statistics in the order of writing, the session of each step; nothing skipped or replaced."""
+    """A series has the stages, epochs, statistics and sessions that were written, and no skipped records."""
     series = open_recording(recorded[0])["activations"]
     assert (series.stage, series.loader, series.stages, series.loaders) == ("train", None, ["train"], [None])
     assert series.epochs == [0, 0, 1, 1]
@@ -71,7 +71,7 @@ def test_what_a_series_says(recorded: tuple[Path, Expected]) -> None:
 
 
 def test_a_histogram(recorded: tuple[Path, Expected]) -> None:
-    """The histogram between its edges is the one that the statistics had."""
+    """The histogram equals that of the recorded statistics."""
     log_dir, expected = recorded
     found = open_recording(log_dir)["activations"]["head"].histogram(2)
     seen = expected["activations"][2][SITES[2]].histogram
@@ -81,7 +81,7 @@ def test_a_histogram(recorded: tuple[Path, Expected]) -> None:
 
 @pytest.mark.parametrize("place", [".", "recorder", "..", "../.."])
 def test_where_a_recording_is_opened(place: str, recorded: tuple[Path, Expected]) -> None:
-    """The run's folder, its folder of recordings, and a folder above lead to the same run."""
+    """The folder of a run, its recording folder and a parent folder lead to the same run."""
     name = "lightning_logs/version_0" if place == "../.." else "version_0"
     recording = open_recording(str(recorded[0] / place))
     assert list(recording) == [name]
@@ -90,7 +90,7 @@ def test_where_a_recording_is_opened(place: str, recorded: tuple[Path, Expected]
 
 
 def test_several_runs(tmp_path: Path) -> None:
-    """Runs are listed by number, and what is asked of them together names them."""
+    """Runs are sorted by number, and accessing a recorder without selecting a run raises an error that lists them."""
     for number in (10, 9, 0):
         write_simple(tmp_path / f"version_{number}", {0: float(number)})
     (tmp_path / "version_5").mkdir()
@@ -102,7 +102,7 @@ def test_several_runs(tmp_path: Path) -> None:
 
 
 def test_another_machine(recorded: tuple[Path, Expected], tmp_path: Path) -> None:
-    """A folder that was copied elsewhere says the same."""
+    """A copied folder has the same contents."""
     shutil.copytree(recorded[0], tmp_path / "copied")
     found = open_recording(tmp_path / "copied")["gradients"].values("mean")
     assert torch.equal(found, open_recording(recorded[0])["gradients"].values("mean"))
@@ -110,20 +110,20 @@ def test_another_machine(recorded: tuple[Path, Expected], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("made", ["", "recorder", "recorder/records", "recorder/scalars.jsonl/"])
 def test_nothing_was_recorded(made: str, tmp_path: Path) -> None:
-    """Where there is no recording the error says what was looked for."""
+    """If there is no recording, the error lists the files that were searched for."""
     (tmp_path / made).mkdir(parents=True, exist_ok=True)
     with pytest.raises(DumpError, match=r"records/\*.jsonl.*graph.json.*receipt.json"):
         open_recording(tmp_path)
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    """A path that is no folder is named."""
-    with pytest.raises(DumpError, match=r"there is no folder '.*nowhere'"):
+    """A path that is not a folder is named in the error."""
+    with pytest.raises(DumpError, match=r"there is no 'nowhere' in '"):
         open_recording(tmp_path / "nowhere")
 
 
 def test_what_is_missing_is_nan(tmp_path: Path) -> None:
-    """A site that is not in a record, and a statistic that it lacks, are NaN in the table; what is there is there."""
+    """Missing sites and missing statistics are NaN in the table; all other values are present."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     writer.write({"step": 0}, [SiteRecord("a", "out", {"rms": 1.0}), SiteRecord("b", "out", {"rms": 2.0, "more": 3.0})])
@@ -145,7 +145,7 @@ def test_what_is_missing_is_nan(tmp_path: Path) -> None:
 
 
 def test_stages_and_loaders(tmp_path: Path) -> None:
-    """The training comes first; another stage, or one of its loaders, is asked for by name."""
+    """Training comes first; other stages and dataloaders are selected by name."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     for stage, loader, value in (("validate", 1, 1.0), ("validate", 0, 2.0), ("train", None, 3.0)):
@@ -161,7 +161,7 @@ def test_stages_and_loaders(tmp_path: Path) -> None:
 
 
 def test_overflows_are_apart(tmp_path: Path) -> None:
-    """A record of a step that overflowed is no step of the series, and takes the place of none."""
+    """A record of an overflowed step is not part of the steps and replaces no record."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "gradients"))
     writer.begin(label="gradients", group="gradients")
     for overflowed, value in ((False, 1.0), (True, 2.0)):
@@ -171,7 +171,7 @@ def test_overflows_are_apart(tmp_path: Path) -> None:
 
 
 def test_several_paths_of_a_module(tmp_path: Path) -> None:
-    """A name means the whole output where there are several sites; else the path has to be given."""
+    """A module name selects the whole output; a module without one requires a path."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
     writer.begin(label="activations", group="activations")
     paths = [("lstm", "out[0]"), ("lstm", "out[1]"), ("fc", "out"), ("fc", "in[0]")]
@@ -186,7 +186,7 @@ def test_several_paths_of_a_module(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_named(recorded: tuple[Path, Expected]) -> None:
-    """A wrong recorder, site, statistic or step is an error that says what there is."""
+    """An unknown recorder, site, statistic or step raises an error that lists the available ones."""
     recording = open_recording(recorded[0])
     series: Series = recording["activations"]
     with pytest.raises(ArgumentError, match="recorder 'activation'; the only run is 'version_0' with 'activations'"):
@@ -202,7 +202,7 @@ def test_what_is_not_there_is_named(recorded: tuple[Path, Expected]) -> None:
 
 
 def test_a_record_without_histograms(tmp_path: Path) -> None:
-    """Where no histogram was written, asking for one says so."""
+    """Requesting a histogram that was not recorded raises an error that says so."""
     write_simple(tmp_path, {0: 1.0})
     site = open_recording(tmp_path)["activations"]["fc"]
     with pytest.raises(ArgumentError, match="without a histogram"):
@@ -212,7 +212,7 @@ def test_a_record_without_histograms(tmp_path: Path) -> None:
 
 
 def test_labels(tmp_path: Path) -> None:
-    """Recorders are ordered by their group, and called as their header says, whatever the file is called."""
+    """Recorders are sorted by group and named by their header, whatever the file name."""
     for label in ("parameters", "gradients-slow", "gradients", "activations-2", "activations", "Odd/label"):
         write_simple(tmp_path, {0: 1.0}, label)
     assert open_recording(tmp_path).recorders == [
@@ -226,7 +226,7 @@ def test_labels(tmp_path: Path) -> None:
 
 
 def test_graph_and_receipt(tmp_path: Path) -> None:
-    """The graph and the receipt are those beside the records, and ``None`` where there are none."""
+    """The graph and the receipt are read from the recording folder, and are None if they are missing."""
     write_simple(tmp_path, {0: 1.0})
     recording = open_recording(tmp_path)
     assert (recording.graph, recording.receipt) == (None, None)
@@ -238,7 +238,7 @@ def test_graph_and_receipt(tmp_path: Path) -> None:
 
 
 def test_a_graph_alone_is_a_recording(tmp_path: Path) -> None:
-    """A run with nothing but a graph is opened, and has no recorders."""
+    """A run that contains only a graph can be opened and has no recorders."""
     (tmp_path / "recorder").mkdir()
     (tmp_path / "recorder" / "graph.json").write_text(json.dumps(capture_graph(make_net(), torch.ones(1, 6)).to_json()))
     recording: Recording = open_recording(tmp_path)
@@ -247,14 +247,14 @@ def test_a_graph_alone_is_a_recording(tmp_path: Path) -> None:
 
 
 def test_two_files_of_one_label(tmp_path: Path) -> None:
-    """Where two files say they are of one recorder, the second is called as its file."""
+    """If two files claim the same recorder, the second one is listed under its file name."""
     writer = write_simple(tmp_path, {0: 1.0})
     shutil.copyfile(writer.path, writer.path.with_name("other.jsonl"))
     assert open_recording(tmp_path).recorders == ["activations", "other"]
 
 
 def test_what_lies_in_a_run_is_no_run(tmp_path: Path) -> None:
-    """A folder of recordings below that of a run, as a copy beside checkpoints, is not listed."""
+    """A recording folder inside a run, such as a copy next to checkpoints, is not listed."""
     write_simple(tmp_path / "version_0", {0: 1.0})
     write_simple(tmp_path / "version_0" / "checkpoints", {0: 1.0})
     assert list(open_recording(tmp_path)) == ["version_0"]

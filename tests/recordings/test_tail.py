@@ -1,4 +1,4 @@
-"""Lines of a file that grows."""
+"""Tests of reading lines from a growing file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_recorder.recordings.tail import Tail
 
 
 def test_lines_come_once(tmp_path: Path) -> None:
-    """Each complete line is given once with where it begins; a torn one when it is complete."""
+    """Each complete line is returned once with its offset; a torn line is returned when it is complete."""
     path = tmp_path / "a"
     reader = Tail(path)
     assert list(reader.lines()) == []
@@ -25,7 +25,7 @@ def test_lines_come_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_written_anew(tmp_path: Path) -> None:
-    """A file that is shorter than what was read of it, or gone, is another one."""
+    """A file that is gone, or shorter than the part already read, counts as replaced."""
     path = tmp_path / "a"
     path.write_bytes(b"one\ntwo\n")
     reader = Tail(path)
@@ -41,7 +41,7 @@ def test_a_file_that_was_written_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [15, 16, 17, 100])
 def test_a_line_that_is_too_long(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line longer than any of ours is given as an empty one, and what follows is read."""
+    """An overlong line is returned as an empty line, and the lines after it are read."""
     monkeypatch.setattr(tail, "LONGEST_LINE", 16)
     monkeypatch.setattr(tail, "_PIECE", 7)
     path = tmp_path / "a"

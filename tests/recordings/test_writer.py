@@ -1,4 +1,4 @@
-"""Writing records: each line read as JSON."""
+"""Tests of the record writer, with each line parsed as JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 import lightning_recorder
-from lightning_recorder import ArgumentError
+from lightning_recorder import ArgumentError, RecorderWarning
+from lightning_recorder.disk import begin_run
 from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
 from lightning_recorder.recordings.counts import pack_counts
+from tests.disks import files_up_to
 
 
 def lines(path: Path) -> list[Any]:
@@ -33,7 +36,7 @@ def begun(path: Path) -> RecordWriter:
 
 
 def test_a_header_says_who_writes(tmp_path: Path) -> None:
-    """Format, label, group, name, session, ranks, versions and the time stand in the first line."""
+    """The first line contains format, label, group, name, session, ranks, versions and time."""
     writer = RecordWriter(tmp_path / "a.jsonl")
     assert (
         writer.begin(label="gradients-slow", group="gradients", name="slow", ranks=2, versions={"lightning": "2"}) == 1
@@ -54,7 +57,7 @@ def test_a_header_says_who_writes(tmp_path: Path) -> None:
 
 
 def test_a_record_is_a_line(tmp_path: Path) -> None:
-    """Columns once, then each site's values, null for one that it lacks, and what it has beside them at its end."""
+    """A record has its columns once, then the values of each site, null if missing, and extra statistics at the end."""
     writer = begun(tmp_path / "a.jsonl")
     bins = torch.zeros(2048, dtype=torch.int64)
     bins[5] = 3
@@ -79,14 +82,14 @@ def test_a_record_is_a_line(tmp_path: Path) -> None:
 
 
 def test_written_bytes_are_those_of_the_file(tmp_path: Path) -> None:
-    """The writer counts what it has written, newlines included."""
+    """The byte count of the writer equals the file size."""
     writer = begun(tmp_path / "a.jsonl")
     writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 0.5})])
     assert writer.written_bytes == (tmp_path / "a.jsonl").stat().st_size
 
 
 def test_sessions_are_counted_in_the_file(tmp_path: Path) -> None:
-    """A second writer of the same file begins its second session."""
+    """A second writer of the same file starts session 2."""
     begun(tmp_path / "a.jsonl").write({"step": 0}, [])
     assert RecordWriter(tmp_path / "a.jsonl").begin(label="activations", group="activations") == 2
     assert [line.get("session") for line in lines(tmp_path / "a.jsonl")] == [1, None, 2]
@@ -94,7 +97,7 @@ def test_sessions_are_counted_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 40])
 def test_a_torn_line_is_ended_first(cut: int, tmp_path: Path) -> None:
-    """What a killed run has left of a line does not take the next one with it."""
+    """A torn line left by a killed run does not corrupt the next record."""
     path = tmp_path / "a.jsonl"
     begun(path).write({"step": 0}, [SiteRecord("fc", "out", {"rms": 0.5})])
     path.write_bytes(path.read_bytes()[:-cut])
@@ -105,7 +108,7 @@ def test_a_torn_line_is_ended_first(cut: int, tmp_path: Path) -> None:
 
 
 def test_a_record_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line, also after a torn one, reaches the operating system in one piece."""
+    """A line is written with a single system call, even after a torn line."""
     path = tmp_path / "a.jsonl"
     path.write_text("torn")
     written: list[bytes] = []
@@ -122,21 +125,27 @@ def test_a_record_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert written[0].startswith(b"\n{")
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only a part could be written that is an error, and the next line is whole again."""
+@pytest.mark.parametrize("header", [True, False])
+def test_a_full_disk(header: bool, tmp_path: Path) -> None:
+    """A record that does not fit on the disk is skipped with one warning, and a skipped header is written later."""
     path = tmp_path / "a.jsonl"
-    writer = begun(path)
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:10]))
-    with pytest.raises(OSError, match="10 of"):
-        writer.write({"step": 0}, [])
-    monkeypatch.undo()
-    writer.write({"step": 1}, [])
-    assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()[2:]] == [1]
+    writer = RecordWriter(path)
+    begin_run()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with files_up_to(1000 if header else 100):
+            writer.begin(label="a", group="a")
+            for step in range(3):
+                writer.write({"step": step}, [SiteRecord("fc" * 500, "out", {"rms": 0.5})])
+        writer.write({"step": 3}, [])
+    assert [line.get("step") for line in lines(path)] == [None, 3]
+    assert writer.written_bytes == path.stat().st_size
+    (message,) = [str(each.message) for each in told if each.category is RecorderWarning]
+    assert message.startswith(f"lightning_recorder could not write to {path}: [Errno 27] File too large. ")
 
 
 def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
-    """A name that is valid in Python and no valid text comes back as it is."""
+    """A name with a lone surrogate is restored unchanged."""
     writer = begun(tmp_path / "a.jsonl")
     writer.write({"step": 0}, [SiteRecord("a\ud800b", "out", {"\udfff": 1.0})])
     line = lines(tmp_path / "a.jsonl")[1]
@@ -144,14 +153,14 @@ def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
 
 
 def test_a_name_with_newlines_is_one_line(tmp_path: Path) -> None:
-    """Whatever a name holds, a record is one line."""
+    """A record is one line, whatever characters a name contains."""
     writer = begun(tmp_path / "a.jsonl")
     writer.write({"step": 0}, [SiteRecord("a\nb\r\u2028\x85\0", "out\n", {"rms\n": 1.0})])
     assert len((tmp_path / "a.jsonl").read_bytes().splitlines()) == 2
 
 
 def test_a_writer_can_be_copied(tmp_path: Path) -> None:
-    """Copies, also those of another process, append to the same file."""
+    """Copied and pickled writers append to the same file."""
     writer = begun(tmp_path / "a.jsonl")
     for each in (copy.deepcopy(writer), pickle.loads(pickle.dumps(writer))):
         each.write({"step": 1}, [])
@@ -159,7 +168,7 @@ def test_a_writer_can_be_copied(tmp_path: Path) -> None:
 
 
 def test_bins_that_are_none(tmp_path: Path) -> None:
-    """A record that cannot be written leaves the file as it was."""
+    """A record with invalid bins leaves the file unchanged."""
     writer = begun(tmp_path / "a.jsonl")
     before = (tmp_path / "a.jsonl").read_bytes()
     with pytest.raises(ArgumentError, match="2048"):
@@ -186,7 +195,7 @@ LABELS = [
 
 @pytest.mark.parametrize("label", LABELS, ids=lambda label: ascii(label)[:20])
 def test_a_label_is_no_path(label: str, tmp_path: Path) -> None:
-    """Whatever a label holds, its file lies in the folder of the records, and can be written."""
+    """The file of any label lies in the record folder and can be written."""
     path = records_path(tmp_path, label)
     assert path.parent == tmp_path / "records"
     RecordWriter(path).begin(label=label, group="activations")
@@ -195,6 +204,6 @@ def test_a_label_is_no_path(label: str, tmp_path: Path) -> None:
 
 
 def test_two_labels_are_two_files() -> None:
-    """Labels that differ in what a file name cannot hold, or in capitals, do not share a file."""
+    """Labels that differ only in capitals or in characters invalid in file names have different files."""
     labels = ["a b", "a_b", "a/b", "A_B", "a_b.", "x" * 400, "x" * 401]
     assert len({records_path("r", label).name.lower() for label in labels}) == len(labels)

@@ -1,4 +1,4 @@
-"""The laws that every reduction keeps, as assertions over a maker of fresh ones."""
+"""Laws that every reduction satisfies, as assertions about a factory of fresh reductions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.1, float("nan"), float("inf"), -float("inf"),
 
 @st.composite
 def filled(draw: st.DrawFn, shape: Sequence[int], dtypes: Sequence[torch.dtype] = DTYPES) -> Tensor:
-    """A tensor of that shape and one of the types, whose values are special ones or of half precision."""
+    """Return a tensor of the given shape and one of the types, with special or half-precision values."""
     dtype = draw(st.sampled_from(dtypes))
     numel = torch.Size(shape).numel() * (2 if dtype.is_complex else 1)
     if dtype in INTEGERS or dtype == torch.bool:
@@ -32,7 +32,7 @@ def filled(draw: st.DrawFn, shape: Sequence[int], dtypes: Sequence[torch.dtype] 
 
 
 def reduced(make: Make, *tensors: Tensor) -> Reduction:
-    """A fresh reduction that has seen the tensors."""
+    """Return a fresh reduction that was updated with the tensors."""
     reduction = make()
     for tensor in tensors:
         reduction.update(tensor)
@@ -40,7 +40,7 @@ def reduced(make: Make, *tensors: Tensor) -> Reduction:
 
 
 def merged(make: Make, *parts: Reduction) -> Reduction:
-    """A fresh reduction into which the parts were merged, from the left."""
+    """Return a fresh reduction into which the parts were merged from the left."""
     reduction = make()
     for part in parts:
         reduction.merge(part)
@@ -48,29 +48,29 @@ def merged(make: Make, *parts: Reduction) -> Reduction:
 
 
 def computed(make: Make, *tensors: Tensor) -> dict[str, list[float]]:
-    """The statistics of a stream as flat lists of numbers."""
+    """Return the statistics of a stream as flat lists of numbers."""
     return {name: value.flatten().tolist() for name, value in reduced(make, *tensors).compute().items()}
 
 
 def one_number(reduction: Reduction) -> float:
-    """The only statistic, a single number."""
+    """Return the only statistic as a single number."""
     (value,) = reduction.compute().values()
     return float(value)
 
 
 def bits(state: Tensor) -> list[int]:
-    """The words of a state as integers with the same bits."""
+    """Return the words of a state as integers with the same bits."""
     found: list[int] = state.contiguous().view(torch.int64).flatten().tolist()
     return found
 
 
 def assert_equal(one: Tensor, other: Tensor) -> None:
-    """Hold two tensors to the same numbers, a NaN being the same as a NaN."""
+    """Assert that two tensors have the same numbers; NaN equals NaN."""
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def assert_neutral(make: Make, *tensors: Tensor) -> None:
-    """Hold an empty state to be neutral: merging with it changes no bit of what the tensors gave, from either side."""
+    """Assert that an empty state is neutral: merging with it from either side changes no bit of the state."""
     whole = reduced(make, *tensors)
     assert whole.width > 0
     for left in (True, False):
@@ -82,7 +82,7 @@ def assert_neutral(make: Make, *tensors: Tensor) -> None:
 
 
 def assert_rows_agree(make: Make, streams: Sequence[Sequence[Tensor]]) -> None:
-    """Hold a block of states, merged and summarised at once, to what its rows give one by one, to the bit."""
+    """Assert that merging and summarising a block of states is bitwise equal to doing so row by row."""
     rows = [reduced(make, *stream) for stream in streams]
     reduction = rows[0]
     block = torch.stack([row.state for row in rows])
@@ -92,7 +92,7 @@ def assert_rows_agree(make: Make, streams: Sequence[Sequence[Tensor]]) -> None:
         one = block[index].clone()
         reduction.merge_states(one, others[index])
         assert bits(merged_row) == bits(one)
-    # In two leading dimensions, of which one has a single index.
+    # Use two leading dimensions, one of them of size 1.
     summary = reduction.summarize(both[:, None])
     assert tuple(summary) == reduction.statistics
     for index, row in enumerate(both):
@@ -103,7 +103,7 @@ def assert_rows_agree(make: Make, streams: Sequence[Sequence[Tensor]]) -> None:
 
 
 def live(make: Make, device: str, *tensors: Tensor) -> Reduction:
-    """Everything that happens to a state while a model trains."""
+    """Run all operations that a state undergoes while a model trains."""
     state, other = make(), make()
     for tensor in tensors:
         state.update(tensor.to(device))
@@ -117,8 +117,8 @@ def live(make: Make, device: str, *tensors: Tensor) -> Reduction:
 
 
 def assert_nothing_waits(make: Make, *tensors: Tensor) -> None:
-    """Hold a whole life to run on meta tensors, which have no data, and to read no number elsewhere."""
+    """Assert that a whole life cycle runs on meta tensors, which have no data, and reads no number elsewhere."""
     state = live(make, "meta", *tensors).state
     assert (state.dtype, state.device.type) == (torch.float64, "meta")
-    with NoReading():  # type: ignore[no-untyped-call]  # torch's own constructor
+    with NoReading():  # type: ignore[no-untyped-call]  # the constructor of torch is untyped
         live(make, "cpu", *tensors)

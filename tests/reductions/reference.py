@@ -1,6 +1,6 @@
-"""The statistics computed a second time: value by value in Python, from the whole stream at once.
+"""Reference implementation of the statistics: value by value in Python, from the whole stream.
 
-Nothing here is shared with the package: sums are exact (``math.fsum``), the bin of a value comes from ``math.frexp``.
+It shares nothing with the package: sums are exact (``math.fsum``), and the bin of a value comes from ``math.frexp``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def values_of(tensors: Iterable[Tensor]) -> list[float]:
-    """The real numbers of tensors, in order; a complex one is two."""
+    """Return the real numbers of tensors in order; a complex number becomes two."""
     found: list[float] = []
     for tensor in tensors:
         for value in tensor.detach().resolve_conj().flatten().tolist():
@@ -43,15 +43,15 @@ class Moments:
         count = len(finite)
         if not count:
             return Moments(0, NAN, NAN, NAN)
-        # Divided first, so that the sum of huge values stays finite.
+        # Divide first, so that the sum of huge values stays finite.
         mean = math.fsum(value / count for value in finite)
         variance = math.fsum((value - mean) ** 2 / count for value in finite)
         return Moments(count, mean, variance, math.sqrt(math.fsum(value**2 / count for value in finite)))
 
     def assert_near(self, summary: Mapping[str, SupportsFloat], correction: int = 0) -> None:
-        """Hold a summary to the bounds: 1e-12 of the rms for the mean and of variance + 2e-4 mean**2 for the variance.
+        """Assert the bounds: 1e-12 of the rms for the mean, and 1e-12 of variance + 2e-4 mean**2 for the variance.
 
-        Squares of numbers below 1e-150 leave the range of float64, so that much is allowed besides.
+        Squares of numbers below 1e-150 underflow in float64, so that error is allowed in addition.
         """
         count, mean, std, rms = (float(summary[name]) for name in ("count", "mean", "std", "rms"))
         assert count == self.count
@@ -69,26 +69,26 @@ class Moments:
 
 
 def extrema_of(values: Sequence[float]) -> tuple[float, float]:
-    """Smallest and largest finite value, NaN without one."""
+    """Return the smallest and the largest finite value, NaN without one."""
     finite = [value for value in values if math.isfinite(value)]
     return (min(finite), max(finite)) if finite else (NAN, NAN)
 
 
 def tallies_of(values: Sequence[float]) -> tuple[float, int, int]:
-    """Share of zeros, number of NaN, number of infinities."""
+    """Return the fraction of zeros, the number of NaN and the number of infinities."""
     zeros, nans, infinities = (sum(map(test, values)) for test in (lambda value: value == 0, math.isnan, math.isinf))
     return (zeros / len(values) if values else NAN, nans, infinities)
 
 
 def to_float32(value: float) -> float:
-    """The nearest float32, the largest one for a finite value beyond it."""
+    """Return the nearest float32, or the largest one for a finite value beyond its range."""
     if math.isfinite(value):
         value = min(max(value, -FLOAT32_MAX), FLOAT32_MAX)
     return float(np.float32(value))
 
 
 def bin_of(value: float) -> int:
-    """The bin of a float32 that is not NaN: sign, exponent and the first two bits of the mantissa."""
+    """Return the bin of a float32 that is not NaN: sign, exponent and the first two bits of the mantissa."""
     sign = 1024 if math.copysign(1.0, value) < 0 else 0
     if math.isinf(value):
         return sign + 255 * 4
@@ -99,7 +99,7 @@ def bin_of(value: float) -> int:
 
 
 def bins_of(values: Sequence[float]) -> NDArray[np.int64]:
-    """The 2048 counts; NaN, whose bits are not specified, are left out."""
+    """Return the 2048 counts without NaN, whose bits are not specified."""
     counts = np.zeros(2048, dtype=np.int64)
     for value in values:
         if not math.isnan(value):
@@ -108,7 +108,7 @@ def bins_of(values: Sequence[float]) -> NDArray[np.int64]:
 
 
 def assert_bins(state: Tensor, values: Sequence[float]) -> None:
-    """Hold a histogram's state to the reference: each bin exactly, NaN by their number in the two NaN octaves."""
+    """Compare the state of a histogram with the reference: exact bins, and the number of NaN in the two NaN octaves."""
     counts, expected = state.numpy().copy(), bins_of(values)
     nans = 0
     for octave in (slice(1020, 1024), slice(2044, 2048)):
@@ -120,7 +120,7 @@ def assert_bins(state: Tensor, values: Sequence[float]) -> None:
 
 
 def assert_statistics(summary: dict[str, Tensor], tensors: Iterable[Tensor]) -> None:
-    """Hold the summary of ``Statistics`` to all of the above."""
+    """Compare the summary of ``Statistics`` with all of the references above."""
     values = values_of(tensors)
     Moments.of(values).assert_near(summary)
     np.testing.assert_array_equal([float(summary[name]) for name in ("min", "max")], extrema_of(values))

@@ -1,4 +1,4 @@
-"""Tensors of every kind that a model may give: type, shape, layout and special values."""
+"""Strategies for tensors of every kind that a model may produce: type, shape, layout and special values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
 
-# The largest float64 here: the squares of larger ones leave float64's range, which the moments do not claim to cover.
+# The largest float64 here. Squares of larger ones exceed the range of float64, which the moments do not support.
 HUGE = 1e150
 
 
@@ -41,7 +41,7 @@ def _elements(dtype: torch.dtype) -> st.SearchStrategy[complex]:
 
 @st.composite
 def tensors(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tensor:
-    """A tensor of up to three dimensions, empty and 0-dimensional ones included, in memory in one of several ways."""
+    """Draw a tensor of up to three dimensions, including empty and 0-d ones, with one of several memory layouts."""
     dtype = draw(st.sampled_from(dtypes))
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 5, 0]), max_size=3))
     numel = torch.Size(shape).numel()
@@ -60,4 +60,4 @@ def tensors(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tensor
 
 
 streams = st.lists(tensors(), max_size=4)
-"""Tensors that come one after another, of whatever types and shapes."""
+"""Strategy for a sequence of tensors of any types and shapes."""

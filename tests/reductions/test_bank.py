@@ -1,4 +1,4 @@
-"""Where the states of many sites lie."""
+"""Tests of the packed storage for the states of many sites."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from lightning_recorder.reductions import (
 Key = TypeVar("Key")
 
 CPU = torch.device("cpu")
-# Told apart from CPU by its index: a second device as far as the bank goes, which every machine has.
+# Differs from the CPU only by its index: to the bank it is a second device, and every machine has it.
 OTHER = torch.device("cpu", 0)
 
 
 class Elsewhere(Values):
-    """Values that say they are on the other device."""
+    """Values that claim to be on the other device."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.as_subclass(OnOther))
 
 
 class OnOther(Tensor):
-    """A tensor that says it is on the other device."""
+    """A tensor that claims to be on the other device."""
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]  # an attribute there
+    def device(self) -> torch.device:  # type: ignore[override]  # an attribute in torch
         return OTHER
 
 
 def collected(bank: StateBank[Key]) -> dict[Key, list[float]]:
-    """The states of a bank by key."""
+    """Return the states of a bank by key."""
     return {
         key: state.tolist() for group in bank.collect() for key, state in zip(group.keys, group.states, strict=True)
     }
@@ -59,7 +59,7 @@ def values(*numbers: float) -> Values:
 
 
 def test_each_key_has_a_state_of_its_own() -> None:
-    """Each key finds the state that it had before, also while the bank grows past its first block of 64."""
+    """Each key keeps its own state, even when the bank grows beyond its first block of 64 rows."""
     bank: StateBank[int] = StateBank(Extrema())
     for number in range(3):
         for key in range(200):
@@ -68,14 +68,14 @@ def test_each_key_has_a_state_of_its_own() -> None:
 
 
 def test_a_bank_without_keys_collects_nothing() -> None:
-    """A bank that has seen nothing has no states and takes no memory."""
+    """An empty bank has no states and uses no memory."""
     bank: StateBank[str] = StateBank(Extrema())
     assert bank.collect() == []
     assert bank.nbytes == 0
 
 
 def test_the_size_is_that_of_the_blocks() -> None:
-    """The bank takes 8 bytes for each word of blocks of 64 rows, and a block is begun when the last one is full."""
+    """The bank uses 8 bytes per word of its blocks of 64 rows, and a new block starts when the last one is full."""
     bank: StateBank[int] = StateBank(RunningMoments())
     sizes = [bank.nbytes]
     for key in range(65):
@@ -86,14 +86,14 @@ def test_the_size_is_that_of_the_blocks() -> None:
 
 
 def test_long_rows_come_one_by_one() -> None:
-    """Of a reduction that takes a mebiword per key no memory is set aside for keys that there are not."""
+    """A reduction that needs a mebiword per key gets no memory for unused rows."""
     bank: StateBank[int] = StateBank(BatchSum())
     bank.add(0, Values(torch.ones(1, 2**20 - 1)))
     assert bank.nbytes == 8 * 2**20
 
 
 def test_what_takes_much_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a reduction that takes more than 20 KB for a site, the bytes are logged once; of the default ones nothing."""
+    """The size of states above 20 KB per site is logged once; the default statistics log nothing."""
     caplog.set_level("INFO", "lightning_recorder")
     for reduction, size in ((Statistics(), 1), (BatchSum(), 2559), (BatchSum(), 2560)):
         bank: StateBank[int] = StateBank(reduction)
@@ -104,7 +104,7 @@ def test_what_takes_much_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_states_of_a_device_travel_together() -> None:
-    """All states of a kind are collected as one tensor, so that one transfer brings them."""
+    """All states of one kind are collected as one tensor, so that they need only one transfer."""
     bank: StateBank[int] = StateBank(Extrema())
     for key in range(65):
         bank.add(key, values(key))
@@ -112,19 +112,19 @@ def test_the_states_of_a_device_travel_together() -> None:
 
 
 def test_the_devices_of_a_key_are_merged() -> None:
-    """A key that was seen on two devices is collected as one merged state, its rows staying apart."""
+    """A key on two devices is collected as one merged state, while its rows stay separate."""
     bank: StateBank[str] = StateBank(RunningMoments())
     bank.add("both", values(1, 2))
     bank.add("both", Elsewhere(torch.tensor([3.0, 6.0])))
     bank.add("one", Elsewhere(torch.tensor([5.0])))
-    for _ in range(2):  # collecting again merges nothing twice
+    for _ in range(2):  # collecting again must not merge twice
         assert collected(bank) == {"both": [4.0, 3.0, 14.0], "one": [1.0, 5.0, 0.0]}
     bank.add("both", values(3, 3, 3, 3))
     assert collected(bank)["both"] == [8.0, 3.0, 14.0]
 
 
 def test_what_was_collected_is_a_snapshot() -> None:
-    """Collected states stay as they are when the rows are updated or reset, and changing them changes no row."""
+    """Collected states are a snapshot: later updates do not change them, and changing them changes no row."""
     bank: StateBank[str] = StateBank(Extrema())
     bank.add("a", values(1))
     (group,) = bank.collect()
@@ -135,7 +135,7 @@ def test_what_was_collected_is_a_snapshot() -> None:
 
 
 def test_reset_makes_every_row_initial() -> None:
-    """A reset empties the rows of all blocks and devices, what was not merged yet included; the keys stay."""
+    """A reset clears the rows of all blocks and devices, including deferred merges; the keys remain."""
     bank: StateBank[int] = StateBank(Extrema())
     for key in range(70):
         bank.add(key, values(key))
@@ -147,7 +147,7 @@ def test_reset_makes_every_row_initial() -> None:
 
 
 def test_reset_carries_over_what_a_reduction_carries() -> None:
-    """What follows a reset is compared with what came before it, by a reduction that compares neighbours."""
+    """A reduction that compares consecutive tensors compares the first one after a reset with the one before it."""
     bank: StateBank[str] = StateBank(Combined([Extrema(), Change()]))
     bank.add("a", values(3, 4))
     bank.reset()
@@ -164,7 +164,7 @@ def test_reset_carries_over_what_a_reduction_carries() -> None:
 
 @pytest.mark.parametrize("counts", [[1], [2, 1], [3, 0, 5], [64, 1], [65, 130, 7]])
 def test_what_is_merged_later_is_as_if_merged_at_once(counts: list[int]) -> None:
-    """However many updates each key has had between two results, its state is that of one reduction."""
+    """For any number of updates per key between two results, the state equals that of a single reduction."""
     torch.manual_seed(0)
     bank: StateBank[int] = StateBank(Combined([RunningMoments(), Extrema(), Tallies()]))
     expected = [Combined([RunningMoments(), Extrema(), Tallies()]) for _ in counts]
@@ -182,7 +182,7 @@ def test_what_is_merged_later_is_as_if_merged_at_once(counts: list[int]) -> None
 
 
 def test_sites_of_several_shapes() -> None:
-    """A reduction whose size depends on the tensor keeps for each key what its own shape needs."""
+    """A reduction that depends on the shape uses the shape of each key separately."""
     bank: StateBank[str] = StateBank(Combined([Extrema(), BatchMean()]))
     bank.add("two", Values(torch.tensor([[1.0, 2.0], [3.0, 4.0]])))
     bank.add("three", Values(torch.tensor([[1.0, 2.0, 6.0]])))
@@ -199,7 +199,7 @@ def test_sites_of_several_shapes() -> None:
 
 
 def test_a_row_from_inference_mode_can_be_updated_outside() -> None:
-    """A row that validation made inside inference mode takes updates outside it, also after a reset inside it."""
+    """A row that was created in inference mode accepts updates outside it, even after a reset inside it."""
     bank: StateBank[str] = StateBank(Extrema())
     with torch.inference_mode():
         bank.add("a", values(1))
@@ -213,7 +213,7 @@ def test_a_row_from_inference_mode_can_be_updated_outside() -> None:
 
 @pytest.fixture
 def hasty() -> Iterator[None]:
-    """Threads take turns as often as they can, so that what may go wrong between them does."""
+    """Make threads switch as often as possible, to provoke race conditions."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -222,7 +222,7 @@ def hasty() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hasty")
 def test_threads_get_rows_of_their_own() -> None:
-    """Rows that several threads ask for at once, as forward and backward hooks do on a GPU, are all different."""
+    """Rows that several threads request at the same time, such as hooks on a GPU, are distinct."""
     for _ in range(10):
         bank: StateBank[int] = StateBank(Extrema())
         with ThreadPoolExecutor(8) as pool:

@@ -1,4 +1,4 @@
-"""The contract that every reduction keeps."""
+"""Tests of the contract that every reduction satisfies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.reductions.strategies import DTYPES, streams
 
 Make = Callable[[], Reduction]
 
-# Of these the order, the shapes and the splitting of the tensors do not matter.
+# For these reductions the order, the shapes and the splitting of the tensors do not matter.
 OF_VALUES: dict[str, Make] = {
     "RunningMoments": RunningMoments,
     "RunningMoments, corrected": lambda: RunningMoments(correction=1),
@@ -82,7 +82,7 @@ thorough = settings(max_examples=40)
 
 
 def reduced(make: Make, *tensors: Tensor) -> Reduction:
-    """A reduction that has seen the tensors."""
+    """Return a reduction that was updated with the tensors."""
     result = make()
     for tensor in tensors:
         result.update(tensor)
@@ -90,7 +90,7 @@ def reduced(make: Make, *tensors: Tensor) -> Reduction:
 
 
 def merged(*parts: Reduction) -> Reduction:
-    """The merge of copies of the parts, from the left."""
+    """Return the merge of copies of the parts, from the left."""
     result = parts[0].on(parts[0].state.clone())
     for part in parts[1:]:
         result.merge(part)
@@ -98,17 +98,17 @@ def merged(*parts: Reduction) -> Reduction:
 
 
 def as_doubles(tensor: Tensor) -> Tensor:
-    """The real numbers of a tensor, with the bits of each NaN, which Python would not keep."""
+    """Return the real numbers of a tensor with the bits of each NaN, which Python floats would lose."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.flatten().double()
 
 
 def nan_joined(state: Tensor) -> Tensor:
-    """A state that ends with a histogram, with one bin of each sign for NaN.
+    """Return a state that ends with a histogram, with the NaN bins of each sign merged into one.
 
-    There are three, by the bits that a NaN has beside its exponent, and torch gives a NaN of half precision others
-    where it widens one value than where it widens many at once, as the processor has it.
+    There are three such bins, which depend on the mantissa of the NaN. Depending on the processor, torch gives a
+    half-precision NaN different mantissa bits if it widens one value or many at a time.
     """
     joined = state.clone()
     for first in (1021, 2045):
@@ -118,7 +118,7 @@ def nan_joined(state: Tensor) -> Tensor:
 
 
 def assert_same_stream(one: Reduction, other: Reduction, tensors: list[Tensor]) -> None:
-    """Hold two states of one stream to equality, to the bit in all words but the mean and the squared deviations."""
+    """Assert that two states of one stream are bitwise equal, except for rounding of mean and squared deviations."""
     if isinstance(one, ExponentHistogram) and one.sample is None:
         assert torch.equal(nan_joined(one.state), nan_joined(other.state))
     elif isinstance(one, (RunningMoments, Statistics)):
@@ -138,12 +138,12 @@ MATRIX = torch.arange(12.0).reshape(3, 4)
 
 
 def assert_bits(one: Tensor, other: Tensor) -> None:
-    """Hold two tensors to equality, NaN being equal to itself."""
+    """Assert that two tensors are equal; NaN equals NaN."""
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def examples(dtype: torch.dtype) -> list[Tensor]:
-    """A matrix, a 0-d and an empty tensor of a type."""
+    """Return a matrix, a 0-d tensor and an empty tensor of a type."""
     return [torch.arange(12).reshape(3, 4).to(dtype), torch.tensor(1).to(dtype), torch.zeros(0, 2).to(dtype)]
 
 
@@ -154,7 +154,7 @@ def examples(dtype: torch.dtype) -> list[Tensor]:
 @thorough
 @given(stream=streams)
 def test_splitting_a_stream_changes_nothing(make: Make, stream: list[Tensor]) -> None:
-    """Updates with the parts, a merge of states that saw one part each and one update with everything agree."""
+    """Separate updates, a merge of one state per part and a single update with everything agree."""
     whole = torch.cat([torch.zeros(0).double(), *map(as_doubles, stream)])
     together = reduced(make, whole)
     assert_same_stream(reduced(make, *stream), together, stream)
@@ -167,7 +167,7 @@ def test_splitting_a_stream_changes_nothing(make: Make, stream: list[Tensor]) ->
 def test_merging_is_associative_and_commutative(
     make: Make, first: list[Tensor], second: list[Tensor], third: list[Tensor]
 ) -> None:
-    """The order and the grouping in which states are merged do not matter."""
+    """The order and the grouping of merges do not matter."""
     a, b, c = (reduced(make, *stream) for stream in (first, second, third))
     everything = [*first, *second, *third]
     left = merged(merged(a, b), c)
@@ -179,7 +179,7 @@ def test_merging_is_associative_and_commutative(
 @thorough
 @given(stream=streams)
 def test_the_initial_state_is_neutral(make: Make, stream: list[Tensor]) -> None:
-    """Merging with an empty state changes no bit, from the left and from the right."""
+    """Merging with an empty state from either side changes no bit."""
     state = reduced(make, *stream)
     assert torch.equal(merged(state, make()).state, state.state)
     assert torch.equal(merged(make(), state).state, state.state)
@@ -187,7 +187,7 @@ def test_the_initial_state_is_neutral(make: Make, stream: list[Tensor]) -> None:
 
 @each_of_values
 def test_an_empty_tensor_changes_nothing(make: Make) -> None:
-    """Updating with a tensor without values leaves the state as it is, at the beginning and later."""
+    """Updating with an empty tensor does not change the state."""
     empty = torch.zeros(0, 3)
     assert torch.equal(reduced(make, empty).state, make().initial())
     ones = torch.ones(3)
@@ -196,7 +196,7 @@ def test_an_empty_tensor_changes_nothing(make: Make) -> None:
 
 @each_reduction
 def test_an_empty_stream_is_neutral(make: Make) -> None:
-    """Merging with a reduction that has seen nothing changes no bit, from the left and from the right."""
+    """Merging with a reduction without data from either side changes no bit."""
     state = reduced(make, MATRIX, MATRIX + 1)
     right = reduced(make, MATRIX, MATRIX + 1)
     right.merge(make())
@@ -206,13 +206,13 @@ def test_an_empty_stream_is_neutral(make: Make) -> None:
     assert torch.equal(left.state.nan_to_num(nan=7.5), state.state.nan_to_num(nan=7.5))
 
 
-# Which values a reservoir chooses depends on how many there were before in the part; it has tests of its own.
+# The choice of a reservoir depends on the number of earlier values; it has tests of its own.
 DETERMINATE = {name: make for name, make in ALL.items() if name != "Reservoir"}
 
 
 @pytest.mark.parametrize("make", DETERMINATE.values(), ids=DETERMINATE)
 def test_merging_in_order_is_one_stream(make: Make) -> None:
-    """Merging two parts of a stream in their order gives the statistics of the stream, to 1e-12."""
+    """Merging two parts of a stream in order gives the statistics of the whole stream within 1e-12."""
     tensors = [MATRIX, MATRIX * 2 - 3, -MATRIX]
     whole = reduced(make, *tensors).compute()
     for cut in (1, 2):
@@ -236,19 +236,19 @@ def test_other_settings_are_not_merged() -> None:
 
 @each_reduction
 def test_merging_leaves_the_other_as_it_is(make: Make) -> None:
-    """A merge takes the other state in and does not change it."""
+    """A merge does not change the other state."""
     other = reduced(make, MATRIX)
     before = other.state.clone()
     reduced(make, MATRIX + 1).merge(other)
     assert_bits(other.state, before)
 
 
-# Life
+# Life cycle
 
 
 @each_reduction
 def test_a_state_dict_continues_the_stream(make: Make) -> None:
-    """A state that went through a file, loaded with weights_only, continues to the very bit."""
+    """A state that is saved to a file and loaded with weights_only continues bitwise identically."""
     first, second = MATRIX, torch.where(MATRIX > 3, MATRIX, float("nan"))
     file = io.BytesIO()
     torch.save(reduced(make, first).state_dict(), file)
@@ -265,7 +265,7 @@ def test_a_state_dict_continues_the_stream(make: Make) -> None:
 
 @each_reduction
 def test_an_empty_state_dict_is_an_empty_stream(make: Make) -> None:
-    """The state of a reduction that has seen nothing can be saved, and loading it forgets what was there."""
+    """The state of an empty stream can be saved, and loading it discards earlier data."""
     for restored in (make(), reduced(make, MATRIX)):
         restored.load_state_dict(make().state_dict())
         restored.update(MATRIX)
@@ -274,7 +274,7 @@ def test_an_empty_state_dict_is_an_empty_stream(make: Make) -> None:
 
 @each_reduction
 def test_a_state_dict_is_a_snapshot(make: Make) -> None:
-    """A state dict stays as it is when the stream goes on."""
+    """A state dict is a snapshot that later updates do not change."""
     state = reduced(make, MATRIX)
     snapshot = state.state_dict()
     before = {name: value.clone() for name, value in snapshot.items()}
@@ -286,7 +286,7 @@ def test_a_state_dict_is_a_snapshot(make: Make) -> None:
 
 @each_reduction
 def test_reset_forgets(make: Make) -> None:
-    """After a reset the state is that of an empty stream, in the same memory."""
+    """A reset restores the initial state in the same memory."""
     state = reduced(make, MATRIX)
     memory = state.state.data_ptr()
     state.reset()
@@ -296,7 +296,7 @@ def test_reset_forgets(make: Make) -> None:
 
 @each_reduction
 def test_computing_changes_nothing(make: Make) -> None:
-    """Computing leaves the state as it is, so that it can be repeated."""
+    """Computing does not change the state, so it can be repeated."""
     state = reduced(make, MATRIX)
     before = state.state.clone()
     first, second = state.compute(), state.compute()
@@ -308,7 +308,7 @@ def test_computing_changes_nothing(make: Make) -> None:
 
 @each_reduction
 def test_a_given_row_is_worked_on_in_place(make: Make) -> None:
-    """A row of a larger block is updated where it lies, and its neighbours are left alone."""
+    """A row of a larger block is updated in place, and its neighbours are not changed."""
     sized = make().sized_for(Values(MATRIX))
     block = sized.initial().repeat(3, 1)
     sized.on(block[1]).update(MATRIX)
@@ -319,7 +319,7 @@ def test_a_given_row_is_worked_on_in_place(make: Make) -> None:
 
 @each_reduction
 def test_rows_are_summarized_and_merged_together_as_one_by_one(make: Make) -> None:
-    """A block of states is merged and summarised to what its rows give one by one."""
+    """Merging and summarising a block of states gives the same results as row by row."""
     sized = make().sized_for(Values(MATRIX))
     rows = [[MATRIX], [], [torch.where(MATRIX > 3, MATRIX, float("nan"))], [torch.zeros_like(MATRIX), MATRIX + 1]]
     block = torch.stack([reduced(lambda: sized.on(sized.initial()), *row).state for row in rows])
@@ -337,7 +337,7 @@ def test_rows_are_summarized_and_merged_together_as_one_by_one(make: Make) -> No
 
 @each_reduction
 def test_what_is_left_to_be_merged_is_merged_right(make: Make) -> None:
-    """What an update leaves to be merged later, merged into the first words, gives the state of the whole update."""
+    """Merging the deferred part of an update into the first words gives the state of a full update."""
     sized = make().sized_for(Values(MATRIX))
     state = sized.initial()
     for tensor in (MATRIX, MATRIX - 5):
@@ -351,7 +351,7 @@ def test_what_is_left_to_be_merged_is_merged_right(make: Make) -> None:
 
 @each_reduction
 def test_beginning_anew_in_several_rows(make: Make) -> None:
-    """Rows that begin a new stream are empty, but for what a reduction compares with the one before."""
+    """Rows that start a new stream are empty, except for what a reduction carries over for comparison."""
     sized = make().sized_for(Values(MATRIX))
     rows = torch.stack([reduced(make, MATRIX).state, sized.initial()])
     sized.restart(rows)
@@ -365,19 +365,19 @@ def test_beginning_anew_in_several_rows(make: Make) -> None:
 
 @each_reduction
 def test_it_prints_its_settings(make: Make) -> None:
-    """A reduction prints as its class with its settings; one that takes the shape of its tensors says its bytes."""
+    """The repr shows the class and the settings, and the size in bytes if the state depends on the shape."""
     text = repr(reduced(make, MATRIX))
     assert text.startswith(type(make()).__name__ + "(")
     assert ("bytes" in text) == (not make().width)
 
 
-# Refusals
+# Rejected arguments
 
 
 @each_reduction
 @pytest.mark.parametrize("change", ["longer", "stacked", "float32"])
 def test_a_state_of_another_shape_or_type_is_refused(make: Make, change: str) -> None:
-    """A row of a wrong shape or type is refused with the shape that is needed."""
+    """A row of a wrong shape or dtype is rejected with an error that names the required shape."""
     sized = make().sized_for(Values(MATRIX))
     state = sized.initial()
     wrong = {"longer": torch.cat((state, state)), "stacked": state[None], "float32": state.float()}[change]
@@ -387,20 +387,20 @@ def test_a_state_of_another_shape_or_type_is_refused(make: Make, change: str) ->
 
 
 def test_a_state_dict_of_another_reduction_is_refused() -> None:
-    """A saved state of another width is refused, and the state stays as it was."""
+    """A saved state of another width is rejected, and the state does not change."""
     state = reduced(Extrema, torch.arange(3.0))
     with pytest.raises(ArgumentError, match=r"^Extrema needs \(2,\), the saved state has shape \(3,\)$"):
         state.load_state_dict(RunningMoments().state_dict())
     assert state.state.tolist() == [0.0, 2.0]
 
 
-# Training is not changed
+# Training is not affected
 
 
 @each_reduction
 @each_dtype
 def test_the_tensor_stays_as_it_is(make: Make, dtype: torch.dtype) -> None:
-    """An update reads the tensor and writes no bit of it."""
+    """An update does not modify the tensor."""
     for tensor in examples(dtype):
         before = tensor.clone()
         if tensor.dim() or make().width:
@@ -410,7 +410,7 @@ def test_the_tensor_stays_as_it_is(make: Make, dtype: torch.dtype) -> None:
 
 @each_reduction
 def test_the_state_takes_no_part_in_autograd(make: Make) -> None:
-    """A tensor with a gradient gives a state without one, also where gradients are on."""
+    """A tensor that requires a gradient leads to a state without one, even with gradients enabled."""
     x = torch.ones(3, 4, requires_grad=True)
     state = reduced(make, x * 2)
     assert not state.state.requires_grad
@@ -419,7 +419,7 @@ def test_the_state_takes_no_part_in_autograd(make: Make) -> None:
 
 @each_reduction
 def test_nothing_is_kept_of_the_tensor(make: Make) -> None:
-    """A tensor that was taken in is freed with its last other reference."""
+    """An update keeps no reference to the tensor."""
     tensor = torch.ones(3, 4)
     reference = weakref.ref(tensor)
     state = reduced(make, tensor)
@@ -431,7 +431,7 @@ def test_nothing_is_kept_of_the_tensor(make: Make) -> None:
 
 @each_reduction
 def test_a_tensor_of_inference_mode_is_taken(make: Make) -> None:
-    """A state that was made outside inference mode takes tensors inside it, and inference tensors outside it."""
+    """A state works with tensors inside and outside inference mode, wherever it was created."""
     state = make()
     with torch.inference_mode():
         tensor = MATRIX.clone()
@@ -441,11 +441,11 @@ def test_a_tensor_of_inference_mode_is_taken(make: Make) -> None:
     assert_bits(state.state, state.initial())
 
 
-# Nothing waits
+# No synchronisation
 
 
 class NoReading(TorchDispatchMode):
-    """Fails on every operation by which a number leaves the device or a shape depends on one."""
+    """A mode that fails on every operation that reads a number from the device or has a data-dependent shape."""
 
     forbidden = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique", "is_nonzero", "equal")
 
@@ -460,13 +460,13 @@ class NoReading(TorchDispatchMode):
 
 
 def test_the_guard_against_waiting_works() -> None:
-    """The mode below fails on a read of one number."""
-    with pytest.raises(AssertionError, match="_local_scalar_dense makes a device wait"), NoReading():  # type: ignore[no-untyped-call]  # torch's own constructor
+    """The mode fails when a single number is read."""
+    with pytest.raises(AssertionError, match="_local_scalar_dense makes a device wait"), NoReading():  # type: ignore[no-untyped-call]  # the constructor of torch is untyped
         torch.ones(1).sum().item()
 
 
 def live(make: Make, device: str, dtype: torch.dtype) -> Reduction:
-    """Everything that happens to a state while a model trains."""
+    """Run all operations that a state undergoes while a model trains."""
     state, other = make(), make()
     examined = examples(dtype) if make().width else examples(dtype)[:1] * 2
     for tensor in examined:
@@ -482,7 +482,7 @@ def live(make: Make, device: str, dtype: torch.dtype) -> Reduction:
 @each_reduction
 @each_dtype
 def test_no_operation_depends_on_data(make: Make, dtype: torch.dtype) -> None:
-    """Updates, merges and summaries run on meta tensors, which have no data that could be read."""
+    """Updates, merges and summaries run on meta tensors, which have no data to read."""
     state = live(make, "meta", dtype)
     assert (state.state.shape, state.state.dtype) == ((state.width,), torch.float64)
     assert state.state.device.type == "meta"
@@ -491,15 +491,15 @@ def test_no_operation_depends_on_data(make: Make, dtype: torch.dtype) -> None:
 @each_reduction
 @each_dtype
 def test_no_number_is_read(make: Make, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates, merges and summaries never read a number, where they go the way that they go on a GPU."""
+    """Updates, merges and summaries read no number on the code path of a GPU."""
     monkeypatch.setattr(statistics, "_QUICK", ())
-    with NoReading():  # type: ignore[no-untyped-call]  # torch's own constructor
+    with NoReading():  # type: ignore[no-untyped-call]  # the constructor of torch is untyped
         live(make, "cpu", dtype)
 
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Operations that may vary from run to run raise."""
+    """Make nondeterministic operations raise."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -509,15 +509,15 @@ def deterministic() -> Iterator[None]:
 @each_dtype
 @pytest.mark.usefixtures("deterministic")
 def test_two_runs_are_equal(make: Make, dtype: torch.dtype) -> None:
-    """Under deterministic algorithms nothing raises, and two runs agree to the bit."""
+    """With deterministic algorithms nothing raises, and two runs are bitwise equal."""
     assert torch.equal(live(make, "cpu", dtype).state, live(make, "cpu", dtype).state)
 
 
-# A reduction of one's own
+# A user-defined reduction
 
 
 class AbsoluteSum(Reduction):
-    """Sum of magnitudes: what the contract asks of a subclass and no more."""
+    """Sum of magnitudes: a minimal subclass that satisfies the contract."""
 
     width = 1
     statistics = ("absolute_sum",)
@@ -532,7 +532,7 @@ class AbsoluteSum(Reduction):
 
 
 def test_two_methods_make_a_reduction() -> None:
-    """A subclass with a width, a name and two methods has the whole life of a reduction."""
+    """A subclass with a width, a name and two methods supports the whole life cycle of a reduction."""
     state = reduced(AbsoluteSum, torch.tensor([-1.0, 2.0, float("inf")]))
     state.merge(reduced(AbsoluteSum, torch.tensor([4])))
     assert float(state.compute()["absolute_sum"]) == 7.0
@@ -544,13 +544,13 @@ def test_two_methods_make_a_reduction() -> None:
 
 @pytest.mark.parametrize("make", [Reduction, type("Half", (Reduction,), {"width": 1})])
 def test_a_reduction_without_its_methods_cannot_be_made(make: Callable[[], object]) -> None:
-    """A class that lacks one of the two methods cannot be instantiated."""
+    """A class without one of the two methods cannot be instantiated."""
     with pytest.raises(TypeError, match="abstract"):
         make()
 
 
 def test_a_state_moves_to_the_device_of_the_tensors() -> None:
-    """A state that was begun on one device is continued on another."""
+    """A state moves to the device of the tensors and continues there."""
     state = reduced(Statistics, torch.ones(3))
     state.update(torch.ones(2, device="meta"))
     assert state.state.device.type == "meta"

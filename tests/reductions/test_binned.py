@@ -1,4 +1,4 @@
-"""Counts between edges."""
+"""Tests of histograms with explicit edges."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ each_narrow = pytest.mark.parametrize("dtype", NARROW, ids=str)
 
 
 def plain(edges: list[float], counts: list[int], low: float = -math.inf, high: float = math.inf) -> Histogram:
-    """A histogram of which the numbers beside the counts matter little."""
+    """Return a histogram whose summary numbers do not matter."""
     return Histogram(np.array(edges, dtype=float), np.array(counts, dtype=np.int64), low, high, 7.0, 11.0)
 
 
 def histogram_of(tensor: Tensor) -> Histogram:
-    """The histogram of a float32 tensor with the edges of the format."""
+    """Return the histogram of a float32 tensor with the fixed edges."""
     reduction = ExponentHistogram()
     reduction.update(tensor)
     values = values_of([tensor])
@@ -42,14 +42,14 @@ def histogram_of(tensor: Tensor) -> Histogram:
 
 
 def test_the_count_is_that_of_all_bins() -> None:
-    """A histogram's count is the sum over its bins, as an int."""
+    """The count of a histogram is the sum over its bins, as an int."""
     histogram = plain([0, 1, 2], [3, 4])
     assert histogram.count == 7
     assert type(histogram.count) is int
 
 
 def test_counts_and_edges_as_numpy_gives_them() -> None:
-    """The pair of counts and edges is that of numpy.histogram, in its order."""
+    """Counts and edges are in the format and order of numpy.histogram."""
     values = np.array([0.5, 1.5, 1.6, 3.9])
     histogram = plain([0, 1, 2, 3, 4], [1, 2, 0, 1])
     for found, expected in zip(histogram.np_histogram, np.histogram(values, bins=4, range=(0, 4)), strict=True):
@@ -65,28 +65,28 @@ def test_counts_and_edges_as_numpy_gives_them() -> None:
     [(0.0, 0.5), (0.125, 0.75), (0.25, 1.0), (0.5, 5.0), (0.75, 6.0), (1.0, 6.5)],
 )
 def test_quantiles_by_hand(share: float, expected: float) -> None:
-    """A quantile is interpolated between the edges of its bin, which end at the smallest and the largest value."""
-    # Two values in [0, 1), which begins at 0.5; none in [1, 4); four in [4, 6); two in [6, 8), which ends at 6.5.
+    """A quantile is interpolated between the edges of its bin, clipped to the smallest and largest value."""
+    # Two values in [0, 1), clipped at 0.5; none in [1, 4); four in [4, 6); two in [6, 8), clipped at 6.5.
     histogram = plain([0, 1, 4, 6, 8], [2, 0, 4, 2], 0.5, 6.5)
     assert histogram.quantile(share) == expected
 
 
 def test_quantiles_of_one_value_are_that_value() -> None:
-    """Where all values are equal each quantile is that value, whatever its bin."""
+    """If all values are equal, each quantile is that value, in any bin."""
     histogram = plain([1.0, 1.25], [5], 1.1, 1.1)
     assert [histogram.quantile(share) for share in (0.0, 0.3, 1.0)] == [1.1, 1.1, 1.1]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_without_values_a_quantile_is_nan(share: float) -> None:
-    """A histogram that counts nothing has no quantile."""
+    """The quantiles of an empty histogram are NaN."""
     assert math.isnan(plain([0, 0], [0], NAN, NAN).quantile(share))
     assert math.isnan(histogram_of(torch.tensor([NAN])).quantile(share))
 
 
 @pytest.mark.parametrize("share", [-0.01, 1.01, NAN, 50])
 def test_a_share_beyond_one_is_refused(share: float) -> None:
-    """A share that is not between 0 and 1, as a percentage, is refused."""
+    """A share that is not between 0 and 1, such as a percentage, is rejected."""
     with pytest.raises(ArgumentError, match=r"^a quantile has a share between 0 and 1, got "):
         plain([0, 1], [1]).quantile(share)
 
@@ -95,7 +95,7 @@ shares = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(0, 1)
 
 
 def valid_quantiles(values: NDArray[np.float64], share: float) -> tuple[float, float]:
-    """The range of values below which that share of sorted values lies: two neighbours, or one value twice."""
+    """Return the range for a quantile of sorted values: two neighbours, or one value twice."""
     rank = Fraction(share) * len(values)
     low = max(math.ceil(rank), 1) - 1
     high = min(math.floor(rank), len(values) - 1)
@@ -109,7 +109,7 @@ def valid_quantiles(values: NDArray[np.float64], share: float) -> tuple[float, f
     shares,
 )
 def test_a_quantile_is_in_the_bin_of_the_sorted_value(data: list[float], inner: list[float], share: float) -> None:
-    """With any edges a quantile is off from the sorted values by less than the bin in which it lies is wide."""
+    """For any edges, the error of a quantile is less than the width of its bin."""
     values = np.sort(np.array(data))
     edges = [-101.0, *sorted(inner), 101.0]
     histogram = plain(edges, np.histogram(values, edges)[0].tolist(), float(values[0]), float(values[-1]))
@@ -124,7 +124,7 @@ def test_a_quantile_is_in_the_bin_of_the_sorted_value(data: list[float], inner: 
 @settings(max_examples=100)
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=50), shares)
 def test_with_the_fixed_edges_a_quantile_is_off_by_a_quarter(data: list[float], share: float) -> None:
-    """With the edges of the format a quantile is off by less than a quarter of the value, or 2**-125 around zero."""
+    """With the fixed edges, the error of a quantile is at most 25 % of the value, or 2**-125 around zero."""
     values = np.sort(np.array(data))
     found = histogram_of(torch.tensor(data)).quantile(share)
     low, high = valid_quantiles(values, share)
@@ -132,18 +132,18 @@ def test_with_the_fixed_edges_a_quantile_is_off_by_a_quarter(data: list[float], 
     assert off < max(max(abs(low), abs(high)) / 4, 2 * TINY)
 
 
-# Narrower types
+# Narrower dtypes
 
 
 def test_underflow_by_hand() -> None:
-    """Of 1e-8, 4e-8 and 1 a third is below 2**-25, half of the smallest float16; a zero does not count."""
+    """A third of 1e-8, 4e-8 and 1 is below 2**-25, half of the smallest float16; zeros do not count."""
     assert histogram_of(torch.tensor([1e-8, 4e-8, 1.0])).underflow_fraction(torch.float16) == 1 / 3
     assert histogram_of(torch.tensor([-1e-8, 0.0, -0.0, 1e-8])).underflow_fraction(torch.float16) == 0.5
     assert histogram_of(torch.tensor([1e-8, 9e-4, 1.0])).underflow_fraction(torch.float8_e4m3fn) == 2 / 3
 
 
 def test_overflow_by_hand() -> None:
-    """Of 1, -1e5 and 1e6 two thirds are beyond 65504, the largest float16, and none beyond the largest bfloat16."""
+    """Two thirds of 1, -1e5 and 1e6 exceed 65504, the largest float16; none exceeds the largest bfloat16."""
     histogram = histogram_of(torch.tensor([1.0, -1e5, 1e6]))
     assert histogram.overflow_fraction(torch.float16) == 2 / 3
     assert histogram.overflow_fraction(torch.bfloat16) == 0.0
@@ -151,7 +151,7 @@ def test_overflow_by_hand() -> None:
 
 @each_narrow
 def test_without_values_the_fractions_are_nan(dtype: torch.dtype) -> None:
-    """A histogram that counts nothing has no share."""
+    """The fractions of an empty histogram are NaN."""
     histogram = plain([0, 0], [0], NAN, NAN)
     assert math.isnan(histogram.underflow_fraction(dtype))
     assert math.isnan(histogram.overflow_fraction(dtype))
@@ -159,7 +159,7 @@ def test_without_values_the_fractions_are_nan(dtype: torch.dtype) -> None:
 
 @each_narrow
 def test_zeros_alone_neither_vanish_nor_overflow(dtype: torch.dtype) -> None:
-    """Zeros are zeros in any type."""
+    """Zeros never underflow or overflow."""
     histogram = histogram_of(torch.zeros(3))
     assert histogram.underflow_fraction(dtype) == 0.0
     assert histogram.overflow_fraction(dtype) == 0.0
@@ -167,7 +167,7 @@ def test_zeros_alone_neither_vanish_nor_overflow(dtype: torch.dtype) -> None:
 
 @st.composite
 def around_limits(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
-    """Float32 of all magnitudes, many of them near the smallest and the largest number of a type."""
+    """Draw float32 values of all magnitudes, many of them near the limits of a dtype."""
     info = torch.finfo(dtype)
     smallest = info.smallest_normal * info.eps
     factors = st.floats(0.1875, 4.25, width=32)
@@ -182,7 +182,7 @@ def around_limits(draw: st.DrawFn, dtype: torch.dtype) -> Tensor:
 @settings(max_examples=80)
 @given(st.data())
 def test_underflow_is_below_half_of_the_smallest_number(dtype: torch.dtype, data: st.DataObject) -> None:
-    """The share is exactly that of the values below half of the smallest number, but for those around zero."""
+    """The fraction counts exactly the values below half of the smallest number, except those around zero."""
     tensor = data.draw(around_limits(dtype))
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
     expected = sum(TINY <= abs(value) < smallest for value in values_of([tensor]))
@@ -193,10 +193,10 @@ def test_underflow_is_below_half_of_the_smallest_number(dtype: torch.dtype, data
 @settings(max_examples=80)
 @given(st.data())
 def test_underflow_is_what_a_cast_makes_zero(dtype: torch.dtype, data: st.DataObject) -> None:
-    """The share is that of the values which a cast makes zero, but for the bin in which the casts begin to be zero."""
+    """The fraction agrees with a cast to the dtype, except in the bin that contains the rounding limit."""
     tensor = data.draw(around_limits(dtype))
     zeroed = (tensor.to(dtype).float() == 0) & (tensor.abs() >= TINY)
-    # A cast rounds to the nearest: half of the smallest number and what is below become zero.
+    # A cast rounds to nearest: values up to half of the smallest number become zero.
     half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
     undecided = (tensor.abs() >= half) & (tensor.abs() < 1.25 * half)
     found = histogram_of(tensor).underflow_fraction(dtype) * len(tensor)
@@ -207,14 +207,14 @@ def test_underflow_is_what_a_cast_makes_zero(dtype: torch.dtype, data: st.DataOb
 @settings(max_examples=80)
 @given(st.data())
 def test_overflow_is_what_a_cast_cannot_hold(dtype: torch.dtype, data: st.DataObject) -> None:
-    """The share is that of the values which a cast makes infinite or cuts off, but for the largest number's bin."""
+    """The fraction agrees with the values that a cast makes infinite or clips, except in the last bin of the dtype."""
     tensor = data.draw(around_limits(dtype))
     largest = torch.finfo(dtype).max
     cast = tensor.to(dtype).float()
-    # float8_e4m3fn has no infinity; a cast to it gives NaN or the largest number, as the version of torch has it.
+    # float8_e4m3fn has no infinity. Depending on the torch version, a cast gives NaN or the largest number.
     lost = ~cast.isfinite() | ((tensor.abs() > largest) & (cast.abs() == largest))
     exponent = math.floor(math.log2(largest))
-    # Both end with the quarter that begins at 1.75, or they would begin their bin elsewhere.
+    # Both types end with the quarter that starts at 1.75. Otherwise their last bin would start elsewhere.
     undecided = (tensor.abs() >= 1.75 * 2.0**exponent) & (tensor.abs() < 2.0 ** (exponent + 1))
     found = histogram_of(tensor).overflow_fraction(dtype) * len(tensor)
     assert int((lost & ~undecided).sum()) <= round(found) <= int((lost | undecided).sum())
@@ -222,7 +222,7 @@ def test_overflow_is_what_a_cast_cannot_hold(dtype: torch.dtype, data: st.DataOb
 
 @each_narrow
 def test_the_largest_number_of_a_type_is_not_too_large_for_it(dtype: torch.dtype) -> None:
-    """Values that a type can hold, its largest and its smallest ones, neither overflow nor underflow."""
+    """Values that a dtype can represent, including its largest and smallest ones, neither overflow nor underflow."""
     info = torch.finfo(dtype)
     smallest = info.smallest_normal * info.eps
     histogram = histogram_of(torch.tensor([info.max, -info.max, smallest, -smallest]))
@@ -238,7 +238,7 @@ def test_the_largest_number_of_a_type_is_not_too_large_for_it(dtype: torch.dtype
     [
         (9, [0, 1, 2, 3, 4, 8], [5, 1, 2, 0, 9]),
         (5, [0, 1, 2, 3, 4, 8], [5, 1, 2, 0, 9]),
-        # Values times width over the inner edges: 6 * 2, 3 * 2, 2 * 2 and 9 * 5.
+        # Values times width at the inner edges: 6 * 2, 3 * 2, 2 * 2 and 9 * 5.
         (4, [0, 1, 2, 4, 8], [5, 1, 2, 9]),
         (3, [0, 1, 4, 8], [5, 3, 9]),
         (2, [0, 4, 8], [8, 9]),
@@ -247,14 +247,14 @@ def test_the_largest_number_of_a_type_is_not_too_large_for_it(dtype: torch.dtype
     ],
 )
 def test_the_edges_with_the_least_loss_go_first(limit: int, edges: list[float], counts: list[int]) -> None:
-    """An edge goes the earlier, the fewer values lie in the two bins beside it and the narrower these are."""
+    """Edges between narrow bins with few values are removed first."""
     coarse = plain([0, 1, 2, 3, 4, 8], [5, 1, 2, 0, 9], 0.5, 7.5).coarsened(limit)
     assert (coarse.edges.tolist(), coarse.counts.tolist()) == (edges, counts)
     assert (coarse.min, coarse.max, coarse.sum, coarse.sum_squares, coarse.fraction) == (0.5, 7.5, 7.0, 11.0, 1.0)
 
 
 def test_thin_bins_go_before_wide_ones() -> None:
-    """Of the thin bins around zero of a bell curve many are joined, and its tails keep their edges."""
+    """Many of the thin bins around zero of a bell curve are merged, and the tails keep their edges."""
     fine = plain([-4, -2, -1, -0.5, -0.25, 0.25, 0.5, 1, 2, 4], [4, 8, 10, 8, 10, 8, 10, 8, 4])
     assert fine.coarsened(5).edges.tolist() == [-4, -2, -1, 1, 2, 4]
 
@@ -263,7 +263,7 @@ bins = st.lists(st.tuples(st.floats(0.01, 1e3), st.integers(0, 100)), min_size=1
 
 
 def drawn(parts: list[tuple[float, int]]) -> Histogram:
-    """A histogram of bins with those widths and counts, around zero."""
+    """Draw a histogram with bins of the given widths and counts, around zero."""
     edges = np.cumsum([0.0, *(width for width, _ in parts)]) - 500
     return plain(edges.tolist(), [count for _, count in parts], 1.0, 2.0)
 
@@ -271,7 +271,7 @@ def drawn(parts: list[tuple[float, int]]) -> Histogram:
 @settings(max_examples=100)
 @given(bins, st.integers(-1, 50))
 def test_coarsening_keeps_every_value_between_its_edges(parts: list[tuple[float, int]], limit: int) -> None:
-    """There are no more bins than asked for; each counts the fine bins between its edges, which are edges of those."""
+    """The result has at most the requested number of bins, edges from the fine histogram, and all counts."""
     fine = drawn(parts)
     coarse = fine.coarsened(limit)
     assert len(coarse.counts) == min(max(limit, 1), len(fine.counts))
@@ -285,7 +285,7 @@ def test_coarsening_keeps_every_value_between_its_edges(parts: list[tuple[float,
 @settings(max_examples=100)
 @given(bins, st.integers(1, 50))
 def test_the_edges_that_stay_lose_more(parts: list[tuple[float, int]], limit: int) -> None:
-    """No edge that went would have lost more values times width than one that stayed."""
+    """No removed edge has a larger loss than a remaining one."""
     fine = drawn(parts)
     edges, counts = fine.edges.tolist(), fine.counts.tolist()
     losses = {
@@ -301,7 +301,7 @@ def test_the_edges_that_stay_lose_more(parts: list[tuple[float, int]], limit: in
 @settings(max_examples=50)
 @given(bins, st.integers(1, 50))
 def test_coarsening_is_repeatable(parts: list[tuple[float, int]], limit: int) -> None:
-    """The same histogram is always joined in the same way, also where many edges are alike, and stays as it was."""
+    """Coarsening is deterministic, even with many equal losses, and does not change the original histogram."""
     fine, same = drawn(parts), drawn(parts)
     assert fine.coarsened(limit).edges.tolist() == same.coarsened(limit).edges.tolist()
     assert (fine.edges.tolist(), fine.counts.tolist()) == (same.edges.tolist(), same.counts.tolist())
@@ -310,11 +310,11 @@ def test_coarsening_is_repeatable(parts: list[tuple[float, int]], limit: int) ->
 
 
 def test_of_equal_edges_the_first_go_first() -> None:
-    """Where all edges lose the same the first are joined."""
+    """If all losses are equal, the first edges are removed."""
     assert plain(list(range(7)), [1] * 6).coarsened(3).edges.tolist() == [0, 4, 5, 6]
 
 
 def test_a_sample_stays_a_sample() -> None:
-    """The share of the values that were counted is that of the fine histogram."""
+    """The fraction of counted values does not change."""
     fine = Histogram(np.array([0.0, 1.0, 2.0]), np.array([3, 4]), 0.0, 2.0, 7.0, 11.0, fraction=0.25)
     assert fine.coarsened(1).fraction == 0.25

@@ -1,4 +1,4 @@
-"""How much each tensor differs from the one before it."""
+"""Tests of the comparison of each tensor with the previous one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ EAST, NORTH, WEST, NONE = (torch.tensor(pair) for pair in ([1.0, 0.0], [0.0, 2.0
 
 
 def pair_of(previous: Tensor, tensor: Tensor) -> tuple[float, float] | None:
-    """Cosine and ratio of norms of two neighbours, none where a norm is zero."""
+    """Return the cosine and the ratio of norms of two neighbours, or None if a norm is zero."""
     p, x = (np.nan_to_num(np.array(values_of([each]), float), nan=0, posinf=0, neginf=0) for each in (previous, tensor))
     norms = np.sqrt(np.sum(p * p)), np.sqrt(np.sum(x * x))
     return None if 0 in norms else (float(np.sum(p * x) / norms[0] / norms[1]), float(norms[1] / norms[0]))
 
 
 def assert_pairs(state: Reduction, pairs: list[tuple[float, float] | None]) -> None:
-    """Hold the means to those of the pairs, to 1e-13 of the largest summand: a thousand roundings or so."""
+    """Compare the means with those of the pairs, within 1e-13 of the largest summand (about 1000 roundings)."""
     there = [pair for pair in pairs if pair is not None]
     assert float(state.state[0]) == len(there)
     found = {name: float(value) for name, value in state.compute().items()}
@@ -49,7 +49,7 @@ def assert_pairs(state: Reduction, pairs: list[tuple[float, float] | None]) -> N
 
 
 def change(*stream: Tensor) -> list[float]:
-    """Mean cosine and mean ratio of a stream."""
+    """Return the mean cosine and mean ratio of a stream."""
     return [float(value) for value in reduced(Change, *stream).compute().values()]
 
 
@@ -74,24 +74,24 @@ def change(*stream: Tensor) -> list[float]:
     ],
 )
 def test_values_by_hand(stream: list[Tensor], cosine: float, ratio: float) -> None:
-    """Each tensor is compared with the one before it; a pair with a norm of zero is left out, and no pair is NaN."""
+    """Each tensor is compared with the previous one; pairs with a zero norm are ignored, and no pairs give NaN."""
     found = change(*stream)
     assert found == [pytest.approx(cosine, abs=1e-15, nan_ok=True), pytest.approx(ratio, rel=1e-15, nan_ok=True)]
 
 
 def test_numbers_have_a_change() -> None:
-    """Of 0-d tensors the cosine tells whether the sign stayed, and the ratio is that of the magnitudes."""
+    """For 0-d tensors the cosine is the sign change, and the ratio is that of the magnitudes."""
     assert change(torch.tensor(2.0), torch.tensor(-3.0), torch.tensor(-6.0)) == [0.0, 1.75]
 
 
 def test_it_is_ordered() -> None:
-    """It says of itself that the order matters."""
+    """The reduction declares that it is ordered."""
     assert Change().ordered is True
 
 
 @st.composite
 def ordered_streams(draw: st.DrawFn) -> list[Tensor]:
-    """Tensors of one shape, of several types."""
+    """Draw tensors of one shape and several types."""
     shape = draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=2))
     dtypes = draw(st.sampled_from([COMPLEX, tuple(dtype for dtype in DTYPES if not dtype.is_complex)]))
     return draw(st.lists(filled(shape, dtypes), min_size=1, max_size=6))
@@ -100,14 +100,14 @@ def ordered_streams(draw: st.DrawFn) -> list[Tensor]:
 @settings(max_examples=100)
 @given(ordered_streams())
 def test_any_stream_agrees_with_all_pairs(stream: list[Tensor]) -> None:
-    """For every type and shape the statistics are the means over all pairs of neighbours."""
+    """For every type and shape the statistics are the means over all consecutive pairs."""
     assert_pairs(reduced(Change, *stream), [pair_of(*pair) for pair in pairwise(stream)])
 
 
 @settings(max_examples=60)
 @given(ordered_streams())
 def test_a_cosine_is_a_cosine(stream: list[Tensor]) -> None:
-    """The mean of cosines is not beyond 1, but for the rounding of its last bits."""
+    """The mean cosine does not exceed 1, except for rounding."""
     cosine = change(*stream)[0]
     assert math.isnan(cosine) or abs(cosine) <= 1 + 4 * 2.0**-52
 
@@ -118,19 +118,19 @@ def test_a_cosine_is_a_cosine(stream: list[Tensor]) -> None:
 @settings(max_examples=100)
 @given(ordered_streams(), st.data())
 def test_merging_in_order_counts_every_pair(stream: list[Tensor], data: st.DataObject) -> None:
-    """However a stream is cut and in whatever grouping its parts are merged in order, it has the same pairs."""
+    """Any split of a stream that is merged in order, with any grouping, has the same pairs."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), min_size=2, max_size=2)))
     parts = [stream[: cuts[0]], stream[cuts[0] : cuts[1]], stream[cuts[1] :]]
     a, b, c = (reduced(Change, *part) for part in parts)
     pairs = [pair_of(*pair) for pair in pairwise(stream)]
     for state in (merged(Change, a, b, c), merged(Change, a, merged(Change, b, c))):
         assert_pairs(state, pairs)
-        # Updates, and the first and the last tensor, are the same words in any grouping.
+        # The number of updates and the first and last tensor are the same for any grouping.
         assert state.state[3:].tolist() == reduced(Change, *stream).state[3:].tolist()
 
 
 def test_the_order_of_merges_matters() -> None:
-    """In a.merge(b) the last of a and the first of b are the pair."""
+    """In a.merge(b) the last tensor of a and the first tensor of b form a pair."""
     a, b = reduced(Change, EAST), reduced(Change, WEST)
     assert float(merged(Change, a, b).compute()["ratio_to_previous"]) == 3.0
     assert float(merged(Change, b, a).compute()["ratio_to_previous"]) == 1 / 3
@@ -140,7 +140,7 @@ def test_the_order_of_merges_matters() -> None:
 
 
 def test_a_restart_by_hand() -> None:
-    """After a restart the last tensor is the one before the next, and its own pairs are not counted again."""
+    """After a restart the last tensor is the predecessor of the next one, and earlier pairs are not counted again."""
     state = reduced(Change, EAST, WEST)
     state.restart(state.state)
     assert [math.isnan(float(value)) for value in state.compute().values()] == [True, True]
@@ -149,7 +149,7 @@ def test_a_restart_by_hand() -> None:
 
 
 def test_a_restart_before_the_first_tensor_carries_nothing() -> None:
-    """A row that has seen nothing is as it was after a restart."""
+    """A restart does not change an empty row."""
     state = reduced(Change, EAST)
     state.reset()
     state.restart(state.state)
@@ -167,7 +167,7 @@ def test_a_reset_carries_nothing() -> None:
 
 
 def restarted(stream: list[Tensor], marks: list[bool]) -> list[Reduction]:
-    """The states at each restart, which comes after the tensors that are marked, and at the end."""
+    """Return the states at each restart, which follows the marked tensors, and at the end."""
     found, state = [], Change()
     for tensor, mark in zip(stream, marks, strict=True):
         state.update(tensor)
@@ -180,7 +180,7 @@ def restarted(stream: list[Tensor], marks: list[bool]) -> list[Reduction]:
 @settings(max_examples=100)
 @given(ordered_streams(), st.data())
 def test_restarts_lose_no_pair_and_count_none_twice(stream: list[Tensor], data: st.DataObject) -> None:
-    """Each result has the pairs whose second tensor came since the last one, and merged they have all pairs once."""
+    """Each result has the pairs that were completed since the last one, and merging them gives each pair once."""
     marks = data.draw(st.lists(st.booleans(), min_size=len(stream), max_size=len(stream)))
     states = restarted(stream, marks)
     pairs: list[list[tuple[float, float] | None]] = [[]]
@@ -200,7 +200,7 @@ def test_restarts_lose_no_pair_and_count_none_twice(stream: list[Tensor], data: 
 
 
 def test_restarts_one_after_the_other_carry_the_same() -> None:
-    """A result without a tensor between two others loses nothing of what is carried."""
+    """A result without a tensor between two others does not lose the carried tensor."""
     state = reduced(Change, EAST)
     state.restart(state.state)
     state.restart(state.state)
@@ -209,7 +209,7 @@ def test_restarts_one_after_the_other_carry_the_same() -> None:
 
 
 def test_a_bank_carries_the_last_tensor_of_each_key() -> None:
-    """When a bank begins a new stream, each key goes on from its own last tensor, and a key without one from none."""
+    """When a bank starts a new stream, each key continues from its own last tensor, if it has one."""
     bank: StateBank[str] = StateBank(Change())
     for key, tensor in (("a", EAST), ("b", NORTH)):
         bank.add(key, Values(tensor))
@@ -223,7 +223,7 @@ def test_a_bank_carries_the_last_tensor_of_each_key() -> None:
 
 
 def test_rows_are_restarted_together_as_one_by_one() -> None:
-    """A block of states is restarted to what its rows are one by one."""
+    """Restarting a block of states gives the same result as row by row."""
     rows = [reduced(Change, *stream) for stream in ([EAST], [EAST, WEST], [NONE, NORTH])]
     block = torch.stack([*(row.state for row in rows), rows[0].initial()])
     one_by_one = block.clone()
@@ -237,7 +237,7 @@ def test_rows_are_restarted_together_as_one_by_one() -> None:
 
 
 def test_another_shape_is_refused() -> None:
-    """The first tensor fixes the shape; one of another is refused and changes nothing."""
+    """The first tensor determines the shape; a tensor of another shape is rejected and changes nothing."""
     state = reduced(Change, torch.ones(2, 3))
     before = bits(state.state)
     with pytest.raises(ArgumentError, match=r"^Change keeps numbers of shape \(2, 3\), now the shape is \(3, 2\)$"):
@@ -246,15 +246,15 @@ def test_another_shape_is_refused() -> None:
 
 
 def test_the_size_is_that_of_two_tensors() -> None:
-    """The state takes 16 bytes for each element and 40 beside them."""
+    """The state takes 16 bytes per element plus 40 bytes."""
     assert reduced(Change, torch.ones(2, 3)).nbytes == 136
 
 
-# Life
+# Life cycle
 
 
 def test_a_state_dict_continues_the_stream() -> None:
-    """A state that is loaded into a fresh object continues to the very bit, with what was carried over."""
+    """A state loaded into a fresh object continues bitwise identically, including the carried tensor."""
     state = reduced(Change, EAST, WEST)
     state.restart(state.state)
     restored = Change()
@@ -265,7 +265,7 @@ def test_a_state_dict_continues_the_stream() -> None:
 
 
 def test_before_the_second_tensor_there_is_no_number() -> None:
-    """What is computed before the first tensor and after it is NaN."""
+    """The statistics are NaN before and after the first tensor."""
     state = Change()
     for tensor in (EAST, NONE):
         assert [bool(value.isnan().all()) for value in state.compute().values()] == [True, True]
@@ -275,18 +275,18 @@ def test_before_the_second_tensor_there_is_no_number() -> None:
 @settings(max_examples=60)
 @given(ordered_streams())
 def test_the_initial_state_is_neutral(stream: list[Tensor]) -> None:
-    """Merging with an empty state changes no bit, from the left and from the right."""
+    """Merging with an empty state from either side changes no bit."""
     assert_neutral(Change, *stream)
 
 
 def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
-    """A block of states is merged and summarised to what its rows give one by one."""
+    """Merging and summarising a block of states gives the same results as row by row."""
     ends = (EAST, NONE, WEST)
     assert_rows_agree(Change, [[EAST], *([one, other] for one, other in product(ends, ends)), [NORTH, EAST, NORTH]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
-    """A whole life runs on meta tensors, and reads no number elsewhere."""
+    """A whole life cycle runs on meta tensors and reads no number elsewhere."""
     tensor = torch.arange(12).reshape(3, 4).to(dtype)
     assert_nothing_waits(Change, tensor, tensor)

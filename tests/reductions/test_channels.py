@@ -1,4 +1,4 @@
-"""Statistics of each channel."""
+"""Tests of per-channel statistics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def channels_of(tensors: list[Tensor], dim: int) -> list[list[float]]:
-    """The values of each channel over all tensors."""
+    """Return the values of each channel over all tensors."""
     return [
         [value for tensor in tensors for value in values_of([tensor.select(dim, channel)])]
         for channel in range(tensors[0].shape[dim])
@@ -44,7 +44,7 @@ def channels_of(tensors: list[Tensor], dim: int) -> list[list[float]]:
 
 @st.composite
 def channel_streams(draw: st.DrawFn) -> tuple[int, list[Tensor]]:
-    """A dimension, and tensors that have the same number of channels there and any sizes elsewhere."""
+    """Draw a dimension and tensors with the same number of channels there and any sizes elsewhere."""
     channels = draw(st.integers(1, 3))
     dim, dims = draw(st.sampled_from([(1, 2), (1, 3), (-1, 2), (-1, 3), (0, 2), (-2, 3), (2, 4)]))
     tensors = []
@@ -56,7 +56,7 @@ def channel_streams(draw: st.DrawFn) -> tuple[int, list[Tensor]]:
 
 
 def assert_moments(reduction: Reduction, channels: list[list[float]]) -> None:
-    """Hold the moments of each channel to exact sums, within the bounds of ``RunningMoments``."""
+    """Compare the moments of each channel with exact sums, within the bounds of ``RunningMoments``."""
     counts = reduction.state.reshape(3, -1)[0]
     mean, std, rms = reduction.compute().values()
     for index, values in enumerate(channels):
@@ -68,13 +68,13 @@ def assert_moments(reduction: Reduction, channels: list[list[float]]) -> None:
 
 
 def test_moments_by_hand() -> None:
-    """Of the columns 1, 3 and 2, 2 the means are 2 and 2, the deviations 1 and 0, and the mean squares 5 and 4."""
+    """The columns 1, 3 and 2, 2 have means 2 and 2, deviations 1 and 0, and mean squares 5 and 4."""
     found = computed(ChannelMoments, torch.tensor([[1.0, 2.0], [3.0, 2.0]]))
     assert found == {"channel_mean": [2.0, 2.0], "channel_std": [1.0, 0.0], "channel_rms": [math.sqrt(5), 2.0]}
 
 
 def test_moments_of_images_by_hand() -> None:
-    """Of images the second dimension is that of the channels, which have the values of all pixels and samples."""
+    """For images the second dimension is the channel dimension, and each channel covers all pixels and samples."""
     first = torch.tensor([[[[1.0, 1.0]], [[0.0, 4.0]]]])  # one sample, two channels, 1 × 2 pixels
     second = torch.tensor([[[[3.0, 3.0]], [[2.0, 2.0]]]])
     found = computed(ChannelMoments, first, second)
@@ -83,19 +83,19 @@ def test_moments_of_images_by_hand() -> None:
 
 
 def test_moments_of_features_by_hand() -> None:
-    """With dim -1 the features of a transformer are the channels, whatever stands before them."""
+    """With dim -1 the features of a transformer are the channels, for any leading dimensions."""
     found = computed(lambda: ChannelMoments(-1), torch.tensor([[[0.0, 5.0, -1.0], [2.0, 5.0, 1.0]]]))
     assert found["channel_mean"] == [1.0, 5.0, 0.0]
     assert found["channel_std"] == [1.0, 0.0, 1.0]
 
 
 def test_a_smaller_batch_weighs_less() -> None:
-    """After a batch of three samples of 1 and one of a single sample of 5 the mean is 2."""
+    """After a batch of three samples of 1 and a batch of one sample of 5 the mean is 2."""
     assert computed(ChannelMoments, torch.ones(3, 1), torch.full((1, 1), 5.0))["channel_mean"] == [2.0]
 
 
 def test_what_is_not_finite_stays_in_its_channel() -> None:
-    """NaN and infinities are left out of their own channel, which is NaN if it has nothing else, and touch no other."""
+    """NaN and infinities are ignored in their channel, which is NaN without other values, and affect no other."""
     found = computed(ChannelMoments, torch.tensor([[1.0, NAN, NAN], [INF, 2.0, -INF]]))
     np.testing.assert_array_equal(found["channel_mean"], [1.0, 2.0, NAN])
     np.testing.assert_array_equal(found["channel_std"], [0.0, 0.0, NAN])
@@ -103,7 +103,7 @@ def test_what_is_not_finite_stays_in_its_channel() -> None:
 
 
 def test_a_complex_channel_has_both_parts() -> None:
-    """The real and the imaginary parts are values of the same channel, and dim -1 is the last of the complex tensor."""
+    """Real and imaginary parts belong to the same channel, and dim -1 is the last dimension of the complex tensor."""
     found = computed(lambda: ChannelMoments(-1), torch.tensor([[1 + 3j, 0j]]))
     assert found["channel_mean"] == [2.0, 0.0]
     assert found["channel_std"] == [1.0, 0.0]
@@ -112,7 +112,7 @@ def test_a_complex_channel_has_both_parts() -> None:
 @settings(max_examples=100)
 @given(channel_streams())
 def test_any_stream_agrees_with_exact_sums_of_each_channel(drawn: tuple[int, list[Tensor]]) -> None:
-    """For every type, dimension and splitting the moments of a channel are those of all its values."""
+    """For every type, dimension and split the moments of a channel cover all its values."""
     dim, tensors = drawn
     channels = channels_of(tensors, dim)
 
@@ -124,10 +124,10 @@ def test_any_stream_agrees_with_exact_sums_of_each_channel(drawn: tuple[int, lis
 
 
 def test_a_small_spread_beside_a_large_mean_is_kept() -> None:
-    """Of 1e4 ± 1e-3 in a hundred batches of doubles the deviation of each channel is 1e-3, right to 1e-9."""
+    """1e4 ± 1e-3 in a hundred batches of doubles has a standard deviation of 1e-3 in each channel, within 1e-9."""
     batches = [torch.tensor([[1e4 - 1e-3, 5.0], [1e4 + 1e-3, 5.0]], dtype=torch.float64)] * 100
     found = computed(ChannelMoments, *batches)
-    # 1e4 ± 1e-3 as doubles are off by 1e-12, a billionth of the deviation.
+    # The rounding error of 1e4 ± 1e-3 as doubles is 1e-12, a billionth of the deviation.
     assert found["channel_std"] == [pytest.approx(1e-3, rel=1e-9), 0.0]
 
 
@@ -151,13 +151,13 @@ def test_a_small_spread_beside_a_large_mean_is_kept() -> None:
     ],
 )
 def test_dead_channels_by_hand(tensors: list[Tensor], threshold: float, expected: float) -> None:
-    """A channel is dead if no magnitude in the whole stream is above the threshold; one with a NaN is not."""
+    """A channel is dead if no magnitude in the stream exceeds the threshold; a channel with a NaN is not dead."""
     found = one_number(reduced(lambda: DeadChannels(threshold=threshold), *tensors))
     assert found == pytest.approx(expected, abs=0, nan_ok=True)
 
 
 def test_a_channel_that_fires_once_is_not_dead() -> None:
-    """One value in the last of many batches brings a channel to life for good, also after a merge with dead ones."""
+    """A single value in the last of many batches makes a channel alive, also after a merge with dead ones."""
     dead = reduced(DeadChannels, *[torch.zeros(4, 2)] * 5)
     alive = reduced(DeadChannels, torch.tensor([[0.0, 0.1]]), torch.zeros(4, 2))
     assert [one_number(state) for state in (dead, alive, merged(DeadChannels, dead, alive, dead))] == [1.0, 0.5, 0.5]
@@ -166,7 +166,7 @@ def test_a_channel_that_fires_once_is_not_dead() -> None:
 @settings(max_examples=100)
 @given(channel_streams(), st.sampled_from([0.0, 2.0**-24, 0.1, 1.0, 50.0]))
 def test_any_stream_agrees_with_a_count_channel_by_channel(drawn: tuple[int, list[Tensor]], threshold: float) -> None:
-    """For every type, dimension and splitting the share is that of the channels with no value above the threshold."""
+    """For every type, dimension and split the fraction counts the channels without a value above the threshold."""
     dim, tensors = drawn
     channels = channels_of(tensors, dim)
     dead = sum(bool(values) and all(abs(value) <= threshold for value in values) for values in channels)
@@ -181,7 +181,7 @@ def test_any_stream_agrees_with_a_count_channel_by_channel(drawn: tuple[int, lis
 
 @pytest.mark.parametrize("threshold", [-1.0, NAN, "0"])
 def test_a_threshold_that_is_no_magnitude_is_refused(threshold: float) -> None:
-    """A threshold that is negative, NaN or no number is refused at construction."""
+    """A threshold that is negative, NaN or not a number is rejected by the constructor."""
     with pytest.raises(ArgumentError, match=r"^threshold must be a number of at least 0, got "):
         DeadChannels(threshold=threshold)
 
@@ -192,7 +192,7 @@ def test_a_threshold_that_is_no_magnitude_is_refused(threshold: float) -> None:
 @each_kind
 @pytest.mark.parametrize(("dim", "shape"), [(1, (3,)), (1, ()), (-1, ()), (-3, (2, 3)), (2, (2, 3))])
 def test_a_missing_dimension_is_refused(kind: Callable[[int], Reduction], dim: int, shape: tuple[int, ...]) -> None:
-    """A tensor without the dimension of the channels is refused, with its shape in the message."""
+    """A tensor without the channel dimension is rejected with an error that names its shape."""
     named = rf"^a tensor of shape \({', '.join(map(str, shape))},?\) has no dimension {dim}"
     with pytest.raises(ArgumentError, match=named):
         kind(dim).update(torch.ones(shape))
@@ -200,7 +200,7 @@ def test_a_missing_dimension_is_refused(kind: Callable[[int], Reduction], dim: i
 
 @each_kind
 def test_another_number_of_channels_is_refused(kind: Callable[[int], Reduction]) -> None:
-    """The first tensor fixes the number of channels; one with another number is refused and changes nothing."""
+    """The first tensor determines the number of channels; another number is rejected and changes nothing."""
     state = reduced(lambda: kind(1), torch.ones(2, 3))
     before = bits(state.state)
     with pytest.raises(ArgumentError, match=r"keeps numbers of shape \(3,\), now the shape is \(4,\)$"):
@@ -210,14 +210,14 @@ def test_another_number_of_channels_is_refused(kind: Callable[[int], Reduction])
 
 @pytest.mark.parametrize("dim", [0, -1])
 def test_a_vector_has_one_value_in_each_channel(dim: int) -> None:
-    """Of a vector, as the gradient of a bias, each element is a channel."""
+    """Each element of a vector, such as the gradient of a bias, is a channel."""
     vectors = [torch.tensor([0.0, 2.0]), torch.tensor([0.0, 4.0])]
     assert computed(lambda: ChannelMoments(dim), *vectors)["channel_mean"] == [0.0, 3.0]
     assert one_number(reduced(lambda: DeadChannels(dim), *vectors)) == 0.5
 
 
 def test_a_tensor_without_channels_has_no_statistics() -> None:
-    """Of a tensor with no channel the moments are empty and the dead share is NaN."""
+    """For a tensor without channels the moments are empty and the dead fraction is NaN."""
     assert computed(ChannelMoments, torch.zeros(2, 0)) == {"channel_mean": [], "channel_std": [], "channel_rms": []}
     assert math.isnan(one_number(reduced(DeadChannels, torch.zeros(2, 0))))
 
@@ -235,7 +235,7 @@ def test_the_size_is_that_of_the_channels() -> None:
 @settings(max_examples=40)
 @given(channel_streams())
 def test_the_initial_state_is_neutral(drawn: tuple[int, list[Tensor]]) -> None:
-    """Merging with an empty state changes no bit, from the left and from the right."""
+    """Merging with an empty state from either side changes no bit."""
     dim, tensors = drawn
     for kind in KINDS:
         assert_neutral(partial(kind, dim), *tensors)
@@ -243,7 +243,7 @@ def test_the_initial_state_is_neutral(drawn: tuple[int, list[Tensor]]) -> None:
 
 @each_kind
 def test_rows_are_merged_and_summarized_together_as_one_by_one(kind: Callable[[int], Reduction]) -> None:
-    """A block of states is merged and summarised to what its rows give one by one."""
+    """Merging and summarising a block of states gives the same results as row by row."""
     rows = [
         [torch.arange(6.0).reshape(2, 3)],
         [torch.zeros(0, 3)],
@@ -255,7 +255,7 @@ def test_rows_are_merged_and_summarized_together_as_one_by_one(kind: Callable[[i
 
 @each_kind
 def test_a_state_dict_continues_the_stream(kind: Callable[[int], Reduction]) -> None:
-    """A state that is loaded into a fresh object continues to the very bit."""
+    """A state loaded into a fresh object continues bitwise identically."""
     first, second = torch.arange(6.0).reshape(2, 3), torch.tensor([[7.0, NAN, 0.0]])
     restored = kind(1)
     restored.load_state_dict(reduced(lambda: kind(1), first).state_dict())
@@ -266,6 +266,6 @@ def test_a_state_dict_continues_the_stream(kind: Callable[[int], Reduction]) -> 
 @each_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_waits_for_the_device(kind: Callable[[int], Reduction], dtype: torch.dtype) -> None:
-    """A whole life runs on meta tensors, and reads no number elsewhere."""
+    """A whole life cycle runs on meta tensors and reads no number elsewhere."""
     tensors = [torch.arange(12).reshape(3, 4).to(dtype), torch.zeros(0, 4).to(dtype), torch.ones(1, 4, 2).to(dtype)]
     assert_nothing_waits(lambda: kind(1), *tensors)

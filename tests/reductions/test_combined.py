@@ -1,4 +1,4 @@
-"""Several statistics side by side."""
+"""Tests of several statistics in one row."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ ALL = (*ANY, *SIZED)
 
 
 def combined(*makes: Make) -> Callable[[], Combined]:
-    """What makes a fresh combination of fresh parts."""
+    """Return a factory of fresh combinations of fresh parts."""
     return lambda: Combined([make() for make in makes])
 
 
 def rows_of(both: Reduction) -> list[tuple[Reduction, Tensor]]:
-    """The parts of a combination with their words."""
+    """Return the parts of a combination with their words."""
     assert isinstance(both, Combined)
     return list(zip(both.parts, both.state.split([part.width for part in both.parts]), strict=True))
 
 
 def assert_as_alone(both: Reduction, makes: tuple[Make, ...], *stream: Tensor) -> None:
-    """Hold the words and the statistics of each part to those that it has alone, to the bit."""
+    """Assert that the words and statistics of each part are bitwise equal to those of the part alone."""
     alone = {make().statistics: reduced(make, *stream) for make in makes}
     assert set(both.statistics) == {name for names in alone for name in names}
     for part, row in rows_of(both):
@@ -85,19 +85,19 @@ def assert_as_alone(both: Reduction, makes: tuple[Make, ...], *stream: Tensor) -
 
 
 def test_values_by_hand() -> None:
-    """Of 3 and -4 the extrema are -4 and 3 and the norms 4, 7 and 5."""
+    """For 3 and -4 the extrema are -4 and 3 and the norms are 4, 7 and 5."""
     found = reduced(combined(Extrema, Norms), torch.tensor([3.0]), torch.tensor([[-4]])).compute()
     names = {name: float(value) for name, value in found.items()}
     assert names == {"min": -4.0, "max": 3.0, "abs_max": 4.0, "l1_norm": 7.0, "l2_norm": 5.0}
 
 
-# As alone
+# Equal to the parts alone
 
 
 @settings(max_examples=60)
 @given(streams)
 def test_the_parts_are_what_they_are_alone(stream: list[Tensor]) -> None:
-    """For every type, shape and splitting each part has the state that it has alone, to the bit."""
+    """For every type, shape and split each part has bitwise the same state as alone."""
     assert_as_alone(reduced(combined(*ANY), *stream), ANY, *stream)
     assert_as_alone(reduced(combined(*reversed(ANY)), *stream), ANY, *stream)
 
@@ -107,7 +107,7 @@ SAMPLES = (torch.tensor([[1.0, -2.0], [3.0, 0.0]]), torch.tensor([[8.0, float("n
 
 @pytest.mark.parametrize("makes", [ALL, tuple(reversed(ALL)), SIZED, WIDE, SCALARS, (*SIZED[:1], *WIDE)])
 def test_sized_parts_are_what_they_are_alone(makes: tuple[Make, ...]) -> None:
-    """Parts whose width depends on the shape of a tensor take it from the first one, whatever stands beside them."""
+    """Parts whose width depends on the shape take it from the first tensor, whatever the other parts are."""
     assert (combined(*makes)().width == 0) is any(make in SIZED for make in makes)
     both = reduced(combined(*makes), *SAMPLES)
     assert both.width == sum(reduced(make, *SAMPLES).width for make in makes)
@@ -116,12 +116,12 @@ def test_sized_parts_are_what_they_are_alone(makes: tuple[Make, ...]) -> None:
 
 @pytest.mark.parametrize("make", ALL)
 def test_a_single_part_is_what_it_is_alone(make: Make) -> None:
-    """A combination of one reduction is that reduction."""
+    """A combination of one reduction is equal to that reduction."""
     assert_as_alone(reduced(combined(make), *SAMPLES), (make,), *SAMPLES)
 
 
 def test_nested_parts_are_what_they_are_alone() -> None:
-    """A combination is a reduction like others, also as a part of another."""
+    """A combination can be a part of another combination."""
     inner = combined(Norms, BatchMean)
     makes: tuple[Make, ...] = (combined(inner, NearZero), Extrema, combined(LastValue))
     state = reduced(combined(*makes), torch.ones(2, 2), torch.zeros(2, 2))
@@ -137,7 +137,7 @@ LARGE = torch.randn(3, 250_001, generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_large_tensor_gives_what_it_gives_alone(dtype: torch.dtype) -> None:
-    """A tensor that is taken in pieces gives the counts, extrema and samples of the parts alone to the bit."""
+    """For a tensor that is processed in pieces, counts, extrema and samples are bitwise those of the parts alone."""
     tensor = LARGE.to(dtype)
     makes: tuple[Make, ...] = (Extrema, Tallies, lambda: NearZero(0.5), *WIDE, lambda: ChannelMoments(0), BatchMax)
     assert_as_alone(reduced(combined(*makes), tensor), makes, tensor)
@@ -148,7 +148,7 @@ def test_a_large_tensor_gives_what_it_gives_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("others", [(), (Extrema,), (Extrema, BatchMean)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_histogram_of_a_sample_counts_no_more_values(others: tuple[Make, ...], dtype: torch.dtype) -> None:
-    """Of a large tensor a histogram with a sample of 1000 counts every 751st, as it does alone."""
+    """A histogram with a sample of 1000 counts every 751st value of a large tensor, as it does alone."""
 
     def histogram() -> ExponentHistogram:
         return ExponentHistogram(sample=1000)
@@ -167,7 +167,7 @@ def test_a_histogram_of_a_sample_counts_no_more_values(others: tuple[Make, ...],
 @settings(max_examples=40)
 @given(streams, streams)
 def test_a_merge_is_that_of_the_parts(first: list[Tensor], second: list[Tensor]) -> None:
-    """Merging combinations merges each part as it is merged alone, to the bit, and an empty one is neutral."""
+    """Merging combinations is bitwise equal to merging each part alone, and an empty combination is neutral."""
     both = merged(combined(*ANY), reduced(combined(*ANY), *first), reduced(combined(*ANY), *second))
     alone = {make().statistics: merged(make, reduced(make, *first), reduced(make, *second)) for make in ANY}
     for part, row in rows_of(both):
@@ -175,17 +175,17 @@ def test_a_merge_is_that_of_the_parts(first: list[Tensor], second: list[Tensor])
 
 
 def test_the_initial_state_is_neutral() -> None:
-    """Merging with an empty state changes no bit, from the left and from the right."""
+    """Merging with an empty state from either side changes no bit."""
     assert_neutral(combined(*ALL), *SAMPLES)
 
 
 def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
-    """A block of states is merged and summarised to what its rows give one by one."""
+    """Merging and summarising a block of states gives the same results as row by row."""
     assert_rows_agree(combined(*ALL), [SAMPLES, SAMPLES[1:], [torch.ones(1, 2), *SAMPLES]])
 
 
 def test_two_collectives_merge_everything() -> None:
-    """Summing the additive words of several states, and merging the others alone, equals merging the whole states."""
+    """Summing the additive words of several states and merging the others equals merging the whole states."""
     streams_of_ranks = (SAMPLES, SAMPLES[1:], (torch.ones(1, 2), torch.full((3, 2), 0.25)))
     states = [reduced(combined(*ALL, Tallied), *stream) for stream in streams_of_ranks]
     whole = merged(combined(*ALL, Tallied), *states)
@@ -193,7 +193,7 @@ def test_two_collectives_merge_everything() -> None:
     assert (additive.shape, additive.dtype) == ((whole.width,), torch.bool)
     by_sum = torch.stack([state.state for state in states]).sum(0)
     assert_equal(by_sum[additive], whole.state[additive])
-    # The additive words may say anything while the others are merged.
+    # The additive words may have any value while the others are merged.
     rest = whole.initial()
     for state in states:
         other = torch.where(additive, 7.0, state.state)
@@ -202,14 +202,14 @@ def test_two_collectives_merge_everything() -> None:
 
 
 class Tallied(Combined):
-    """A nested part of both kinds, with names of its own."""
+    """A nested part with additive and other words and its own statistic names."""
 
     def __init__(self) -> None:
         super().__init__([Quiet(), Loud()])
 
 
 class Quiet(Tallies):
-    """Additive."""
+    """An additive reduction."""
 
     statistics = ("quiet",)
 
@@ -219,7 +219,7 @@ class Quiet(Tallies):
 
 
 class Loud(Extrema):
-    """Not additive."""
+    """A reduction that is not additive."""
 
     statistics = ("loud",)
 
@@ -244,7 +244,7 @@ class Loud(Extrema):
     ],
 )
 def test_the_additive_words_are_those_of_the_parts(make: Make, additive: bool) -> None:
-    """Beside an additive and another part the words of a third one are additive if they are so alone."""
+    """Words of a part are additive in a combination exactly if they are additive alone."""
     state = combined(make)() if make in (Extrema, Tallies) else combined(make, Quiet, Loud)()
     expected = {"loud": False, "quiet": True}
     found = {part.statistics: words for part, words in zip_words(state)}
@@ -253,7 +253,7 @@ def test_the_additive_words_are_those_of_the_parts(make: Make, additive: bool) -
 
 
 def zip_words(state: Combined) -> list[tuple[Reduction, list[bool]]]:
-    """The parts with the list of which of their words are additive."""
+    """Return the parts with the list of their additive words."""
     words = state.additive_words().split([part.width for part in state.parts])
     return [(part, each.tolist()) for part, each in zip(state.parts, words, strict=True)]
 
@@ -262,7 +262,7 @@ def zip_words(state: Combined) -> list[tuple[Reduction, list[bool]]]:
 
 
 def test_a_restart_is_that_of_the_parts() -> None:
-    """After a restart an ordered part carries on what it carries alone, and the others are empty."""
+    """After a restart an ordered part carries over the same state as alone, and the others are empty."""
     makes: tuple[Make, ...] = (Extrema, Change, BatchMean)
     state = reduced(combined(*makes), torch.ones(2, 2))
     state.restart(state.state)
@@ -281,12 +281,12 @@ def test_a_restart_without_ordered_parts_empties_the_rows() -> None:
     assert bits(block) == bits(state.initial()) * 3
 
 
-# Life
+# Life cycle
 
 
 @pytest.mark.parametrize("makes", [ANY, ALL])
 def test_a_state_dict_continues_the_stream(makes: tuple[Make, ...]) -> None:
-    """A state that is loaded into a fresh combination continues to the very bit."""
+    """A state loaded into a fresh combination continues bitwise identically."""
     restored = combined(*makes)()
     restored.load_state_dict(reduced(combined(*makes), SAMPLES[0]).state_dict())
     restored.update(SAMPLES[1])
@@ -294,7 +294,7 @@ def test_a_state_dict_continues_the_stream(makes: tuple[Make, ...]) -> None:
 
 
 def test_merging_with_one_that_has_seen_nothing() -> None:
-    """A fresh combination with sized parts takes the other's state in; merged into another it changes nothing."""
+    """An empty combination with sized parts takes over the other state; merging it into another changes nothing."""
     whole, fresh = reduced(combined(*ALL), *SAMPLES), merged(combined(*ALL))
     fresh.merge(whole)
     assert bits(fresh.state) == bits(whole.state)
@@ -303,7 +303,7 @@ def test_merging_with_one_that_has_seen_nothing() -> None:
 
 
 def test_asking_before_the_first_tensor_changes_nothing() -> None:
-    """A combination with sized parts whose state was looked at takes the first tensor like a fresh one."""
+    """A combination whose state was read before the first tensor behaves like a fresh one."""
     state = combined(Extrema, BatchMean)()
     state.reset()
     assert state.state.shape == (0,)
@@ -312,19 +312,19 @@ def test_asking_before_the_first_tensor_changes_nothing() -> None:
 
 
 def test_before_the_first_tensor_there_is_no_number() -> None:
-    """What a combination with sized parts computes before the first tensor is what its parts compute."""
+    """Before the first tensor, a combination with sized parts computes the same values as its parts."""
     found = combined(Extrema, BatchMean)().compute()
     assert [bool(found[name].isnan().all()) for name in ("min", "max", "batch_mean")] == [True] * 3
 
 
 def test_a_refused_tensor_is_refused() -> None:
-    """A tensor whose shape a part refuses is refused with the error of that part."""
+    """A tensor whose shape a part rejects raises the error of that part."""
     state = reduced(combined(BatchMean, Extrema), SAMPLES[0])
     with pytest.raises(ArgumentError, match=r"^BatchMean keeps numbers of shape \(2,\), now the shape is \(3,\)$"):
         state.update(torch.ones(1, 3))
 
 
-# Refusals
+# Rejected arguments
 
 
 @pytest.mark.parametrize(
@@ -341,13 +341,13 @@ def test_a_refused_tensor_is_refused() -> None:
     ],
 )
 def test_wrong_parts_are_refused(parts: Any, message: str) -> None:
-    """No part, a part that is no reduction, and two statistics of the same name are refused at construction."""
+    """The constructor rejects an empty list, a part that is not a reduction, and two statistics of the same name."""
     with pytest.raises(ArgumentError, match="^" + re.escape(message)):
         Combined(parts)
 
 
 def test_other_settings_are_not_merged() -> None:
-    """Combinations are merged only if the settings of all parts are the same."""
+    """Combinations are merged only if the settings of all parts are equal."""
     one = combined(Extrema, lambda: NearZero(0.5))()
     with pytest.raises(ArgumentError, match="cannot be merged"):
         one.merge(combined(Extrema, lambda: NearZero(0.25))())
@@ -357,19 +357,19 @@ def test_other_settings_are_not_merged() -> None:
 
 
 def test_it_is_written_as_it_is_made() -> None:
-    """The text of a combination names its parts with their settings."""
+    """The repr of a combination shows its parts with their settings."""
     assert repr(combined(Norms, lambda: NearZero(0.5))()) == "Combined([Norms(), NearZero(threshold=0.5)])"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int64, torch.complex64], ids=str)
 def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
-    """A whole life runs on meta tensors, and reads no number elsewhere."""
+    """A whole life cycle runs on meta tensors and reads no number elsewhere."""
     tensors = [torch.arange(12).reshape(3, 4).to(dtype), torch.ones(1, 4).to(dtype)]
     assert_nothing_waits(combined(*ALL), *tensors)
 
 
 def test_a_state_loaded_in_inference_mode_can_be_updated_outside() -> None:
-    """A combination that takes the shape of its tensors and was loaded inside inference mode goes on outside it."""
+    """A combination with sized parts that was loaded in inference mode can be updated outside it."""
     saved = reduced(combined(BatchMean, Extrema), SAMPLES[0]).state_dict()
     state = combined(BatchMean, Extrema)()
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What is read with the edges of the format."""
+"""Tests of the functions that read histograms with the fixed edges."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TINY = 2.0**-126  # the smallest normal float32
 
 
 def counts_of(*values: float) -> Tensor:
-    """The counts of values, by the reference."""
+    """Return the reference counts of values."""
     return torch.from_numpy(bins_of(values)).double()
 
 
 def quantiles(values: list[float], *shares: float) -> list[float]:
-    """Quantiles of values."""
+    """Return the quantiles of values."""
     found: list[float] = quantiles_of(counts_of(*values), shares).tolist()
     return found
 
@@ -53,35 +53,35 @@ def quantiles(values: list[float], *shares: float) -> list[float]:
     ],
 )
 def test_edges_by_hand(values: list[float], edges: list[float], counts: list[int]) -> None:
-    """Edges are those of the occupied bins; an empty stretch between two of them is one bin, and so are the zeros."""
+    """Edges are those of the occupied bins; a gap between two of them is one bin, and so are the zeros."""
     found = between_edges(bins_of(values))
     assert [each.tolist() for each in found] == [edges, counts]
     assert [each.dtype for each in found] == [np.float64, np.int64]
 
 
 def test_counts_of_both_types_are_taken() -> None:
-    """Counts as float64, as a state has them, give the edges that they give as integers."""
+    """Float64 counts, the type of a state, give the same edges as integer counts."""
     whole = bins_of([1.0, -2.0, 0.0])
     for one, other in zip(between_edges(whole), between_edges(whole.astype(float)), strict=True):
         assert one.tolist() == other.tolist()
 
 
 def test_a_large_count_stays_exact() -> None:
-    """Of a bin with 2**53 values each is counted."""
+    """A count of 2**53 in one bin is exact."""
     counts = np.zeros(2048)
     counts[508] = 2.0**53
     assert between_edges(counts)[1].tolist() == [2**53]
 
 
 def inside(value: float, left: float, right: float) -> bool:
-    """Whether a bin holds a value: a bin of positive values holds its left edge, one of negative values its right."""
+    """Return True if a bin contains a value; positive bins include their left edge, negative bins their right edge."""
     return left < value < right or (value == left and left > 0) or (value == right and right < 0)
 
 
 @settings(max_examples=100)
 @given(tensors(FLOATS))
 def test_each_value_lies_in_its_bin(tensor: Tensor) -> None:
-    """Edges ascend, each finite value lies in one bin, both ends are occupied and no two neighbours are empty."""
+    """Edges ascend, each finite value is in one bin, both end bins are occupied and no two neighbours are empty."""
     finite = [to_float32(value) for value in values_of([tensor]) if math.isfinite(value)]
     edges, counts = between_edges(bins_of(finite))
     if finite:
@@ -112,26 +112,26 @@ def test_each_value_lies_in_its_bin(tensor: Tensor) -> None:
     ],
 )
 def test_quantiles_by_hand(values: list[float], share: float, expected: float) -> None:
-    """A quantile is interpolated in the bin of its value; of zeros it is zero, and what is not finite takes no part."""
+    """A quantile is interpolated in its bin; it is zero for zeros, and values that are not finite are ignored."""
     assert quantiles(values, share) == [expected]
 
 
 @pytest.mark.parametrize("values", [[1.0], [-1.0, 5.0], [-3.0, 0.0]])
 def test_the_quantile_of_no_share_is_the_lower_end(values: list[float]) -> None:
-    """The quantile of share 0 is the lower edge of the first occupied bin, but for a millionth of its width."""
+    """The quantile of share 0 is the lower edge of the first occupied bin, within a millionth of its width."""
     (found,) = quantiles(values, 0.0)
     low, width = {1.0: (1.0, 0.25), -1.0: (-1.25, 0.25), -3.0: (-3.5, 0.5)}[values[0]]
     assert low <= found <= low + 1e-6 * width
 
 
 def test_without_a_finite_value_all_quantiles_are_nan() -> None:
-    """Counts of nothing, or of infinities, have no quantile."""
+    """Without a finite value all quantiles are NaN."""
     for values in ([], [INF, -INF]):
         np.testing.assert_array_equal(quantiles(values, 0.0, 0.5, 1.0), [NAN] * 3)
 
 
 def ends_of(value: float) -> tuple[float, float]:
-    """The lower and the upper end of the bin in which a value lies, those with zero in them being zero."""
+    """Return the lower and upper edge of the bin of a value; bins that contain zero count as zero."""
     number = bin_of(to_float32(value)) % 1024
     if not number:
         return 0.0, 0.0
@@ -144,7 +144,7 @@ def ends_of(value: float) -> tuple[float, float]:
 @settings(max_examples=200)
 @given(tensors(FLOATS), st.lists(st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 1)), min_size=1, max_size=4))
 def test_a_quantile_is_in_the_bin_of_the_sorted_value(tensor: Tensor, shares: list[float]) -> None:
-    """For every type a quantile lies in the bin of the value below and at which that share of the sorted ones lies."""
+    """For every type a quantile is in the bin of the corresponding sorted value."""
     values = sorted(to_float32(value) for value in values_of([tensor]) if math.isfinite(value))
     for share, found in zip(shares, quantiles(values, *shares), strict=True):
         if not values:
@@ -157,13 +157,13 @@ def test_a_quantile_is_in_the_bin_of_the_sorted_value(tensor: Tensor, shares: li
 @settings(max_examples=60)
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=40))
 def test_quantiles_ascend(values: list[float]) -> None:
-    """A larger share has no smaller quantile."""
+    """Quantiles are monotonic in the share."""
     found = quantiles(values, *np.linspace(0, 1, 21).tolist())
     assert found == sorted(found)
 
 
 def test_batched_rows_have_the_quantiles_of_each() -> None:
-    """Of counts with leading dimensions the quantiles of each row are those that it has alone."""
+    """For counts with leading dimensions each row has the same quantiles as alone."""
     rows = [[1.0, 2.0, -3.0], [], [0.0], [NAN, INF, 7.0]]
     shares = (0.0, 0.3, 1.0)
     block = torch.stack([counts_of(*values) for values in rows]).reshape(2, 1, 2, 2048)
@@ -173,7 +173,7 @@ def test_batched_rows_have_the_quantiles_of_each() -> None:
 
 
 def test_many_values_keep_their_ranks() -> None:
-    """Of 2**40 ones and as many twos the median is the upper edge of the ones, and a value more moves it."""
+    """The median of 2**40 ones and as many twos is the upper edge of the ones, and one more value moves it."""
     counts = torch.zeros(2048, dtype=torch.float64)
     counts[508] = counts[512] = 2.0**40
     assert quantiles_of(counts, [0.5, 0.25]).tolist() == [1.25, 1.125]
@@ -182,7 +182,7 @@ def test_many_values_keep_their_ranks() -> None:
 
 
 def test_the_counts_stay_as_they_are() -> None:
-    """Reading quantiles and edges writes no count."""
+    """Reading quantiles and edges does not change the counts."""
     counts = counts_of(1.0, -2.0)
     before = counts.tolist()
     quantiles_of(counts, [0.5])
@@ -194,12 +194,12 @@ def test_nothing_waits_for_the_device() -> None:
     """Quantiles are computed on meta tensors, and no number is read elsewhere."""
     found = quantiles_of(torch.zeros(3, 2048, dtype=torch.float64, device="meta"), [0.5, 1.0])
     assert (found.shape, found.dtype, found.device.type) == ((3, 2), torch.float64, "meta")
-    with NoReading():  # type: ignore[no-untyped-call]  # torch's own constructor
+    with NoReading():  # type: ignore[no-untyped-call]  # the constructor of torch is untyped
         quantiles_of(counts_of(), [0.0, 0.5])
 
 
 def test_the_quantiles_of_a_histogram_are_these() -> None:
-    """The statistics of a histogram with quantiles are those of its counts, under the names of the shares."""
+    """A histogram with quantiles computes them from its counts and names them by their shares."""
     histogram = ExponentHistogram(quantiles=[0.05, 0.5, 1])
     histogram.update(torch.tensor([1.0, -4.0, NAN, 0.1]))
     found = histogram.compute()

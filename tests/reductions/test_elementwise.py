@@ -1,4 +1,4 @@
-"""One number for each element of a sample."""
+"""Tests of elementwise statistics."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def statistic(reduction: Reduction) -> Tensor:
-    """The only statistic, in its shape."""
+    """Return the only statistic, in its shape."""
     (value,) = reduction.compute().values()
     return value
 
 
 def sum_of(values: list[float]) -> float:
-    """The sum as IEEE 754 has it: NaN for a NaN and for infinities of both signs."""
+    """Return the IEEE 754 sum: NaN for a NaN and for infinities of both signs."""
     special = [value for value in values if not math.isfinite(value)]
     return sum(special) if special else math.fsum(values)
 
 
 def extremum_of(values: list[float], choose: Callable[[list[float]], float]) -> float:
-    """Smallest or largest value, NaN where there is one."""
+    """Return the smallest or largest value, NaN if there is a NaN."""
     return NAN if any(map(math.isnan, values)) else choose(values)
 
 
 def reference(kind: Kind, values: list[float]) -> float:
-    """What is kept of the values of one element."""
+    """Return the reference statistic of the values of one element."""
     if not values:
         return NAN
     total = sum_of(values)
@@ -67,10 +67,10 @@ def reference(kind: Kind, values: list[float]) -> float:
 
 @st.composite
 def sample_streams(draw: st.DrawFn) -> tuple[int, list[Tensor]]:
-    """A dimension, and tensors of one shape but for that dimension, along which their samples lie."""
+    """Draw a sample dimension and tensors with equal shapes except for that dimension."""
     dim, dims = draw(st.sampled_from([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (-1, 2), (-1, 1), (-2, 3)]))
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 0]), min_size=dims, max_size=dims))
-    # A complex tensor keeps two numbers for each element, so that it does not come after a real one.
+    # A complex tensor has two numbers per element, so it must not follow a real one.
     dtypes = draw(st.sampled_from([COMPLEX, tuple(dtype for dtype in DTYPES if not dtype.is_complex)]))
     tensors = []
     for _ in range(draw(st.integers(1, 3))):
@@ -80,9 +80,9 @@ def sample_streams(draw: st.DrawFn) -> tuple[int, list[Tensor]]:
 
 
 def assert_elements(state: Reduction, kind: Kind, dim: int, tensors: list[Tensor]) -> None:
-    """Hold each element to the reference: extrema exactly, sums to 1e-14 of the sum of magnitudes.
+    """Compare each element with the reference: extrema exactly, sums within 1e-14 of the sum of magnitudes.
 
-    That is fifty roundings of float64 or so, more than a sum of nine numbers has.
+    That is about fifty float64 rounding errors, more than a sum of nine numbers has.
     """
     samples = [sample for tensor in tensors for sample in tensor.movedim(dim, 0)]
     first = tensors[0].movedim(dim, 0)
@@ -111,7 +111,7 @@ LAST = torch.tensor([[8.0, 1.0]])
     ],
 )
 def test_values_by_hand(kind: Kind, name: str, expected: list[float]) -> None:
-    """Each sample counts the same, so that a smaller last batch weighs less."""
+    """Every sample has the same weight, so a smaller last batch has less weight."""
     assert computed(lambda: kind(0), FIRST, LAST) == {name: expected}
     assert computed(lambda: kind(1), FIRST.T, LAST.T) == {name: expected}
     assert computed(lambda: kind(-1), FIRST.T, LAST.T) == {name: expected}
@@ -120,26 +120,26 @@ def test_values_by_hand(kind: Kind, name: str, expected: list[float]) -> None:
 @each_kind
 @pytest.mark.parametrize("shape", [(2, 3, 4), (2, 0), (0, 3)])
 def test_the_shape_is_that_of_a_sample(kind: Kind, shape: tuple[int, ...]) -> None:
-    """What is kept has the shape of the tensor without the dimension of the samples."""
+    """The statistic has the shape of the tensor without the sample dimension."""
     assert statistic(reduced(lambda: kind(0), torch.ones(shape))).shape == shape[1:]
     assert statistic(reduced(lambda: kind(-1), torch.ones(shape))).shape == shape[:-1]
 
 
 @each_kind
 def test_a_number_is_one_sample(kind: Kind) -> None:
-    """Of 0-d tensors, as losses are, each is a sample, and what is kept is a number."""
+    """Each 0-d tensor, such as a loss, is one sample, and the statistic is a number."""
     stream = [torch.tensor(3.0), torch.tensor(-1.0), torch.tensor(4.0)]
     state = reduced(lambda: kind(0), *stream)
     assert statistic(state).shape == ()
     assert float(statistic(state)) == reference(kind, [3.0, -1.0, 4.0])
-    # A vector has samples of the same shape: none.
+    # The samples of a vector also have the shape ().
     state.update(torch.tensor([7.0, -2.0]))
     assert float(statistic(state)) == pytest.approx(reference(kind, [3.0, -1.0, 4.0, 7.0, -2.0]), abs=1e-15)
 
 
 @each_kind
 def test_a_complex_number_is_kept_as_two(kind: Kind) -> None:
-    """Of complex tensors real and imaginary part are kept apart, in a last dimension of two."""
+    """Real and imaginary parts of complex tensors are separate, in a last dimension of size two."""
     found = statistic(reduced(lambda: kind(0), torch.tensor([[1 - 4j], [3 + 2j]])))
     assert found.tolist() == [[reference(kind, [1.0, 3.0]), reference(kind, [-4.0, 2.0])]]
 
@@ -154,7 +154,7 @@ def test_a_complex_number_is_kept_as_two(kind: Kind) -> None:
     ],
 )
 def test_what_is_not_finite_stays_in_its_element(kind: Kind, expected: list[float]) -> None:
-    """A NaN makes its own element NaN, infinities of both signs a sum, and no other element is touched."""
+    """A NaN makes its own element NaN, as do infinities of both signs for a sum; other elements are not affected."""
     stream = [torch.tensor([[NAN, INF, -INF, INF, 1.0]]), torch.tensor([[1.0, 1.0, 1.0, -INF, 2.0]])]
     for order in (stream, stream[::-1]):
         np.testing.assert_array_equal(statistic(reduced(lambda: kind(0), *order)), expected)
@@ -166,7 +166,7 @@ def test_what_is_not_finite_stays_in_its_element(kind: Kind, expected: list[floa
 @settings(max_examples=60)
 @given(sample_streams())
 def test_any_stream_agrees_with_python_element_by_element(kind: Kind, drawn: tuple[int, list[Tensor]]) -> None:
-    """For every type, dimension and splitting each element is that of all its samples."""
+    """For every type, dimension and split each element covers all its samples."""
     dim, tensors = drawn
     assert_elements(reduced(lambda: kind(dim), *tensors), kind, dim, tensors)
     parts = [reduced(lambda: kind(dim), tensor) for tensor in reversed(tensors)]
@@ -174,17 +174,17 @@ def test_any_stream_agrees_with_python_element_by_element(kind: Kind, drawn: tup
 
 
 def test_half_precision_is_summed_in_float64() -> None:
-    """A thousand samples of 65504 and one of 1 in half precision have the sum 65504001, which float32 has not."""
+    """A thousand half-precision samples of 65504 and one of 1 have the sum 65504001, which float32 cannot represent."""
     stream = [torch.full((1000, 1), 65504.0, dtype=torch.float16), torch.ones(1, 1, dtype=torch.float16)]
     assert computed(BatchSum, *stream) == {"batch_sum": [65504001.0]}
 
 
-# Nothing seen
+# Empty streams
 
 
 @each_kind
 def test_a_stream_without_a_sample_is_nan(kind: Kind) -> None:
-    """Batches without a sample fix the shape, and leave NaN for each element."""
+    """Batches without a sample determine the shape and give NaN for each element."""
     np.testing.assert_array_equal(statistic(reduced(lambda: kind(0), torch.zeros(0, 2))), [NAN, NAN])
     state = reduced(lambda: kind(0), FIRST)
     state.reset()
@@ -193,13 +193,13 @@ def test_a_stream_without_a_sample_is_nan(kind: Kind) -> None:
 
 @each_kind
 def test_before_the_first_tensor_there_is_no_number(kind: Kind) -> None:
-    """What is computed before the first tensor, whose shape is not known yet, has no value but NaN."""
+    """Before the first tensor, which determines the shape, the statistic is NaN."""
     assert statistic(kind(0)).isnan().all()
 
 
 @each_kind
 def test_asking_before_the_first_tensor_changes_nothing(kind: Kind) -> None:
-    """A state that was looked at, reset and saved before the first tensor takes that tensor like a fresh one."""
+    """A state that was read, reset and saved before the first tensor behaves like a fresh one."""
     state = kind(0)
     state.reset()
     assert state.state_dict() == {}
@@ -210,12 +210,12 @@ def test_asking_before_the_first_tensor_changes_nothing(kind: Kind) -> None:
 
 @each_kind
 def test_merging_with_an_object_that_has_seen_nothing(kind: Kind) -> None:
-    """An object that has seen nothing takes the other's shape and state in; merged into another it changes nothing."""
+    """An empty reduction takes over the shape and state of another; merging it into another changes nothing."""
     whole = reduced(lambda: kind(0), FIRST, LAST)
     fresh = kind(0)
     fresh.merge(whole)
     assert bits(fresh.state) == bits(whole.state)
-    fresh.update(LAST)  # in memory of its own
+    fresh.update(LAST)  # in its own memory
     assert bits(whole.state) == bits(reduced(lambda: kind(0), FIRST, LAST).state)
     before = bits(fresh.state)
     fresh.merge(kind(0))
@@ -225,7 +225,7 @@ def test_merging_with_an_object_that_has_seen_nothing(kind: Kind) -> None:
 @each_kind
 @pytest.mark.parametrize("seen", ["both", "this", "other"])
 def test_another_dimension_is_not_merged(kind: Kind, seen: str) -> None:
-    """Streams whose samples lie along different dimensions cannot be merged, whichever of them has seen something."""
+    """Streams with different sample dimensions cannot be merged, even if one of them is empty."""
     one, other = kind(0), kind(1)
     if seen != "other":
         one.update(torch.ones(2, 2))
@@ -240,7 +240,7 @@ def test_another_dimension_is_not_merged(kind: Kind, seen: str) -> None:
 
 @each_kind
 def test_a_sample_of_another_shape_is_refused(kind: Kind) -> None:
-    """The first tensor fixes the shape of a sample; one of another shape is refused and changes nothing."""
+    """The first tensor determines the shape of a sample; another shape is rejected and changes nothing."""
     state = reduced(lambda: kind(0), FIRST)
     before = bits(state.state)
     with pytest.raises(ArgumentError, match=r"keeps numbers of shape \(2,\), now the shape is \(3,\)$"):
@@ -252,7 +252,7 @@ def test_a_sample_of_another_shape_is_refused(kind: Kind) -> None:
 
 @each_kind
 def test_states_of_another_shape_are_not_merged(kind: Kind) -> None:
-    """States of samples of different shapes cannot be merged."""
+    """States of samples with different shapes cannot be merged."""
     one, other = reduced(lambda: kind(0), torch.ones(2, 2)), reduced(lambda: kind(0), torch.ones(2, 3))
     with pytest.raises(ArgumentError, match="cannot be merged"):
         one.merge(other)
@@ -260,17 +260,17 @@ def test_states_of_another_shape_are_not_merged(kind: Kind) -> None:
 
 @each_kind
 def test_a_missing_dimension_is_refused(kind: Kind) -> None:
-    """A tensor without the dimension of the samples is refused, with its shape in the message."""
+    """A tensor without the sample dimension is rejected with an error that names its shape."""
     with pytest.raises(ArgumentError, match=r"^a tensor of shape \(3,\) has no dimension 1; choose another dim$"):
         kind(1).update(torch.ones(3))
 
 
-# Life
+# Life cycle
 
 
 @each_kind
 def test_a_state_dict_continues_the_stream(kind: Kind) -> None:
-    """A state that is loaded into a fresh object, or into one that has seen others, continues to the very bit."""
+    """A state loaded into a fresh or used object continues bitwise identically."""
     saved = reduced(lambda: kind(0), FIRST).state_dict()
     expected = reduced(lambda: kind(0), FIRST, LAST)
     for restored in (kind(0), reduced(lambda: kind(0), LAST)):
@@ -282,7 +282,7 @@ def test_a_state_dict_continues_the_stream(kind: Kind) -> None:
 
 @each_kind
 def test_a_state_dict_of_another_shape_is_refused(kind: Kind) -> None:
-    """A saved state of samples of another shape is refused, and the state stays as it was."""
+    """A saved state of samples with another shape is rejected, and the state does not change."""
     state = reduced(lambda: kind(0), FIRST)
     before = bits(state.state)
     with pytest.raises(ArgumentError, match=r"keeps numbers of shape \(2,\), those saved have \(3,\)$"):
@@ -292,7 +292,7 @@ def test_a_state_dict_of_another_shape_is_refused(kind: Kind) -> None:
 
 @each_kind
 def test_the_state_dict_of_an_empty_stream_empties(kind: Kind) -> None:
-    """The state dict of an object that has seen nothing makes another one forget."""
+    """Loading the state dict of an empty stream discards earlier data."""
     state = reduced(lambda: kind(0), FIRST)
     state.load_state_dict(kind(0).state_dict())
     state.update(LAST)
@@ -301,20 +301,20 @@ def test_the_state_dict_of_an_empty_stream_empties(kind: Kind) -> None:
 
 @each_kind
 def test_the_initial_state_is_neutral(kind: Kind) -> None:
-    """Merging with an empty state changes no bit, from the left and from the right."""
+    """Merging with an empty state from either side changes no bit."""
     assert_neutral(lambda: kind(0), FIRST, LAST)
     assert_neutral(lambda: kind(0), torch.tensor([[NAN, INF, -INF]]))
 
 
 @each_kind
 def test_rows_are_merged_and_summarized_together_as_one_by_one(kind: Kind) -> None:
-    """A block of states is merged and summarised to what its rows give one by one."""
+    """Merging and summarising a block of states gives the same results as row by row."""
     assert_rows_agree(lambda: kind(0), [[FIRST], [torch.zeros(0, 2)], [torch.tensor([[NAN, 1.0]])], [LAST, FIRST]])
 
 
 @each_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_waits_for_the_device(kind: Kind, dtype: torch.dtype) -> None:
-    """A whole life runs on meta tensors, and reads no number elsewhere."""
+    """A whole life cycle runs on meta tensors and reads no number elsewhere."""
     tensors = [torch.arange(12).reshape(3, 4).to(dtype), torch.zeros(0, 4).to(dtype), torch.ones(1, 4).to(dtype)]
     assert_nothing_waits(lambda: kind(0), *tensors)

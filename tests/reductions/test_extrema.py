@@ -1,4 +1,4 @@
-"""The smallest and the largest value."""
+"""Tests of the smallest and the largest value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 
 
 def extrema(*tensors: Tensor) -> list[float]:
-    """Minimum and maximum of a stream as numbers."""
+    """Return the minimum and maximum of a stream as numbers."""
     reduction = Extrema()
     for tensor in tensors:
         reduction.update(tensor)
@@ -43,12 +43,12 @@ def extrema(*tensors: Tensor) -> list[float]:
     ],
 )
 def test_values_by_hand(tensors: list[Tensor], expected: list[float]) -> None:
-    """The extrema are those of the finite values, and NaN where there is none."""
+    """The extrema cover the finite values and are NaN without one."""
     np.testing.assert_array_equal(extrema(*tensors), expected)
 
 
 @settings(max_examples=100)
 @given(streams)
 def test_any_stream_agrees_with_python(stream: list[Tensor]) -> None:
-    """For every type, shape and splitting the extrema are exactly Python's min and max of the finite values."""
+    """For every type, shape and split the extrema are exactly the min and max of the finite values in Python."""
     np.testing.assert_array_equal(extrema(*stream), extrema_of(values_of(stream)))

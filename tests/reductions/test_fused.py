@@ -1,4 +1,4 @@
-"""The statistics in one pass, against those of separate passes."""
+"""Tests of the one-pass C function against separate torch passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECIAL = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1e-45, -1e-40, 
 
 
 def plain(tensor: Tensor, factor: float = 1.0, state: Tensor | None = None, sample: int | None = None) -> Tensor:
-    """The state that separate passes give."""
+    """Return the state from separate passes."""
     statistics = Statistics(sample=sample)
     state = statistics.state if state is None else state
     Combined.add(Combined(statistics.parts), state, Values(tensor, factor))
@@ -33,14 +33,14 @@ def plain(tensor: Tensor, factor: float = 1.0, state: Tensor | None = None, samp
 
 
 def in_one_pass(tensor: Tensor, factor: float = 1.0, sample: int | None = None) -> Tensor:
-    """The state that the C function gives, which must take the tensor."""
+    """Return the state from the C function, which must accept the tensor."""
     state = Statistics(sample=sample).state
     assert fused.add_statistics(state, Values(tensor, factor), sample)
     return state
 
 
 def assert_equal(found: Tensor, expected: Tensor) -> None:
-    """Counts, extrema and bins to the bit; the mean within 1e-12 of the rms, m2 within the bound of the moments."""
+    """Assert bitwise equal counts, extrema and bins, the mean within 1e-12 of the rms, and m2 within its bound."""
     assert torch.equal(found[3:], expected[3:])
     assert found[0] == expected[0]
     mean, variance = expected[1], expected[2] / expected[0].clamp(min=1)
@@ -49,7 +49,7 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
 
 
 def numbers(count: int, dtype: torch.dtype, special: bool = False) -> Tensor:
-    """Numbers of very different size, some of them special."""
+    """Return numbers of very different magnitude, some of them special."""
     torch.manual_seed(count)
     values = torch.randn(count, dtype=torch.float64) * 10.0 ** torch.randint(-6, 7, (count,)) + 3
     if special:
@@ -64,7 +64,7 @@ def numbers(count: int, dtype: torch.dtype, special: bool = False) -> Tensor:
 @pytest.mark.parametrize("factor", [1.0, 0.5, 1 / 3, 65536.0])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 2047, 2048, 2049, 32767, 32768, 100_003])
 def test_one_pass_gives_what_separate_passes_give(count: int, factor: float, special: bool, dtype: torch.dtype) -> None:
-    """For each dtype, size around those of a block and of a thread, and factor, both ways give the same state."""
+    """For each dtype, factor and size around those of a block and a thread share, both ways give the same state."""
     tensor = numbers(count, dtype, special)
     assert_equal(in_one_pass(tensor, factor), plain(tensor, factor))
 
@@ -73,7 +73,7 @@ def test_one_pass_gives_what_separate_passes_give(count: int, factor: float, spe
 @settings(max_examples=100)
 @given(streams)
 def test_a_stream_in_one_pass_each(stream: list[Tensor]) -> None:
-    """Of any stream of tensors those that the function takes leave the state that separate passes leave."""
+    """For any stream, the tensors that the function accepts lead to the same state as separate passes."""
     ours, theirs = Statistics().state, Statistics().state
     for tensor in stream:
         if fused.add_statistics(ours, Values(tensor), None):
@@ -84,7 +84,7 @@ def test_a_stream_in_one_pass_each(stream: list[Tensor]) -> None:
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 def test_the_number_of_threads_does_not_matter(threads: int) -> None:
-    """However many threads share the values, the state is the same, also where one has none."""
+    """The state does not depend on the number of threads, even if a thread has no values."""
     tensor = numbers(40_000, torch.float32, special=True)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -95,7 +95,7 @@ def test_the_number_of_threads_does_not_matter(threads: int) -> None:
 
 
 def assert_small_variances_are_kept(state_of: Callable[[Tensor], Tensor]) -> None:
-    """Hold what gives the state of a tensor to the variance of 1e4 ± 1e-3, whatever stands first."""
+    """Assert that a function computes the variance of 1e4 ± 1e-3 accurately, whatever value comes first."""
     torch.manual_seed(0)
     tensor = 1e4 + 1e-3 * torch.randn(100_000, dtype=torch.float64)
     for values in (tensor, torch.cat([torch.tensor([1e9]).double(), tensor]), tensor.flip(0)):
@@ -105,7 +105,7 @@ def assert_small_variances_are_kept(state_of: Callable[[Tensor], Tensor]) -> Non
 
 @needs_compiler
 def test_a_small_variance_beside_a_large_mean_is_kept() -> None:
-    """1e4 ± 1e-3 has its variance, whatever stands first."""
+    """The variance of 1e4 ± 1e-3 is accurate, whatever value comes first."""
     assert_small_variances_are_kept(in_one_pass)
 
 
@@ -125,14 +125,14 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 @needs_compiler
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_layout_does_not_matter(shape: Callable[[Tensor], Tensor]) -> None:
-    """Transposed, strided, expanded, sliced and empty tensors are read right, and the memory around them is not."""
+    """Transposed, strided, expanded, sliced and empty tensors are read correctly, without the memory around them."""
     whole = numbers(10_000, torch.float32)
     tensor = shape(whole)
     assert_equal(in_one_pass(tensor), plain(tensor.clone()))
 
 
 class Subclass(Tensor):
-    """A tensor that may be anything inside."""
+    """A tensor subclass with unknown contents."""
 
 
 @needs_compiler
@@ -151,14 +151,14 @@ class Subclass(Tensor):
     ids=["int", "bool", "float16", "complex", "meta", "sparse", "subclass", "negated"],
 )
 def test_what_it_cannot_read_is_left_to_torch(tensor: Tensor) -> None:
-    """Other dtypes, devices, layouts and classes are refused, and the state stays as it is."""
+    """Other dtypes, devices, layouts and classes are rejected, and the state does not change."""
     state = Statistics().state
     assert not fused.add_statistics(state, Values(tensor), None)
     assert torch.equal(state, Statistics().initial())
 
 
 def test_zeros_without_memory_are_counted() -> None:
-    """A gradient that autograd gives as zeros without memory, as that of ``sgn``, counts as so many zeros."""
+    """A gradient of zeros without memory, such as that of ``sgn``, is counted as zeros."""
     seen: list[Tensor] = []
     statistics = Statistics()
 
@@ -177,11 +177,11 @@ def test_zeros_without_memory_are_counted() -> None:
 
 @needs_compiler
 def test_nothing_of_torch_runs() -> None:
-    """The pass calls no operator of torch, so that neither autograd nor a graph capture nor a mode sees it."""
+    """The function calls no torch operator, so autograd, graph captures and modes do not see it."""
 
     class Refuse(TorchDispatchMode):
         def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+            super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations here
 
         def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
             raise AssertionError(func)
@@ -194,7 +194,7 @@ def test_nothing_of_torch_runs() -> None:
 
 @needs_compiler
 def test_small_numbers_are_left_to_the_training() -> None:
-    """Loading the function does not make the process flush subnormal numbers to zero, in no thread."""
+    """Loading the function does not make any thread of the process flush subnormal numbers to zero."""
     code = """
 import torch
 from lightning_recorder.reductions import fused
@@ -211,21 +211,21 @@ print((small * 0.5 > 0).all().item(), torch.tensor(1e-310, dtype=torch.float64).
 @pytest.mark.parametrize("sample", [1, 2, 100, 4096, 10**6])
 @pytest.mark.parametrize("count", [0, 1, 2047, 2049, 32768, 100_003])
 def test_a_sample_is_the_same(count: int, sample: int, dtype: torch.dtype) -> None:
-    """With a sample both ways count the same values, whatever the size of blocks and the number of threads."""
+    """With a sample both ways count the same values, for any block size and number of threads."""
     tensor = numbers(count, dtype, special=True)
     assert_equal(in_one_pass(tensor, 0.5, sample), plain(tensor, 0.5, sample=sample))
 
 
 @needs_compiler
 def test_a_sample_goes_by_the_order_of_the_indices() -> None:
-    """The sample of a tensor that lies in memory in another order is that of its indices."""
+    """The sample of a tensor with another memory order follows the order of its indices."""
     tensor = SHAPES["channels last"](numbers(10_000, torch.float32))
     assert_equal(in_one_pass(tensor, sample=50), plain(tensor, sample=50))
 
 
 @needs_compiler
 def test_equal_values_do_not_overflow_a_bin() -> None:
-    """Of a million equal values each is counted, more than a table of a block's bins could hold."""
+    """A million equal values, more than a table for the bins of a block can hold, are all counted."""
     for count in (4 * 65535, 4 * 65535 + 1, 10**6):
         state = in_one_pass(torch.ones(count))
         assert state[9 + 508] == count
@@ -234,7 +234,7 @@ def test_equal_values_do_not_overflow_a_bin() -> None:
 @needs_compiler
 @pytest.mark.slow
 def test_more_values_than_an_int_counts() -> None:
-    """Of 2**31 + 7 zeros, which take no memory until they are written, each is counted in all places."""
+    """2**31 + 7 zeros, which take no memory until they are written, are all counted in every count."""
     count = 2**31 + 7
     tensor = torch.from_numpy(np.zeros(count, dtype=np.uint16)).view(torch.bfloat16)
     state = in_one_pass(tensor)
@@ -246,7 +246,7 @@ def test_more_values_than_an_int_counts() -> None:
 
 
 def prepared(environment: dict[str, str], log: str = "INFO") -> list[str]:
-    """What another process says of preparing the function, and what it logs."""
+    """Return the result of preparing the function in another process, and its log."""
     code = f"""
 import logging, sys
 logging.basicConfig(level=logging.{log}, stream=sys.stdout, format="%(message)s")
@@ -266,7 +266,7 @@ print(fused.prepare(), float(statistics.compute()["count"]))
 @needs_compiler
 @pytest.mark.slow
 def test_it_is_built_once_for_the_user_alone(tmp_path: Path) -> None:
-    """The first process builds and says so, the second finds it; the folder is the user's own and has nothing else."""
+    """The first process builds and logs it, the second finds it; the folder is private and has no other files."""
     first, second = (prepared({"XDG_CACHE_HOME": str(tmp_path)}) for _ in range(2))
     assert first[0].startswith("built ")
     assert first[1:] == second == ["True 3.0"]
@@ -278,7 +278,7 @@ def test_it_is_built_once_for_the_user_alone(tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.slow
 def test_processes_may_build_at_once(tmp_path: Path) -> None:
-    """Several processes that find no library all end up with one."""
+    """Several processes that find no library build at the same time and all end up with one."""
     command = [sys.executable, "-c", "from lightning_recorder.reductions import fused; print(fused.prepare())"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
@@ -299,7 +299,7 @@ def test_processes_may_build_at_once(tmp_path: Path) -> None:
     ids=["switched off", "no compiler", "a compiler that fails", "a compiler that is missing", "no folder"],
 )
 def test_without_it_torch_computes(environment: dict[str, str], told: str | None, tmp_path: Path) -> None:
-    """Whatever prevents it is logged, nothing is raised, and the statistics are there."""
+    """Any obstacle is logged, nothing is raised, and torch computes the statistics."""
     *logged, result = prepared({"XDG_CACHE_HOME": str(tmp_path), **environment})
     assert result == "False 3.0"
     assert all(told in line for line in logged) if told else logged == []
@@ -308,7 +308,7 @@ def test_without_it_torch_computes(environment: dict[str, str], told: str | None
 
 @pytest.mark.slow
 def test_code_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
-    """A cache folder that others may write to is refused."""
+    """A cache folder that others may write to is rejected."""
     folder = tmp_path / "lightning_recorder"
     folder.mkdir()
     folder.chmod(0o777)

@@ -1,6 +1,6 @@
-"""The statistics by kernels of Triton, against those of separate passes.
+"""Tests of the Triton kernels against separate torch passes.
 
-Without a GPU the kernels run in Triton's interpreter, in a process of its own: Triton looks for it when it is imported.
+Without a GPU the kernels run in the Triton interpreter, in another process, because Triton enables it at import.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tests.reductions.test_fused import SHAPES, Subclass, assert_equal, numbers,
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TILE = 2048
-FEW = 4 * TILE  # values that one program takes alone
+FEW = 4 * TILE  # values that a single program processes
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
 def reduced(saved: bytes, factor: float, sample: int | None, most_programs: int) -> NDArray[np.float64]:
-    """The state that the kernels leave of a stream of tensors; runs where they are interpreted."""
+    """Return the state of a stream of tensors from the kernels; runs in the process of the interpreter."""
     from lightning_recorder.reductions import triton_kernels
 
     state = Statistics(sample=sample).state
@@ -50,13 +50,13 @@ def reduced(saved: bytes, factor: float, sample: int | None, most_programs: int)
 
 
 class Interpreter:
-    """Triton's interpreter in another process."""
+    """The Triton interpreter in another process."""
 
     def __init__(self, process: Executor) -> None:
         self._process = process
 
     def state(self, *stream: Tensor, factor: float = 1.0, sample: int | None = None, most_programs: int = 3) -> Tensor:
-        """The state that the kernels leave, with at most so many programs."""
+        """Return the state from the kernels with at most the given number of programs."""
         saved = io.BytesIO()
         torch.save(list(stream), saved)
         found = self._process.submit(reduced, saved.getvalue(), factor, sample, most_programs)
@@ -68,12 +68,12 @@ def interpreter() -> Iterator[Interpreter]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
-            process.submit(int).result()  # it starts now
+            process.submit(int).result()  # start the process now
         yield Interpreter(process)
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
-    """That states are equal, the bins of NaN together: of two of float16 torch can widen each to other bits."""
+    """Assert that states are equal, except that NaN bins are summed: torch may widen a float16 NaN to other bits."""
     of_nan = 9 + torch.tensor([[1021, 1022, 1023], [2045, 2046, 2047]]).flatten()
     both = []
     for state in (found, expected):
@@ -91,7 +91,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 def test_the_kernels_give_what_separate_passes_give(
     interpreter: Interpreter, count: int, factor: float, special: bool, dtype: torch.dtype
 ) -> None:
-    """For each dtype, factor, and size around those of a tile, of one program and of equal shares, states are equal."""
+    """For each dtype, factor and size around those of tiles, programs and equal shares, the states are equal."""
     tensor = numbers(count, dtype, special)
     assert_same(interpreter.state(tensor, factor=factor), plain(tensor, factor))
 
@@ -99,7 +99,7 @@ def test_the_kernels_give_what_separate_passes_give(
 @needs_triton
 @pytest.mark.parametrize("most_programs", [1, 2, 5, 1024])
 def test_the_number_of_programs_does_not_matter(interpreter: Interpreter, most_programs: int) -> None:
-    """However many programs share the values, the state is equal, also where the last has only a few."""
+    """The state does not depend on the number of programs, even if the last has only a few values."""
     tensor = numbers(9 * TILE + 3, torch.float32, special=True)
     assert_same(interpreter.state(tensor, most_programs=most_programs), plain(tensor))
 
@@ -107,7 +107,7 @@ def test_the_number_of_programs_does_not_matter(interpreter: Interpreter, most_p
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_what_a_slow_reference_gives(interpreter: Interpreter, dtype: torch.dtype) -> None:
-    """All statistics are those that are computed value by value in Python."""
+    """All statistics equal those of a slow reference in Python."""
     tensor = numbers(FEW + 100, dtype, special=True)
     assert_statistics(Statistics().summarize(interpreter.state(tensor)), [tensor])
 
@@ -115,7 +115,7 @@ def test_it_is_what_a_slow_reference_gives(interpreter: Interpreter, dtype: torc
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16], ids=["float32", "bfloat16"])
 def test_a_nan_keeps_its_bits(interpreter: Interpreter, dtype: torch.dtype) -> None:
-    """Each NaN goes to the bin of its own bits, of either sign, as long as there is no factor."""
+    """Without a factor each NaN goes to the bin of its own bits, of either sign."""
     halves = torch.tensor([0x7FC0, 0x7FA0, 0x7FFF, 0xFFC0, 0xFFFF, 0x7F81, 0x7F80, 0xFF80], dtype=torch.int32)
     bits = halves << 16 if dtype == torch.int32 else halves.to(torch.int16)
     tensor = bits.view(torch.float32 if dtype == torch.int32 else torch.bfloat16)
@@ -128,7 +128,7 @@ def test_a_nan_keeps_its_bits(interpreter: Interpreter, dtype: torch.dtype) -> N
 @settings(max_examples=50)
 @given(stream=streams)
 def test_a_stream_in_launches(interpreter: Interpreter, stream: list[Tensor]) -> None:
-    """Any stream of floating-point tensors leaves the state that separate passes leave."""
+    """Any stream of floating-point tensors leads to the same state as separate passes."""
     stream = [tensor for tensor in stream if tensor.dtype in DTYPES]
     state = Statistics().state
     for tensor in stream:
@@ -138,7 +138,7 @@ def test_a_stream_in_launches(interpreter: Interpreter, stream: list[Tensor]) ->
 
 @needs_triton
 def test_a_stream_of_large_and_small_tensors(interpreter: Interpreter) -> None:
-    """One launch and two leave the state that separate passes leave, empty tensors and those without a number too."""
+    """One and two launches lead to the same state as separate passes, even for empty tensors and only NaN."""
     nothing = torch.full((5000,), math.nan)
     stream = [nothing, numbers(FEW + 1, torch.bfloat16), torch.ones(0), nothing.repeat(3), numbers(10, torch.float64)]
     state = Statistics().state
@@ -168,7 +168,7 @@ def around_ten_thousand() -> Tensor:
 def test_a_small_variance_beside_a_large_mean_is_kept(
     interpreter: Interpreter, values: Tensor, most_programs: int
 ) -> None:
-    """1e4 ± 1e-3 has its variance, whatever stands first, and a constant has none below zero."""
+    """The variance of 1e4 ± 1e-3 is accurate, whatever value comes first, and that of a constant is not negative."""
     count, mean, m2 = interpreter.state(values, most_programs=most_programs)[:3].tolist()
     finite = values[values.isfinite()].tolist()
     exact_mean = math.fsum(finite) / len(finite)
@@ -183,7 +183,7 @@ def test_a_small_variance_beside_a_large_mean_is_kept(
 @needs_triton
 @pytest.mark.parametrize("first", [math.inf, math.nan])
 def test_a_first_tile_that_tells_nothing_costs_no_precision(interpreter: Interpreter, first: float) -> None:
-    """The variance of 1e4 ± 1e-3 has nine digits also behind a tile without a number, from which no mean is known."""
+    """The variance of 1e4 ± 1e-3 has nine digits even after a first tile without a finite value."""
     values = around_ten_thousand()
     exact_mean = math.fsum(values.tolist()) / len(values)
     exact = math.fsum((value - exact_mean) ** 2 for value in values.tolist())
@@ -193,7 +193,7 @@ def test_a_first_tile_that_tells_nothing_costs_no_precision(interpreter: Interpr
 
 @needs_triton
 def test_a_float64_has_the_bin_of_the_nearest_float32(interpreter: Interpreter) -> None:
-    """One beyond the range of float32 is in the end bin of its sign, one too small for it in that of its zero."""
+    """Float64 values beyond the range of float32 go to the end bin, those too small for it to the bin of their zero."""
     largest = torch.finfo(torch.float32).max
     beyond, small = [1e39, 1e300, largest, largest * (1 + 1e-7)], [1e-46, 5e-324, 0.0]
     values = torch.tensor([*beyond, *small, math.inf], dtype=torch.float64)
@@ -211,7 +211,7 @@ def test_a_float64_has_the_bin_of_the_nearest_float32(interpreter: Interpreter) 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sample", [None, 50])
 def test_the_layout_does_not_matter(interpreter: Interpreter, shape: str, sample: int | None) -> None:
-    """Transposed, strided, expanded, sliced and empty tensors are read right, samples in the order of the indices."""
+    """Transposed, strided, expanded, sliced and empty tensors are read correctly; samples follow the index order."""
     tensor = SHAPES[shape](numbers(10_000, torch.float32))
     assert_same(interpreter.state(tensor, sample=sample), plain(tensor.clone(), sample=sample))
 
@@ -221,14 +221,14 @@ def test_the_layout_does_not_matter(interpreter: Interpreter, shape: str, sample
 @pytest.mark.parametrize("sample", [1, 7, 1000, 10**6])
 @pytest.mark.parametrize("count", [1, 100, TILE + 1, FEW + 1])
 def test_a_sample_is_the_same(interpreter: Interpreter, count: int, sample: int, dtype: torch.dtype) -> None:
-    """With a sample the same values go to the bins as in separate passes, and their share is told."""
+    """A sample counts the same values as separate passes, and the fraction of counted values is correct."""
     tensor = numbers(count, dtype, special=True)
     assert_same(interpreter.state(tensor, factor=0.5, sample=sample), plain(tensor, 0.5, sample=sample))
 
 
 @needs_triton
 def test_complex_numbers_are_two_each(interpreter: Interpreter) -> None:
-    """Real and imaginary parts count, also of a conjugated tensor."""
+    """Real and imaginary parts are counted, even for a conjugated tensor."""
     tensor = torch.complex(numbers(3000, torch.float32), numbers(3000, torch.float32).flip(0)).conj()
     assert_same(interpreter.state(tensor.resolve_conj()), plain(tensor))
 
@@ -236,7 +236,7 @@ def test_complex_numbers_are_two_each(interpreter: Interpreter) -> None:
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_values_are_all_counted(interpreter: Interpreter, dtype: torch.dtype) -> None:
-    """Zeros and ones are in one bin, and are both extrema, whatever lies behind the end of the last tile."""
+    """Constant zeros and ones are in one bin and equal both extrema, without the padding of the last tile."""
     for value, place in ((0.0, 0), (-0.0, 1024), (1.0, 508), (-1.0, 1532)):
         state = interpreter.state(torch.full((FEW + 5,), value, dtype=dtype))
         assert state[:5].tolist() == [FEW + 5, value, 0, value, value]
@@ -244,7 +244,7 @@ def test_equal_values_are_all_counted(interpreter: Interpreter, dtype: torch.dty
         assert state[9 + place] == FEW + 5
 
 
-# What is left to torch
+# Fallback to torch
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_equal_values_are_all_counted(interpreter: Interpreter, dtype: torch.dty
     ids=["on the CPU", "meta", "subclass", "sparse"],
 )
 def test_what_is_on_no_gpu_is_left_alone(tensor: Tensor) -> None:
-    """A tensor of another device is refused, and the state stays as it is."""
+    """A tensor on another device is rejected, and the state does not change."""
     state = Statistics().state
     assert not add_statistics_on_device(state, Values(tensor), None)
     assert torch.equal(state, Statistics().initial())
@@ -261,14 +261,14 @@ def test_what_is_on_no_gpu_is_left_alone(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "mps"])
 def test_other_devices_are_never_ready(device: str, caplog: pytest.LogCaptureFixture) -> None:
-    """There are no kernels for other kinds of devices, of which nothing is told."""
+    """Other kinds of devices are never ready, and nothing is logged for them."""
     with caplog.at_level("DEBUG", "lightning_recorder"):
         assert not prepare_device(torch.device(device))
     assert caplog.messages == []
 
 
 def prepared(environment: dict[str, str], *, gpu: bool) -> list[str]:
-    """What another process, that takes itself to have a GPU or not, logs of preparing it twice, and what it answers."""
+    """Prepare a device twice in a process with or without a simulated GPU; return its output lines."""
     code = f"""
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
@@ -286,7 +286,7 @@ print([prepare_device(torch.device("cuda", 0)) for _ in range(2)], "triton" in s
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [False, True])
 def test_they_are_used_on_request(gpu: bool) -> None:
-    """Unless they are asked for, as without a GPU, none is ready, no Triton imported and nothing logged."""
+    """Unless requested, or without a GPU, nothing is ready, Triton is not imported and nothing is logged."""
     environment = {"LIGHTNING_RECORDER_TRITON": "0" if gpu else "1"}
     assert prepared(environment, gpu=gpu) == ["[False, False] False"]
 
@@ -294,7 +294,7 @@ def test_they_are_used_on_request(gpu: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_what_fails_is_told_once() -> None:
-    """Where there is no Triton, or no driver, preparing a GPU answers so, and logs why only once."""
+    """Without Triton or a driver, preparing a GPU returns False and logs the reason once."""
     told, answers = prepared({"LIGHTNING_RECORDER_TRITON": "1"}, gpu=True)
     assert told.startswith("statistics on cuda:0 are computed by torch: ")
     assert answers.startswith("[False, False]")
@@ -303,17 +303,17 @@ def test_what_fails_is_told_once() -> None:
 @needs_triton
 @pytest.mark.slow
 def test_interpreted_kernels_are_not_used() -> None:
-    """Where Triton was asked to interpret its kernels, which would copy all tensors to the host, torch computes."""
+    """If Triton is set to interpret kernels, which would copy all tensors to the host, torch is used instead."""
     told, answers = prepared({"LIGHTNING_RECORDER_TRITON": "1", "TRITON_INTERPRET": "1"}, gpu=True)
     assert "TRITON_INTERPRET is set" in told
     assert answers == "[False, False] True"
 
 
-# Compiling, for which no GPU is needed
+# Compilation, which needs no GPU
 
 
 def assembly(target: tuple[str, int | str, int], dtype: str, gathered: bool | None) -> dict[str, Any]:
-    """What Triton makes of the kernel of a share, gathering or not, or with ``None`` of that of the merge."""
+    """Return the assembly of the share kernel, with or without gathering, or of the merge kernel for ``None``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -346,7 +346,7 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def instructions(ptx: str, *parts: str) -> list[str]:
-    """The instructions, without what they are applied to, of which the name has all the parts."""
+    """Return the instructions, without operands, whose name contains all the parts."""
     words = (line.split()[1 if line.lstrip().startswith("@") else 0] for line in ptx.splitlines() if line.strip())
     return [word for word in words if all(part in word.split(".") for part in parts)]
 
@@ -358,7 +358,7 @@ def instructions(ptx: str, *parts: str) -> list[str]:
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16", "fp16"])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_they_compile_for_nvidia(capability: int, dtype: str, gathered: bool) -> None:
-    """The code adds in float64 alone, flushes no subnormal number, keeps all in registers and adds up but bins."""
+    """The code adds in float64 only, does not flush subnormals, spills no registers and uses atomics only for bins."""
     found = assembly(("cuda", capability, 32), dtype, gathered)
     ptx = found["ptx"]
     assert len(found["cubin"]) > 0
@@ -375,7 +375,7 @@ def test_they_compile_for_nvidia(capability: int, dtype: str, gathered: bool) ->
 @pytest.mark.usefixtures("fresh_cache")
 @pytest.mark.parametrize("gathered", [False, True, None])
 def test_they_compile_for_amd(gathered: bool | None) -> None:
-    """There is code for a GPU of AMD too, which keeps all in registers."""
+    """The code compiles for an AMD GPU without spilling registers."""
     text = assembly(("hip", "gfx942", 64), "fp32", gathered)["amdgcn"]
     assert ".vgpr_spill_count: 0" in text
 
@@ -384,7 +384,7 @@ def test_they_compile_for_amd(gathered: bool | None) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_cache")
 def test_the_merge_compiles() -> None:
-    """The code that merges what the programs found adds in float64 and has no atomic operation."""
+    """The merge kernel adds in float64 and has no atomic operation."""
     ptx = assembly(("cuda", 90, 32), "fp64", None)["ptx"]
     assert instructions(ptx, "global", "add") == []
     assert len(instructions(ptx, "add", "f64")) > 0
@@ -394,7 +394,7 @@ def test_the_merge_compiles() -> None:
 
 
 def on_gpu(tensors: Sequence[Tensor], factor: float = 1.0, sample: int | None = None) -> Tensor:
-    """The state that the kernels give on a GPU."""
+    """Return the state from the kernels on a GPU."""
     state = Statistics(sample=sample).initial().cuda()
     for tensor in tensors:
         assert add_statistics_on_device(state, Values(tensor, factor), sample)
@@ -419,7 +419,7 @@ def gpu() -> torch.device:
 def test_a_gpu_gives_what_separate_passes_give(
     gpu: torch.device, count: int, sample: int | None, factor: float, dtype: torch.dtype
 ) -> None:
-    """On a GPU too the state is equal, also of tensors at odd addresses, and each launch gives the same bits."""
+    """On a GPU the state is equal, even for unaligned tensors, and each launch is bitwise reproducible."""
     tensor = numbers(count + 1, dtype, special=True).to(gpu)[1:]
     expected = Statistics(sample=sample).initial().to(gpu)
     Combined.add(Combined(Statistics(sample=sample).parts), expected, Values(tensor, factor))
@@ -431,7 +431,7 @@ def test_a_gpu_gives_what_separate_passes_give(
 @needs_cuda
 @pytest.mark.parametrize("sample", [None, 1000])
 def test_nothing_waits_for_the_gpu(gpu: torch.device, sample: int | None) -> None:
-    """No launch synchronises, whether of one program or of several."""
+    """No launch synchronises the GPU, with one program or with several."""
     tensors = [numbers(count, torch.float32).to(gpu) for count in (TILE, FEW + 1)]
     state = Statistics(sample=sample).initial().to(gpu)
     torch.cuda.set_sync_debug_mode("error")
@@ -445,7 +445,7 @@ def test_nothing_waits_for_the_gpu(gpu: torch.device, sample: int | None) -> Non
 
 @needs_cuda
 def test_a_graph_adds_what_the_tensors_hold_when_it_runs(gpu: torch.device) -> None:
-    """A graph that was captured of launches takes the values that are there at each replay."""
+    """Each replay of a captured CUDA graph adds the current values of the tensors."""
     tensors = [torch.zeros(100, device=gpu), torch.zeros(FEW + 1, device=gpu)]
     state = Statistics().initial().to(gpu)
     graph = torch.cuda.CUDAGraph()
@@ -463,7 +463,7 @@ def test_a_graph_adds_what_the_tensors_hold_when_it_runs(gpu: torch.device) -> N
 @needs_cuda
 @pytest.mark.slow
 def test_more_values_than_an_int_counts(gpu: torch.device) -> None:
-    """Of 2**31 + 7 values each is counted in all places, those at the end too."""
+    """2**31 + 7 values are all counted in every count, including the last ones."""
     count = 2**31 + 7
     tensor = torch.zeros(count, dtype=torch.bfloat16, device=gpu)
     tensor[-3:] = 1.0

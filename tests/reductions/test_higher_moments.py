@@ -1,4 +1,4 @@
-"""Skewness and kurtosis."""
+"""Tests of skewness and kurtosis."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.reductions.reference import FLOAT32_MAX, values_of
 from tests.reductions.strategies import DTYPES, INTEGERS, streams, tensors
 
 INF, NAN = math.inf, math.nan
-BOUND = 1e-9  # that of the docstring, for a spread that is no less than 1e-4 of the mean
+BOUND = 1e-9  # the documented bound, for a standard deviation of at least 1e-4 of the mean
 
 
 def shape_of(values: Sequence[float]) -> tuple[float, float, float]:
-    """Skewness, excess kurtosis and the deviation over the mean, of exact sums of exact numbers."""
+    """Return skewness, excess kurtosis and the deviation relative to the mean, from exact sums of exact numbers."""
     exact = [Fraction(value) for value in values if math.isfinite(value)]
     count = len(exact)
     if not count:
@@ -46,9 +46,9 @@ def shape_of(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def assert_shape(found: dict[str, list[float]], values: Sequence[float]) -> None:
-    """Hold a summary to the bound where the spread is large enough, and to NaN where there is none to speak of."""
+    """Assert the bound if the spread is large enough, and NaN if the spread is negligible."""
     skewness, kurtosis, spread = shape_of(values)
-    # Just beside 1e-14 the rounding decides.
+    # Close to 1e-14 the result depends on rounding.
     if math.isnan(spread) or spread < 0.99e-14:
         np.testing.assert_array_equal([found["skewness"], found["kurtosis"]], [[NAN], [NAN]])
     elif spread >= 1e-4:
@@ -69,9 +69,9 @@ def assert_shape(found: dict[str, list[float]], values: Sequence[float]) -> None
     ],
 )
 def test_values_by_hand(stream: list[Tensor], skewness: float, kurtosis: float) -> None:
-    """Of 0, 0, 0 and 1 the skewness is 2/√3 and the excess kurtosis -2/3, and what is not finite takes no part."""
+    """For 0, 0, 0 and 1 the skewness is 2/√3 and the excess kurtosis -2/3; NaN and infinities are ignored."""
     found = computed(HigherMoments, *stream)
-    # The last bits of a few operations.
+    # allow for rounding of a few operations
     assert found == {"skewness": [pytest.approx(skewness, abs=1e-13)], "kurtosis": [pytest.approx(kurtosis, abs=1e-12)]}
 
 
@@ -90,7 +90,7 @@ def test_values_by_hand(stream: list[Tensor], skewness: float, kurtosis: float) 
     ],
 )
 def test_without_a_spread_both_are_nan(stream: list[Tensor]) -> None:
-    """Without a finite value, and for constant ones, there is no shape: both are NaN, also beside rounding."""
+    """Both are NaN without a finite value and for constants, even with rounding errors."""
     assert [math.isnan(value) for (value,) in computed(HigherMoments, *stream).values()] == [True, True]
 
 
@@ -100,7 +100,7 @@ ORDINARY = tuple(dtype for dtype in DTYPES if dtype not in (torch.float64, torch
 @settings(max_examples=100)
 @given(st.lists(tensors(ORDINARY), max_size=4))
 def test_any_stream_agrees_with_exact_fractions(stream: list[Tensor]) -> None:
-    """For every type up to float32, shape and splitting both are within 1e-9 of those of the whole stream."""
+    """For every type up to float32, shape and split both are within 1e-9 of those of the whole stream."""
     assert_shape(computed(HigherMoments, *stream), values_of(stream))
 
 
@@ -111,7 +111,7 @@ def test_any_stream_agrees_with_exact_fractions(stream: list[Tensor]) -> None:
     st.sampled_from([1e-30, 1.0, 1e30]),
 )
 def test_doubles_agree_however_they_are_split(parts: list[list[float]], mean: float, scale: float) -> None:
-    """Updates, merges from the left and merges from the right give the same as one update, within 1e-9."""
+    """Updates, merges from the left and merges from the right agree with one update within 1e-9."""
     stream = [(torch.tensor(part, dtype=torch.float64) + mean) * scale for part in parts]
     values = values_of(stream)
     assume(shape_of(values)[2] >= 1e-4)
@@ -131,7 +131,7 @@ def test_doubles_agree_however_they_are_split(parts: list[list[float]], mean: fl
 
 
 def test_a_small_spread_beside_a_large_mean_is_kept() -> None:
-    """Of a hundred skewed batches whose spread is 1e-4 of their mean both are within 1e-9."""
+    """For a hundred skewed batches with a spread of 1e-4 of their mean, both are within 1e-9."""
     batches = torch.empty(100, 32, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(0)) + 9e3
     found = computed(HigherMoments, *batches)
     skewness, kurtosis, spread = shape_of(values_of(batches))
@@ -141,7 +141,7 @@ def test_a_small_spread_beside_a_large_mean_is_kept() -> None:
 
 
 def test_a_large_tensor_loses_nothing() -> None:
-    """A tensor of so many values that it is taken in pieces has the moments of the counts of its few values."""
+    """A tensor that is processed in pieces has the moments that follow from the counts of its few distinct values."""
     tensor = torch.tensor([0.0, 0.0, 0.0, 1.0]).repeat(100_000)
     found = computed(HigherMoments, tensor)
     assert found["skewness"] == [pytest.approx(2 / math.sqrt(3), abs=BOUND)]
@@ -149,14 +149,14 @@ def test_a_large_tensor_loses_nothing() -> None:
 
 
 def test_the_largest_float32_have_a_shape() -> None:
-    """The fourth powers of the largest float32 stay in the range of the state."""
+    """The fourth powers of the largest float32 are within the range of the state."""
     stream = [torch.tensor([FLOAT32_MAX, -FLOAT32_MAX]), torch.tensor([FLOAT32_MAX, FLOAT32_MAX / 2])]
     assert shape_of(values_of(stream))[2] == pytest.approx(1.69, abs=0.5)
     assert_shape(computed(HigherMoments, *stream), values_of(stream))
 
 
 def test_two_constants_have_a_shape_together() -> None:
-    """Three states of zeros and one of ones, each without a spread, merge to the shape of 0, 0, 0 and 1."""
+    """Three states of zeros and one of ones, each without a spread, merge to the moments of 0, 0, 0 and 1."""
     zero, one = reduced(HigherMoments, torch.zeros(5)), reduced(HigherMoments, torch.ones(5))
     found = merged(HigherMoments, zero, one, zero, zero).compute()
     assert float(found["skewness"]) == pytest.approx(2 / math.sqrt(3), abs=1e-13)
@@ -166,14 +166,14 @@ def test_two_constants_have_a_shape_together() -> None:
 @settings(max_examples=40)
 @given(streams)
 def test_the_initial_state_is_neutral(stream: list[Tensor]) -> None:
-    """Merging with an empty state changes no bit, from the left and from the right."""
-    # Huge deviations, whose powers are infinite, are not claimed to be covered.
+    """Merging with an empty state from either side changes no bit."""
+    # Huge deviations, whose powers overflow, are not supported.
     assume(all(abs(value) < 1e70 for value in values_of(stream) if math.isfinite(value)))
     assert_neutral(HigherMoments, *stream)
 
 
 def test_a_huge_mean_is_kept_beside_an_empty_state() -> None:
-    """A value of 1e150, whose powers leave the range, is merged with an empty state to the bit, from either side."""
+    """Merging a value of 1e150, whose powers overflow, with an empty state from either side changes no bit."""
     state = reduced(HigherMoments, torch.tensor([1e150], dtype=torch.float64))
     assert state.state.tolist() == [1.0, 1e150, 0.0, 0.0, 0.0]
     for one, other in ((state, HigherMoments()), (HigherMoments(), state)):
@@ -181,12 +181,12 @@ def test_a_huge_mean_is_kept_beside_an_empty_state() -> None:
 
 
 def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
-    """A block of states is merged and summarised to what its rows give one by one."""
+    """Merging and summarising a block of states gives the same results as row by row."""
     rows = [[torch.arange(-4.0, 3)], [], [torch.tensor([NAN, 0.5])], [torch.zeros(2), torch.ones(3)]]
     assert_rows_agree(HigherMoments, rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64, *INTEGERS[:1]], ids=str)
 def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
-    """A whole life runs on meta tensors, and reads no number elsewhere."""
+    """A whole life cycle runs on meta tensors and reads no number elsewhere."""
     assert_nothing_waits(HigherMoments, torch.arange(12).reshape(3, 4).to(dtype), torch.zeros(0, 2).to(dtype))

@@ -1,4 +1,4 @@
-"""The histogram of the floating-point format."""
+"""Tests of the histogram with the bins of the floating-point format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = 2.0**-126  # the smallest normal float32
 
 
 def bins(*stream: Tensor) -> NDArray[np.float64]:
-    """The state after a stream."""
+    """Return the state after a stream."""
     histogram = ExponentHistogram()
     for tensor in stream:
         histogram.update(tensor)
@@ -34,7 +34,7 @@ def bins(*stream: Tensor) -> NDArray[np.float64]:
 
 
 def plot(*stream: Tensor) -> tuple[list[float], list[int]]:
-    """Edges and counts after a stream."""
+    """Return edges and counts after a stream."""
     edges, counts = between_edges(bins(*stream))
     return edges.tolist(), counts.tolist()
 
@@ -44,9 +44,9 @@ def plot(*stream: Tensor) -> tuple[list[float], list[int]]:
 
 @pytest.mark.parametrize("low", [0, 1, 0x155555, 0x1FFFFF], ids=hex)
 def test_a_bin_is_the_upper_eleven_bits(low: int) -> None:
-    """Of all float32 the bin is the number that the upper eleven bits spell, whatever the lower ones are."""
+    """The bin of every float32 is the number in its upper eleven bits, whatever the lower bits are."""
     patterns = (np.arange(2048, dtype=np.uint32) << 21) | np.uint32(low)
-    for start in range(0, 2048, 512):  # several small updates, each against one-hot counts
+    for start in range(0, 2048, 512):  # several small updates, each compared with one-hot counts
         part = torch.from_numpy(patterns[start : start + 512].view(np.float32))
         expected = np.zeros(2048)
         expected[start : start + 512] = 1
@@ -54,7 +54,7 @@ def test_a_bin_is_the_upper_eleven_bits(low: int) -> None:
 
 
 def test_the_bin_of_some_values_by_hand() -> None:
-    """One starts bin 508, each quarter of its octave is the next one, two starts bin 512, and the sign adds 1024."""
+    """One starts bin 508, each quarter of its octave is the next bin, two starts bin 512, and the sign adds 1024."""
     values = [1.0, 1.2499999, 1.25, 1.5, 1.75, 1.9999999, 2.0, -1.0, 0.0, -0.0, math.inf, -math.inf]
     places = [508, 508, 509, 510, 511, 511, 512, 1532, 0, 1024, 1020, 2044]
     assert [int(bins(torch.tensor(value)).argmax()) for value in values] == places
@@ -66,7 +66,7 @@ def test_the_bin_of_some_values_by_hand() -> None:
     [(1e39, 3.4028234e38), (-1e308, -3.4028234e38), (1e-60, 0.0), (-1e-60, -0.0), (1 - 2.0**-53, 1.0), (0.1, 0.1)],
 )
 def test_a_float64_is_counted_where_its_float32_lies(value: float, stands_for: float) -> None:
-    """A float64 is rounded to float32 first; beyond the range it goes to the end bin, below it to its signed zero."""
+    """A float64 is rounded to float32; too large values go to the end bin, too small ones to their signed zero."""
     double = bins(torch.tensor([value], dtype=torch.float64))
     np.testing.assert_array_equal(double, bins(torch.tensor([stands_for], dtype=torch.float32)))
 
@@ -74,12 +74,12 @@ def test_a_float64_is_counted_where_its_float32_lies(value: float, stands_for: f
 @settings(max_examples=100)
 @given(streams)
 def test_any_stream_agrees_with_a_count_value_by_value(stream: list[Tensor]) -> None:
-    """For every type, shape and splitting each bin's count is that of a count by sign, exponent and mantissa."""
+    """For every type, shape and split each bin counts the values by sign, exponent and mantissa."""
     assert_bins(torch.from_numpy(bins(*stream)), values_of(stream))
 
 
 def test_counts_are_exact_beyond_float32() -> None:
-    """A bin counts on where float32 would stop, at 2**24."""
+    """A bin counts beyond 2**24, the limit of float32."""
     histogram = ExponentHistogram()
     histogram.state[508] = 2.0**24
     histogram.update(torch.ones(1))
@@ -89,7 +89,7 @@ def test_counts_are_exact_beyond_float32() -> None:
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 10_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_counting_into_copies_of_the_bins_is_counting(dtype: torch.dtype, numel: int) -> None:
-    """Neighbours that are counted apart, as on a GPU, give the same counts, and what lies behind the bins is left."""
+    """Counting into several copies of the bins, as on a GPU, gives the same counts and leaves other words unchanged."""
     values = torch.randn(numel, dtype=dtype, generator=torch.Generator().manual_seed(0)) * 100
     ours, theirs = torch.ones(2, 2050, dtype=torch.float64)
     count_bins(ours, values, copies=64)
@@ -117,21 +117,21 @@ def test_counting_into_copies_of_the_bins_is_counting(dtype: torch.dtype, numel:
     ],
 )
 def test_edges_by_hand(stream: list[Tensor], edges: list[float] | None, counts: list[int]) -> None:
-    """Edges are those of the occupied bins; an empty stretch between two of them is one bin, and so are the zeros."""
+    """Edges are those of the occupied bins; a gap between two of them is one bin, and so are the zeros."""
     if edges is None:
         edges = [-(2.0**128), -1.75 * 2.0**127, 1.75 * 2.0**127, 2.0**128]
     assert plot(*stream) == (edges, counts)
 
 
 def inside(value: float, left: float, right: float) -> bool:
-    """Whether a bin holds a value: a bin of positive values holds its left edge, one of negative values its right."""
+    """Return True if a bin contains a value; positive bins include their left edge, negative bins their right edge."""
     return left < value < right or (value == left and left > 0) or (value == right and right < 0)
 
 
 @settings(max_examples=200)
 @given(st.lists(tensors(FLOATS), max_size=3), st.sampled_from([1, 2, 5, 64, 4096]))
 def test_each_value_lies_in_its_bin(stream: list[Tensor], limit: int) -> None:
-    """Edges ascend, each bin's count is the number of float32 between its edges, also after coarsening."""
+    """Edges ascend, and each bin counts the float32 between its edges, even after coarsening."""
     finite = [to_float32(value) for value in values_of(stream) if math.isfinite(value)]
     edges, counts = between_edges(bins(*stream))
     fine = Histogram(edges, counts, 0.0, 0.0, 0.0, 0.0)
@@ -140,7 +140,7 @@ def test_each_value_lies_in_its_bin(stream: list[Tensor], limit: int) -> None:
         assert histogram.count == len(finite)
         if finite:
             assert all(left < right for left, right in pairs)
-            # Two neighbours that were joined across zero hold their outer edges too.
+            # Two neighbours that were merged across zero include both outer edges.
             found = [sum(left <= value <= right for value in finite) for left, right in pairs]
             if histogram is fine:
                 found = [sum(inside(value, left, right) for value in finite) for left, right in pairs]
@@ -160,7 +160,7 @@ def test_no_edge_is_wasted(stream: list[Tensor]) -> None:
 
 
 def test_all_bins_are_fine_enough() -> None:
-    """A bin of normal numbers is between a seventh and a quarter of its lower edge wide."""
+    """The width of a bin of normal numbers is between a seventh and a quarter of its lower edge."""
     state = np.ones(2048)
     edges, counts = between_edges(state)
     assert len(counts) == 2 * (1020 - 4) + 1
@@ -175,9 +175,9 @@ def test_all_bins_are_fine_enough() -> None:
 
 
 def test_a_sample_is_told_in_the_result() -> None:
-    """With a sample one value of each part is counted, and the share that was counted is a statistic."""
+    """With a sample one value of each part is counted, and the counted fraction is a statistic."""
     sampled = ExponentHistogram(sample=2)
-    sampled.update(torch.tensor([1.0, 1.0, 4.0, 4.0, 4.0]))  # of the first two and of the last three
+    sampled.update(torch.tensor([1.0, 1.0, 4.0, 4.0, 4.0]))  # parts: the first two and the last three
     summary = sampled.compute()
     assert [int(summary["histogram"][place]) for place in (508, 512, 516, 520)] == [1, 0, 1, 0]
     assert float(summary["histogram_fraction"]) == 0.4
@@ -190,7 +190,7 @@ def test_a_sample_is_told_in_the_result() -> None:
 @settings(max_examples=50)
 @given(streams, st.integers(1, 9))
 def test_a_sample_is_that_of_each_tensor(stream: list[Tensor], sample: int) -> None:
-    """Of every type and shape one value of each of equal parts counts, the same each time; all where they are few."""
+    """For every type and shape the same one value per equal part is counted each time; all if there are few."""
     histogram, kept = ExponentHistogram(sample=sample), []
     for tensor in stream:
         histogram.update(tensor)
@@ -206,18 +206,18 @@ def test_a_sample_is_that_of_each_tensor(stream: list[Tensor], sample: int) -> N
 
 @pytest.mark.parametrize("shape", [(4096, 256), (64, 16, 8, 8), (100, 300), (70, 30, 50)])
 def test_a_sample_meets_all_channels(shape: tuple[int, ...]) -> None:
-    """Whatever the sizes of the dimensions, a sample has about as many values of each index of each of them."""
+    """For any sizes of the dimensions, a sample has about the same number of values at each index."""
     for dim, size in enumerate(shape):
         index = torch.arange(size).reshape([-1 if place == dim else 1 for place in range(len(shape))]).expand(shape)
         for sample in (4096, index.numel() // 16):
             counts = torch.bincount(Values(index).sampled(sample).long(), minlength=size)
             expected = counts.sum() / size
-            # Within five standard deviations of what a random sample has.
+            # within five standard deviations of a random sample
             assert float((counts - expected).abs().max()) <= 5 * float(expected.sqrt())
 
 
 def test_quantiles_by_hand() -> None:
-    """A quantile is interpolated in its bin: of four ones the median lies in the middle of the bin from 1 to 1.25."""
+    """A quantile is interpolated in its bin: the median of four ones is in the middle of the bin from 1 to 1.25."""
     histogram = ExponentHistogram(quantiles=[0.5, 1.0, 0])
     histogram.update(torch.ones(4))
     found = {name: float(value) for name, value in histogram.compute().items() if name != "histogram"}
@@ -237,13 +237,13 @@ def test_quantiles_by_hand() -> None:
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
-    """Samples of nothing and shares outside of 0 to 1 are refused with what is allowed."""
+    """Empty samples and shares outside 0 to 1 are rejected with an error that names the allowed values."""
     with pytest.raises(ArgumentError, match=told):
         ExponentHistogram(**arguments)
 
 
 def test_the_count_is_that_of_all_bins() -> None:
-    """A histogram's count is the sum over its bins, as an int."""
+    """The count of a histogram is the sum over its bins, as an int."""
     histogram = Histogram(np.array([0.0, 1.0, 2.0]), np.array([3, 4]), 0.5, 3.5, 7.0, 11.0)
     assert histogram.count == 7
     assert type(histogram.count) is int

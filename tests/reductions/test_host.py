@@ -1,4 +1,4 @@
-"""The statistics by passes that look at numbers on the CPU, against those of the passes that run everywhere."""
+"""Tests of the CPU passes that depend on earlier results, against the passes that run on every device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIECE = 1 << 16
 
 
 def looking(tensor: Tensor, factor: float = 1.0, sample: int | None = None) -> Tensor:
-    """The state that the passes on the host give, which must take the tensor."""
+    """Return the state from the passes on the host, which must accept the tensor."""
     state = Statistics(sample=sample).state
     assert add_statistics_on_host(state, Values(tensor, factor), sample)
     return state
@@ -33,7 +33,7 @@ def looking(tensor: Tensor, factor: float = 1.0, sample: int | None = None) -> T
 def test_they_give_what_the_passes_without_a_look_give(
     count: int, factor: float, special: bool, dtype: torch.dtype
 ) -> None:
-    """For each dtype, size around those of a piece, and factor, both ways give the same state."""
+    """For each dtype, factor and size around that of a piece, both ways give the same state."""
     tensor = numbers(count, dtype, special)
     assert_equal(looking(tensor, factor), plain(tensor, factor))
 
@@ -41,7 +41,7 @@ def test_they_give_what_the_passes_without_a_look_give(
 @settings(max_examples=200)
 @given(streams)
 def test_any_stream(stream: list[Tensor]) -> None:
-    """Of any stream of tensors, of whatever types, they leave the state that the other passes leave."""
+    """Any stream of tensors of any types leads to the same state as the general passes."""
     ours, theirs = Statistics().state, Statistics().state
     for tensor in stream:
         assert add_statistics_on_host(ours, Values(tensor), None)
@@ -52,7 +52,7 @@ def test_any_stream(stream: list[Tensor]) -> None:
 @pytest.mark.parametrize("special", SPECIAL, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_but_one_special_value(dtype: torch.dtype, special: float) -> None:
-    """Tensors of NaN or infinities alone, of zeros or of subnormal numbers, have the counts and no extrema too many."""
+    """Tensors with only NaN or infinities, zeros or subnormals have correct counts and extrema."""
     tensor = torch.full((1000,), special, dtype=torch.float64).to(dtype)
     assert_equal(looking(tensor), plain(tensor))
 
@@ -70,7 +70,7 @@ def test_a_sample_is_the_same(count: int, sample: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("sample", [None, 50])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_layout_does_not_matter(shape: Callable[[Tensor], Tensor], sample: int | None) -> None:
-    """Transposed, strided, expanded, sliced and empty tensors are read right, a sample by the order of the indices."""
+    """Transposed, strided, expanded, sliced and empty tensors are read correctly; samples follow the index order."""
     tensor = shape(numbers(10_000, torch.float32, special=True))
     assert_equal(looking(tensor, sample=sample), plain(tensor.clone().contiguous(), sample=sample))
 
@@ -88,23 +88,23 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-# Old kinds, which models still have.
+# Deprecated kinds, which models still use.
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions", "ignore:.*nested tensors is in prototype")
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_tensors_of_every_kind(make: Callable[[], Tensor]) -> None:
-    """Integers, complex, sparse, quantised and nested tensors, and parts of a graph, are taken as everywhere."""
+    """Integer, complex, sparse, quantised and nested tensors, and tensors in an autograd graph, are accepted."""
     tensor = make()
     with torch.no_grad():
         assert_equal(looking(tensor), plain(tensor))
 
 
 def test_a_small_variance_beside_a_large_mean_is_kept() -> None:
-    """1e4 ± 1e-3 has its variance, whatever stands first."""
+    """The variance of 1e4 ± 1e-3 is accurate, whatever value comes first."""
     assert_small_variances_are_kept(looking)
 
 
 def test_many_equal_squares_beside_a_huge_one_are_kept() -> None:
-    """What BLAS loses of small numbers that it adds to a large one is bounded by the size of a piece."""
+    """The precision that BLAS loses by adding small numbers to a large one is bounded by the size of a piece."""
     tensor = torch.full((10 * PIECE,), 1e-8, dtype=torch.float64)
     tensor[0] = 1.0
     exact = (1 - tensor.mean()) ** 2 + (len(tensor) - 1) * (1e-8 - tensor.mean()) ** 2
@@ -115,14 +115,14 @@ def test_many_equal_squares_beside_a_huge_one_are_kept() -> None:
     "tensor", [torch.ones(3, device="meta"), torch.ones(3).as_subclass(type("Own", (Tensor,), {}))], ids=["meta", "own"]
 )
 def test_what_has_no_memory_here_is_refused(tensor: Tensor) -> None:
-    """A tensor of another device, or of a class that may be anything inside, leaves the state as it is."""
+    """A tensor on another device or of an unknown subclass is rejected, and the state does not change."""
     state = Statistics().state
     assert not add_statistics_on_host(state, Values(tensor), None)
     assert torch.equal(state, Statistics().initial())
 
 
 def test_a_transformed_tensor_is_refused() -> None:
-    """Inside a transform of torch.func a tensor has no values to look at."""
+    """A tensor inside a torch.func transform, which has no values to read, is rejected."""
     answers: list[bool] = []
 
     def see(x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def test_a_transformed_tensor_is_refused() -> None:
 
 
 def test_threads_do_not_disturb_each_other() -> None:
-    """Two threads at once each get the statistics of their own values."""
+    """Two concurrent threads each get the statistics of their own values."""
     tensors = [numbers(3 * PIECE, torch.float32), numbers(3 * PIECE + 5, torch.float32, special=True)]
     found: dict[int, list[Tensor]] = {0: [], 1: []}
 
@@ -153,10 +153,10 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_memory_of_inference_mode_is_not_kept() -> None:
-    """What is seen in inference mode first does not keep training from being recorded later."""
+    """A first call in inference mode does not break later recording of the training."""
     seen: list[Tensor] = []
 
-    def work() -> None:  # in a thread that has no memory for the passes yet
+    def work() -> None:  # in a thread without scratch memory
         with torch.inference_mode():
             seen.append(looking(torch.ones(10)))
         seen.append(looking(torch.ones(10)))

@@ -1,4 +1,4 @@
-"""The value that came last."""
+"""Tests of the last value of a stream."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SPECIAL = torch.tensor([[NAN, INF], [-INF, -0.0]])
 
 
 def last(*stream: Tensor, dim: int | None = None) -> Tensor:
-    """What is kept of a stream."""
+    """Return the last value of a stream."""
     return reduced(lambda: LastValue(dim), *stream).compute()["last"]
 
 
 def test_values_by_hand() -> None:
-    """Of two tensors the second is kept, in its shape, with what of it is not finite."""
+    """The second of two tensors is kept, in its shape, including values that are not finite."""
     found = last(torch.ones(2, 2), SPECIAL)
     np.testing.assert_array_equal(found, [[NAN, INF], [-INF, -0.0]])
     assert math.copysign(1.0, found[1, 1]) == -1.0
@@ -53,7 +53,7 @@ def test_the_last_sample_by_hand() -> None:
 
 
 def test_a_number_is_kept() -> None:
-    """Of 0-d tensors, as losses are, the last is kept as a number."""
+    """The last of several 0-d tensors, such as losses, is kept as a number."""
     found = last(torch.tensor(2.0), torch.tensor(-5.0))
     assert (found.shape, float(found)) == ((), -5.0)
 
@@ -67,7 +67,7 @@ def test_the_last_number_of_vectors_is_kept() -> None:
 @settings(max_examples=100)
 @given(tensors(), st.lists(st.integers(0, 5)))
 def test_any_tensor_is_kept_as_it_is(tensor: Tensor, others: list[int]) -> None:
-    """For every type, shape and layout each number is kept exactly, whatever came before."""
+    """For every type, shape and layout each number is exact, whatever came before."""
     before = [torch.full_like(tensor, other) for other in others]
     found = last(*before, tensor)
     assert found.shape == (*tensor.shape, *((2,) if tensor.is_complex() else ()))
@@ -76,7 +76,7 @@ def test_any_tensor_is_kept_as_it_is(tensor: Tensor, others: list[int]) -> None:
 
 @st.composite
 def sample_streams(draw: st.DrawFn) -> tuple[int, list[Tensor]]:
-    """A dimension, and matrices that differ in their size along it, which is one at least."""
+    """Draw a dimension and matrices that differ in their size along it, which is at least one."""
     dim = draw(st.sampled_from([0, 1, -1]))
     dtypes = draw(st.sampled_from([COMPLEX, REAL]))
     shape = [2, 2]
@@ -90,7 +90,7 @@ def sample_streams(draw: st.DrawFn) -> tuple[int, list[Tensor]]:
 @settings(max_examples=60)
 @given(sample_streams())
 def test_any_stream_leaves_its_last_sample(drawn: tuple[int, list[Tensor]]) -> None:
-    """For every type and splitting, by updates or merges in order, the last slice of the whole stream is kept."""
+    """For every type and split, updates and merges in order keep the last slice of the whole stream."""
     dim, stream = drawn
     expected = np.array(values_of([stream[-1].select(dim, -1)]), dtype=float)
     np.testing.assert_array_equal(last(*stream, dim=dim).flatten(), expected)
@@ -104,7 +104,7 @@ def test_any_stream_leaves_its_last_sample(drawn: tuple[int, list[Tensor]]) -> N
 
 
 def test_a_merge_takes_the_last_of_the_other() -> None:
-    """In a.merge(b) b came after a, unless b has seen nothing; a NaN is seen like any number."""
+    """In a.merge(b) the value of b is the last, unless b is empty; a NaN counts as a value."""
     a, b, nothing = reduced(LastValue, torch.zeros(2)), reduced(LastValue, torch.tensor([1.0, NAN])), LastValue()
     np.testing.assert_array_equal(merged(LastValue, a, b).compute()["last"], [1.0, NAN])
     np.testing.assert_array_equal(merged(LastValue, b, a).compute()["last"], [0.0, 0.0])
@@ -115,7 +115,7 @@ def test_a_merge_takes_the_last_of_the_other() -> None:
 
 
 def test_merging_is_associative() -> None:
-    """The grouping of merges in order changes no bit, whichever of the streams are empty."""
+    """The grouping of merges in order changes no bit, whichever streams are empty."""
     empty = reduced(LastValue, torch.zeros(1))
     empty.reset()
     choices = [empty, *(reduced(LastValue, torch.tensor([value])) for value in (1.0, NAN))]
@@ -128,15 +128,15 @@ def test_merging_is_associative() -> None:
 
 
 def test_it_is_ordered() -> None:
-    """It says of itself that the order matters."""
+    """The reduction declares that it is ordered."""
     assert LastValue().ordered is True
 
 
-# Nothing seen
+# Empty streams
 
 
 def test_before_the_first_tensor_there_is_no_number() -> None:
-    """What is computed before the first tensor, whose shape is not known yet, has no value but NaN."""
+    """Before the first tensor, which determines the shape, the statistic is NaN."""
     assert LastValue().compute()["last"].isnan().all()
 
 
@@ -151,7 +151,7 @@ def test_after_a_reset_there_is_nan() -> None:
 
 
 def test_a_batch_without_a_sample_changes_nothing() -> None:
-    """With a dimension, a tensor that has no slice along it leaves the last one there."""
+    """With a dimension, a tensor without a slice along it does not change the last value."""
     assert last(torch.tensor([[1.0, 2.0]]), torch.zeros(0, 2), dim=0).tolist() == [1.0, 2.0]
 
 
@@ -159,7 +159,7 @@ def test_a_batch_without_a_sample_changes_nothing() -> None:
 
 
 def test_another_shape_is_refused() -> None:
-    """The first tensor fixes the shape; one of another is refused and changes nothing."""
+    """The first tensor determines the shape; another shape is rejected and changes nothing."""
     state = reduced(LastValue, torch.ones(2, 3))
     before = bits(state.state)
     with pytest.raises(ArgumentError, match=r"^LastValue keeps numbers of shape \(2, 3\), now the shape is \(1, 3\)$"):
@@ -168,21 +168,21 @@ def test_another_shape_is_refused() -> None:
 
 
 def test_a_missing_dimension_is_refused() -> None:
-    """A tensor without the dimension is refused, with its shape in the message."""
+    """A tensor without the dimension is rejected with an error that names its shape."""
     with pytest.raises(ArgumentError, match=r"^a tensor of shape \(\) has no dimension 0; choose another dim$"):
         LastValue(0).update(torch.tensor(1.0))
 
 
 def test_the_size_is_that_of_the_tensor() -> None:
-    """The state takes 8 bytes for each number and 8 for the count."""
+    """The state takes 8 bytes per number and 8 for the count."""
     assert reduced(LastValue, torch.ones(2, 3)).nbytes == 56
 
 
-# Life
+# Life cycle
 
 
 def test_a_state_dict_continues_the_stream() -> None:
-    """A state that is loaded into a fresh object is that of the stream, to the bit."""
+    """A state loaded into a fresh object is bitwise identical to the saved one."""
     restored = LastValue()
     restored.load_state_dict(reduced(LastValue, SPECIAL).state_dict())
     assert_equal(restored.compute()["last"], SPECIAL.double())
@@ -191,7 +191,7 @@ def test_a_state_dict_continues_the_stream() -> None:
 
 
 def test_nothing_is_kept_of_the_tensor() -> None:
-    """What is kept is a copy: a tensor that is changed later changes nothing."""
+    """The value is a copy, which later changes of the tensor do not affect."""
     tensor = torch.ones(2, dtype=torch.float64)
     state = reduced(LastValue, tensor)
     tensor.zero_()
@@ -199,12 +199,12 @@ def test_nothing_is_kept_of_the_tensor() -> None:
 
 
 def test_the_initial_state_is_neutral() -> None:
-    """Merging with an empty state changes no bit, from the left and from the right."""
+    """Merging with an empty state from either side changes no bit."""
     assert_neutral(LastValue, torch.ones(2, 2), SPECIAL)
 
 
 def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
-    """A block of states is merged and summarised to what its rows give one by one."""
+    """Merging and summarising a block of states gives the same results as row by row."""
     empty = torch.zeros(0, 2)
     assert_rows_agree(LastValue, [[SPECIAL], [torch.ones(2, 2)], [torch.zeros(2, 2), SPECIAL]])
     assert_rows_agree(LastValue, [[empty], [empty, empty]])
@@ -213,6 +213,6 @@ def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [None, 0, -1])
 def test_nothing_waits_for_the_device(dim: int | None, dtype: torch.dtype) -> None:
-    """A whole life runs on meta tensors, and reads no number elsewhere."""
+    """A whole life cycle runs on meta tensors and reads no number elsewhere."""
     tensor = torch.arange(12).reshape(3, 4).to(dtype)
     assert_nothing_waits(lambda: LastValue(dim), tensor, tensor)

@@ -1,4 +1,4 @@
-"""Count, mean and spread."""
+"""Tests of count, mean and variance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reductions.strategies import streams
 
 
 def summary(*tensors: Tensor) -> dict[str, float]:
-    """The statistics of a stream as numbers."""
+    """Return the statistics of a stream as numbers."""
     moments = RunningMoments()
     for tensor in tensors:
         moments.update(tensor)
@@ -24,7 +24,7 @@ def summary(*tensors: Tensor) -> dict[str, float]:
 
 
 def test_values_by_hand() -> None:
-    """Of 1, 2, 3 and 6 the mean is 3, the population variance 3.5 and the mean square 12.5."""
+    """For 1, 2, 3 and 6 the mean is 3, the population variance 3.5 and the mean square 12.5."""
     assert summary(torch.tensor([1.0, 2.0]), torch.tensor([[3.0], [6.0]])) == {
         "count": 4.0,
         "sum": 12.0,
@@ -36,13 +36,13 @@ def test_values_by_hand() -> None:
 
 
 def test_one_value_has_no_spread() -> None:
-    """The deviation of a single value is zero, not NaN: nothing is corrected for a sample."""
+    """The deviation of a single value is zero, not NaN, because the default correction is 0."""
     found = summary(torch.tensor(-5.0))
     assert found == {"count": 1.0, "sum": -5.0, "mean": -5.0, "variance": 0.0, "std": 0.0, "rms": 5.0}
 
 
 def test_the_correction_is_taken_from_the_count() -> None:
-    """With a correction of 1 the variance is that of a sample, NaN for a single value, and the rms is as it was."""
+    """A correction of 1 gives the sample variance, NaN for a single value, and does not change the rms."""
     moments = RunningMoments(correction=1)
     moments.update(torch.tensor([1.0, 2.0, 3.0, 6.0]))
     found = {name: float(value) for name, value in moments.compute().items()}
@@ -55,21 +55,21 @@ def test_the_correction_is_taken_from_the_count() -> None:
 
 @pytest.mark.parametrize("correction", [-1, 0.5, True, "1"])
 def test_a_wrong_correction_is_refused(correction: object) -> None:
-    """What is no count is refused as a correction."""
+    """A correction that is not a count is rejected."""
     with pytest.raises(ArgumentError, match="correction must be an integer of at least 0"):
         RunningMoments(correction)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tensors", [[], [torch.zeros(0)], [torch.tensor([float("nan"), float("inf")])]])
 def test_without_a_finite_value_all_but_the_count_is_nan(tensors: list[Tensor]) -> None:
-    """A stream without a finite value has count and sum 0, and its mean, variance, deviation and rms are NaN."""
+    """A stream without a finite value has count and sum 0, and NaN as mean, variance, deviation and rms."""
     found = summary(*tensors)
     assert (found.pop("count"), found.pop("sum")) == (0.0, 0.0)
     assert [math.isnan(value) for value in found.values()] == [True] * 4
 
 
 def test_values_that_are_not_finite_take_no_part() -> None:
-    """NaN and infinities are left out of count, mean and deviation."""
+    """NaN and infinities are ignored in count, mean and deviation."""
     bad = torch.tensor([float("nan"), float("inf"), -float("inf")])
     assert summary(torch.cat((torch.tensor([1.0, 3.0]), bad)), bad) == {
         "count": 2.0,
@@ -84,7 +84,7 @@ def test_values_that_are_not_finite_take_no_part() -> None:
 @settings(max_examples=100)
 @given(streams)
 def test_any_stream_agrees_with_exact_sums(stream: list[Tensor]) -> None:
-    """For every type, shape and splitting the moments are those of the whole stream with exact sums."""
+    """For every type, shape and split the moments equal exact sums over the whole stream."""
     moments = RunningMoments()
     for tensor in stream:
         moments.update(tensor)
@@ -93,7 +93,7 @@ def test_any_stream_agrees_with_exact_sums(stream: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_small_spread_beside_a_large_mean_is_kept(dtype: torch.dtype) -> None:
-    """Of 1e4 ± 1e-3 in a hundred batches the variance is about 1e-6, right to a tenth of a percent."""
+    """The variance of 1e4 ± 1e-3 in a hundred batches is about 1e-6, within a tenth of a percent."""
     batches = torch.normal(1e4, 1e-3, (100, 64), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batches = batches.to(dtype)
     moments = RunningMoments()
@@ -106,14 +106,14 @@ def test_a_small_spread_beside_a_large_mean_is_kept(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("share", [1, 10, 1000])
 def test_a_small_spread_among_bad_values_is_kept(share: int) -> None:
-    """Values that are not finite do not blur the spread of those that are, however many they be."""
+    """Any number of values that are not finite does not affect the spread of the finite ones."""
     good = torch.tensor([1e4 - 1e-3, 1e4 + 1e-3], dtype=torch.float64)
     bad = torch.full((2 * share,), float("nan"), dtype=torch.float64)
     assert summary(torch.cat((good, bad)))["std"] == pytest.approx(1e-3, rel=0.01)
 
 
 def test_many_small_batches_lose_nothing() -> None:
-    """After ten thousand merges the mean is still right to 1e-12 of the rms."""
+    """After ten thousand merges the mean is accurate within 1e-12 of the rms."""
     batches = torch.rand(10_000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
     moments = RunningMoments()
     state = moments.initial()
@@ -124,7 +124,7 @@ def test_many_small_batches_lose_nothing() -> None:
 
 
 def test_many_equal_values_beside_a_huge_one_stay_within_the_bound() -> None:
-    """Squares whose rounding goes one way, as those of many equal values beside an outlier, are added well enough."""
+    """Many equal values next to an outlier, whose squares all round in one direction, stay within the bound."""
     values = torch.ones(2**18, dtype=torch.float64)
     values[0] = 3e24
     moments = RunningMoments()

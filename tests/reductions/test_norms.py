@@ -1,4 +1,4 @@
-"""Norms of a stream."""
+"""Tests of the norms of a stream."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ STATISTICS = ("abs_max", "l1_norm", "l2_norm")
 
 
 def assert_norms(norms: dict[str, list[float]], tensors: list[Tensor]) -> None:
-    """Hold norms to the reference: the maximum exactly, the others to 1e-12 of themselves.
+    """Compare norms with the reference: the maximum exactly, the others within a relative error of 1e-12.
 
-    Squares of numbers below 1e-150 leave the range of float64, so that much is allowed besides for the l2 norm.
+    Squares of numbers below 1e-150 underflow in float64, so that error is allowed in addition for the l2 norm.
     """
     sizes = [abs(value) for value in values_of(tensors) if math.isfinite(value)]
     np.testing.assert_array_equal(norms["abs_max"], [max(sizes, default=NAN)])
@@ -55,7 +55,7 @@ def assert_norms(norms: dict[str, list[float]], tensors: list[Tensor]) -> None:
     ],
 )
 def test_values_by_hand(tensors: list[Tensor], expected: list[float]) -> None:
-    """The norms are those of the finite values together; without one the maximum is NaN and the sums are zero."""
+    """The norms cover all finite values; without one the maximum is NaN and the sums are zero."""
     found = computed(Norms, *tensors)
     np.testing.assert_array_equal([found[name][0] for name in STATISTICS], expected)
 
@@ -63,7 +63,7 @@ def test_values_by_hand(tensors: list[Tensor], expected: list[float]) -> None:
 @settings(max_examples=100)
 @given(streams)
 def test_any_stream_agrees_with_exact_sums(stream: list[Tensor]) -> None:
-    """For every type, shape and splitting the norms are those of the whole stream with exact sums."""
+    """For every type, shape and split the norms equal exact sums over the whole stream."""
     assert_norms(computed(Norms, *stream), stream)
 
 
@@ -72,7 +72,7 @@ def test_any_stream_agrees_with_exact_sums(stream: list[Tensor]) -> None:
 def test_order_and_grouping_of_merges_do_not_matter(
     first: list[Tensor], second: list[Tensor], third: list[Tensor]
 ) -> None:
-    """States that are merged in any order and grouping give the norms of all streams together."""
+    """Merging states in any order and grouping gives the norms of all streams together."""
     a, b, c = (reduced(Norms, *stream) for stream in (first, second, third))
     everything = [*first, *second, *third]
     for result in (merged(Norms, a, b, c), merged(Norms, a, merged(Norms, b, c)), merged(Norms, c, b, a)):
@@ -80,7 +80,7 @@ def test_order_and_grouping_of_merges_do_not_matter(
 
 
 def test_a_large_tensor_loses_nothing() -> None:
-    """A tensor of so many values that it is taken in pieces has the norms of exact sums."""
+    """The norms of a tensor that is processed in pieces equal exact sums."""
     tensor = torch.randn(700_001, generator=torch.Generator().manual_seed(0))
     assert_norms(computed(Norms, tensor), [tensor])
 
@@ -88,16 +88,16 @@ def test_a_large_tensor_loses_nothing() -> None:
 @settings(max_examples=40)
 @given(streams)
 def test_the_initial_state_is_neutral(stream: list[Tensor]) -> None:
-    """Merging with an empty state changes no bit, from the left and from the right."""
+    """Merging with an empty state from either side changes no bit."""
     assert_neutral(Norms, *stream)
 
 
 def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
-    """A block of states is merged and summarised to what its rows give one by one."""
+    """Merging and summarising a block of states gives the same results as row by row."""
     assert_rows_agree(Norms, [[torch.arange(-4.0, 3)], [], [torch.tensor([NAN, 0.5])], [torch.zeros(2), torch.ones(3)]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
-    """A whole life runs on meta tensors, and reads no number elsewhere."""
+    """A whole life cycle runs on meta tensors and reads no number elsewhere."""
     assert_nothing_waits(Norms, torch.arange(12).reshape(3, 4).to(dtype), torch.zeros(0, 2).to(dtype))

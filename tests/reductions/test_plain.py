@@ -1,4 +1,4 @@
-"""Tensors that are more than a plain array."""
+"""Tests of tensors that are more than a plain array."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.reductions.reference import Moments, assert_bins, extrema_of, tallies
 DENSE = torch.tensor([[0.0, 1.5, 0.0], [-2.0, 0.0, float("nan")]])
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# All are of torch, at the first tensor of such a kind: its interface may change, of which the package reads the least.
+# All are torch warnings at the first tensor of such a kind about an interface that may change.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def assert_statistics(tensor: Tensor, plain: Tensor) -> None:
-    """Hold the default statistics of a tensor to the reference on the plain values that it stands for."""
+    """Compare the default statistics of a tensor with the reference for its plain values."""
     statistics = Statistics()
     statistics.update(tensor)
     found, values = statistics.compute(), values_of([plain])
@@ -44,12 +44,12 @@ def assert_statistics(tensor: Tensor, plain: Tensor) -> None:
 
 @pytest.mark.parametrize("tensor", [DENSE, DENSE.T, DENSE[:, 1:], torch.tensor(1.0), torch.zeros(0, 2)])
 def test_a_plain_tensor_is_itself(tensor: Tensor) -> None:
-    """A dense tensor is given back as it is."""
+    """A dense tensor is returned unchanged."""
     assert as_plain(tensor) is tensor
 
 
 def test_a_parameter_is_itself() -> None:
-    """A parameter is dense, and not copied."""
+    """A parameter is dense and is not copied."""
     parameter = torch.nn.Parameter(torch.ones(2))
     assert as_plain(parameter).data_ptr() == parameter.data_ptr()
 
@@ -60,7 +60,7 @@ def test_a_parameter_is_itself() -> None:
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sparse_tensor_counts_with_its_zeros(layout: torch.layout, dtype: torch.dtype) -> None:
-    """A sparse tensor has the statistics of the dense one, the zeros that it does not keep included."""
+    """A sparse tensor has the statistics of the dense one, including the implicit zeros."""
     sparse = DENSE.to(dtype).to_sparse(layout=layout)
     plain = as_plain(sparse)
     assert (plain.layout, plain.shape) == (torch.strided, (2, 3))
@@ -68,13 +68,13 @@ def test_a_sparse_tensor_counts_with_its_zeros(layout: torch.layout, dtype: torc
 
 
 def test_places_that_a_sparse_tensor_has_twice_are_summed() -> None:
-    """The values of one place, as an embedding's gradient has them before they are coalesced, count as their sum."""
+    """Duplicate entries of an uncoalesced sparse tensor, such as an embedding gradient, are summed."""
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 5.0]), (4,))
     assert_statistics(sparse, torch.tensor([3.0, 0.0, 5.0, 0.0]))
 
 
 def test_a_sparse_gradient_of_an_embedding_counts() -> None:
-    """The gradient of an embedding with sparse gradients has zeros for the rows that were not looked up."""
+    """The sparse gradient of an embedding has zeros for the rows that were not looked up."""
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1, 1])).sum().backward()
     assert embedding.weight.grad is not None
@@ -83,18 +83,18 @@ def test_a_sparse_gradient_of_an_embedding_counts() -> None:
 
 
 def test_a_sparse_tensor_without_values_is_zero() -> None:
-    """A sparse tensor that keeps nothing is all zeros."""
+    """A sparse tensor without entries is all zeros."""
     assert_statistics(torch.zeros(2, 3).to_sparse(), torch.zeros(2, 3))
 
 
 def test_a_sparse_tensor_has_the_shape_of_the_dense_one() -> None:
-    """What is kept for each element of a sample is that of the dense tensor."""
+    """Elementwise statistics of a sparse tensor have the shape of the dense one."""
     assert computed(BatchMean, torch.eye(2).to_sparse()) == {"batch_mean": [0.5, 0.5]}
 
 
 @pytest.mark.parametrize("shape", [(1 << 28, 2), ((1 << 28) + 1,)])
 def test_a_huge_sparse_tensor_is_refused(shape: tuple[int, ...]) -> None:
-    """A sparse tensor that would take a gibibyte and more when it is made dense is refused, with its shape."""
+    """A sparse tensor whose dense copy would take a gibibyte or more is rejected with an error that names its shape."""
     sparse = torch.sparse_coo_tensor(torch.zeros(len(shape), 1, dtype=torch.int64), torch.ones(1), shape)
     named = rf"^a sparse tensor of {'×'.join(map(str, shape))} would be made dense to be reduced; leave it out$"
     for statistics in (Statistics(), Extrema()):
@@ -109,7 +109,7 @@ def test_a_huge_sparse_tensor_is_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.quint8, torch.qint8, torch.qint32], ids=str)
 def test_a_quantised_tensor_counts_with_the_numbers_it_stands_for(dtype: torch.dtype) -> None:
-    """A quantised tensor has the statistics of its multiples of the scale, not of the integers that it keeps."""
+    """A quantised tensor has the statistics of the dequantised values, not of the stored integers."""
     quantised = torch.quantize_per_tensor(torch.tensor([0.0, 0.5, 1.26, 2.0]), 0.25, 3, dtype)
     assert as_plain(quantised).tolist() == [0.0, 0.5, 1.25, 2.0]
     assert_statistics(quantised, torch.tensor([0.0, 0.5, 1.25, 2.0]))
@@ -119,7 +119,7 @@ def test_a_quantised_tensor_counts_with_the_numbers_it_stands_for(dtype: torch.d
 
 
 def nested(layout: torch.layout, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A nested tensor of a matrix of two rows and one of a single row."""
+    """Return a nested tensor of a matrix with two rows and one with a single row."""
     parts = [torch.tensor([[1.0, 2.0], [3.0, 0.0]], dtype=dtype), torch.tensor([[-5.0, float("inf")]], dtype=dtype)]
     return torch.nested.nested_tensor(parts, layout=layout)
 
@@ -130,19 +130,19 @@ ROWS = torch.tensor([[1.0, 2.0], [3.0, 0.0], [-5.0, float("inf")]])
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_nested_tensor_counts_with_all_its_parts(layout: torch.layout, dtype: torch.dtype) -> None:
-    """A nested tensor has the statistics of the values of all its parts, and no padding."""
+    """A nested tensor has the statistics of the values of all its parts, without padding."""
     tensor = nested(layout, dtype)
     assert sorted(values_of([as_plain(tensor)])) == sorted(values_of([ROWS]))
     assert_statistics(tensor, ROWS.to(dtype))
 
 
 def test_the_parts_of_a_jagged_tensor_come_in_a_row() -> None:
-    """Of a jagged tensor the parts lie one after another along the ragged dimension."""
+    """The parts of a jagged tensor are concatenated along the ragged dimension."""
     assert as_plain(nested(torch.jagged)).tolist() == ROWS.tolist()
 
 
 def test_a_jagged_tensor_with_a_gradient_counts() -> None:
-    """An activation that is a jagged tensor and belongs to a graph is counted, and its graph is left alone."""
+    """A jagged activation in an autograd graph is counted without changing the graph."""
     weight = torch.ones(2, requires_grad=True)
     output = nested(torch.jagged) * weight
     assert_statistics(output, ROWS)
@@ -150,7 +150,7 @@ def test_a_jagged_tensor_with_a_gradient_counts() -> None:
 
 
 def test_what_a_jagged_tensor_leaves_out_does_not_count() -> None:
-    """Of a jagged view of a padded tensor the padding, which is none of its parts, does not count."""
+    """The padding in a jagged view of a padded tensor is not counted."""
     padded = torch.tensor([[1.0, 2.0, 100.0, 100.0], [100.0, 3.0, 4.0, 100.0], [5.0, 100.0, 100.0, 100.0]])
     starts, lengths = torch.tensor([0, 1, 0]), torch.tensor([2, 2, 1])
     view = torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged)
@@ -163,7 +163,7 @@ def test_what_a_jagged_tensor_leaves_out_does_not_count() -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of this process alone, found through a file, so that no port is taken."""
+    """Set up a process group of this process alone, through a file, so that no port is used."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -172,7 +172,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("sharded", [True, False])
 def test_of_a_distributed_tensor_the_local_part_counts(sharded: bool) -> None:
-    """A DTensor counts with the values that this process holds, which alone are all."""
+    """Only the local part of a DTensor is counted, which is everything in a group of one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -186,7 +186,7 @@ def test_of_a_distributed_tensor_the_local_part_counts(sharded: bool) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_distributed_parameter_with_a_gradient_counts() -> None:
-    """A DTensor that requires a gradient is read without becoming part of a graph."""
+    """A DTensor that requires a gradient is read without adding it to a graph."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 

@@ -1,4 +1,4 @@
-"""A random sample."""
+"""Tests of the random sample."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ NAN = math.nan
 
 
 def sample(size: int, seed: int, *stream: Tensor) -> list[float]:
-    """The sample of a stream."""
+    """Return the sample of a stream."""
     found: list[float] = reduced(lambda: Reservoir(size, seed), *stream).compute()["sample"].tolist()
     return found
 
 
 def as_bits(values: list[float]) -> Counter[str]:
-    """How often each value is there, a NaN as one of them, zeros of both signs apart."""
+    """Count the values by their bits; all NaN are equal, and zeros of both signs differ."""
     return Counter(map(repr, values))
 
 
-# What is kept
+# Contents
 
 
 def test_a_short_stream_is_kept_whole() -> None:
-    """Of five values in a sample of eight each is there once, and three places are NaN, the last ones."""
+    """All five values of a stream are in a sample of eight, and the last three places are NaN."""
     found = sample(8, 0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor(5.0))
     assert sorted(found[:5]) == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert [math.isnan(value) for value in found[5:]] == [True, True, True]
 
 
 def test_an_empty_stream_has_no_values() -> None:
-    """Without a value all places are NaN."""
+    """All places are NaN for an empty stream."""
     for stream in ([], [torch.zeros(0)], [torch.zeros(0, 3), torch.zeros(2, 0)]):
         np.testing.assert_array_equal(sample(3, 0, *stream), [NAN] * 3)
 
 
 def test_the_default_size() -> None:
-    """By default 256 values are kept, in 4104 bytes."""
+    """By default the sample has 256 values and takes 4104 bytes."""
     assert Reservoir().compute()["sample"].shape == (256,)
     assert Reservoir().nbytes == 4104
 
@@ -58,7 +58,7 @@ def test_the_default_size() -> None:
 @settings(max_examples=100)
 @given(streams, st.integers(0, 3))
 def test_each_value_of_a_short_stream_is_there_once(stream: list[Tensor], seed: int) -> None:
-    """For every type, shape and splitting a sample that is large enough has exactly the values of the stream."""
+    """For every type, shape and split a sample that is large enough has exactly the values of the stream."""
     values = values_of(stream)
     found = sample(2048, seed, *stream)
     assert as_bits(found[: len(values)]) == as_bits(values)
@@ -68,7 +68,7 @@ def test_each_value_of_a_short_stream_is_there_once(stream: list[Tensor], seed: 
 @settings(max_examples=100)
 @given(streams, st.integers(1, 12), st.integers(0, 3))
 def test_no_value_is_there_more_often_than_in_the_stream(stream: list[Tensor], size: int, seed: int) -> None:
-    """A sample is full as soon as there are so many values, and each place has a value of its own."""
+    """A sample is full as soon as there are enough values, and each place has a distinct value of the stream."""
     values = values_of(stream)
     state = reduced(lambda: Reservoir(size, seed), *stream)
     taken = min(size, len(values))
@@ -80,16 +80,16 @@ def test_no_value_is_there_more_often_than_in_the_stream(stream: list[Tensor], s
 
 
 def test_values_that_are_not_finite_are_values() -> None:
-    """NaN and infinities of the stream are kept like others."""
+    """NaN and infinities of the stream are sampled like other values."""
     found = sample(3, 0, torch.tensor([math.inf, NAN, -math.inf]))
     assert as_bits(found) == as_bits([math.inf, NAN, -math.inf])
 
 
-# Repetition
+# Reproducibility
 
 
 def test_a_run_repeats_itself() -> None:
-    """Two samples with the same seed agree to the bit, and one with another seed has other values."""
+    """Two samples with the same seed are bitwise equal, and one with another seed has other values."""
     stream = [torch.arange(1000.0), torch.arange(1000.0, 1500.0)]
     first, second, other = (reduced(partial(Reservoir, 16, seed), *stream) for seed in (5, 5, 6))
     assert bits(first.state) == bits(second.state)
@@ -97,7 +97,7 @@ def test_a_run_repeats_itself() -> None:
 
 
 def test_the_random_numbers_of_torch_are_left_alone() -> None:
-    """Updating, merging and computing draw no number of torch's generator, nor depend on its seed."""
+    """Updating, merging and computing draw no random number from torch and do not depend on its seed."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
     state = reduced(lambda: Reservoir(16), torch.arange(1000.0))
@@ -108,7 +108,7 @@ def test_the_random_numbers_of_torch_are_left_alone() -> None:
 
 
 def test_batches_choose_different_places() -> None:
-    """Equal batches do not all give the value at the same place."""
+    """Equal batches do not always contribute the value at the same place."""
     stream = [torch.arange(64.0)] * 8
     assert len(set(sample(64, 0, *stream))) > 32
 
@@ -117,14 +117,14 @@ def test_batches_choose_different_places() -> None:
 
 
 def part(seed: int, start: int, count: int, size: int = 8) -> Reservoir:
-    """A sample, with a seed of its own, of consecutive numbers."""
+    """Return a sample of consecutive numbers with its own seed."""
     state = Reservoir(size, seed)
     state.update(torch.arange(start, start + count))
     return state
 
 
 def test_a_merge_has_the_values_of_both() -> None:
-    """Two short streams are merged to all of their values, in the same state whichever comes first."""
+    """Merging two short streams in either order gives all of their values and the same state."""
     one, other = part(1, 0, 3), part(2, 10, 4)
     both = merged(lambda: Reservoir(8), one, other)
     assert sorted(both.compute()["sample"][:7].tolist()) == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0, 13.0]
@@ -135,7 +135,7 @@ def test_a_merge_has_the_values_of_both() -> None:
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), min_size=3, max_size=3), st.integers(1, 10))
 def test_merging_is_associative_and_commutative(counts: list[int], size: int) -> None:
-    """The order and the grouping in which samples with different seeds are merged change no bit."""
+    """The order and the grouping of merges of samples with different seeds change no bit."""
     a, b, c = (part(seed, 100 * seed, count, size) for seed, count in enumerate(counts))
 
     def make() -> Reservoir:
@@ -148,7 +148,7 @@ def test_merging_is_associative_and_commutative(counts: list[int], size: int) ->
 
 
 def test_another_size_is_not_merged_but_another_seed_is() -> None:
-    """Samples of different sizes cannot be merged; the seeds should differ."""
+    """Samples of different sizes cannot be merged, but different seeds can and should be."""
     with pytest.raises(ArgumentError, match=r"^Reservoir\(size=8\) cannot be merged with Reservoir\(size=9\)"):
         Reservoir(8).merge(Reservoir(9))
     state = Reservoir(8, seed=1)
@@ -160,7 +160,7 @@ def test_another_size_is_not_merged_but_another_seed_is() -> None:
 
 
 def assert_uniform(counts: Tensor, draws: int, size: int) -> None:
-    """Hold each value to have been in a sample as often as any other, within five standard deviations."""
+    """Assert that each value was sampled equally often, within five standard deviations."""
     share = size / len(counts)
     deviation = math.sqrt(draws * share * (1 - share))
     assert counts.sum() == draws * size
@@ -168,7 +168,7 @@ def assert_uniform(counts: Tensor, draws: int, size: int) -> None:
 
 
 def inclusions(lengths: list[int], size: int, seeds: range, merge: bool) -> Tensor:
-    """How often each number of a stream of tensors of those lengths was in the sample, one draw for each seed."""
+    """Count how often each number of a stream of tensors was sampled, with one draw per seed."""
     total = sum(lengths)
     tensors = torch.arange(total).split(lengths)
     counts = torch.zeros(total)
@@ -194,13 +194,13 @@ SEEDS = range(400)
     ids=str,
 )
 def test_each_value_is_there_with_equal_probability(lengths: list[int]) -> None:
-    """Over 400 seeds each value is in a sample of 8 as often as any other, however the stream is split."""
+    """Over 400 seeds each value is equally often in a sample of 8, for any split of the stream."""
     assert_uniform(inclusions(lengths, 8, SEEDS, merge=False), len(SEEDS), 8)
 
 
 @pytest.mark.parametrize("lengths", [[64, 64], [16] * 4, [64, 8], [8, 64], [40, 5, 13], [200, 10]], ids=str)
 def test_a_merged_sample_is_one_of_the_whole(lengths: list[int]) -> None:
-    """Over 400 seeds each value is in a merge of samples of 8 equally often, also where one stream is longer."""
+    """Over 400 seeds each value is equally often in a merge of samples of 8, even for streams of different lengths."""
     assert_uniform(inclusions(lengths, 8, SEEDS, merge=True), len(SEEDS), 8)
 
 
@@ -212,11 +212,11 @@ def test_the_places_of_a_sample_are_in_random_order() -> None:
     assert_uniform(counts, len(SEEDS), 1)
 
 
-# Life
+# Life cycle
 
 
 def test_a_state_dict_continues_the_stream() -> None:
-    """A state that is loaded into a fresh object of the same seed continues to the very bit."""
+    """A state loaded into a fresh object with the same seed continues bitwise identically."""
     first, second = torch.arange(100.0), torch.arange(100.0, 130.0)
     restored = Reservoir(8, seed=3)
     restored.load_state_dict(reduced(lambda: Reservoir(8, seed=3), first).state_dict())
@@ -228,32 +228,32 @@ def test_a_state_dict_continues_the_stream() -> None:
     ("size", "seed", "named"), [(0, 0, "size"), (2.5, 0, "size"), (8, -1, "seed"), (8, "a", "seed")]
 )
 def test_wrong_arguments_are_refused(size: int, seed: int, named: str) -> None:
-    """A size below one and a seed below zero, or no integers, are refused at construction."""
+    """Sizes below one, negative seeds and values that are not integers are rejected by the constructor."""
     with pytest.raises(ArgumentError, match=rf"^{named} must be an integer of at least [01], got "):
         Reservoir(size, seed)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**63, 2**64 + 5])
 def test_any_seed_will_do(seed: int) -> None:
-    """Also a seed of more than 64 bits gives a sample of the values."""
+    """A seed of more than 64 bits is accepted."""
     assert sorted(sample(4, seed, torch.arange(4.0))) == [0.0, 1.0, 2.0, 3.0]
 
 
 @settings(max_examples=40)
 @given(streams)
 def test_the_initial_state_is_neutral(stream: list[Tensor]) -> None:
-    """Merging with an empty state changes no bit, from the left and from the right."""
+    """Merging with an empty state from either side changes no bit."""
     assert_neutral(lambda: Reservoir(5), *stream)
 
 
 def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
-    """A block of states is merged and summarised to what its rows give one by one."""
+    """Merging and summarising a block of states gives the same results as row by row."""
     rows = [[torch.arange(40.0)], [], [torch.tensor([NAN, 0.5])], [torch.zeros(2), torch.ones(9)]]
     assert_rows_agree(lambda: Reservoir(5), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
-    """A whole life runs on meta tensors, and reads no number elsewhere."""
+    """A whole life cycle runs on meta tensors and reads no number elsewhere."""
     tensors = [torch.arange(12).reshape(3, 4).to(dtype), torch.tensor(1).to(dtype), torch.zeros(0, 2).to(dtype)]
     assert_nothing_waits(lambda: Reservoir(5), *tensors)

@@ -1,4 +1,4 @@
-"""All default statistics in one state."""
+"""Tests of all default statistics in one state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIXED = torch.tensor([0.0, 1.0, 2.0, 5.0, math.nan, math.inf, -math.inf, -math.i
 
 
 def statistics(*tensors: Tensor) -> dict[str, Tensor]:
-    """The statistics of a stream."""
+    """Return the statistics of a stream."""
     reduction = Statistics()
     for tensor in tensors:
         reduction.update(tensor)
@@ -36,13 +36,13 @@ def statistics(*tensors: Tensor) -> dict[str, Tensor]:
 
 
 def histogram_of(tensor: Tensor) -> Histogram:
-    """What a sink gets of a tensor."""
+    """Return the histogram that a sink gets for a tensor."""
     summary = statistics(tensor)
     return to_histogram({name: float(summary[name]) for name in SCALAR_STATISTICS}, summary["histogram"])
 
 
 def test_values_by_hand() -> None:
-    """Every statistic of four finite and four other values, computed by hand."""
+    """Every statistic of four finite and four other values equals the value computed by hand."""
     summary = statistics(MIXED)
     assert {name: float(summary[name]) for name in SCALAR_STATISTICS} == {
         "count": 4.0,
@@ -61,19 +61,19 @@ def test_values_by_hand() -> None:
 @settings(max_examples=200)
 @given(streams)
 def test_any_stream_agrees_with_the_reference(stream: list[Tensor]) -> None:
-    """For every type, shape and splitting each statistic is that of the whole stream."""
+    """For every type, shape and split each statistic covers the whole stream."""
     assert_statistics(statistics(*stream), stream)
 
 
 def test_a_stream_of_many_values_agrees_with_the_reference() -> None:
-    """A large bfloat16 tensor, where sums of low precision would go astray, is reduced exactly as well."""
+    """A large bfloat16 tensor, for which low-precision sums would be wrong, is reduced accurately."""
     tensor = torch.normal(3.0, 1.0, (20_000,), generator=torch.Generator().manual_seed(1)).bfloat16()
     assert_statistics(statistics(*tensor.split(7_001)), [tensor])
 
 
 @pytest.mark.slow
 def test_more_values_than_an_int_counts_by_the_passes_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2**31 + 7 booleans each is counted, in pieces, by the passes that work everywhere."""
+    """2**31 + 7 booleans are all counted, in pieces, by the general torch passes."""
     monkeypatch.setattr(of_statistics, "_QUICK", ())
     count = 2**31 + 7
     tensor = torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(torch.bool)
@@ -86,7 +86,7 @@ def test_more_values_than_an_int_counts_by_the_passes_of_torch(monkeypatch: pyte
 
 
 def test_the_parts_are_those_reductions() -> None:
-    """The state is the states of the four reductions side by side, to the bit."""
+    """The state is bitwise the concatenation of the states of the four reductions."""
     whole = Statistics()
     whole.update(MIXED)
     parts = [part() for part in (RunningMoments, Extrema, Tallies, ExponentHistogram)]
@@ -97,7 +97,7 @@ def test_the_parts_are_those_reductions() -> None:
 
 
 def test_the_names_of_the_scalars_are_those_of_the_summary() -> None:
-    """The summary holds the scalars in the order in which they are listed, sum and variance besides, the histogram."""
+    """The summary has the scalars in the listed order, as well as sum, variance and the histogram."""
     names = [name for name in statistics(MIXED) if name not in ("sum", "variance")]
     assert names == [*SCALAR_STATISTICS, "histogram"]
 
@@ -115,7 +115,7 @@ def test_a_histogram_for_a_sink_by_hand() -> None:
 
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.tensor([math.nan])])
 def test_a_histogram_of_nothing(tensor: Tensor) -> None:
-    """Without a finite value a histogram counts nothing, sums to zero and has no extrema."""
+    """Without a finite value a histogram has no counts, zero sums and no extrema."""
     histogram = histogram_of(tensor)
     assert (histogram.count, histogram.sum, histogram.sum_squares) == (0, 0.0, 0.0)
     assert np.isnan([histogram.min, histogram.max]).all()

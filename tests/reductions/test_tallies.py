@@ -1,4 +1,4 @@
-"""Zeros, NaN and infinities."""
+"""Tests of the counts of zeros, NaN and infinities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 
 
 def tallies(*tensors: Tensor) -> list[float]:
-    """Share of zeros, NaN and infinities of a stream as numbers."""
+    """Return the fraction of zeros and the numbers of NaN and infinities of a stream."""
     reduction = Tallies()
     for tensor in tensors:
         reduction.update(tensor)
@@ -44,12 +44,12 @@ def tallies(*tensors: Tensor) -> list[float]:
     ],
 )
 def test_values_by_hand(tensors: list[Tensor], expected: list[float]) -> None:
-    """Zeros of either sign are a share of all values; a subnormal is no zero, a huge float64 no infinity."""
+    """Zeros of either sign are counted; a subnormal is not a zero, and a huge float64 is not an infinity."""
     np.testing.assert_array_equal(tallies(*tensors), expected)
 
 
 @settings(max_examples=100)
 @given(streams)
 def test_any_stream_agrees_with_python(stream: list[Tensor]) -> None:
-    """For every type, shape and splitting the tallies are exactly those of a count value by value."""
+    """For every type, shape and split the tallies equal a count value by value."""
     np.testing.assert_array_equal(tallies(*stream), tallies_of(values_of(stream)))

@@ -1,4 +1,4 @@
-"""Shares of small and of large values."""
+"""Tests of the fractions of small and large values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.reductions.strategies import DTYPES, streams
 
 INF, NAN = math.inf, math.nan
 
-# Numbers that each type has, so that a comparison in that type is one of the numbers themselves.
+# Every dtype can represent these numbers, so comparing in that dtype is exact.
 thresholds = st.sampled_from([0.0, 2.0**-20, 0.5, 1.0, 2.0, 65504.0])
 
 
@@ -40,19 +40,19 @@ thresholds = st.sampled_from([0.0, 2.0**-20, 0.5, 1.0, 2.0, 65504.0])
     ],
 )
 def test_values_by_hand(tensors: list[Tensor], near_zero: float, saturated: float) -> None:
-    """With a threshold of 0.5 a magnitude of 0.5 is near zero and not saturated; a NaN is neither, but is a value."""
+    """With a threshold of 0.5 a magnitude of 0.5 is near zero and not saturated; a NaN only counts as a value."""
     assert one_number(reduced(lambda: NearZero(0.5), *tensors)) == pytest.approx(near_zero, abs=0, nan_ok=True)
     assert one_number(reduced(lambda: Saturation(0.5), *tensors)) == pytest.approx(saturated, abs=0, nan_ok=True)
 
 
 def test_the_names_of_the_statistics() -> None:
-    """The shares are called near_zero_fraction and saturation_fraction."""
+    """The statistics are named near_zero_fraction and saturation_fraction."""
     assert list(NearZero().compute()) == ["near_zero_fraction"]
     assert list(Saturation(1.0).compute()) == ["saturation_fraction"]
 
 
 def test_by_default_a_millionth_is_near_zero() -> None:
-    """Without a threshold magnitudes up to 1e-6 are near zero."""
+    """By default magnitudes up to 1e-6 are near zero."""
     tensor = torch.tensor([1e-6, -9e-7, 1.1e-6, 0.0], dtype=torch.float64)
     assert one_number(reduced(NearZero, tensor)) == 0.75
 
@@ -60,7 +60,7 @@ def test_by_default_a_millionth_is_near_zero() -> None:
 @settings(max_examples=100)
 @given(streams, thresholds)
 def test_any_stream_agrees_with_a_count_value_by_value(stream: list[Tensor], threshold: float) -> None:
-    """For every type, shape and splitting the shares are exactly those of a count value by value."""
+    """For every type, shape and split the fractions equal a count value by value."""
     values = values_of(stream)
     near = sum(abs(value) <= threshold for value in values)
     beyond = sum(abs(value) > threshold for value in values)
@@ -72,7 +72,7 @@ def test_any_stream_agrees_with_a_count_value_by_value(stream: list[Tensor], thr
 @settings(max_examples=40)
 @given(streams, streams, thresholds)
 def test_merging_adds_the_counts(first: list[Tensor], second: list[Tensor], threshold: float) -> None:
-    """A merge gives, in either order, to the bit the state of both streams together, and an empty state is neutral."""
+    """A merge in either order is bitwise the state of both streams together, and an empty state is neutral."""
     for kind in (NearZero, Saturation):
         make = partial(kind, threshold)
         one, other = reduced(make, *first), reduced(make, *second)
@@ -84,14 +84,14 @@ def test_merging_adds_the_counts(first: list[Tensor], second: list[Tensor], thre
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_an_infinity_is_beyond_a_threshold_that_the_type_has_not(dtype: torch.dtype) -> None:
-    """A threshold beyond the largest float32 has an infinity of that type above it, and all numbers below it."""
+    """With a threshold beyond the largest float32, only float32 infinities exceed it."""
     tensor = torch.tensor([1.0, INF, -INF, -60000.0], dtype=dtype)
     assert one_number(reduced(lambda: Saturation(1e39), tensor)) == 0.5
     assert one_number(reduced(lambda: NearZero(1e39), tensor)) == 0.5
 
 
 def test_a_large_tensor_is_counted_exactly() -> None:
-    """Of a tensor of so many values that it is taken in pieces each value counts once."""
+    """Each value of a tensor that is processed in pieces is counted once."""
     tensor = torch.arange(600_000, dtype=torch.int32)
     assert reduced(lambda: NearZero(99_999.0), tensor).state.tolist() == [600_000.0, 100_000.0]
     assert reduced(lambda: Saturation(99_999.0), tensor).state.tolist() == [600_000.0, 500_000.0]
@@ -100,14 +100,14 @@ def test_a_large_tensor_is_counted_exactly() -> None:
 @pytest.mark.parametrize("kind", [NearZero, Saturation])
 @pytest.mark.parametrize("threshold", [-1e-9, NAN, True, "0.5", None])
 def test_a_threshold_that_is_no_magnitude_is_refused(kind: Any, threshold: object) -> None:
-    """A threshold that is negative, NaN or no number is refused at construction."""
+    """A threshold that is negative, NaN or not a number is rejected by the constructor."""
     with pytest.raises(ArgumentError, match=r"^threshold must be a number of at least 0, got "):
         kind(threshold)
 
 
 @pytest.mark.parametrize("kind", [NearZero, Saturation])
 def test_another_threshold_is_not_merged(kind: type[NearZero | Saturation]) -> None:
-    """Shares with different thresholds cannot be merged, and the state stays as it was."""
+    """Statistics with different thresholds cannot be merged, and the state does not change."""
     one, other = reduced(lambda: kind(0.5), torch.ones(3)), reduced(lambda: kind(0.25), torch.ones(3))
     before = one.state.tolist()
     with pytest.raises(ArgumentError, match=r"\(threshold=0\.5\) cannot be merged with .*\(threshold=0\.25\)"):
@@ -117,7 +117,7 @@ def test_another_threshold_is_not_merged(kind: type[NearZero | Saturation]) -> N
 
 @pytest.mark.parametrize("kind", [NearZero, Saturation])
 def test_rows_are_merged_and_summarized_together_as_one_by_one(kind: type[NearZero | Saturation]) -> None:
-    """A block of states is merged and summarised to what its rows give one by one."""
+    """Merging and summarising a block of states gives the same results as row by row."""
     rows = [[torch.arange(-4.0, 3)], [], [torch.tensor([NAN, 0.5])], [torch.zeros(2), torch.ones(3)]]
     assert_rows_agree(lambda: kind(0.5), rows)
 
@@ -125,5 +125,5 @@ def test_rows_are_merged_and_summarized_together_as_one_by_one(kind: type[NearZe
 @pytest.mark.parametrize("kind", [NearZero, Saturation])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_waits_for_the_device(kind: type[NearZero | Saturation], dtype: torch.dtype) -> None:
-    """A whole life runs on meta tensors, and reads no number elsewhere."""
+    """A whole life cycle runs on meta tensors and reads no number elsewhere."""
     assert_nothing_waits(lambda: kind(0.5), torch.arange(12).reshape(3, 4).to(dtype), torch.zeros(0, 2).to(dtype))

@@ -1,4 +1,4 @@
-"""What of a tensor is counted."""
+"""Tests of the values that are counted for a tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIX = torch.tensor([[0.0, -0.0, 3.0], [float("nan"), float("inf"), -float("inf")
 
 
 def test_counts_by_hand() -> None:
-    """Of two zeros, a three, a NaN and two infinities each is counted as what it is."""
+    """Two zeros, a three, a NaN and two infinities are counted correctly."""
     values = Values(SIX)
     assert [values.numel, int(values.zero_count), int(values.nan_count), int(values.nonfinite_count)] == [6, 2, 1, 3]
     assert int(values.finite_count) == 3
@@ -24,7 +24,7 @@ def test_counts_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_shared_passes_do_not_disturb_each_other(dtype: torch.dtype) -> None:
-    """Whatever was computed before, in whatever order, each result is the same."""
+    """Each intermediate result is the same for any order of computation."""
     names = ("finite", "nonfinite_count", "finite_count", "doubles", "zero_count", "nan_count")
     alone = [getattr(Values(SIX.to(dtype)), name).tolist() for name in names]
     for order in (names, names[::-1]):
@@ -35,21 +35,21 @@ def test_the_shared_passes_do_not_disturb_each_other(dtype: torch.dtype) -> None
 
 
 def test_counts_are_exact_where_float32_is_not() -> None:
-    """Of 2**24 + 3 zeros each is counted, although float32 has no such number."""
+    """2**24 + 3 zeros are all counted, although float32 cannot represent that number."""
     values = Values(torch.zeros(1).expand(2**24 + 3))
     assert int(values.zero_count) == 2**24 + 3
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2**18, 2**18 + 1, 2**19 + 5])
 def test_large_tensors_come_in_pieces(numel: int) -> None:
-    """The pieces of a tensor on the CPU have at most 2**18 values and are all of it, in order, with the factor."""
+    """The pieces of a CPU tensor have at most 2**18 values and cover it in order, with the factor applied."""
     pieces = list(Values(torch.arange(numel, dtype=torch.float32), 0.5).pieces())
     assert all(piece.numel <= 2**18 for piece in pieces)
     assert torch.equal(torch.cat([piece.flat for piece in pieces]), torch.arange(numel, dtype=torch.float32) * 0.5)
 
 
 def test_a_sample_has_a_value_of_each_part() -> None:
-    """A sample has one value of each of so many equal parts, or all values, widened and multiplied."""
+    """A sample has one value from each of equally many parts, or all values, widened and multiplied."""
     values = Values(torch.arange(10), 2.0)
     assert values.sampled(10).tolist() == values.sampled(99).tolist() == values.flat.tolist()
     pairs = [int(value) // 2 for value in values.sampled(5).tolist()]
@@ -58,7 +58,7 @@ def test_a_sample_has_a_value_of_each_part() -> None:
 
 
 def test_values_at_places() -> None:
-    """Values at places are those of the flat tensor, widened and multiplied."""
+    """The values at given places are those of the flat tensor, widened and multiplied."""
     values = Values(torch.tensor([[1, 2], [3, 4]], dtype=torch.int8), 0.5)
     assert values.at(torch.tensor([3, 0])).tolist() == [2.0, 0.5]
 
@@ -84,17 +84,17 @@ def test_values_at_places() -> None:
     ids=str,
 )
 def test_types_are_widened(dtype: torch.dtype, widened: torch.dtype) -> None:
-    """Half precision becomes float32 and whole numbers float64; the type of wide tensors stays."""
+    """Half precision becomes float32, integers become float64, and wide types do not change."""
     assert Values(torch.ones(2).to(dtype)).flat.dtype == widened
 
 
 def test_a_large_integer_is_exact() -> None:
-    """An integer of 53 bits keeps each of them, where float32 would keep 24."""
+    """An integer of 53 bits is exact, which float32 with its 24 bits would not be."""
     assert Values(torch.tensor([2**53 - 1])).flat.tolist() == [2**53 - 1]
 
 
 def test_a_complex_number_is_two_real_ones() -> None:
-    """A complex tensor counts as its real and imaginary parts."""
+    """A complex tensor is treated as its real and imaginary parts."""
     assert Values(torch.tensor([1 + 2j, 3 - 4j])).flat.tolist() == [1.0, 2.0, 3.0, -4.0]
 
 
@@ -112,7 +112,7 @@ LAZY = torch.tensor([1 + 2j, 3 - 4j, 0j])
     ],
 )
 def test_lazy_conjugates_and_negatives_are_resolved(tensor: Tensor, flat: list[float]) -> None:
-    """A conjugate, and its imaginary part, which torch negates only when it is read, count with their true signs."""
+    """Lazy conjugates and their imaginary parts, which torch negates only when read, have their true signs."""
     values = Values(tensor)
     assert values.flat.tolist() == flat
     statistics = Statistics()
@@ -131,16 +131,16 @@ def test_a_factor_multiplies_every_value(dtype: torch.dtype) -> None:
 
 
 def test_a_factor_comes_after_widening() -> None:
-    """The inverse of a loss scale takes a half-precision gradient below half precision's range without loss."""
+    """The inverse of a loss scale brings a half-precision gradient below the half-precision range without loss."""
     assert Values(torch.tensor([2.0**-24], dtype=torch.float16), 2.0**-16).flat.tolist() == [2.0**-40]
 
 
 def test_the_tensor_is_flattened_in_its_order() -> None:
-    """The values come in the order of the indices, also from a transposed tensor."""
+    """The values are in the order of the indices, even for a transposed tensor."""
     assert Values(torch.arange(6).reshape(2, 3).T).flat.tolist() == [0, 3, 1, 4, 2, 5]
 
 
 def test_few_places_are_kept() -> None:
-    """The places of a small sample are computed once for a size, those of a large one are not kept."""
+    """The places of a small sample are cached for each size; those of a large sample are not."""
     assert sample_places(10**6, 4096) is sample_places(10**6, 4096)
     assert sample_places(10**6, 2**14 + 1) is not sample_places(10**6, 2**14 + 1)

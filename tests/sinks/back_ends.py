@@ -1,4 +1,4 @@
-"""Runs of the real back ends, offline, each with what it takes to begin one and to end it."""
+"""Offline runs of the real back ends, with what each needs to begin and to end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ COMET_QUIET: dict[str, Any] = {
     "log_git_metadata": False,
     "log_git_patch": False,
 }
-"""The options of an experiment that looks at nothing of the machine."""
+"""Return options for an experiment that does not inspect the machine."""
 
 
 @contextmanager
 def wandb_run(folder: Path, **settings: Any) -> Iterator[Any]:
-    """A run of Weights & Biases that lies in the folder."""
+    """Return a Weights & Biases run that is stored in the folder."""
     import wandb
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def wandb_run(folder: Path, **settings: Any) -> Iterator[Any]:
 
 @contextmanager
 def mlflow_run(database: str, folder: Path) -> Iterator[tuple[Any, str]]:
-    """A client and a run of an experiment of its own, whose artifacts lie in the folder."""
+    """Return a client and a run in a new experiment, whose artifacts are stored in the folder."""
     from mlflow import MlflowClient
 
     client = MlflowClient(database)
@@ -47,7 +47,7 @@ def mlflow_run(database: str, folder: Path) -> Iterator[tuple[Any, str]]:
 
 @contextmanager
 def comet_experiment(folder: Path) -> Iterator[Any]:
-    """An offline experiment of Comet; the folder has its zip file when it has ended."""
+    """Return an offline Comet experiment. The folder contains its ZIP file after it has ended."""
     import comet_ml
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What lies in the zip file of an offline experiment of Comet."""
+"""A reader for the ZIP file of an offline Comet experiment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CometFile", "Experiment", "read_experiment"]
 
 @dataclass(frozen=True)
 class CometFile:
-    """A file that is to be uploaded."""
+    """A file to upload."""
 
     kind: str
     name: str
@@ -25,19 +25,19 @@ class CometFile:
 
 @dataclass
 class Experiment:
-    """What the messages of an experiment say."""
+    """The content of an experiment's messages."""
 
     metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     files: list[CometFile] = field(default_factory=list)
     pages: list[str] = field(default_factory=list)
 
     def files_of(self, kind: str) -> dict[str, CometFile]:
-        """The files of a kind by name."""
+        """Return the files of a kind by name."""
         return {each.name: each for each in self.files if each.kind == kind}
 
 
 def read_experiment(folder: Path) -> Experiment:
-    """The only experiment in a folder."""
+    """Return the only experiment in a folder."""
     (path,) = folder.glob("*.zip")
     read = Experiment()
     with zipfile.ZipFile(path) as archive:
@@ -57,6 +57,6 @@ def read_experiment(folder: Path) -> Experiment:
                 )
             elif message["type"] == "html":
                 read.pages.append(payload["html"])
-    read.metrics.pop("process duration", None)  # Comet's own
+    read.metrics.pop("process duration", None)  # written by Comet itself
     assert not any(math.isnan(step) for points in read.metrics.values() for step, _ in points)
     return read

@@ -1,4 +1,4 @@
-"""Back ends that reach no network and touch nothing of the user's."""
+"""Fixtures that keep back ends off the network and out of the user's files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty home, in which every library is told to stay silent; the folder."""
+    """Return an empty home folder in which every library is configured to stay silent."""
     home = tmp_path_factory.mktemp("home")
     silent = {
         "HOME": str(home),
@@ -40,13 +40,13 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
         import wandb
 
-        wandb.teardown()  # its process, and what it remembers of the environment
+        wandb.teardown()  # ends its process and discards the environment that it has read
 
 
 @pytest.fixture(scope="module")
 def database(offline: Path) -> Iterator[str]:
-    """The address of an MLflow store in SQLite; making its tables takes seconds."""
+    """Return the URI of an MLflow store in SQLite, shared because creating its tables takes seconds."""
     import mlflow
 
     yield f"sqlite:///{offline / 'mlflow.db'}"
-    mlflow.set_tracking_uri("")  # Lightning's logger has set it for the process
+    mlflow.set_tracking_uri("")  # Lightning's logger has set it for the whole process

@@ -1,4 +1,4 @@
-"""What TensorBoard's own reader finds in a folder of event files."""
+"""Helpers that read event files with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from google.protobuf import text_format  # type: ignore[import-untyped]  # its stubs are a package of their own
+from google.protobuf import text_format  # type: ignore[import-untyped]  # its stubs are in a separate package
 from numpy.typing import NDArray
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,7 +18,7 @@ __all__ = ["parse_graph_def", "pixels_of", "read_events", "summaries"]
 
 
 def read_events(folder: Path) -> EventAccumulator:
-    """All events of a folder, none sampled away."""
+    """Return all events of a folder, without sampling."""
     keep_all = {"scalars": 0, "histograms": 0, "images": 0, "tensors": 0}
     accumulator = EventAccumulator(str(folder), size_guidance=keep_all)
     accumulator.Reload()
@@ -26,18 +26,18 @@ def read_events(folder: Path) -> EventAccumulator:
 
 
 def pixels_of(event: Any) -> NDArray[np.uint8]:
-    """The picture of an image event."""
+    """Return the pixels of an image event."""
     with Image.open(io.BytesIO(event.encoded_image_string)) as picture:
         return np.asarray(picture.convert("RGB"))
 
 
 def parse_graph_def(text: str) -> Any:
-    """The graph in the text that the server gives to the page."""
+    """Parse the graph from the text that the server sends to the page."""
     return text_format.Parse(text, GraphDef())
 
 
 def summaries(folder: Path) -> dict[str, Any]:
-    """The last summary of each tag, as it stands in the file."""
+    """Return the last summary of each tag as it is in the file."""
     values = {}
     for path in sorted(folder.glob("events.out.*")):
         for event in LegacyEventFileLoader(str(path)).Load():

@@ -1,4 +1,4 @@
-"""Lightning's LitLogger as far as it goes without a network."""
+"""Lightning's ``LitLogger`` with a stub for the network."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["Series", "lit_logger"]
 
 
 class Series:
-    """A series of the experiment, which keeps what it is given."""
+    """A series of the experiment that keeps its values."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float]] = []
 
     def append(self, value: float, step: int) -> None:
-        """Take a number."""
+        """Append a value."""
         self.points.append((step, value))
 
 
 def lit_logger(folder: Path) -> Any:
-    """The real class, with all that it does to metrics, where the experiment of the platform would begin replaced.
+    """Return the real logger class with a stub for the platform's experiment.
 
-    ``litlogger.Experiment`` asks the platform for a login before anything else, and ``log_file`` hands a file to it;
-    neither can be run offline. The files that are logged are in ``logged``, by path, with their contents at that time.
+    ``litlogger.Experiment`` first asks the platform for a login, and ``log_file`` uploads a file; neither works
+    offline. Logged files are in ``logged`` by path, with their contents at that time.
     """
     module = pytest.importorskip("lightning.pytorch.loggers.litlogger", reason="Lightning 2.6 is the first to have it")
 

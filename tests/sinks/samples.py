@@ -1,4 +1,4 @@
-"""One result of each kind, and what a sink answers to it."""
+"""Sample results of each kind for all sinks."""
 
 from __future__ import annotations
 
@@ -52,34 +52,34 @@ ODD_TAGS = (
     "step",
     "epoch",
 )
-"""Tags that a name in some model could lead to, no two of which are the same."""
+"""Tags that module names may lead to, all different."""
 
 OUTSIDE = ("/etc/x", "../x", "a/../../x", "..", "a/..", "", ".", "C:x", "..\\x", "a\\b", "nul\0")
-"""Names of files that are not inside a folder, or that an operating system takes for such."""
+"""File names that are not inside a folder, or that some operating system treats as such."""
 
 
 def picture(seed: int = 0) -> NDArray[np.uint8]:
-    """Noise, 6 pixels high and 9 wide."""
+    """Return noise, 6 pixels high and 9 wide."""
     return np.random.default_rng(seed).integers(0, 256, (6, 9, 3), dtype=np.uint8)
 
 
 def histogram() -> Histogram:
-    """The values -1.5, 0.5, 0.5 and 3 in three bins."""
+    """Return a histogram of the values -1.5, 0.5, 0.5 and 3 in three bins."""
     return Histogram(np.array([-2.0, 0.0, 1.0, 4.0]), np.array([1, 2, 1]), -1.5, 3.0, 2.5, 11.75)
 
 
 def empty_histogram() -> Histogram:
-    """That of a tensor without a finite value."""
+    """Return the histogram of a tensor without a finite value."""
     return Histogram(np.array([0.0, 0.0]), np.array([0]), math.nan, math.nan, 0.0, 0.0)
 
 
 def same_value(one: float, other: float) -> bool:
-    """Whether two numbers are equal, NaN to itself, too."""
+    """Return True if two numbers are equal. NaN equals NaN."""
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def histogram_of(values: NDArray[np.float64], bins: int = 1000) -> Histogram:
-    """Values in bins of equal width."""
+    """Return a histogram of values in bins of equal width."""
     counts, edges = np.histogram(values, bins=bins)
     return Histogram(
         edges,
@@ -92,12 +92,12 @@ def histogram_of(values: NDArray[np.float64], bins: int = 1000) -> Histogram:
 
 
 def graph() -> Graph:
-    """The graph of a single layer."""
+    """Return the graph of a single layer."""
     return capture_graph(nn.Sequential(nn.Linear(2, 2)), ones(1, 2))
 
 
 def write(sink: Sink, verb: str, step: int, tag: str, folder: Path) -> bool:
-    """Write a result of the kind that a verb is for."""
+    """Write a result of the kind of a verb."""
     source = folder / "source.txt"
     source.write_text("from elsewhere")
     calls: dict[str, Callable[[], bool]] = {

@@ -1,4 +1,4 @@
-"""Work off the training thread."""
+"""Tests of the background queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_recorder.sinks import BackgroundQueue
 
 
 def test_jobs_are_done_in_order_in_another_thread() -> None:
-    """All jobs are done when draining returns, one after another, in one thread that is not the caller's."""
+    """Jobs run one after another in one thread that is not the caller's, and are done when drain returns."""
     done: list[tuple[int, int]] = []
     jobs = BackgroundQueue()
     for number in range(100):
@@ -30,18 +30,18 @@ def test_jobs_are_done_in_order_in_another_thread() -> None:
 
 
 def test_draining_nothing_returns() -> None:
-    """A queue without a job has no thread, and draining it does not wait."""
+    """A queue without jobs has no thread, and draining it returns at once."""
     before = threading.active_count()
     BackgroundQueue().drain()
     assert threading.active_count() == before
 
 
 def test_a_full_queue_makes_wait_and_loses_nothing() -> None:
-    """Beyond the limit handing over a job waits until one is done; no job is left out."""
+    """At the limit, submitting a job blocks until another job is done; no job is dropped."""
     go = threading.Event()
     done: list[int] = []
     jobs = BackgroundQueue(limit=2)
-    jobs.submit(go.wait)  # taken by the thread
+    jobs.submit(go.wait)  # occupies the thread
     while not jobs._jobs.empty():
         pass
     for number in (1, 2):
@@ -63,7 +63,7 @@ def fail() -> None:
 
 @pytest.mark.parametrize("ask", [BackgroundQueue.drain, lambda jobs: jobs.submit(int)])
 def test_an_error_is_raised_where_it_can_be_handled(ask: Callable[[BackgroundQueue], None]) -> None:
-    """What a job raises comes up once, when the next job is handed over or waited for; the jobs after it are done."""
+    """An error of a job is raised once, at the next submit or drain; the jobs after it still run."""
     done: list[int] = []
     jobs = BackgroundQueue()
     jobs.submit(fail)
@@ -76,7 +76,7 @@ def test_an_error_is_raised_where_it_can_be_handled(ask: Callable[[BackgroundQue
 
 
 def test_the_thread_ends_and_comes_again() -> None:
-    """Where there is nothing to do for a while the thread ends; the next job has another."""
+    """The idle thread ends, and the next job starts a new one."""
     done: list[int] = []
     jobs = BackgroundQueue(idle_s=0.01)
     for number in (1, 2):
@@ -90,7 +90,7 @@ def test_the_thread_ends_and_comes_again() -> None:
 
 
 def test_many_threads_hand_over() -> None:
-    """However threads hand over and the queue's own thread ends meanwhile, each job is done once."""
+    """Each job runs once, even if several threads submit jobs while the queue's own thread ends."""
     done: list[int] = []
     jobs = BackgroundQueue(limit=3, idle_s=0.0001)
 
@@ -109,7 +109,7 @@ def test_many_threads_hand_over() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda jobs: pickle.loads(pickle.dumps(jobs))])
 def test_a_copy_begins_with_nothing_to_do(copied: Callable[[BackgroundQueue], BackgroundQueue]) -> None:
-    """A copy has the limits and neither the jobs nor the errors."""
+    """A copy has the same limits, but no jobs and no errors."""
     jobs = BackgroundQueue(limit=5, idle_s=0.01)
     jobs.submit(fail)
     jobs._jobs.join()
@@ -121,7 +121,7 @@ def test_a_copy_begins_with_nothing_to_do(copied: Callable[[BackgroundQueue], Ba
 
 
 def test_a_job_may_wait_for_the_queue() -> None:
-    """A job that waits for the queue it is in goes on at once, and does not wait for itself."""
+    """A job that waits for its own queue continues at once."""
     done: list[int] = []
     jobs = BackgroundQueue()
 
@@ -139,7 +139,7 @@ def test_a_job_may_wait_for_the_queue() -> None:
 def test_a_thread_that_cannot_be_started_loses_no_job(
     cause: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no thread can be started the job is done by the caller; after an interruption the next one sees to it."""
+    """If no thread can be started, the caller runs the job; after an interrupt, the next call runs the rest."""
     done: list[int] = []
     jobs = BackgroundQueue()
 
@@ -162,7 +162,7 @@ def test_a_thread_that_cannot_be_started_loses_no_job(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_a_forked_process_begins_with_nothing_to_do() -> None:
-    """In a process that was forked while a job was being done the queue is empty, and jobs are done there."""
+    """A process that is forked while a job runs has an empty queue, which works."""
     code = """
 import os, signal, threading
 from lightning_recorder.sinks import BackgroundQueue
@@ -187,7 +187,7 @@ jobs.drain()
 
 
 def test_the_thread_keeps_no_process_from_ending() -> None:
-    """A process whose queue has a job that never ends can end."""
+    """A process can end while its queue has a job that never ends."""
     code = """
 import threading
 from lightning_recorder.sinks import BackgroundQueue

@@ -1,4 +1,4 @@
-"""The contract that every sink keeps."""
+"""Tests of the sink interface."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_the_answer_says_whether_it_is_shown(
     make: Callable[[Path], Sink], shown: set[str], verb: str, tmp_path: Path
 ) -> None:
-    """A verb answers whether this sink shows the kind; what it does not show is neither written nor an error."""
+    """A verb returns True only if the sink supports the kind; an unsupported kind is ignored without an error."""
     folder = tmp_path / "sink"
     with make(folder) as sink:
         sink.flush()
@@ -60,14 +60,14 @@ def test_the_answer_says_whether_it_is_shown(
 @every_sink
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_empty_mapping_is_no_error(make: Callable[[Path], Sink], shown: set[str], verb: str, tmp_path: Path) -> None:
-    """Writing nothing is answered like writing something."""
+    """An empty mapping returns the same value as a nonempty one."""
     with make(tmp_path) as sink:
         assert getattr(sink, verb)(3, {}) is (verb in shown)
 
 
 @every_sink
 def test_writing_a_tag_again(make: Callable[[Path], Sink], shown: set[str], tmp_path: Path) -> None:
-    """A tag may come again, at the same step, an earlier one, or with many others."""
+    """A tag may be written again at the same step, at an earlier one, or with many others."""
     with make(tmp_path / "sink") as sink:
         for step in (3, 3, 1, 4):
             for verb in VERBS:
@@ -84,7 +84,7 @@ def test_not_a_number_is_a_value(make: Callable[[Path], Sink], shown: set[str], 
 
 @every_sink
 def test_closing_twice(make: Callable[[Path], Sink], shown: set[str], tmp_path: Path) -> None:
-    """A sink may be closed twice, with or without having written, and flushed before."""
+    """Closing is idempotent, with or without earlier writes and flushes."""
     sink = make(tmp_path / "sink")
     sink.close()
     sink.close()
@@ -96,7 +96,7 @@ def test_closing_twice(make: Callable[[Path], Sink], shown: set[str], tmp_path: 
 
 
 def test_leaving_the_context_closes() -> None:
-    """A sink that is used as a context manager is closed when it is left, by an error too."""
+    """Leaving the context of a sink closes it, even after an error."""
 
     class Counting(Sink):
         closed = 0
@@ -113,7 +113,7 @@ def test_leaving_the_context_closes() -> None:
 
 
 def test_closing_flushes() -> None:
-    """A sink that only says how it flushes flushes when it is closed."""
+    """A sink that only overrides flush is flushed when it is closed."""
 
     class Flushing(Sink):
         flushed = 0

@@ -1,4 +1,4 @@
-"""The Comet sink: what lies in the zip file of an offline experiment."""
+"""Tests of the Comet sink, based on the ZIP file of an offline experiment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 
 def bins_of(data: bytes) -> list[tuple[float, float, int]]:
-    """The bins of a histogram that have values: their edges, by Comet's own table, and counts."""
+    """Return the nonempty bins of a histogram: their edges from Comet's own table, and their counts."""
     from comet_ml import data_structure
 
     library: Any = data_structure
@@ -36,7 +36,7 @@ def bins_of(data: bytes) -> list[tuple[float, float, int]]:
 
 
 def test_scalars(tmp_path: Path) -> None:
-    """Each number is a metric under its tag at its step; one that comes again stands beside the first."""
+    """Each scalar is a metric under its tag and step; a repeated one is added as a second entry."""
     with comet_experiment(tmp_path) as experiment, CometSink(experiment) as sink:
         sink.write_scalars(3, {"activations/fc/mean": 0.1, "b": -2.0, "epoch": 7.0})
         sink.write_scalars(3, {"b": 1e-310})
@@ -49,7 +49,7 @@ def test_scalars(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    """NaN and infinities come back as such."""
+    """NaN and infinities are read back unchanged."""
     values = {"a": math.nan, "b": math.inf, "c": -math.inf}
     with comet_experiment(tmp_path) as experiment:
         CometSink(experiment).write_scalars(3, values)
@@ -58,21 +58,21 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_a_histogram(tmp_path: Path) -> None:
-    """The values of each bin are counted in that of Comet in which its middle lies, at their step."""
+    """The count of each bin goes to the Comet bin that contains its center, at the right step."""
     with comet_experiment(tmp_path) as experiment:
         CometSink(experiment).write_histograms(3, {"h": histogram(), "none": empty_histogram()})
     (file,) = read_experiment(tmp_path).files
     assert (file.kind, file.name, file.step) == ("histogram3d", "h", 3)
     bins = bins_of(file.data)
     assert [count for _, _, count in bins] == [1, 2, 1]
-    # The outer bins end at the smallest and the largest value.
+    # The outer bins are clipped to the smallest and the largest value.
     middles = (-0.75, 0.5, 2.0)
     assert all(lower <= middle <= upper for (lower, upper, _), middle in zip(bins, middles, strict=True))
     assert all(max(abs(lower), abs(upper)) < 1.11 * min(abs(lower), abs(upper)) for lower, upper, _ in bins)
 
 
 def test_a_histogram_of_every_magnitude(tmp_path: Path) -> None:
-    """No value is lost and none changes its sign, however small or large it is."""
+    """No value is lost or changes its sign, however small or large it is."""
     magnitudes = np.array([1e-30, 1e-15, 1e-12, 2e-12, 1.0, 1e20, 1e30])
     edges = np.sort(np.outer([-1.01, -0.99, 0.99, 1.01], magnitudes).ravel())
     counts = np.arange(1, len(edges))
@@ -88,7 +88,7 @@ def test_a_histogram_of_every_magnitude(tmp_path: Path) -> None:
 
 
 def test_images(tmp_path: Path) -> None:
-    """A picture comes back with the same pixels, one of a single colour, too."""
+    """An image is read back with the same pixels, including an image of a single color."""
     flat = np.full((6, 9, 3), 200, np.uint8)
     with comet_experiment(tmp_path) as experiment:
         CometSink(experiment).write_images(3, {"maps/conv1": picture(1), "flat": flat})
@@ -108,7 +108,7 @@ def test_texts(tmp_path: Path) -> None:
 
 
 def test_files_and_graphs(tmp_path: Path) -> None:
-    """Files and graphs are assets of the recorder; SVG is a graphic, too, and HTML a page."""
+    """Files and graphs are assets of the recorder; SVG is also a graphic, and HTML also a page."""
     sources = {"graph.svg": b"<svg/>", "page.html": b"<p>hi</p>", "b.bin": bytes(range(256))}
     for name, data in sources.items():
         (tmp_path / name).write_bytes(data)
@@ -131,7 +131,7 @@ def test_files_and_graphs(tmp_path: Path) -> None:
 
 
 def test_odd_tags_are_keys_of_their_own(tmp_path: Path) -> None:
-    """No two tags have the same key; one of at most 100 characters is kept as it is."""
+    """Different tags have different keys; a tag of at most 100 characters is its own key."""
     with comet_experiment(tmp_path) as experiment:
         CometSink(experiment).write_scalars(3, {tag: float(place) for place, tag in enumerate(ODD_TAGS)})
     metrics = read_experiment(tmp_path).metrics
@@ -142,7 +142,7 @@ def test_odd_tags_are_keys_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_disabled_experiment_is_told_once(tmp_path: Path) -> None:
-    """Lightning's ``online=False`` disables the experiment: one warning says so, and the files take all."""
+    """Lightning's ``online=False`` disables the experiment: one warning says so, and the files sink takes over."""
     logger = CometLogger(online=False, offline_directory=str(tmp_path))
     with pytest.warns(
         RecorderWarning, match=r"disabled and writes nothing.*online=False.*COMET_START_ONLINE=0"
@@ -162,7 +162,7 @@ def test_a_disabled_experiment_is_told_once(tmp_path: Path) -> None:
 
 
 def test_closing_leaves_the_experiment_open(tmp_path: Path) -> None:
-    """The experiment is the caller's, who can go on with it."""
+    """Closing the sink leaves the caller's experiment usable."""
     with comet_experiment(tmp_path) as experiment:
         CometSink(experiment).close()
         experiment.log_metric("loss", 0.5, step=4)
@@ -170,7 +170,7 @@ def test_closing_leaves_the_experiment_open(tmp_path: Path) -> None:
 
 
 def test_as_the_logger_writes(tmp_path: Path) -> None:
-    """The way that the warning names gives a logger that writes to the disk, with its prefix before each key."""
+    """The workaround named in the warning gives a logger that writes to the disk, with its prefix before each key."""
     logger = CometLogger(offline_directory=str(tmp_path), prefix="mine", **COMET_QUIET)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -187,7 +187,7 @@ def test_as_the_logger_writes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_in_a_fit(tmp_path: Path) -> None:
-    """What a recorder gives beside TensorBoard is in the experiment, and ``self.log`` is as it was."""
+    """A fit writes the same values to Comet as to TensorBoard, and does not change ``self.log``."""
     logger, board = CometLogger(offline_directory=str(tmp_path), **COMET_QUIET), TensorBoardLogger(tmp_path)
     memory, model = MemorySink(), Classifier()
     recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory])
@@ -209,5 +209,8 @@ def test_in_a_fit(tmp_path: Path) -> None:
         assert sum(count for _, _, count in bins) == recorded.count
         negative = recorded.counts[recorded.edges[1:] <= 0].sum()
         assert sum(count for _, upper, count in bins if upper <= 0) == negative
-    found = {event.step: event.value for event in read_events(Path(board.log_dir)).Scalars("activations/head/rms")}
+    found = {
+        event.step: event.value
+        for event in read_events(Path(board.log_dir, "recorder")).Scalars("activations/head/rms")
+    }
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}

@@ -1,4 +1,4 @@
-"""The contract of ``sinks/base.py``, kept by every sink with its real back end."""
+"""Tests of the interface in ``sinks/base.py`` for every sink with its real back end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 @every_sink
 def test_the_answer_says_whether_it_is_shown(make: Make, shown: set[str], tmp_path: Path, database: str) -> None:
-    """A verb answers whether this sink shows the kind; what it does not show is neither written nor an error."""
+    """A verb returns True only if the sink supports the kind; an unsupported kind is ignored without an error."""
     folder = tmp_path / "sink"
     with make(folder, database) as sink:
         sink.flush()
@@ -89,14 +89,14 @@ def test_the_answer_says_whether_it_is_shown(make: Make, shown: set[str], tmp_pa
 
 @every_sink
 def test_writing_nothing(make: Make, shown: set[str], tmp_path: Path, database: str) -> None:
-    """Writing an empty mapping is answered like writing something."""
+    """An empty mapping returns the same value as a nonempty one."""
     with make(tmp_path / "sink", database) as sink:
         assert {verb for verb in VERBS if getattr(sink, verb)(3, {})} == shown
 
 
 @every_sink
 def test_writing_a_tag_again(make: Make, shown: set[str], tmp_path: Path, database: str) -> None:
-    """A tag may come again, at the same step, an earlier or a later one."""
+    """A tag may be written again at the same step, at an earlier or at a later one."""
     with make(tmp_path / "sink", database) as sink:
         for step in (3, 3, 1, 4):
             assert {verb for verb in VERBS if write(sink, verb, step, "group/name", tmp_path)} == shown
@@ -104,7 +104,7 @@ def test_writing_a_tag_again(make: Make, shown: set[str], tmp_path: Path, databa
 
 @every_sink
 def test_numbers_that_are_not_finite(make: Make, shown: set[str], tmp_path: Path, database: str) -> None:
-    """NaN and infinities are written like other numbers, and a histogram may have no value."""
+    """NaN and infinities are written like other numbers, and a histogram may be empty."""
     with make(tmp_path / "sink", database) as sink:
         values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 5e-324, "e": 1e308}
         assert sink.write_scalars(3, values) is ("write_scalars" in shown)
@@ -114,7 +114,7 @@ def test_numbers_that_are_not_finite(make: Make, shown: set[str], tmp_path: Path
 
 @every_sink
 def test_odd_tags(make: Make, shown: set[str], tmp_path: Path, database: str) -> None:
-    """Whatever a tag holds, all of it is written, and nothing beside the folder of the run."""
+    """Any tag is written completely, and nothing is written outside the folder of the run."""
     folder, aside = tmp_path / "sink", tmp_path / "aside"
     aside.mkdir()
     before = {*tmp_path.iterdir(), folder}
@@ -130,7 +130,7 @@ def test_odd_tags(make: Make, shown: set[str], tmp_path: Path, database: str) ->
 
 @every_sink
 def test_files_stay_in_the_run(make: Make, shown: set[str], tmp_path: Path, database: str) -> None:
-    """A file is kept inside the run or not at all: a name that leads out of it is an error."""
+    """A file name that points outside the run raises an error and writes nothing."""
     source = tmp_path / "source"
     source.write_text("text")
     with make(tmp_path / "sink", database) as sink:
@@ -149,7 +149,7 @@ def test_files_stay_in_the_run(make: Make, shown: set[str], tmp_path: Path, data
 
 @pytest.mark.parametrize("name", ["files", "W&B", "MLflow", "Comet", "LitLogger"])
 def test_a_file_that_is_missing(name: str, tmp_path: Path, database: str) -> None:
-    """A file that is not there is the error of the operating system, whether or not the back end would say it."""
+    """A missing file raises the error of the operating system, even if the back end would ignore it."""
     make, _ = SINKS[name]
     with make(tmp_path / "sink", database) as sink, pytest.raises(FileNotFoundError):
         sink.write_files(3, {"a.txt": tmp_path / "nothing"})
@@ -157,7 +157,7 @@ def test_a_file_that_is_missing(name: str, tmp_path: Path, database: str) -> Non
 
 @every_sink
 def test_closing_twice(make: Make, shown: set[str], tmp_path: Path, database: str) -> None:
-    """A sink may be closed twice, with or without having written, and flushed before."""
+    """Closing is idempotent, with or without earlier writes and flushes."""
     for folder, verbs in (("sink", ()), ("again", VERBS)):
         with make(tmp_path / folder, database) as sink:
             for verb in verbs:
@@ -169,7 +169,7 @@ def test_closing_twice(make: Make, shown: set[str], tmp_path: Path, database: st
 
 @every_sink
 def test_where_a_sink_may_be_written_from(make: Make, shown: set[str], tmp_path: Path, database: str) -> None:
-    """The sinks that may be written to in the background are those that say so, and a sink of them all."""
+    """The sinks with ``any_thread`` are the expected ones, and a composite of them has it, too."""
     with make(tmp_path / "sink", database) as sink:
         background = (MemorySink, FilesSink, TensorBoardSink, WandbSink, MlflowSink)
         each_may = [isinstance(each, background) for each in (sink.sinks if isinstance(sink, MultiSink) else [sink])]

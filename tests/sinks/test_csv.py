@@ -1,11 +1,11 @@
-"""The CSV sink: what Python's csv module reads from the logger's file."""
+"""Tests of the CSV sink, based on the logger's file as read by Python's csv module."""
 
 from __future__ import annotations
 
 import csv
-import json
 import locale
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_recorder import ActivationRecorder, FilesSink, MemorySink, MultiSink
+from lightning_recorder.disk import begin_run
 from lightning_recorder.sinks import CsvSink
 from tests.callbacks.models import Classifier, fit
+from tests.disks import files_up_to
 from tests.sinks.events import read_events
 from tests.sinks.samples import ODD_TAGS, histogram, same_value
 
@@ -25,15 +27,19 @@ def csv_logger(folder: Path, **options: Any) -> Any:
 
 
 def read_rows(logger: Any) -> list[dict[str, str]]:
-    """The rows without the cells that are empty; every row has a cell for each column."""
-    with Path(logger.log_dir, "metrics.csv").open(newline="", encoding=locale.getpreferredencoding(False)) as file:
+    """Return the rows without empty cells; every row has a cell for each column."""
+    return read_table(Path(logger.log_dir, "metrics.csv"), locale.getpreferredencoding(False))
+
+
+def read_table(path: Path, encoding: str = "utf-8") -> list[dict[str, str]]:
+    with path.open(newline="", encoding=encoding) as file:
         header, *rows = list(csv.reader(file))
     assert len(set(header)) == len(header)
     return [{key: cell for key, cell in zip(header, row, strict=True) if cell} for row in rows]
 
 
 def test_columns_that_come_late(tmp_path: Path) -> None:
-    """A column that appears late, or once, leaves every row as it was, those of the user included."""
+    """A new or rare column does not change the other rows, including those of the user."""
     logger = csv_logger(tmp_path, flush_logs_every_n_steps=2)
     sink = CsvSink(logger)
     for step in range(9):
@@ -54,7 +60,7 @@ def test_columns_that_come_late(tmp_path: Path) -> None:
 
 
 def test_numbers_come_back(tmp_path: Path) -> None:
-    """Each number can be read to the bit, also one that is not finite."""
+    """Each number is read back bit-exactly, including nonfinite ones."""
     values = {"a": 0.1, "b": math.nan, "c": -math.inf, "d": 5e-324, "e": np.float32(0.1).item()}
     logger = csv_logger(tmp_path)
     with CsvSink(logger) as sink:
@@ -64,7 +70,7 @@ def test_numbers_come_back(tmp_path: Path) -> None:
 
 
 def test_odd_tags_are_columns_of_their_own(tmp_path: Path) -> None:
-    """Every tag has its column, under its own name but for the one that the logger has for itself."""
+    """Every tag has its own column, under its own name except for the column reserved by the logger."""
     logger = csv_logger(tmp_path)
     with CsvSink(logger) as sink:
         sink.write_scalars(7, {tag: float(place) for place, tag in enumerate(ODD_TAGS)})
@@ -85,7 +91,7 @@ def test_odd_tags_are_columns_of_their_own(tmp_path: Path) -> None:
 def test_tags_that_the_file_cannot_hold(
     encoding: str, tag: str, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A character that would have the logger raise at each of the user's rows is written as an escape."""
+    """A character that would make the logger raise at each of the user's rows is escaped."""
     monkeypatch.setattr(locale, "getpreferredencoding", lambda do_setlocale=True: encoding)
     logger = csv_logger(tmp_path)
     sink = CsvSink(logger)
@@ -98,7 +104,7 @@ def test_tags_that_the_file_cannot_hold(
 
 
 def test_a_second_fit_appends(tmp_path: Path) -> None:
-    """A logger that goes on, as in a second fit, keeps the rows of the first, with columns new in the second."""
+    """A second fit with the same logger keeps the rows of the first and may add columns."""
     logger = csv_logger(tmp_path)
     for step, values in ((0, {"a": 0.5}), (1, {"a": 0.25, "b": 1.0})):
         with CsvSink(logger) as sink:
@@ -108,7 +114,7 @@ def test_a_second_fit_appends(tmp_path: Path) -> None:
 
 
 def test_a_resume_into_the_same_version(tmp_path: Path) -> None:
-    """Lightning's logger begins its file anew and warns, before any sink is made; what follows is in it, whole."""
+    """Lightning's logger restarts its file with a warning before any sink exists; the later rows are complete."""
     first = csv_logger(tmp_path, version=0)
     with CsvSink(first) as sink:
         sink.write_scalars(0, {"a": 0.5})
@@ -123,7 +129,7 @@ def test_a_resume_into_the_same_version(tmp_path: Path) -> None:
 
 
 def test_what_it_has_no_place_for_goes_to_the_files(tmp_path: Path) -> None:
-    """A kind that is no number is answered with no, and so reaches the files beside it."""
+    """An unsupported kind returns False, and so reaches the fallback files."""
     sink = MultiSink([CsvSink(csv_logger(tmp_path))], fallback=FilesSink(tmp_path / "recorder"))
     assert sink.write_scalars(3, {"a": 0.5})
     assert sink.write_histograms(3, {"h": histogram()})
@@ -132,37 +138,76 @@ def test_what_it_has_no_place_for_goes_to_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_in_a_fit(tmp_path: Path) -> None:
-    """What a recorder gives beside TensorBoard is in the file, number by number, and ``self.log`` is as it was."""
+    """A fit writes its numbers to a file next to the logger's, and does not change ``self.log``."""
     board, logger = TensorBoardLogger(tmp_path / "board"), csv_logger(tmp_path / "table")
     memory, model = MemorySink(), Classifier()
     recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory])
     fit(model, tmp_path, [recorder], logger=[logger, board])
     read: dict[str, dict[int, float]] = {}
-    for row in read_rows(logger):
+    own = read_table(Path(logger.log_dir, "recorder", "metrics.csv"))
+    for row in read_rows(logger) + own:
         step = int(row.pop("step"))
         for tag, cell in row.items():
             assert step not in read.setdefault(tag, {})
             read[tag][step] = float(cell)
     assert len(memory.scalars) == 6 * 6
+    assert {tag for row in own for tag in row} == set(memory.scalars)
     assert {tag: read.pop(tag) for tag in memory.scalars} == memory.scalars
     assert read == {
         "train_loss": {step: model.losses[step].item() for step in (1, 3, 5)},
         "epoch": dict.fromkeys((1, 3, 5), 0.0),
     }
-    found = {event.step: event.value for event in read_events(Path(board.log_dir)).Scalars("activations/head/rms")}
+    scalars = read_events(Path(board.log_dir, "recorder")).Scalars("activations/head/rms")
+    found = {event.step: event.value for event in scalars}
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}
-    # TensorBoard shows the histograms, so that none goes to the files.
-    assert [path.parent.name for path in tmp_path.rglob("*.jsonl")] == ["records"]  # nothing is in the files of sinks
+    # TensorBoard shows the histograms, so the files sink receives none.
+    assert [path.parent.name for path in tmp_path.rglob("*.jsonl")] == ["records"]  # only the record file
 
 
-def test_histograms_of_a_fit_go_to_the_files(tmp_path: Path) -> None:
-    """With a CSV logger alone the histograms lie beside its file, those of each step."""
-    logger, memory = csv_logger(tmp_path), MemorySink()
-    fit(Classifier(), tmp_path, [ActivationRecorder("head", sinks=[memory], every_n_train_steps=3)], logger=logger)
-    lines = Path(logger.log_dir, "recorder", "histograms.jsonl").read_text().splitlines()
-    read = {line["step"]: line["histograms"] for line in map(json.loads, lines)}
-    kept = memory.histograms["activations/head/histogram"]
-    assert {step: each["activations/head/histogram"]["counts"] for step, each in read.items()} == {
-        step: each.counts.tolist() for step, each in kept.items()
-    }
-    assert list(kept) == [0, 2, 5]
+def test_a_file_of_its_own(tmp_path: Path) -> None:
+    """Late columns, odd tags and any numbers are read back from a file shared by several sinks."""
+    path = tmp_path / "recorder" / "metrics.csv"
+    sinks = [CsvSink(path), CsvSink(str(path))]
+    expected = []
+    columns = {"step": "(step)", "a\0b": r"a\x00b", "a\ud800": r"a\ud800"}
+    for step, tag in enumerate([*ODD_TAGS, "a\0b", "a\ud800", "größe/層"]):
+        sinks[step % 2].write_scalars(step, {tag: step + 0.1, "a": math.nan})
+        expected.append({columns.get(tag, tag): str(step + 0.1), "a": "nan", "step": str(step)})
+    assert read_table(path) == expected
+    assert [path.name for path in path.parent.iterdir()] == ["metrics.csv"]
+
+
+def test_a_file_of_its_own_goes_on(tmp_path: Path) -> None:
+    """The rows of an earlier run stay, except for an incomplete one, even if columns are added."""
+    path = tmp_path / "metrics.csv"
+    CsvSink(path).write_scalars(0, {"a": 0.5})
+    CsvSink(path).write_scalars(1, {"a": 0.25})
+    with path.open("ab") as file:
+        file.write(b"2,0.1")
+    CsvSink(path).write_scalars(2, {"a": 0.75})
+    CsvSink(path).write_scalars(3, {"b": 1.0})
+    assert [row for row in read_table(path) if row != {"step": "2", "a": "0.1"}] == [
+        {"step": "0", "a": "0.5"},
+        {"step": "1", "a": "0.25"},
+        {"step": "2", "a": "0.75"},
+        {"step": "3", "b": "1.0"},
+    ]
+
+
+def test_a_full_disk_leaves_whole_rows(tmp_path: Path) -> None:
+    """A row or a column that does not fit is skipped with one warning, and the existing rows stay."""
+    path = tmp_path / "metrics.csv"
+    begin_run()
+    sink = CsvSink(path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with files_up_to(60):
+            for step in range(10):
+                sink.write_scalars(step, {"a": 1 / 3})
+            sink.write_scalars(10, {"b" * 60: 1.0})
+        sink.write_scalars(11, {"b": 1.0})
+    rows = [{"step": str(step), "a": str(1 / 3)} for step in range(2)]
+    assert read_table(path) == [*rows, {"step": "11", "b": "1.0"}]
+    (message,) = [str(each.message) for each in told]
+    assert "File too large" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]

@@ -1,4 +1,4 @@
-"""The layout of TensorBoard's Custom Scalars page."""
+"""Tests of the layout of TensorBoard's Custom Scalars page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.sinks.events import read_events
 
 
 def layouts(folder: Path) -> list[dict[str, dict[str, list[str]]]]:
-    """The layouts of a run in the order of writing: group to title to patterns."""
+    """Return the layouts of a run in writing order: group to title to patterns."""
     events = read_events(folder)
     if "custom_scalars__config__" not in events.Tags()["tensors"]:
         return []
@@ -44,7 +44,7 @@ TAGS = [
 
 
 def test_one_chart_for_each_statistic_of_a_group(tmp_path: Path) -> None:
-    """Each chart has the lines of all modules for one statistic, and no others."""
+    """Each chart matches the tags of all modules for one statistic, and no others."""
     with TensorBoardSink(tmp_path) as sink:
         sink.write_scalars(0, dict.fromkeys(TAGS, 1.0))
     (layout,) = layouts(tmp_path)
@@ -65,7 +65,7 @@ def test_one_chart_for_each_statistic_of_a_group(tmp_path: Path) -> None:
 
 
 def test_several_sinks_of_one_writer_have_one_layout(tmp_path: Path) -> None:
-    """What any of them writes is in the latest layout, which is the one that counts, written only when it is new."""
+    """The latest layout covers the tags of all sinks of a writer, and is written only when it changes."""
     writer = SummaryWriter(str(tmp_path))
     sinks = [TensorBoardSink(writer), TensorBoardSink(writer)]
     for step in range(3):
@@ -77,14 +77,14 @@ def test_several_sinks_of_one_writer_have_one_layout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tags", [{"loss": 1.0}, {}, {"gradients/overflow_steps": 2.0}])
 def test_without_modules_there_is_no_layout(tags: dict[str, Any], tmp_path: Path) -> None:
-    """Numbers that are of no module need no chart."""
+    """Scalars without a module get no chart."""
     with TensorBoardSink(tmp_path) as sink:
         sink.write_scalars(0, tags)
     assert layouts(tmp_path) == []
 
 
 def test_the_layout_of_somebody_else_stays(tmp_path: Path) -> None:
-    """Where the user has given the run a layout, it is the only one."""
+    """A layout that the user has written stays the only one."""
     writer = SummaryWriter(str(tmp_path))
     writer.add_custom_scalars({"mine": {"losses": ["Multiline", ["loss/.*"]]}})
     writer.flush()

@@ -1,4 +1,4 @@
-"""Writing from any thread to a sink that wants one."""
+"""Tests of writing from any thread to a sink that is bound to one thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sinks.samples import graph, histogram, picture
 
 
 class OfOneThread(MemorySink):
-    """Notes who writes."""
+    """A sink that records the writing thread."""
 
     any_thread = False
 
@@ -48,7 +48,7 @@ ALL = ["scalars", "histograms", "images", "texts", "files", "graphs"]
 
 
 def test_what_another_thread_writes_waits_for_the_right_one(tmp_path: Path) -> None:
-    """Every kind is put off until it is replayed, by who replays it, in order and once."""
+    """Each write is queued and runs once, in order, in the thread that calls replay."""
     inner = OfOneThread()
     sink = DeferredSink(inner)
     thread = threading.Thread(target=write_all, args=(sink, tmp_path))
@@ -64,7 +64,7 @@ def test_what_another_thread_writes_waits_for_the_right_one(tmp_path: Path) -> N
 
 
 def test_who_bears_any_thread_is_not_put_off() -> None:
-    """Such a sink stays itself, any other one is wrapped, under its own name."""
+    """A sink that accepts any thread is returned as it is; any other one is wrapped and keeps its name."""
     sink, wary = MemorySink(), OfOneThread()
     assert for_any_thread(sink) is sink
     assert str(for_any_thread(wary)) == "OfOneThread"
@@ -72,7 +72,7 @@ def test_who_bears_any_thread_is_not_put_off() -> None:
 
 
 def test_what_a_sink_does_not_support_is_answered_at_once(tmp_path: Path) -> None:
-    """So that somebody else can show it."""
+    """An unsupported verb returns False at once, so that another sink can take over."""
 
     class Numbers(Sink):
         @override
@@ -83,7 +83,7 @@ def test_what_a_sink_does_not_support_is_answered_at_once(tmp_path: Path) -> Non
 
 
 def test_several_sinks_are_replayed_together(tmp_path: Path) -> None:
-    """What one of them raises costs itself alone, with a warning that names it; the others are written."""
+    """A failing sink causes a warning with its name, and the other sinks are still replayed."""
 
     class Failing(OfOneThread):
         @override
@@ -100,7 +100,7 @@ def test_several_sinks_are_replayed_together(tmp_path: Path) -> None:
 
 
 def test_a_long_write_of_another_thread_is_not_waited_for(tmp_path: Path) -> None:
-    """While a sink is inside a write in another thread, the others are replayed at once."""
+    """Replay does not wait for a sink that is inside a write in another thread."""
     begun, may_end = threading.Event(), threading.Event()
 
     class Slow(MemorySink):
@@ -123,7 +123,7 @@ def test_a_long_write_of_another_thread_is_not_waited_for(tmp_path: Path) -> Non
 
 
 def test_what_the_sink_raises_comes_when_it_is_written(tmp_path: Path) -> None:
-    """A fault shows where it can be handled, and what waits behind it is not lost."""
+    """An error is raised at replay, and the queued writes after it are not lost."""
 
     class Failing(OfOneThread):
         @override

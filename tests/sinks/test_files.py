@@ -1,4 +1,4 @@
-"""The sink that writes plain files: each file read back."""
+"""Tests of the files sink, which read each file back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def files(folder: Path) -> set[str]:
 
 
 def test_nothing_is_made_before_the_first_result(tmp_path: Path) -> None:
-    """The folder is made with the first result, not with the sink."""
+    """The folder is created by the first result, not by the constructor."""
     folder = tmp_path / "deep" / "inside"
     sink = FilesSink(str(folder))
     sink.flush()
@@ -37,7 +37,7 @@ def test_nothing_is_made_before_the_first_result(tmp_path: Path) -> None:
 
 
 def test_scalars_are_lines_of_json(tmp_path: Path) -> None:
-    """Each call is a line, to be read by any JSON parser, with the numbers to the bit."""
+    """Each call writes one line that any JSON parser reads, with bit-exact numbers."""
     sink = FilesSink(tmp_path)
     values = {"activations/fc/mean": 0.1, "b": 1e-310, "c": -0.0, "d": np.float32(0.1).item(), "e": 3}
     sink.write_scalars(3, values)
@@ -48,7 +48,7 @@ def test_scalars_are_lines_of_json(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_lacks_are_words(tmp_path: Path) -> None:
-    """NaN and infinities are strings that float() reads, so that strict parsers read the file."""
+    """NaN and infinities are strings that float() accepts, so that strict parsers read the file."""
     FilesSink(tmp_path).write_scalars(3, {"a": math.nan, "b": math.inf, "c": -math.inf})
     (line,) = lines(tmp_path / "scalars.jsonl")
     assert line["scalars"] == {"a": "nan", "b": "inf", "c": "-inf"}
@@ -56,7 +56,7 @@ def test_numbers_that_json_lacks_are_words(tmp_path: Path) -> None:
 
 
 def test_histograms_are_lines_of_json(tmp_path: Path) -> None:
-    """A histogram can be rebuilt from its line; one without values has NaN for what it lacks."""
+    """A histogram can be rebuilt from its line; an empty one has NaN for its statistics."""
     empty = Histogram(np.array([0.0, 0.0]), np.array([0]), math.nan, math.nan, 0.0, 0.0)
     FilesSink(tmp_path).write_histograms(3, {"h": histogram(), "none": empty})
     (line,) = lines(tmp_path / "histograms.jsonl")
@@ -74,7 +74,7 @@ def test_histograms_are_lines_of_json(tmp_path: Path) -> None:
 
 
 def test_images_texts_and_graphs_have_a_file_each(tmp_path: Path) -> None:
-    """A picture is a PNG with the same pixels, a text is Markdown, a graph is its JSON, each with its step."""
+    """An image is a PNG with the same pixels, a text is Markdown, a graph is JSON, each with its step in the name."""
     sink = FilesSink(tmp_path)
     sink.write_images(3, {"graph": picture(1), "group/name": picture(2)})
     sink.write_images(4, {"graph": picture(3)})
@@ -96,7 +96,7 @@ def test_images_texts_and_graphs_have_a_file_each(tmp_path: Path) -> None:
 
 
 def test_files_are_copied(tmp_path: Path) -> None:
-    """A file lies under the name that it was given, byte for byte, and the source stays."""
+    """A file is copied byte for byte to its target name, and the source stays."""
     source = tmp_path / "source.bin"
     source.write_bytes(bytes(range(256)))
     sink = FilesSink(tmp_path / "sink")
@@ -106,7 +106,7 @@ def test_files_are_copied(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_in_its_place(tmp_path: Path) -> None:
-    """A file that lies already where it is to be kept stays as it is."""
+    """A file that is already at its target stays unchanged."""
     source = tmp_path / "graph.svg"
     source.write_text("<svg/>")
     assert FilesSink(tmp_path).write_files(3, {"graph.svg": source})
@@ -118,7 +118,7 @@ def test_a_file_that_is_in_its_place(tmp_path: Path) -> None:
     ["/etc/x", "../x", "a/../../x", "..", "a/..", "", ".", "C:x", "C:/x", "..\\x", "\\\\server\\x", "a\\b", "nul\0"],
 )
 def test_a_name_that_leads_out_is_refused(name: str, tmp_path: Path) -> None:
-    """A file is kept inside the folder or not at all, on every operating system."""
+    """A file name that points outside the folder on any operating system is rejected."""
     source = tmp_path / "source"
     source.write_text("text")
     folder = tmp_path / "sink"
@@ -128,7 +128,7 @@ def test_a_name_that_leads_out_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_missing(tmp_path: Path) -> None:
-    """A file that is not there is the error of the operating system."""
+    """A missing source raises the error of the operating system."""
     with pytest.raises(FileNotFoundError):
         FilesSink(tmp_path).write_files(3, {"a": tmp_path / "nothing"})
 
@@ -159,7 +159,7 @@ TAGS = [
 @pytest.mark.parametrize("tag", TAGS, ids=lambda tag: ascii(tag)[:25])
 @pytest.mark.parametrize("kind", ["images", "texts", "graphs"])
 def test_a_tag_is_no_path(tag: str, kind: str, tmp_path: Path) -> None:
-    """Whatever a tag holds, its file lies inside the folder of its kind and ends in step and suffix."""
+    """Any tag leads to a file inside the folder of its kind, with the step and the suffix at the end."""
     folder = tmp_path / "sink"
     sink = FilesSink(folder)
     {
@@ -179,13 +179,13 @@ def test_a_tag_is_no_path(tag: str, kind: str, tmp_path: Path) -> None:
     ("one", "other"), [("a b", "a_b"), ("a:b", "a?b"), (".a", "a"), ("a//b", "a/_/b"), ("x" * 400, "x" * 401)]
 )
 def test_two_tags_are_two_files(one: str, other: str, tmp_path: Path) -> None:
-    """Tags that differ only in what a file name cannot hold do not overwrite each other."""
+    """Tags that differ only in characters that file names lack do not overwrite each other."""
     FilesSink(tmp_path).write_text(3, {one: "one", other: "other"})
     assert sorted(path.read_text() for path in tmp_path.rglob("*.md")) == ["one", "other"]
 
 
 def test_hostile_tags_in_lines(tmp_path: Path) -> None:
-    """In the lines of scalars a tag stands as it is, and is one line whatever it holds."""
+    """In the lines of scalars, any tag is kept as it is and stays on one line."""
     FilesSink(tmp_path).write_scalars(3, dict.fromkeys(TAGS, 0.5))
     FilesSink(tmp_path).write_histograms(3, dict.fromkeys(TAGS, histogram()))
     assert list(lines(tmp_path / "scalars.jsonl")[0]["scalars"]) == TAGS
@@ -193,7 +193,7 @@ def test_hostile_tags_in_lines(tmp_path: Path) -> None:
 
 
 def test_a_second_run_appends(tmp_path: Path) -> None:
-    """A second sink on the same folder goes on where the first has ended."""
+    """A second sink on the same folder appends."""
     for step in (3, 4):
         with FilesSink(tmp_path) as sink:
             sink.write_scalars(step, {"a": 1.0})
@@ -201,7 +201,7 @@ def test_a_second_run_appends(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """Where the folder cannot be made the error of the operating system is raised."""
+    """A folder that cannot be created raises the error of the operating system."""
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(OSError, match="taken"):
         FilesSink(tmp_path / "taken" / "sink").write_scalars(3, {"a": 1.0})

@@ -1,4 +1,4 @@
-"""The sink for Lightning's own platform, with its logger as far as that goes without a network."""
+"""Tests of the sink for Lightning's platform, with a stub for the network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.sinks.samples import ODD_TAGS, histogram, same_value
 
 
 def test_scalars_are_series(tmp_path: Path) -> None:
-    """Each number is in the series of its tag with its step; one that comes again stands beside the first."""
+    """Each scalar is in the series of its tag with its step; a repeated one is added as a second entry."""
     logger = lit_logger(tmp_path)
     sink = LitLoggerSink(logger)
     sink.write_scalars(3, {"activations/fc/mean": 0.1, "b": -2.0})
@@ -26,7 +26,7 @@ def test_scalars_are_series(tmp_path: Path) -> None:
 
 
 def test_files_are_logged_from_the_folder_of_the_run(tmp_path: Path) -> None:
-    """A file is logged under its name in the folder of the run, where it stays, also if its source changes."""
+    """A file is logged from its copy in the folder of the run, which stays even if the source changes."""
     logger = lit_logger(tmp_path / "logs")
     source = tmp_path / "source.svg"
     source.write_text("<svg/>")
@@ -41,7 +41,7 @@ def test_files_are_logged_from_the_folder_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_file_that_lies_there_already(tmp_path: Path) -> None:
-    """A file that the recorder has made in the folder of the run is logged where it lies."""
+    """A file that is already in the folder of the run is logged from there."""
     logger = lit_logger(tmp_path)
     path = Path(logger.log_dir, "recorder", "graph.svg")
     path.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Which sink serves which logger, with Lightning's real ones."""
+"""Tests of the choice of sinks for Lightning's real loggers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec  # type: ignore[import-untyped]  # it has no annotations
 import pytest
 from lightning.fabric.loggers.tensorboard import TensorBoardLogger as FabricTensorBoardLogger
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
-from lightning_recorder import MemorySink, Sink, TensorBoardSink, register_sink
+from lightning_recorder import MemorySink, MultiSink, Sink, TensorBoardSink, register_sink
 from lightning_recorder.sinks import (
     CometSink,
     CsvSink,
@@ -33,12 +34,12 @@ from tests.sinks.samples import histogram
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
+    """Undo the registrations of a test."""
     monkeypatch.setattr(loggers, "_SINKS", dict(loggers._SINKS))
 
 
 class Mine(Logger):
-    """A logger of which nobody knows more than ``log_metrics``."""
+    """A logger that is known only by ``log_metrics``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,11 +61,11 @@ class Mine(Logger):
 
     @override
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def test_tensorboard_logger(tmp_path: Path) -> None:
-    """A TensorBoardLogger's own writer is written to, so that all is in its event file."""
+    """The recorder writes its own event file next to a TensorBoardLogger's, in a folder that is shown as a run."""
     logger = TensorBoardLogger(tmp_path)
     logger.log_metrics({"loss": 1.0}, step=3)
     sink = sink_for_logger(logger)
@@ -74,33 +75,69 @@ def test_tensorboard_logger(tmp_path: Path) -> None:
     sink.close()
     logger.log_metrics({"loss": 0.5}, step=4)
     logger.finalize("success")
-    read = read_events(Path(logger.log_dir))
-    assert [event.value for event in read.Scalars("loss")] == [1.0, 0.5]
+    own = read_events(Path(logger.log_dir))
+    assert [event.value for event in own.Scalars("loss")] == [1.0, 0.5]
+    assert own.Tags()["histograms"] == []
+    read = read_events(Path(logger.log_dir, "recorder"))
+    assert read.Tags()["scalars"] == ["a"]
     assert [event.value for event in read.Scalars("a")] == [0.5]
     assert read.Histograms("h")[0].histogram_value.num == 4
-    assert len(list(Path(logger.log_dir).glob("events.*"))) == 1
+
+
+def test_the_sinks_of_a_logger_share_an_event_file(tmp_path: Path) -> None:
+    """All recorders of a run share one event file, since TensorBoard follows only one; a later run has another."""
+    logger = TensorBoardLogger(tmp_path)
+    folder = Path(logger.log_dir, "recorder")
+    for run in range(2):
+        sinks = [sink_for_logger(logger) for _ in range(3)]
+        for place, sink in enumerate(sinks):
+            assert sink is not None
+            sink.write_scalars(run, {f"a{place}": 0.5})
+        del sinks, sink
+        assert len(list(folder.glob("events.*"))) == run + 1
+    read = read_events(folder)
+    assert [[event.step for event in read.Scalars(f"a{place}")] for place in range(3)] == [[0, 1]] * 3
+
+
+@pytest.mark.parametrize("kind", [TensorBoardLogger, CSVLogger])
+def test_a_remote_folder(kind: Any, tmp_path: Path) -> None:
+    """A logger on a remote file system receives the supported kinds in its own file."""
+    remote = fsspec.filesystem("memory")
+    logger = kind(f"memory://{tmp_path}")
+    sink = sink_for_logger(logger)
+    assert sink is not None
+    sink.write_scalars(3, {"a": 0.5})
+    sink.flush()
+    logger.finalize("success")
+    paths = [path for path in remote.find(str(tmp_path)) if "events" in path or path.endswith(".csv")]
+    (path,) = paths
+    if kind is CSVLogger:
+        assert remote.cat(path).split() == [b"a,step", b"0.5,3"]
+    else:
+        remote.get(path, str(tmp_path / Path(path).name))
+        assert [event.value for event in read_events(tmp_path).Scalars("a")] == [0.5]
 
 
 @pytest.mark.parametrize("base", [TensorBoardLogger, FabricTensorBoardLogger], ids=["pytorch", "fabric"])
 def test_a_class_derived_from_a_known_one(base: type[Any], tmp_path: Path) -> None:
-    """A logger is known by the classes that it is derived from, of whichever part of Lightning."""
+    """A logger is identified by its base classes, in both Lightning packages."""
     derived = type("OurLogger", (base,), {})
     assert isinstance(sink_for_logger(derived(tmp_path)), TensorBoardSink)
 
 
 def test_csv_logger(tmp_path: Path) -> None:
-    """A CSVLogger gets the scalars, and nothing that it cannot show."""
+    """A CSVLogger receives the scalars and nothing else."""
     logger = CSVLogger(tmp_path)
     sink = sink_for_logger(logger)
     assert isinstance(sink, CsvSink)
     assert sink.write_scalars(3, {"a": 0.5})
     assert not sink.write_histograms(3, {"h": histogram()})
     logger.finalize("success")
-    assert Path(logger.log_dir, "metrics.csv").read_text().split() == ["a,step", "0.5,3"]
+    assert Path(logger.log_dir, "recorder", "metrics.csv").read_text().split() == ["step,a", "3,0.5"]
 
 
 def test_any_other_logger() -> None:
-    """A logger of which nothing is known gets the scalars through ``log_metrics``."""
+    """An unknown logger receives the scalars through ``log_metrics``."""
     logger = Mine()
     sink = sink_for_logger(logger)
     assert sink is not None
@@ -109,7 +146,7 @@ def test_any_other_logger() -> None:
 
 
 def other_loggers(folder: Path, database: str) -> dict[str, Any]:
-    """The options for Lightning's loggers of services, to write to the disk."""
+    """Return the options for Lightning's loggers of services, set to write to the disk."""
     return {
         "WandbLogger": {"save_dir": folder, "mode": "disabled"},
         "MLFlowLogger": {"tracking_uri": database, "artifact_location": folder.as_uri()},
@@ -122,7 +159,7 @@ def other_loggers(folder: Path, database: str) -> dict[str, Any]:
     ("name", "kind"), [("WandbLogger", WandbSink), ("MLFlowLogger", MlflowSink), ("CometLogger", CometSink)]
 )
 def test_loggers_of_services(package: str, name: str, kind: type[Sink], tmp_path: Path, database: str) -> None:
-    """The loggers of both packages, and those derived from them, have the sink of their service."""
+    """The loggers of both packages and their subclasses have the sink of their service."""
     base = getattr(importlib.import_module(package), name)
     logger = type("Derived", (base,), {})(**other_loggers(tmp_path, database)[name])
     assert type(sink_for_logger(logger)) is kind
@@ -138,26 +175,27 @@ def test_lit_logger(tmp_path: Path) -> None:
 
 
 def test_a_neptune_logger() -> None:
-    """Lightning's own cannot be made any more; a class of that name gets the scalars, like any other."""
+    """A logger class named NeptuneLogger receives the scalars like any other; Lightning's own cannot be created."""
     logger = type("NeptuneLogger", (Mine,), {})()
     assert type(sink_for_logger(logger)) is MetricsSink
 
 
 def test_dummy_logger() -> None:
-    """The stand-in of a fast_dev_run gets nothing."""
+    """The dummy logger of a fast_dev_run receives nothing."""
     assert sink_for_logger(DummyLogger()) is None
     assert sinks_for_loggers([DummyLogger(), DummyLogger()]) == []
 
 
 def test_several_loggers(tmp_path: Path) -> None:
-    """Each logger that shows anything has its sink, in the order of the loggers."""
+    """Each logger that is written to has a sink, in logger order."""
     sinks = sinks_for_loggers([CSVLogger(tmp_path), DummyLogger(), TensorBoardLogger(tmp_path), Mine()])
-    assert [type(sink) for sink in sinks] == [CsvSink, TensorBoardSink, MetricsSink]
+    assert [type(sink) for sink in sinks] == [CsvSink, TensorBoardSink, MultiSink]
+    assert all(sink.any_thread for sink in sinks)
     assert sinks_for_loggers([]) == []
 
 
 class Ours(Sink):
-    """A sink for a logger of one's own."""
+    """A sink for a user-defined logger."""
 
     def __init__(self, logger: Any) -> None:
         self.logger = logger
@@ -168,7 +206,7 @@ class Ours(Sink):
 
 
 def test_a_registered_sink() -> None:
-    """A logger of a registered class, or of one derived from it, is served by what was registered."""
+    """A registered logger class and its subclasses use the registered sink."""
     register_sink("Mine", Ours)
     logger = type("Derived", (Mine,), {})()
     sink = sink_for_logger(logger)
@@ -177,7 +215,7 @@ def test_a_registered_sink() -> None:
 
 
 def test_the_nearest_class_counts(tmp_path: Path) -> None:
-    """Where both a class and its base are known, the class decides."""
+    """If a class and its base are both registered, the class wins."""
     memory = MemorySink()
     register_sink("OurTensorBoard", lambda logger: memory)
     derived = type("OurTensorBoard", (TensorBoardLogger,), {})
@@ -186,6 +224,6 @@ def test_the_nearest_class_counts(tmp_path: Path) -> None:
 
 
 def test_registering_again_replaces(tmp_path: Path) -> None:
-    """What the package registers can be replaced, and a logger silenced."""
+    """A built-in registration can be replaced, and a logger can be silenced."""
     register_sink("CSVLogger", lambda logger: None)
     assert sinks_for_loggers([CSVLogger(tmp_path)]) == []

@@ -1,4 +1,4 @@
-"""The sink that keeps everything in memory."""
+"""Tests of the in-memory sink."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.sinks.samples import graph, histogram, picture
 
 
 def test_values_are_kept_by_tag_and_step() -> None:
-    """Each kind is found as what was written, under its tag and its step."""
+    """Each kind is stored by tag and step."""
     sink, bars, pixels, calls = MemorySink(), histogram(), picture(), graph()
     sink.write_scalars(3, {"a": 0.5, "b": -1.0})
     sink.write_scalars(5, {"a": math.inf})
@@ -31,7 +31,7 @@ def test_values_are_kept_by_tag_and_step() -> None:
 
 
 def test_the_last_value_of_a_step_stays() -> None:
-    """Writing a tag again at a step replaces what was there."""
+    """Writing a tag again at a step replaces the value."""
     sink = MemorySink()
     for value in (1.0, 2.0):
         sink.write_scalars(3, {"a": value})
@@ -39,14 +39,14 @@ def test_the_last_value_of_a_step_stays() -> None:
 
 
 def test_sinks_do_not_share() -> None:
-    """Two sinks know nothing of each other."""
+    """Two sinks share no values."""
     one, other = MemorySink(), MemorySink()
     one.write_scalars(3, {"a": 1.0})
     assert other.scalars == {}
 
 
 def test_closing_keeps_what_was_written() -> None:
-    """After closing everything can still be read."""
+    """The values can still be read after closing."""
     with MemorySink() as sink:
         sink.write_text(3, {"t": "text"})
     assert sink.texts == {"t": {3: "text"}}

@@ -1,4 +1,4 @@
-"""The sink for loggers that take numbers only."""
+"""Tests of the sink for loggers that accept only numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rows(logger: CSVLogger) -> list[dict[str, str]]:
 
 
 def test_scalars_reach_log_metrics() -> None:
-    """The logger gets the numbers by tag together with the step, in a dict of its own."""
+    """The logger receives the numbers by tag and the step, in a new dict."""
 
     class Logger:
         def __init__(self) -> None:
@@ -35,7 +35,7 @@ def test_scalars_reach_log_metrics() -> None:
 
 
 def test_csv_logger(tmp_path: Path) -> None:
-    """The numbers stand in ``metrics.csv`` in the row of their step; a column may appear late."""
+    """The numbers are in the row of their step in ``metrics.csv``; a column may appear late."""
     logger: Any = CSVLogger(tmp_path)
     sink = MetricsSink(logger)
     sink.write_scalars(3, {"activations/fc/mean": 0.5})
@@ -49,7 +49,7 @@ def test_csv_logger(tmp_path: Path) -> None:
 
 
 def test_flush_makes_it_readable(tmp_path: Path) -> None:
-    """A logger that collects what it is given writes it when the sink is flushed."""
+    """Flushing the sink makes a buffering logger write."""
     logger: Any = CSVLogger(tmp_path, flush_logs_every_n_steps=1000)
     sink = MetricsSink(logger)
     sink.write_scalars(3, {"a": 0.5})
@@ -58,7 +58,7 @@ def test_flush_makes_it_readable(tmp_path: Path) -> None:
 
 
 def test_the_logger_is_not_finalized(tmp_path: Path) -> None:
-    """Closing the sink leaves the logger usable: it is the trainer's."""
+    """Closing the sink leaves the trainer's logger usable."""
     logger: Any = CSVLogger(tmp_path)
     with MetricsSink(logger) as sink:
         sink.write_scalars(3, {"a": 0.5})

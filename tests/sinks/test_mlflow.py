@@ -1,4 +1,4 @@
-"""The MLflow sink: what the client reads from a store in SQLite, and from a real server."""
+"""Tests of the MLflow sink, read back by the client from a store in SQLite and from a real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Run = tuple[Any, str]
 
 @pytest.fixture
 def run(database: str, tmp_path: Path) -> Iterator[Run]:
-    """A client and a run, whose artifacts lie in ``artifacts``."""
+    """Return a client and a run, whose artifacts are stored in ``artifacts``."""
     with mlflow_run(database, tmp_path / "artifacts") as run:
         yield run
 
@@ -46,13 +46,13 @@ def read_metrics(run: Run) -> dict[str, list[tuple[int, float]]]:
 
 
 def artifacts(folder: Path) -> dict[str, bytes]:
-    """The artifacts by their path in the run."""
+    """Return the artifacts by their path in the run."""
     (root,) = folder.glob("artifacts/*/artifacts")
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def read_histograms(files: dict[str, bytes]) -> dict[str, dict[int, Any]]:
-    """The histograms of all files, by tag and step."""
+    """Return the histograms of all files by tag and step."""
     read: dict[str, dict[int, Any]] = {}
     for name, data in files.items():
         if found := re.fullmatch(r"recorder/histograms/[^/]+/step(\d{8})-[0-9a-f]{12}\.json", name):
@@ -62,7 +62,7 @@ def read_histograms(files: dict[str, bytes]) -> dict[str, dict[int, Any]]:
 
 
 def test_scalars(run: Run) -> None:
-    """Each number is a metric under its tag at its step, in float64; one that comes again stands beside the first."""
+    """Each scalar is a float64 metric under its tag and step; a repeated one is added as a second entry."""
     sink = MlflowSink(*run)
     sink.write_scalars(3, {"activations/fc/mean": 0.1, "b": -2.0})
     sink.write_scalars(3, {"b": 1e-310})
@@ -72,7 +72,7 @@ def test_scalars(run: Run) -> None:
 
 
 def test_numbers_that_are_not_finite(run: Run) -> None:
-    """NaN comes back as NaN, and an infinity as the largest number, which is what MLflow's database makes of it."""
+    """NaN is read back as NaN, and an infinity as the largest float, as MLflow's database stores it."""
     MlflowSink(*run).write_scalars(3, {"a": math.nan, "b": math.inf, "c": -math.inf})
     largest = sys.float_info.max
     read = {key: value for key, ((_, value),) in read_metrics(run).items()}
@@ -80,7 +80,7 @@ def test_numbers_that_are_not_finite(run: Run) -> None:
 
 
 def test_more_than_a_request_takes(run: Run) -> None:
-    """More numbers than MLflow takes at once are written, with keys as long as it takes them."""
+    """More metrics than a request may have are written, with keys of the maximum length."""
     values = {f"activations/{'layer.' * 38}{place:04d}": float(place) for place in range(2345)}
     assert {len(tag) for tag in values} == {244}
     MlflowSink(*run).write_scalars(3, values)
@@ -89,7 +89,7 @@ def test_more_than_a_request_takes(run: Run) -> None:
 
 
 def test_odd_tags_are_keys_of_their_own(run: Run, tmp_path: Path) -> None:
-    """No tag is refused and no two have the same key; one that MLflow takes is kept as it is."""
+    """Every tag is accepted, different tags have different keys, and a tag that MLflow accepts is its own key."""
     sink = MlflowSink(*run)
     sink.write_scalars(3, {tag: float(place) for place, tag in enumerate(ODD_TAGS)})
     sink.write_images(3, {tag: picture(place) for place, tag in enumerate(ODD_TAGS)})
@@ -104,13 +104,13 @@ def test_odd_tags_are_keys_of_their_own(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_prefix_of_the_logger(run: Run) -> None:
-    """A prefix stands before each key, as in the logger's own."""
+    """The prefix precedes each key, as in the logger."""
     MlflowSink(*run, prefix="mine").write_scalars(3, {"a": 0.5})
     assert read_metrics(run) == {"mine-a": [(3, 0.5)]}
 
 
 def test_histograms(run: Run, tmp_path: Path) -> None:
-    """The histograms of a call are one file with the edges and the counts of each tag."""
+    """The histograms of a call are one file with the edges and counts of each tag."""
     sink = MlflowSink(*run)
     sink.write_histograms(3, {"activations/h": histogram(), "activations/none": empty_histogram()})
     sink.write_histograms(3, {"activations/other": histogram()})
@@ -139,7 +139,7 @@ def test_histograms(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_histogram_with_many_bins(run: Run, tmp_path: Path) -> None:
-    """A finer histogram is joined to 64 bins: up to each edge that is kept there are as many values as before."""
+    """A histogram with more bins is merged to 64; the cumulative count at each remaining edge is unchanged."""
     fine = histogram_of(np.random.default_rng(0).normal(size=100_000))
     MlflowSink(*run).write_histograms(3, {"h": fine})
     read = read_histograms(artifacts(tmp_path))["h"][3]
@@ -149,7 +149,7 @@ def test_a_histogram_with_many_bins(run: Run, tmp_path: Path) -> None:
 
 
 def test_images(run: Run, tmp_path: Path) -> None:
-    """A picture is a logged image, shown with a slider over the steps, with the same pixels, and a file of its name."""
+    """An image is a logged image with a step slider and the same pixels, and also a file with its name."""
     sink = MlflowSink(*run)
     sink.write_images(3, {"maps/conv1": picture(1)})
     sink.write_images(4, {"maps/conv1": picture(2)})
@@ -185,7 +185,7 @@ def test_texts_files_and_graphs(run: Run, tmp_path: Path) -> None:
 
 
 def test_two_threads(run: Run) -> None:
-    """While the training thread logs, all that is written in the background arrives, and all of its own."""
+    """While the training thread logs, all writes of both threads arrive."""
     client, run_id = run
     sink = MlflowSink(client, run_id)
 
@@ -215,14 +215,14 @@ def test_what_the_store_raises(database: str, tmp_path: Path) -> None:
 
 
 def test_closing_leaves_the_run_open(run: Run) -> None:
-    """The run is the caller's, who can go on with it."""
+    """Closing the sink leaves the caller's run usable."""
     client, run_id = run
     MlflowSink(client, run_id).close()
     assert client.get_run(run_id).info.status == "RUNNING"
 
 
 def check_a_fit(logger: MLFlowLogger, folder: Path) -> dict[str, dict[int, Any]]:
-    """Train with the logger and TensorBoard; every number is there once. The histograms that were recorded."""
+    """Train with the logger and TensorBoard, check that each number is there once, and return the histograms."""
     memory, model = MemorySink(), Classifier()
     recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory])
     board = TensorBoardLogger(folder)
@@ -235,7 +235,10 @@ def check_a_fit(logger: MLFlowLogger, folder: Path) -> dict[str, dict[int, Any]]
     }
     assert read["train_loss"] == [(step, model.losses[step].item()) for step in (1, 3, 5)]
     assert set(read) == {*memory.scalars, "train_loss", "epoch"}
-    found = {event.step: event.value for event in read_events(Path(board.log_dir)).Scalars("activations/head/rms")}
+    found = {
+        event.step: event.value
+        for event in read_events(Path(board.log_dir, "recorder")).Scalars("activations/head/rms")
+    }
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}
     return {tag: dict(steps) for tag, steps in memory.histograms.items()}
 
@@ -253,7 +256,7 @@ def check_histograms(recorded: dict[str, dict[int, Any]], read: dict[str, dict[i
 
 @pytest.mark.slow
 def test_in_a_fit(database: str, tmp_path: Path) -> None:
-    """What a recorder gives beside TensorBoard is in the run, number by number, and ``self.log`` is as it was."""
+    """A fit writes the same numbers to MLflow as to TensorBoard, and does not change ``self.log``."""
     location = (tmp_path / "artifacts").as_uri()
     logger = MLFlowLogger(str(tmp_path), tracking_uri=database, artifact_location=location)
     recorded = check_a_fit(logger, tmp_path)
@@ -274,13 +277,13 @@ def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture
 def server(database: str, tmp_path: Path) -> Iterator[str]:
-    """The address of a server that stores everything in the folder."""
+    """Return the URL of a server that stores everything in the folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, "--workers", "1"]
     command += ["--artifacts-destination", str(tmp_path / "artifacts"), "--host", "127.0.0.1", "--port", port]
-    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # seven processes that are not needed
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # saves seven processes
     with (tmp_path / "server.log").open("wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, cwd=tmp_path, env=environment, start_new_session=True
@@ -289,13 +292,13 @@ def server(database: str, tmp_path: Path) -> Iterator[str]:
             wait_for(f"http://127.0.0.1:{port}", process)
             yield f"http://127.0.0.1:{port}"
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # its workers, too: they are a group of their own
+            os.killpg(process.pid, signal.SIGKILL)  # including its workers, which are in the same process group
             process.wait(timeout=30)
 
 
 @pytest.mark.slow
 def test_over_http(server: str, tmp_path: Path) -> None:
-    """Through a real server arrives what arrives in SQLite: numbers, odd tags, pictures, artifacts."""
+    """A real server receives the same as SQLite: numbers, odd tags, images and artifacts."""
     import mlflow
 
     logger = MLFlowLogger("over http", tracking_uri=server)
@@ -324,6 +327,6 @@ def test_over_http(server: str, tmp_path: Path) -> None:
     check_histograms(recorded, {tag: read[tag] for tag in recorded})
     assert files["recorder/pictures/graph.svg"] == bytes(range(256))
     texts = [name for name in files if name.startswith("recorder/texts/")]
-    assert len(texts) == len(ODD_TAGS) + 1  # and the receipt of the fit
+    assert len(texts) == len(ODD_TAGS) + 1  # plus the receipt of the fit
     assert sum(name.startswith("recorder/graphs/") for name in files) == len(ODD_TAGS)
     assert sum("+step+3+" in name and name.endswith(".png") for name in files) == len(ODD_TAGS)

@@ -1,4 +1,4 @@
-"""The sink made of sinks."""
+"""Tests of the composite sink."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sinks.samples import VERBS, write
 
 
 class Numbers(Sink):
-    """Shows scalars, and nothing else."""
+    """A sink that supports only scalars."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -29,7 +29,7 @@ class Numbers(Sink):
 
 
 class Broken(Sink):
-    """Raises from chosen methods, and counts how often it is called."""
+    """A sink that raises from chosen methods and counts its calls."""
 
     def __init__(self, *methods: str, error: type[BaseException] = ConnectionError) -> None:
         self.methods = methods
@@ -61,7 +61,7 @@ class Broken(Sink):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_all_sinks_get_all_kinds(verb: str, tmp_path: Path) -> None:
-    """Whatever the kind, each of the sinks gets it once."""
+    """Each sink receives each kind once."""
     sinks = [MemorySink(), MemorySink()]
     assert write(MultiSink(sinks), verb, 3, "tag", tmp_path)
     kept = [
@@ -73,14 +73,14 @@ def test_all_sinks_get_all_kinds(verb: str, tmp_path: Path) -> None:
 
 
 def test_the_answer_is_that_of_any() -> None:
-    """A kind is shown when one of the sinks shows it, whichever."""
+    """A verb returns True if any of the sinks supports the kind."""
     for sinks in ([Sink(), Numbers()], [Numbers(), Sink()]):
         assert MultiSink(sinks).write_scalars(3, {"a": 1.0}) is True
         assert MultiSink(sinks).write_text(3, {"a": "text"}) is False
 
 
 def test_a_sink_that_fails_is_told_once_and_left_out() -> None:
-    """The others go on; the one that failed is named with its error, and gets nothing any more."""
+    """A failing sink causes one warning with its name and error, and is skipped; the others continue."""
     broken, memory = Broken("write_scalars"), MemorySink()
     multi = MultiSink([broken, memory])
 
@@ -101,7 +101,7 @@ def test_a_sink_that_fails_is_told_once_and_left_out() -> None:
 
 
 def test_one_sink_does_not_speak_for_its_class() -> None:
-    """Of two sinks of the same class only the one that failed is left out."""
+    """Only the failed one of two sinks of the same class is skipped."""
     broken, sound = Broken("write_scalars"), Broken()
     multi = MultiSink([broken, sound])
     with pytest.warns(RecorderWarning):
@@ -111,7 +111,7 @@ def test_one_sink_does_not_speak_for_its_class() -> None:
 
 
 def test_a_failing_flush_is_told_too() -> None:
-    """A sink that cannot flush is left out like one that cannot write."""
+    """A sink that fails to flush is skipped like one that fails to write."""
     broken, memory = Broken("flush"), MemorySink()
     multi = MultiSink([broken, memory])
     with pytest.warns(RecorderWarning, match=r"Broken.flush failed"):
@@ -121,7 +121,7 @@ def test_a_failing_flush_is_told_too() -> None:
 
 
 def test_close_closes_all() -> None:
-    """Every sink is closed, those that failed before and those after one that fails now, and each is told once."""
+    """Every sink is closed, including those that failed before, and each failure causes one warning."""
     sinks = [Broken("write_scalars", "close"), Broken("close"), Broken()]
     fallback = Broken("close")
     multi = MultiSink(sinks, fallback=fallback)
@@ -134,7 +134,7 @@ def test_close_closes_all() -> None:
 
 
 def test_close_goes_on_under_strict() -> None:
-    """With ``strict`` every sink is closed before the first error is raised."""
+    """With ``strict``, every sink is closed before the first error is raised."""
     sinks = [Broken("close", error=ValueError), Broken("close", error=KeyError), Broken()]
     multi = MultiSink(sinks, strict=True)
     with pytest.raises(ValueError, match="no close"):
@@ -143,7 +143,7 @@ def test_close_goes_on_under_strict() -> None:
 
 
 def test_strict_raises_when_all_have_had_their_turn() -> None:
-    """With ``strict`` the first error is raised, without a warning, after the other sinks have written."""
+    """With ``strict``, the first error is raised without a warning after the other sinks have written."""
     first, second, memory = Broken("write_scalars", error=ValueError), Broken("write_scalars"), MemorySink()
     multi = MultiSink([first, second, memory], strict=True)
     with warnings.catch_warnings():
@@ -155,7 +155,7 @@ def test_strict_raises_when_all_have_had_their_turn() -> None:
 
 
 def test_an_interrupt_is_no_fault_of_a_sink() -> None:
-    """Ctrl-C while a sink writes passes through, and the sink is not left out."""
+    """A KeyboardInterrupt during a write passes through, and the sink is not skipped."""
     broken = Broken("write_scalars", error=KeyboardInterrupt)
     multi = MultiSink([broken])
     for _ in range(2):
@@ -165,7 +165,7 @@ def test_an_interrupt_is_no_fault_of_a_sink() -> None:
 
 
 def test_the_fallback_gets_what_nobody_shows(caplog: pytest.LogCaptureFixture) -> None:
-    """Kinds that a sink shows do not reach the fallback; for each of the others that is logged once."""
+    """The fallback receives only the kinds that no sink supports, and its first use for each is logged."""
     numbers, fallback = Numbers(), MemorySink()
     multi = MultiSink([numbers, Sink()], fallback=fallback)
     with caplog.at_level(logging.INFO, "lightning_recorder"):
@@ -182,7 +182,7 @@ def test_the_fallback_gets_what_nobody_shows(caplog: pytest.LogCaptureFixture) -
 
 
 def test_the_fallback_takes_over_from_a_sink_that_failed(tmp_path: Path) -> None:
-    """When the only sink that shows a kind fails, the fallback gets that very result and all that follow."""
+    """If the only sink for a kind fails, the fallback receives that result and all later ones."""
     fallback = MemorySink()
     multi = MultiSink([Broken("write_scalars")], fallback=fallback)
     with pytest.warns(RecorderWarning):
@@ -192,7 +192,7 @@ def test_the_fallback_takes_over_from_a_sink_that_failed(tmp_path: Path) -> None
 
 
 def test_a_fallback_that_fails() -> None:
-    """A fallback that raises is told once, like any sink, and the answer is that nobody shows it."""
+    """A failing fallback causes one warning, and the verb returns False."""
     fallback = Broken("write_text")
     multi = MultiSink([], fallback=fallback)
     with pytest.warns(RecorderWarning, match=r"Broken.write_text failed") as told:
@@ -202,7 +202,7 @@ def test_a_fallback_that_fails() -> None:
 
 
 def test_a_full_disk_costs_the_files_alone(tmp_path: Path) -> None:
-    """A files sink that cannot write does not keep the others from it."""
+    """A files sink that cannot write does not affect the others."""
     (tmp_path / "taken").write_text("a file")
     memory = MemorySink()
     multi = MultiSink([FilesSink(tmp_path / "taken"), memory])
@@ -213,7 +213,7 @@ def test_a_full_disk_costs_the_files_alone(tmp_path: Path) -> None:
 
 
 def test_a_sink_is_written_to_by_one_thread_at_a_time() -> None:
-    """Two that were given the same sink, in threads of their own, take turns."""
+    """Two threads with the same sink do not write to it at the same time."""
     inside: list[int] = []
     most: list[int] = []
 

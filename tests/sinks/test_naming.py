@@ -1,4 +1,4 @@
-"""Tags and names as file names and keys."""
+"""Tests of tags and names as file names and keys."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tests.sinks.samples import ODD_TAGS, OUTSIDE
 
 @pytest.mark.parametrize("name", OUTSIDE, ids=ascii)
 def test_a_name_that_leads_out(name: str, tmp_path: Path) -> None:
-    """A name that is not inside the folder on every operating system is an error that shows it."""
+    """A name that is outside the folder on some operating system raises an error that quotes it."""
     with pytest.raises(ArgumentError, match="inside the folder"):
         path_below(tmp_path, name)
 
 
 def test_a_name_inside(tmp_path: Path) -> None:
-    """A name may have folders, which are those of the file."""
+    """A name may contain folders."""
     assert path_below(tmp_path, "a/./b.svg") == tmp_path / "a" / "b.svg"
 
 
 def test_the_files_of_tags(tmp_path: Path) -> None:
-    """Each tag has a file of its own below the folder, also at another step or with another suffix."""
+    """Each combination of tag, step and suffix has its own file below the folder."""
     paths = [
         file_of_tag(tmp_path, tag, step, suffix) for tag in ODD_TAGS for step in (3, 4) for suffix in (".md", ".json")
     ]
@@ -36,7 +36,7 @@ def test_the_files_of_tags(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("longest", [50, 100, 250])
 def test_shortened(longest: int) -> None:
-    """A tag that is short enough stays, any other is as long as allowed, with its beginning and its end."""
+    """A short tag is unchanged; a long one keeps its beginning and its end at the maximum length."""
     short = [shortened(tag, longest) for tag in ODD_TAGS]
     assert len(set(short)) == len(ODD_TAGS)
     for tag, each in zip(ODD_TAGS, short, strict=True):
@@ -48,14 +48,14 @@ def test_shortened(longest: int) -> None:
 
 
 def test_harmless_counts_bytes() -> None:
-    """What is kept of a long segment has at most so many bytes, and no part of a character."""
+    """A long segment is truncated to the maximum number of bytes, without splitting a character."""
     assert harmless("層" * 300).rpartition("-")[0] == "層" * 26
     assert harmless("x" * 80) == "x" * 80
     assert harmless("x" * 81).rpartition("-")[0] == "x" * 80
 
 
 def test_keeping_a_file_where_it_lies(tmp_path: Path) -> None:
-    """A file that is kept where it lies stays as it is, by whichever path it is named."""
+    """A file that is already at its target stays unchanged, whichever path refers to it."""
     (tmp_path / "folder").mkdir()
     path = tmp_path / "a.txt"
     path.write_text("text")

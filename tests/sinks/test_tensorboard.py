@@ -1,4 +1,4 @@
-"""The TensorBoard sink: what TensorBoard's own reader finds in the event files."""
+"""Tests of the TensorBoard sink, based on TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.sinks.samples import graph, histogram, histogram_of, picture
 
 
 def test_scalars(tmp_path: Path) -> None:
-    """Each scalar is found under its tag, with its step and its value in float32."""
+    """Each scalar is under its tag, with its step and its float32 value."""
     with TensorBoardSink(tmp_path) as sink:
         sink.write_scalars(3, {"activations/fc/mean": 0.1, "b": -2.0})
         sink.write_scalars(5, {"b": math.inf})
@@ -31,7 +31,7 @@ def test_scalars(tmp_path: Path) -> None:
 
 
 def test_a_histogram_with_few_bins(tmp_path: Path) -> None:
-    """A histogram of at most 64 bins is written as it is: right edges, counts and exact summary."""
+    """A histogram of at most 64 bins is written unchanged: right edges, counts and exact summary."""
     with TensorBoardSink(tmp_path) as sink:
         sink.write_histograms(3, {"h": histogram()})
     ((event),) = read_events(tmp_path).Histograms("h")
@@ -59,7 +59,7 @@ MANY = {
 
 @pytest.mark.parametrize("make", MANY.values(), ids=MANY)
 def test_a_histogram_with_many_bins(make: Any, tmp_path: Path) -> None:
-    """A finer histogram is joined to 64 bins and 1500 bytes, each of its edges one of before, every value counted."""
+    """A histogram with more bins is merged to 64 bins and 1500 bytes, at existing edges and with all counts."""
     fine = make()
     assert len(fine.counts) > 64
     with TensorBoardSink(tmp_path) as sink:
@@ -70,7 +70,7 @@ def test_a_histogram_with_many_bins(make: Any, tmp_path: Path) -> None:
     assert len(value.bucket_limit) == len(value.bucket) <= 64
     assert (value.min, value.max) == (fine.min, fine.max)
     assert (value.num, value.sum, value.sum_squares) == (fine.count, fine.sum, fine.sum_squares)
-    # Up to each of the kept edges there are as many values as before.
+    # The cumulative count at each remaining edge is unchanged.
     below = dict(zip(fine.edges[1:].tolist(), np.cumsum(fine.counts).tolist(), strict=True))
     assert np.cumsum(value.bucket).tolist() == [below[limit] for limit in value.bucket_limit]
     assert value.bucket_limit[-1] == fine.edges[-1]
@@ -86,7 +86,7 @@ def test_a_histogram_of_one_value(tmp_path: Path) -> None:
 
 
 def test_a_histogram_without_a_finite_value(tmp_path: Path) -> None:
-    """Where all values are NaN or infinite there is nothing to draw, and the others are drawn all the same."""
+    """A histogram without a finite value is skipped, and the others are written."""
     with TensorBoardSink(tmp_path) as sink:
         answer = sink.write_histograms(3, {"none": _measured(np.array([np.nan, np.inf, np.nan])), "some": histogram()})
     assert answer
@@ -94,7 +94,7 @@ def test_a_histogram_without_a_finite_value(tmp_path: Path) -> None:
 
 
 def test_images(tmp_path: Path) -> None:
-    """A picture comes back with the same pixels, upright and in RGB."""
+    """An image is read back with the same pixels, upright and in RGB."""
     with TensorBoardSink(tmp_path) as sink:
         sink.write_images(3, {"graph": picture(1), "maps/conv1": picture(2)})
     read = read_events(tmp_path)
@@ -105,7 +105,7 @@ def test_images(tmp_path: Path) -> None:
 
 
 def test_texts(tmp_path: Path) -> None:
-    """A text is found under the tag that TensorBoard's text page looks for."""
+    """A text is under the tag that TensorBoard's text page expects."""
     with TensorBoardSink(tmp_path) as sink:
         sink.write_text(3, {"note": "# ünïcode"})
     ((event),) = read_events(tmp_path).Tensors("note/text_summary")
@@ -113,7 +113,7 @@ def test_texts(tmp_path: Path) -> None:
 
 
 def test_a_graph(tmp_path: Path) -> None:
-    """A graph is the graph of the run, as TensorBoard takes it, with no profile beside it."""
+    """A graph is the graph of the run in TensorBoard's format, without a profile."""
     with TensorBoardSink(tmp_path) as sink:
         assert sink.write_graph(3, {"graph": graph()})
     read = read_events(tmp_path)
@@ -123,7 +123,7 @@ def test_a_graph(tmp_path: Path) -> None:
 
 
 def test_a_second_graph_replaces_the_first(tmp_path: Path) -> None:
-    """Of several graphs TensorBoard shows the last that was written, whatever its tag or step."""
+    """TensorBoard shows the graph written last, regardless of its tag and step."""
     with TensorBoardSink(tmp_path) as sink:
         sink.write_graph(3, {"graph": capture_graph(nn.Tanh(), ones(1)), "other": graph()})
         assert read_after_flush(sink, tmp_path) == to_graph_def(graph())
@@ -144,7 +144,7 @@ def test_a_file_writes_no_event(tmp_path: Path) -> None:
 
 
 def test_flush_makes_it_readable(tmp_path: Path) -> None:
-    """What was written can be read after a flush, before the sink is closed."""
+    """Written results can be read after a flush, before the sink is closed."""
     sink = TensorBoardSink(tmp_path)
     sink.write_scalars(3, {"a": 1.0})
     sink.flush()
@@ -153,7 +153,7 @@ def test_flush_makes_it_readable(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_was_given_stays_open(tmp_path: Path) -> None:
-    """Closing the sink flushes the caller's writer, which can go on writing into the same file."""
+    """Closing the sink flushes the caller's writer, which stays usable with the same file."""
     with SummaryWriter(str(tmp_path)) as writer:
         with TensorBoardSink(writer) as sink:
             sink.write_scalars(3, {"a": 1.0})
@@ -164,9 +164,11 @@ def test_a_writer_that_was_given_stays_open(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_writer_of_its_own_is_closed(tmp_path: Path) -> None:
-    """The file that the sink has opened itself is closed with it."""
-    sink = TensorBoardSink(str(tmp_path))
-    sink.write_scalars(3, {"a": 1.0})
-    sink.close()
-    assert sink._writer.all_writers is None
+def test_a_remote_folder(tmp_path: Path) -> None:
+    """A folder on a remote file system also has an event file, which is closed with the sink."""
+    fsspec = pytest.importorskip("fsspec")
+    with TensorBoardSink("memory://run") as sink:
+        sink.write_scalars(3, {"a": 1.0})
+    (path,) = fsspec.filesystem("memory").glob("/run/events.*")
+    fsspec.filesystem("memory").get(path, str(tmp_path / Path(path).name))
+    assert [event.value for event in read_events(tmp_path).Scalars("a")] == [1.0]

@@ -1,4 +1,4 @@
-"""How much of the disk the TensorBoard sink takes."""
+"""Tests of the disk usage of the TensorBoard sink."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def of_edges(
 
 
 def wide(bins: int) -> Histogram:
-    """Bins whose edges have every bit of a double, with counts of every size up to 2**53."""
+    """Return bins whose edges use all bits of a double, with counts up to 2**53."""
     draw = np.random.default_rng(0)
     edges = np.sort(draw.normal(size=bins + 1) * 10.0 ** draw.integers(-30, 30, bins + 1))
     return of_edges(edges, draw.integers(1, 2**53, bins))
@@ -42,7 +42,7 @@ def size_of(folder: Path) -> int:
 
 @pytest.mark.parametrize("make", HARD.values(), ids=HARD)
 def test_a_histogram_takes_at_most_one_and_a_half_kilobytes(make: Callable[[], Histogram], tmp_path: Path) -> None:
-    """The event file holds at most 1536 bytes for each histogram, whatever its edges and counts are."""
+    """A histogram takes at most 1536 bytes in the event file, whatever its edges and counts are."""
     hard = make()
     with TensorBoardSink(tmp_path) as sink:
         for step in range(10):
@@ -52,7 +52,7 @@ def test_a_histogram_takes_at_most_one_and_a_half_kilobytes(make: Callable[[], H
 
 @pytest.mark.parametrize("tags", [1, 100])
 def test_the_bytes_are_counted(tags: int, tmp_path: Path) -> None:
-    """What the sink says it has written is within a fifth of what the file has grown by."""
+    """The sink's ``written_bytes`` is within 20 % of the growth of the file."""
     with TensorBoardSink(tmp_path) as sink:
         sink.flush()
         before = size_of(tmp_path)
@@ -64,7 +64,7 @@ def test_the_bytes_are_counted(tags: int, tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_scalars_alone(tmp_path: Path) -> None:
-    """A step's scalars, one number at a time, are counted as closely."""
+    """The bytes of single scalars are counted with the same accuracy."""
     with TensorBoardSink(tmp_path) as sink:
         sink.flush()
         before = size_of(tmp_path)

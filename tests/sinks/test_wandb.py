@@ -1,4 +1,4 @@
-"""The W&B sink: what lies in the files of an offline run."""
+"""Tests of the W&B sink, based on the files of an offline run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ AXIS = "trainer/global_step"
 
 @pytest.fixture
 def logger(tmp_path: Path) -> Iterator[WandbLogger]:
-    """Lightning's own logger, with the prefix that it puts before its keys."""
+    """Return Lightning's own logger with a key prefix."""
     logger = WandbLogger(save_dir=tmp_path, offline=True, prefix="mine")
     yield logger
     logger.experiment.finish()
 
 
 def test_each_verb_is_one_row(tmp_path: Path) -> None:
-    """What a call brings is one row of the history, with its step on the axis of Lightning's logger."""
+    """Each call is one row of the history, with its step on the axis of Lightning's logger."""
     with wandb_run(tmp_path) as run, WandbSink(run) as sink:
         sink.write_scalars(3, {"activations/fc/mean": 0.1, "b": -2.0})
         sink.write_scalars(3, {"b": 1e-310})
@@ -49,7 +49,7 @@ def test_each_verb_is_one_row(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
-    """NaN and infinities come back as such."""
+    """NaN and infinities are read back unchanged."""
     values = {"a": math.nan, "b": math.inf, "c": -math.inf}
     with wandb_run(tmp_path) as run:
         WandbSink(run).write_scalars(3, values)
@@ -58,7 +58,7 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
 
 
 def test_a_histogram_with_many_bins(tmp_path: Path) -> None:
-    """A finer histogram is joined to 64 bins: up to each edge that is kept there are as many values as before."""
+    """A histogram with more bins is merged to 64; the cumulative count at each remaining edge is unchanged."""
     fine = histogram_of(np.random.default_rng(0).normal(size=100_000))
     with wandb_run(tmp_path) as run:
         WandbSink(run).write_histograms(3, {"h": fine})
@@ -70,7 +70,7 @@ def test_a_histogram_with_many_bins(tmp_path: Path) -> None:
 
 
 def test_images(tmp_path: Path) -> None:
-    """A picture is a file of the run with the same pixels, which its row names."""
+    """An image is a file of the run with the same pixels, and its row refers to it."""
     with wandb_run(tmp_path) as run:
         WandbSink(run).write_images(3, {"graph": picture(1), "maps/conv1": picture(2)})
     (row,) = read_history(tmp_path)
@@ -85,7 +85,7 @@ def test_images(tmp_path: Path) -> None:
 
 
 def test_texts(tmp_path: Path) -> None:
-    """A text is a panel that shows its Markdown as it was written, whatever it holds of HTML."""
+    """A text is a panel that shows its Markdown source, with any HTML escaped."""
     with wandb_run(tmp_path) as run:
         WandbSink(run).write_text(3, {"note": "# ünïcode\n| a | <b> |"})
     (row,) = read_history(tmp_path)
@@ -96,7 +96,7 @@ def test_texts(tmp_path: Path) -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    """A file is kept in the run byte for byte, also if it changes later; SVG and HTML are shown as panels."""
+    """A file is copied to the run byte for byte, even if it changes later; SVG and HTML are also panels."""
     svg, data = tmp_path / "a.svg", tmp_path / "b.bin"
     svg.write_text("<svg>ü</svg>", encoding="utf-8")
     data.write_bytes(bytes(range(256)))
@@ -112,7 +112,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_graphs(tmp_path: Path) -> None:
-    """A graph is a JSON file of the run, from which it can be made again."""
+    """A graph is a JSON file of the run, from which it can be rebuilt."""
     with wandb_run(tmp_path) as run:
         WandbSink(run).write_graph(3, {"graph": graph()})
     assert Graph.from_json(json.loads(saved_files(tmp_path)["recorder/graphs/graph-step3.json"])) == graph()
@@ -120,7 +120,7 @@ def test_graphs(tmp_path: Path) -> None:
 
 
 def test_odd_tags(tmp_path: Path) -> None:
-    """Scalars stand under their tags as they are, and no two pictures share a key."""
+    """Scalars keep their tags as keys, and different images have different keys."""
     with wandb_run(tmp_path) as run:
         sink = WandbSink(run)
         sink.write_scalars(3, {tag: float(place) for place, tag in enumerate(ODD_TAGS)})
@@ -135,7 +135,7 @@ def test_odd_tags(tmp_path: Path) -> None:
 
 
 def test_rows_of_threads_do_not_mix(tmp_path: Path) -> None:
-    """While other threads write to the run, each row has what was given to one call, and none is lost."""
+    """While other threads write to the run, each row has the values of one call, and none is lost."""
 
     def write(name: str) -> None:
         for step in range(100):
@@ -162,7 +162,7 @@ def test_rows_of_threads_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_closing_leaves_the_run_open(tmp_path: Path) -> None:
-    """The run is the caller's, who can go on with it."""
+    """Closing the sink leaves the caller's run usable."""
     with wandb_run(tmp_path) as run:
         WandbSink(run).close()
         run.log({"loss": 0.5})
@@ -171,7 +171,7 @@ def test_closing_leaves_the_run_open(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["argument", "environment"])
 def test_a_disabled_run(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where W&B is disabled nothing is shown, so that the files take it, and nothing is written."""
+    """A disabled W&B run writes nothing and returns False, so that the files sink takes over."""
     import wandb
 
     if verb == "environment":
@@ -191,7 +191,7 @@ def test_a_disabled_run(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_finished_run_raises(tmp_path: Path) -> None:
-    """What W&B raises reaches the caller."""
+    """An error of W&B reaches the caller."""
     import wandb
 
     with wandb_run(tmp_path) as run:
@@ -201,7 +201,7 @@ def test_a_finished_run_raises(tmp_path: Path) -> None:
 
 
 def test_as_the_logger_writes(logger: WandbLogger, tmp_path: Path) -> None:
-    """Beside the logger's own rows those of the sink have the same axis and the same prefix."""
+    """The sink's rows have the same axis and prefix as the logger's own rows."""
     sink = sink_for_logger(logger)
     assert isinstance(sink, WandbSink)
     logger.log_metrics({"loss": 1.0}, step=3)
@@ -218,7 +218,7 @@ def test_as_the_logger_writes(logger: WandbLogger, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_in_a_fit(tmp_path: Path) -> None:
-    """What a recorder gives beside TensorBoard is in the run, number by number, and ``self.log`` is as it was."""
+    """A fit writes the same numbers to W&B as to TensorBoard, and does not change ``self.log``."""
     wandb_logger = WandbLogger(save_dir=tmp_path, offline=True)
     memory, model = MemorySink(), Classifier()
     recorder = ActivationRecorder(every_n_train_steps=1, sinks=[memory])
@@ -240,14 +240,17 @@ def test_in_a_fit(tmp_path: Path) -> None:
         }
         assert all(value["bins"] == drawn[step].edges.tolist() for step, value in read[tag].items())
     assert read["train_loss"] == {step: model.losses[step].item() for step in (1, 3, 5)}
-    # One row each for the scalars and the histograms of a step.
+    # One row for the scalars and one for the histograms of a step.
     assert sum(any(tag.startswith("activations/") for tag in row) for row in rows) == 2 * 6
-    found = {event.step: event.value for event in read_events(Path(board.log_dir)).Scalars("activations/head/rms")}
+    found = {
+        event.step: event.value
+        for event in read_events(Path(board.log_dir, "recorder")).Scalars("activations/head/rms")
+    }
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}
 
 
 def test_each_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    """Two runs of loggers that share a folder leave two recordings, each beside the checkpoints of its run."""
+    """Two runs of loggers that share a folder leave two recordings, each next to the checkpoints of its run."""
     folders = []
     for _ in range(2):
         logger = WandbLogger(save_dir=tmp_path, offline=True, project="mine")

@@ -1,8 +1,8 @@
-"""Modules of every kind that a tap meets, each with a second way to compute what the tap should see.
+"""Modules of every kind that a tap may be used with, each with a second way to compute the expected tensors.
 
-``forward`` is what is tapped. ``reference`` computes the same loss with functions instead of submodules and without
-in-place operations, and shows each tensor that a submodule would have given, in the order of the calls. The gradient
-that a tap should see is then what ``torch.autograd.grad`` gives for the tensor that was shown.
+The taps run on ``forward``. ``reference`` computes the same loss with functions instead of submodules and without
+in-place operations, and passes each tensor that a submodule would return to a callback, in the order of the calls. The
+expected gradient is then the result of ``torch.autograd.grad`` for the tensor in the callback.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 See = Callable[[str, str, Tensor], Tensor]
-"""Shows the tensor at a path of the output of the module of that name, and gives it back."""
+"""A callback for the name of a module, a path in its output and the tensor at that path, which returns the tensor."""
 
 
 def linear(module: nn.Module, x: Tensor) -> Tensor:
-    """What the linear layer gives, without calling it."""
+    """Return the output of a linear layer without calling it."""
     assert isinstance(module, nn.Linear)
     return F.linear(x, module.weight, module.bias)
 
@@ -40,11 +40,11 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def reference(self, x: Tensor, see: See) -> Tensor:
-        """The loss, computed in the other way."""
+        """Return the loss, computed in the second way."""
 
 
 class Single(Model):
-    """Modules at each of which every tap sees one tensor."""
+    """Modules at which every tap sees exactly one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Single(Model):
 
 
 class Plain(Model):
-    """Layers one after another."""
+    """Layers in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Plain(Model):
 
 
 class InPlace(Model):
-    """In-place operations, by a module and by hand, behind and on the outputs of others."""
+    """In-place operations, by a module and directly, on outputs of modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class InPlace(Model):
 
 
 class Residual(Model):
-    """A branch around some layers, one of which works in place."""
+    """A branch around several layers, one of which works in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Residual(Model):
 
 
 class Views(Model):
-    """Pieces of one output, some of them unused."""
+    """Parts of one output, some of them unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,21 +135,21 @@ class Views(Model):
 
 
 class Split(nn.Module):
-    """Gives both halves of its input, as views."""
+    """Returns both halves of its input as views."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.chunk(2, dim=1))
 
 
 class Rows(nn.Module):
-    """Gives each row of its input, as views."""
+    """Returns each row of its input as a view."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(x.unbind())
 
 
 class Base(Model):
-    """An in-place operation on a tensor of which a module gave a view before."""
+    """An in-place operation on a tensor after a module has returned a view of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,12 +163,11 @@ class Base(Model):
 
     def reference(self, x: Tensor, see: See) -> Tensor:
         h = see("stem", "out", linear(self.stem, x))
-        see("view", "out", h[:, :2])  # what the loss is computed from is a later value of the same memory
-        return (h * 2)[:, :2].square().sum()
+        return (see("view", "out", h[:, :2]) * 2).square().sum()
 
 
 class View(nn.Module):
-    """Gives two columns of its input, as a view."""
+    """Returns two columns of its input as a view."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, :2]
@@ -204,7 +203,7 @@ class Shared(Model):
 
 
 class Through(Model):
-    """A module that gives its input back, where the input is used beside it."""
+    """A module that returns its input, which is also used elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +219,7 @@ class Through(Model):
 
 
 class Pair(NamedTuple):
-    """Two tensors by name."""
+    """A named tuple of two tensors."""
 
     first: Tensor
     second: Tensor
@@ -228,7 +227,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Record:
-    """A tensor and some other things."""
+    """A tensor with other attributes."""
 
     hidden: Tensor
     steps: int
@@ -236,7 +235,7 @@ class Record:
 
 
 class Nest(nn.Module):
-    """Gives the double and the square of its input in a container."""
+    """Returns the double and the square of its input in a container."""
 
     def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -247,7 +246,7 @@ class Nest(nn.Module):
 
 
 class Take(nn.Module):
-    """Takes such a container."""
+    """Takes such a container as its input."""
 
     def __init__(self, unpack: Callable[[Any], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -259,7 +258,7 @@ class Take(nn.Module):
 
 
 class Nested(Model):
-    """A container between two modules, of which both tensors are used."""
+    """A container that is passed between two modules and has two tensors, both used."""
 
     def __init__(
         self, pack: Callable[[Tensor, Tensor], Any], unpack: Callable[[Any], tuple[Tensor, Tensor]], paths: list[str]
@@ -307,7 +306,7 @@ def unpack_pair(output: Pair) -> tuple[Tensor, Tensor]:
 
 
 class Recurrent(Model):
-    """An LSTM, whose output is a nested tuple."""
+    """An LSTM with a nested tuple as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +323,7 @@ class Recurrent(Model):
 
 
 class Packed(Model):
-    """A GRU over packed sequences of different lengths."""
+    """A GRU with packed sequences of different lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +344,7 @@ class Packed(Model):
 
 
 class Attention(Model):
-    """An attention block, whose weights nobody uses and whose projection nobody calls."""
+    """An attention block with unused weights and a projection that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +362,7 @@ class Attention(Model):
 
 
 class Parametric(Model):
-    """A module that gives a parameter and one that gives a buffer."""
+    """A module that returns a parameter and one that returns a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +379,7 @@ class Parametric(Model):
 
 
 class Holder(nn.Module):
-    """Gives what it holds."""
+    """Returns the tensor that it holds."""
 
     held: Tensor
 
@@ -396,7 +395,7 @@ class Holder(nn.Module):
 
 
 class Frozen(Plain):
-    """A stem that is not trained, behind which gradients end."""
+    """A frozen stem, at which gradients end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +409,7 @@ class Frozen(Plain):
 
 
 class Whole(Model):
-    """A module of integers and one that changes its buffers and draws random numbers."""
+    """A module with integers, and one that changes its buffers and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,7 +430,7 @@ class Whole(Model):
 
 
 class Best(nn.Module):
-    """Gives the place of the largest number."""
+    """Returns the index of the largest number."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.argmax(1)
@@ -455,7 +454,7 @@ class Checkpointed(Model):
 
 
 class Complex(Model):
-    """A module that gives complex numbers."""
+    """A module that returns complex numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -470,19 +469,19 @@ class Complex(Model):
 
 
 def fourier(x: Tensor) -> Tensor:
-    """The Fourier transform, for which torch has no bfloat16."""
+    """Return the Fourier transform, which torch does not support for bfloat16."""
     return torch.fft.fft(x.to(torch.promote_types(x.dtype, torch.float32)))  # type: ignore[no-any-return]
 
 
 class Fourier(nn.Module):
-    """Gives the Fourier transform of its input."""
+    """Returns the Fourier transform of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return fourier(x)
 
 
 class Lazy(Model):
-    """A layer that gets its parameters at its first call."""
+    """A layer whose parameters are created by the first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -499,7 +498,7 @@ class Lazy(Model):
 
 
 class Vectorised(Model):
-    """Layers that are called inside transforms of torch.func, where their inputs and outputs cannot be read."""
+    """Layers that are called inside torch.func transforms, where their inputs and outputs cannot be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -535,7 +534,7 @@ class Force(Model):
 
 
 class Slope(nn.Module):
-    """Gives the derivative of an energy by its input."""
+    """Returns the derivative of an energy with respect to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -547,7 +546,7 @@ class Slope(nn.Module):
 
 
 class Keywords(Model):
-    """Modules that are called with keyword arguments only."""
+    """Modules that are called only with keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -566,14 +565,14 @@ class Keywords(Model):
 
 
 class Blend(nn.Module):
-    """Gives a product of its keyword arguments."""
+    """Returns a product of its keyword arguments."""
 
     def forward(self, *, left: Tensor, right: Tensor, scale: float) -> Tensor:
         return left * right * scale
 
 
 class Sometimes(Model):
-    """A layer that is called at every other step only, beginning with the first."""
+    """A layer that is called only at every other step, starting with the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -610,7 +609,7 @@ class Ungraded(Model):
 
 
 class Parametrized(Model):
-    """A layer whose weight is computed by modules of its own."""
+    """A layer whose weight is computed by its own modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -627,7 +626,7 @@ class Parametrized(Model):
 
 
 class Tied(Model):
-    """Two layers with one weight."""
+    """Two layers with one shared weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -643,7 +642,7 @@ class Tied(Model):
 
 
 class Cubed(torch.autograd.Function):
-    """The third power and the negative, of which the gradient is written by hand."""
+    """A function with two outputs, the third power and the negative, and a handwritten gradient."""
 
     @staticmethod
     def forward(ctx: Any, power: int, x: Tensor, note: str) -> tuple[Tensor, Tensor]:
@@ -657,7 +656,7 @@ class Cubed(torch.autograd.Function):
 
 
 class Custom(Model):
-    """A module made of a custom autograd.Function, which takes things that are no tensors."""
+    """A module with a custom autograd.Function that also takes arguments that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -676,11 +675,11 @@ class Cube(nn.Module):
     """Calls the function."""
 
     def forward(self, x: Tensor) -> Any:
-        return Cubed.apply(3, x, "note")  # type: ignore[no-untyped-call]  # of torch
+        return Cubed.apply(3, x, "note")  # type: ignore[no-untyped-call]  # torch is untyped here
 
 
 class Unregistered(Model):
-    """A module in a plain list, of which torch does not know, around one that it knows."""
+    """A module in a plain list, unknown to torch, that wraps a registered module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -734,7 +733,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 
 class Precision(NamedTuple):
-    """In what numbers a model computes, and how near these come to a slower computation."""
+    """The dtype of a model and its tolerances relative to a slower computation."""
 
     dtype: torch.dtype
     autocast: bool
@@ -742,12 +741,12 @@ class Precision(NamedTuple):
     atol: float
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             return module(x)  # type: ignore[no-any-return]
 
     def reference(self, module: Model, x: Tensor, see: See) -> Tensor:
-        """The loss, computed in the other way."""
+        """Return the loss, computed in the second way."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             return module.reference(x, see)
 
@@ -764,7 +763,7 @@ each_precision = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=P
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[Model, Tensor]:
-    """The model of that name and a batch for it, which requires gradients, always the same."""
+    """Return the named model and a batch that requires gradients, the same for every call."""
     torch.manual_seed(0)
     module = MODELS[name]()
     return module.to(dtype), torch.randn(3, 4).to(dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""What each tap should see at a model, found out in another way: slowly, one tap at a time, gradients in float64."""
+"""Slow reference for the tensors that each tap should see: one tap at a time, with gradients in float64."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Seen = list[tuple[Site, Tensor]]
 
 
 def copies_into(seen: Seen) -> Receiver:
-    """A receiver that copies what it gets into a list."""
+    """Return a receiver that appends copies to a list."""
     return lambda site, tensor: seen.append((site, tensor.clone()))
 
 
 def assert_seen(seen: Seen, expected: Seen, precision: Precision) -> None:
-    """At each site there were tensors of these types with about these values, in this order."""
-    # What cancels in a sum is as uncertain as the largest that goes into it.
+    """Assert that each site has tensors of these dtypes with about these values, in this order."""
+    # A sum with cancellation is as uncertain as its largest term.
     largest = max((tensor.abs().max().item() for _, tensor in expected), default=1.0)
     atol = precision.atol * max(1.0, largest)
     assert sorted(site for site, _ in seen) == sorted(site for site, _ in expected)
@@ -34,7 +34,7 @@ def assert_seen(seen: Seen, expected: Seen, precision: Precision) -> None:
 
 
 def outputs(name: str, precision: Precision) -> Seen:
-    """The outputs by the other way to compute the loss."""
+    """Return the outputs from the second way to compute the loss."""
     found: Seen = []
 
     def see(name: str, path: str, tensor: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def outputs(name: str, precision: Precision) -> Seen:
 
 
 def output_gradients(name: str, precision: Precision) -> Seen:
-    """The gradients of the outputs of that other way, that of the last call first; the types are those of outputs."""
+    """Return the gradients of these outputs, last call first, in the dtype of the outputs."""
     shown: Seen = []
 
     def see(name: str, path: str, tensor: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _gradients(loss: Tensor, shown: Seen) -> Seen:
 
 
 def inputs(name: str, precision: Precision) -> Seen:
-    """Copies of all arguments, made before the calls."""
+    """Return copies of all arguments, made before the calls."""
     found: Seen = []
 
     def note(name: str) -> Callable[..., None]:
@@ -89,7 +89,7 @@ def inputs(name: str, precision: Precision) -> Seen:
 
 
 def input_gradients(name: str, precision: Precision) -> Seen:
-    """The gradients through each module alone, by float64 in the type of the inputs, that of the last call first."""
+    """Return the gradients through each module alone, computed in float64, in the input dtype, last call first."""
     types: dict[Site, list[torch.dtype]] = {}
     for site, tensor in inputs(name, precision):
         types.setdefault(site, []).append(tensor.dtype)
@@ -102,7 +102,7 @@ def input_gradients(name: str, precision: Precision) -> Seen:
 
 
 class Probe:
-    """A hook that gives a module copies of its inputs, so that what reaches these came through this module."""
+    """A hook that passes copies of its inputs to a module, so that their gradients come only through this module."""
 
     def __init__(self, name: str, probes: Seen) -> None:
         self.name = name
@@ -118,14 +118,14 @@ class Probe:
             if id(tensor) not in found:
                 copy = tensor.clone()
                 self.probes.append((Site(self.name, path), copy))
-                found[id(tensor)] = copy.clone()  # what the module may change in place
+                found[id(tensor)] = copy.clone()  # the module may change it in place
             return found[id(tensor)]
 
         return replaced(args, "in", probe), replaced(kwargs, "in", probe)
 
 
 def parameters(name: str, precision: Precision) -> Seen:
-    """The parameters under the name of each module that was called outside transforms, as the calls end."""
+    """Return the parameters by name of each module that was called outside transforms, in order of the call ends."""
     found: Seen = []
 
     def note(name: str) -> Callable[..., None]:
@@ -145,7 +145,7 @@ def parameters(name: str, precision: Precision) -> Seen:
 
 
 def parameter_gradients(name: str, precision: Precision) -> Seen:
-    """The gradients of the parameters by float64 in the type of the parameters."""
+    """Return the gradients of the parameters, computed in float64, in the dtype of the parameters."""
     module, x = _in_float64(name, precision)
     shown = [
         (site, parameter)
@@ -158,7 +158,7 @@ def parameter_gradients(name: str, precision: Precision) -> Seen:
 
 
 def _owned(name: str, module: nn.Module) -> Seen:
-    """The parameters that a module uses without calling the module that holds them."""
+    """Return the parameters that a module uses without calling the module that holds them."""
     found = module.named_parameters(remove_duplicate=False)
     inside = ("out_proj.", "parametrizations.") if hasattr(module, "in_proj_weight") or name == "stem" else ()
     return [(Site(name, path), each) for path, each in found if "." not in path or path.startswith(inside)]
@@ -166,16 +166,16 @@ def _owned(name: str, module: nn.Module) -> Seen:
 
 def _in_float64(name: str, precision: Precision) -> tuple[Model, Tensor]:
     module, x = make(name, precision.dtype)
-    if name == "lazy":  # the numbers which its parameters begin with
+    if name == "lazy":  # the initial values of its parameters
         torch.manual_seed(1)
         precision.forward(module, x)
     if isinstance(module, Checkpointed):
-        module.use_reentrant = False  # autograd.grad does not go through it
+        module.use_reentrant = False  # not supported by autograd.grad
     return module.double(), x.detach().double().requires_grad_()
 
 
 def replaced(value: Any, path: str, replace: Callable[[str, Tensor], Any]) -> Any:
-    """A nested value with something else in the place of each tensor."""
+    """Return a nested value with each tensor replaced."""
     if isinstance(value, Tensor):
         return replace(path, value)
     if isinstance(value, PackedSequence):

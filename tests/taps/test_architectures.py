@@ -1,4 +1,4 @@
-"""Every tap at once on all modules of the architectures that people train."""
+"""Tests of all taps together on all modules of common architectures."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 
 def text(kind: str, config: str, **settings: Any) -> tuple[nn.Module, Batch]:
-    """A language model that predicts the tokens it is given."""
+    """Return a language model that predicts its input tokens."""
     ids = tokens()
     return build(kind, config, **TEXT, **settings), {"input_ids": ids, "labels": ids}
 
 
 def vision(kind: str, config: str, **settings: Any) -> tuple[nn.Module, Batch]:
-    """A classifier of images."""
+    """Return an image classifier."""
     return build(kind, config, num_labels=2, **settings), {"pixel_values": images(), "labels": labels()}
 
 
 def build(kind: str, config: str, **settings: Any) -> nn.Module:
-    """A transformers model with random weights."""
+    """Return a transformers model with random weights."""
     return getattr(transformers, kind)(getattr(transformers, config)(**settings))  # type: ignore[no-any-return]
 
 
@@ -167,22 +167,22 @@ each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
 @pytest.fixture(autouse=True)
 def _quiet_transformers() -> Iterator[None]:
-    """What transformers says of tiny settings is not said."""
+    """Suppress the log messages of transformers about tiny settings."""
     before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of transformers
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers is untyped here
     yield
     transformers.logging.set_verbosity(before)
 
 
 def make(name: str) -> tuple[nn.Module, Batch]:
-    """The model in training mode and a batch, always the same."""
+    """Return the model in training mode and a batch, the same for every call."""
     torch.manual_seed(0)
     module, batch = ARCHITECTURES[name]()
     return module.train(), batch
 
 
 def step(module: nn.Module, batch: Batch) -> Tensor:
-    """The model's own loss, with its gradients in the parameters."""
+    """Return the loss of the model after a backward pass."""
     torch.manual_seed(1)
     loss: Tensor = module(**batch).loss
     loss.backward()
@@ -190,7 +190,7 @@ def step(module: nn.Module, batch: Batch) -> Tensor:
 
 
 def everything(module: nn.Module) -> dict[str, nn.Module]:
-    """All modules, the root too."""
+    """Return all modules, including the root."""
     return {"": module, **Selection("**").resolve(module)}
 
 
@@ -200,7 +200,7 @@ def copies_into(seen: dict[type[Tap], Seen], kind: type[Tap]) -> Receiver:
 
 @each_architecture
 def test_all_taps_at_all_modules_leave_a_step_as_it_is(name: str) -> None:
-    """Nothing raises or warns, loss, gradients and state equal an untapped run to the bit, and no hook is left."""
+    """With all taps nothing raises or warns, loss and gradients are bitwise unchanged, and no hook is left."""
     module, batch = make(name)
     twin = copy.deepcopy(module)
     tensors: list[Tensor] = []
@@ -220,7 +220,7 @@ def test_all_taps_at_all_modules_leave_a_step_as_it_is(name: str) -> None:
 
 
 def note_calls(name: str, calls: list[str], returned: set[Site]) -> Callable[..., None]:
-    """A hook that notes that the module was called, and which of its inputs it gave back as they are."""
+    """Return a hook that notes calls of the module and the inputs that it returned unchanged."""
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.append(name)
@@ -233,12 +233,12 @@ def note_calls(name: str, calls: list[str], returned: set[Site]) -> Callable[...
 
 @each_architecture
 def test_taps_see_what_ran_and_the_gradients_through_it(name: str) -> None:
-    """Each leaf that ran has outputs; modules called once have the gradients that copies of their inputs would have."""
+    """Each leaf that ran has outputs, and modules called once have the gradients of copies of their inputs."""
     module, batch = make(name)
     twin = copy.deepcopy(module)
     seen: dict[type[Tap], Seen] = {}
     calls: list[str] = []
-    returned: set[Site] = set()  # they have the gradient of the whole tensor
+    returned: set[Site] = set()  # these have the gradient of the whole tensor
     for each, submodule in everything(module).items():
         submodule.register_forward_hook(note_calls(each, calls, returned), with_kwargs=True)
     with ExitStack() as stack:

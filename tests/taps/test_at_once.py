@@ -1,4 +1,4 @@
-"""What a tap has taken at once, past its receiver, and what it has not."""
+"""Tests of the fast path of a tap and its fallback to the receiver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ each_tap = pytest.mark.parametrize("kind", [OutputTap, OutputGradientTap])
 
 
 class Seen:
-    """A tap on a module with what was asked about and what was received, by the names of the sites."""
+    """A tap on a module, with the names of the sites that were tried on the fast path and those received."""
 
     def __init__(self, kind: type[Tap], module: nn.Module, answer: Callable[[], bool] = lambda: True, **options: Any):
         self.asked: list[Site] = []
@@ -33,7 +33,7 @@ class Seen:
         self.tap.at_once = at_once
 
     def step(self, module: nn.Module, give: Callable[[Any], Tensor] = lambda output: output) -> None:
-        """A step of training with the tap on."""
+        """Run a training step with the tap attached."""
         with self.tap:
             give(module(torch.ones(2, 2))).sum().backward()
 
@@ -43,7 +43,7 @@ SITE = Site("m", "out")
 
 @each_tap
 def test_what_is_taken_is_not_received(kind: type[Tap]) -> None:
-    """A tensor that was taken at once goes nowhere else, and its module counts as called."""
+    """A tensor that the fast path accepts is not received, and its module counts as called."""
     seen = Seen(kind, module := nn.Linear(2, 2))
     seen.step(module)
     seen.step(module)
@@ -51,14 +51,14 @@ def test_what_is_taken_is_not_received(kind: type[Tap]) -> None:
 
 
 def failing() -> bool:
-    """An answer that is an error."""
+    """A fast path that raises an error."""
     raise ZeroDivisionError
 
 
 @each_tap
 @pytest.mark.parametrize("answer", [lambda: False, failing], ids=["refused", "raised"])
 def test_what_is_not_taken_is_received(kind: type[Tap], answer: Callable[[], bool]) -> None:
-    """A tensor that is refused, or about which the question raises, is received, and nothing is told."""
+    """A tensor that the fast path rejects or fails on is received without a warning."""
     seen = Seen(kind, module := nn.Linear(2, 2), answer, strict=True)
     seen.step(module)
     assert (seen.asked, seen.received) == ([SITE], [SITE])
@@ -70,11 +70,11 @@ def fail(site: Site, tensor: Tensor) -> None:
 
 
 class Own(Tensor):
-    """A class that may be anything inside."""
+    """A tensor subclass with unknown contents."""
 
 
 class Gives(nn.Module):
-    """Gives what a function makes of what a layer gives."""
+    """Returns the result of a function of a layer's output."""
 
     def __init__(self, make: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -82,19 +82,19 @@ class Gives(nn.Module):
         self.make = make
 
     def forward(self, x: Tensor) -> Any:
-        """What the function makes."""
+        """Return the result of the function."""
         return self.make(self.layer(x))
 
 
 def test_an_output_of_several_tensors_is_received() -> None:
-    """Tensors inside a nested output are received each."""
+    """Tensors inside a nested output are each received."""
     seen = Seen(OutputTap, module := Gives(lambda x: {"a": x, "b": (x + 1,)}))
     seen.step(module, lambda output: output["a"])
     assert (seen.asked, seen.received) == ([], [Site("m", "out.a"), Site("m", "out.b[0]")])
 
 
 def test_a_tensor_of_another_class_is_received() -> None:
-    """A tensor of a class of its own is no plain one."""
+    """A tensor of a subclass is received, because it is not a plain tensor."""
     seen = Seen(OutputTap, module := Gives(lambda x: x.as_subclass(Own)))
     seen.step(module)
     assert (seen.asked, seen.received) == ([], [SITE])
@@ -102,7 +102,7 @@ def test_a_tensor_of_another_class_is_received() -> None:
 
 @each_tap
 def test_a_condition_is_kept(kind: type[Tap]) -> None:
-    """With a condition everything goes past it."""
+    """With a condition every tensor is received."""
     for holds in (True, False):
         seen = Seen(kind, module := nn.Linear(2, 2), condition=lambda holds=holds: holds)
         seen.step(module)
@@ -111,19 +111,19 @@ def test_a_condition_is_kept(kind: type[Tap]) -> None:
 
 @each_tap
 def test_time_is_measured(kind: type[Tap]) -> None:
-    """With a stopwatch on, the whole way is gone and measured."""
+    """With a stopwatch every tensor is received, and the time is measured."""
     seen = Seen(kind, module := nn.Linear(2, 2))
     ticks = iter(range(100))
     seen.tap.stopwatch = watch = Stopwatch(clock=lambda: float(next(ticks)))
     seen.step(module)
     assert (seen.asked, seen.received) == ([], [SITE])
-    # Putting the hook on, the forward pass, and the backward pass where there is a hook.
+    # Attaching, the forward pass, and the backward pass if there is a hook for it.
     assert watch.take_ms() == 1000 * (2 if kind is OutputTap else 3)
 
 
 @each_tap
 def test_a_paused_tap_takes_nothing(kind: type[Tap]) -> None:
-    """What comes while the tap is paused is neither taken nor received."""
+    """While the tap is paused, no tensor is accepted or received."""
     seen = Seen(kind, module := nn.Linear(2, 2))
     seen.tap.attach()
     seen.tap.pause()
@@ -133,7 +133,7 @@ def test_a_paused_tap_takes_nothing(kind: type[Tap]) -> None:
 
 
 def test_a_module_that_is_left_alone_stays_so() -> None:
-    """After a fault of the receiver the module is asked no more."""
+    """After an error of the receiver the module is not tried on the fast path again."""
     module = nn.Linear(2, 2)
     seen = Seen(OutputTap, module, lambda: False)
     seen.tap._receive = fail
@@ -144,7 +144,7 @@ def test_a_module_that_is_left_alone_stays_so() -> None:
 
 
 def test_a_recomputed_forward_pass_is_taken_once() -> None:
-    """What gradient checkpointing computes a second time is not a second call."""
+    """A forward pass that gradient checkpointing repeats is not recorded again."""
     seen = Seen(OutputTap, module := nn.Linear(2, 2))
     with seen.tap:
         x = torch.ones(2, 2, requires_grad=True)
@@ -153,7 +153,7 @@ def test_a_recomputed_forward_pass_is_taken_once() -> None:
 
 
 def test_our_own_arithmetic_is_not_taken() -> None:
-    """What is called while a recorder computes is none of the model's."""
+    """Calls while a recorder computes do not belong to the model and are ignored."""
     seen = Seen(OutputTap, module := nn.Linear(2, 2))
     with seen.tap, unrecorded():
         module(torch.ones(2, 2))
@@ -161,7 +161,7 @@ def test_our_own_arithmetic_is_not_taken() -> None:
 
 
 def test_a_transform_is_passed_over() -> None:
-    """Inside a transform of torch.func there are no values to take."""
+    """Tensors inside a torch.func transform, which have no readable values, are ignored."""
     seen = Seen(OutputTap, module := nn.Linear(2, 2))
     with seen.tap:
         torch.vmap(module)(torch.ones(3, 2))
@@ -170,19 +170,19 @@ def test_a_transform_is_passed_over() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")  # models are still traced
 def test_nothing_is_taken_while_a_model_is_traced() -> None:
-    """What torch.jit.trace records is no step."""
+    """Calls while torch.jit.trace runs are ignored."""
     seen = Seen(OutputTap, module := nn.Linear(2, 2))
     with seen.tap:
         torch.jit.trace(module, torch.ones(2, 2), check_trace=False)
     assert (seen.asked, seen.received) == ([], [])
 
 
-# In a recorder of statistics
+# Statistics recorder
 
 
 @each_tap
 def test_both_ways_give_the_same(kind: type[Tap]) -> None:
-    """Taken at once or beside a further reduction, for which it is not, the statistics are the same to the bit."""
+    """The statistics are bitwise equal with the fast path and with a second reduction, which disables it."""
     module = nn.Linear(2, 2)
     recorders = [StatisticsRecorder({"m": module}, kind, extra=extra) for extra in ((), [Norms()])]
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_both_ways_give_the_same(kind: type[Tap]) -> None:
 
 
 def test_a_factor_is_kept() -> None:
-    """What is taken at once is multiplied by the factor, too."""
+    """The factor is also applied on the fast path."""
     module = nn.Identity()
     recorder = StatisticsRecorder({"m": module})
     recorder.factor = 0.5

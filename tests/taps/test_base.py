@@ -1,4 +1,4 @@
-"""What holds for every tap: training is not changed, nothing is left behind, nothing is kept, faults cost a record."""
+"""Tests of properties of every tap: no effect on training, no leftovers, no leaks, and errors cost only a record."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def fail(site: Site, tensor: Tensor) -> None:
 
 
 def fail_on(name: str, seen: list[str]) -> Receiver:
-    """A receiver that fails for one module and notes the others."""
+    """Return a receiver that fails for one module and notes the others."""
 
     def receive(site: Site, tensor: Tensor) -> None:
         if site.name == name:
@@ -74,15 +74,15 @@ def fail_on(name: str, seen: list[str]) -> Receiver:
 
 
 def put_on(kind: type[Tap], module: nn.Module, receive: Receiver = ignore, *, strict: bool = False) -> Tap:
-    """A tap on all submodules, not yet attached."""
+    """Return a tap on all submodules, not yet attached."""
     return kind(Selection("**").resolve(module), receive, strict=strict)
 
 
-# Training is not changed
+# No effect on training
 
 
 def train(module: nn.Module, x: Tensor, precision: Precision, taps: list[type[Tap]]) -> dict[str, Tensor]:
-    """Two steps of training under taps that read every number, and all numbers that may depend on it."""
+    """Run two training steps with taps that read every number; return all numbers that taps could affect."""
     read: list[type[Tap]] = []
     numbers: dict[str, Tensor] = {}
 
@@ -98,12 +98,12 @@ def train(module: nn.Module, x: Tensor, precision: Precision, taps: list[type[Ta
                 stack.enter_context(put_on(kind, module, reader(kind)))
             loss = precision.forward(module, x)
             loss.backward()
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)  # of each step's own, since lazy parameters come late
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)  # one per step, because lazy parameters are created late
         optimizer.step()
         numbers[f"loss {step}"] = loss.detach()
         leaves = [("x", x), *module.named_parameters()]
         numbers |= {f"{name}.grad {step}": leaf.grad for name, leaf in leaves if leaf.grad is not None}
-    # Behind a frozen layer nothing that a module takes has a gradient.
+    # After a frozen layer the inputs of modules have no gradient.
     assert set(read) == set(taps) - ({InputGradientTap} if "x.grad 0" not in numbers else set())
     flags = torch.tensor([each.training for each in module.modules()])
     state = {f"state {key}": value for key, value in module.state_dict().items()}
@@ -123,7 +123,7 @@ def test_training_is_the_same_to_the_bit(name: str, precision: Precision, taps: 
 
 @each_tap
 def test_the_graph_of_autograd_is_the_same(kind: type[Tap]) -> None:
-    """A tap puts no node into the autograd graph."""
+    """A tap adds no node to the autograd graph."""
 
     def nodes(loss: Tensor) -> list[str]:
         def below(node: torch.autograd.graph.Node) -> list[str]:
@@ -138,15 +138,15 @@ def test_the_graph_of_autograd_is_the_same(kind: type[Tap]) -> None:
         assert nodes(module(x)) == expected
 
 
-# Nothing is left behind
+# No leftovers
 
 
 @each_model
 @each_tap
 def test_no_hook_is_left_after_a_step(name: str, kind: type[Tap]) -> None:
-    """After a step no hook is on any module, parameter or output, although the outputs live on."""
+    """After a step no hook is on any module, parameter or output, even while the outputs are alive."""
     module, x = make(name)
-    own = hooks_on(module)  # of weight_norm and of lazy layers
+    own = hooks_on(module)  # hooks of weight_norm and lazy layers
     outputs: list[Tensor] = []
     handles = [
         each.register_forward_hook(lambda module, args, output: outputs.extend(dict(iter_tensors(output)).values()))
@@ -164,7 +164,7 @@ def test_no_hook_is_left_after_a_step(name: str, kind: type[Tap]) -> None:
 
 
 class Broken(nn.Module):
-    """Fails in its forward pass."""
+    """A module that fails in its forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise KeyError("broken")
@@ -172,7 +172,7 @@ class Broken(nn.Module):
 
 @each_tap
 def test_no_hook_is_left_after_an_exception_in_the_model(kind: type[Tap]) -> None:
-    """An exception in a forward pass passes through the tap unchanged, and all hooks are taken off."""
+    """An exception in the forward pass propagates unchanged, and all hooks are removed."""
     net = nn.Sequential(nn.Linear(2, 2), Broken())
     with pytest.raises(KeyError, match="broken"), put_on(kind, net):
         net(torch.ones(1, 2))
@@ -182,7 +182,7 @@ def test_no_hook_is_left_after_an_exception_in_the_model(kind: type[Tap]) -> Non
 @each_tap
 @pytest.mark.parametrize("strict", [False, True])
 def test_no_hook_is_left_after_an_exception_in_the_receiver(kind: type[Tap], strict: bool) -> None:
-    """Whether a fault is told or raised, all hooks are taken off."""
+    """An error in the receiver, raised or reported as a warning, leaves no hooks."""
     module, x = make("parameter")
     with (
         pytest.raises(RecordingError) if strict else pytest.warns(RecorderWarning),
@@ -194,9 +194,9 @@ def test_no_hook_is_left_after_an_exception_in_the_receiver(kind: type[Tap], str
 
 @pytest.fixture
 def scripted() -> nn.Module:
-    """A model with a TorchScript module, which takes no hooks, between two plain ones."""
+    """Return a model with a TorchScript module, which does not support hooks, between two plain modules."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch 2.13; scripting goes on to work
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.13 deprecates scripting, which still works
         return nn.Sequential(nn.PReLU(), torch.jit.script(nn.PReLU()), nn.PReLU())
 
 
@@ -205,7 +205,7 @@ each_tap_on_calls = pytest.mark.parametrize("kind", [kind for kind in TAPS if ki
 
 @each_tap_on_calls
 def test_a_module_that_takes_no_hook_is_left_alone(kind: type[Tap], scripted: nn.Sequential) -> None:
-    """A module on which no hook can be put costs one warning that names it, and the others are tapped."""
+    """A module that does not support hooks causes one warning that names it, and the others are recorded."""
     seen: list[str] = []
     tap = kind(dict(scripted.named_children()), lambda site, _: seen.append(site.name))
     with pytest.warns(RecorderWarning, match=rf"^{kind.__name__} could not record module '1': ") as told, tap:
@@ -216,7 +216,7 @@ def test_a_module_that_takes_no_hook_is_left_alone(kind: type[Tap], scripted: nn
 
 
 def test_the_parameters_of_a_module_that_takes_no_hook_have_gradients(scripted: nn.Sequential) -> None:
-    """The parameters of a TorchScript module take hooks, so that their gradients are seen."""
+    """The parameters of a TorchScript module support hooks, so their gradients are recorded."""
     seen: list[str] = []
     with ParameterGradientTap(dict(scripted.named_children()), lambda site, _: seen.append(site.name)):
         scripted(torch.ones(1, 2)).sum().backward()
@@ -226,7 +226,7 @@ def test_the_parameters_of_a_module_that_takes_no_hook_have_gradients(scripted: 
 
 @each_tap_on_calls
 def test_no_hook_is_left_when_strict_attaching_fails(kind: type[Tap], scripted: nn.Sequential) -> None:
-    """Under strict, attaching to a module that takes no hooks raises and leaves no hook on those before it."""
+    """With strict, attaching to a module that does not support hooks raises and leaves no hook on other modules."""
     tap = kind(dict(scripted.named_children()), ignore, strict=True)
     with pytest.raises(RecordingError, match=rf"^{kind.__name__} could not record module '1': "):
         tap.attach()
@@ -235,7 +235,7 @@ def test_no_hook_is_left_when_strict_attaching_fails(kind: type[Tap], scripted: 
 
 @each_tap
 def test_a_users_hooks_stay(kind: type[Tap]) -> None:
-    """Hooks of others on the same modules and parameters are called under the tap and stay after it."""
+    """Hooks of the user on the same modules and parameters run with the tap and remain after it."""
     module, x = make("parameter")
     calls: list[str] = []
     module.stem.register_forward_hook(lambda *_: calls.append("forward"))
@@ -247,12 +247,12 @@ def test_a_users_hooks_stay(kind: type[Tap]) -> None:
     assert len(hooks_on(module)) == 2
 
 
-# Putting on and taking off
+# Attaching and removing
 
 
 @each_tap
 def test_attaching_twice_is_attaching_once(kind: type[Tap]) -> None:
-    """A tap that is attached twice hands over each tensor once, and is off after one removal."""
+    """A tap that is attached twice records each tensor once, and a single removal is enough."""
     module, x = make("single")
     seen: list[str] = []
     tap = put_on(kind, module, lambda site, _: seen.append(site.name))
@@ -267,7 +267,7 @@ def test_attaching_twice_is_attaching_once(kind: type[Tap]) -> None:
 
 @each_tap
 def test_a_tap_can_be_put_on_again(kind: type[Tap]) -> None:
-    """A tap sees the steps for which it is attached and none between."""
+    """A tap records the steps for which it is attached and no others."""
     module, x = make("single")
     seen: list[str] = []
     tap = put_on(kind, module, lambda site, _: seen.append(site.name))
@@ -281,7 +281,7 @@ def test_a_tap_can_be_put_on_again(kind: type[Tap]) -> None:
 
 @each_tap
 def test_a_paused_tap_sees_nothing_and_keeps_its_hooks(kind: type[Tap]) -> None:
-    """What runs between a pause and the next attaching is not seen; the hooks stay on, and go when the tap is left."""
+    """A paused tap records nothing until it is attached again; its hooks remain until it is removed."""
     module, x = make("single")
     seen: list[str] = []
     tap = put_on(kind, module, lambda site, _: seen.append(site.name))
@@ -303,7 +303,7 @@ def test_a_paused_tap_sees_nothing_and_keeps_its_hooks(kind: type[Tap]) -> None:
 
 @each_tap
 def test_a_copy_of_a_paused_tap_is_put_on_anew(kind: type[Tap]) -> None:
-    """Attaching a copy of a paused tap puts hooks on the copied modules, and those of the original are as they were."""
+    """Attaching a copy of a paused tap adds hooks to the copied modules and does not affect those of the original."""
     module, x = make("single")
     _SEEN.clear()
     with put_on(kind, module, note) as tap:
@@ -321,12 +321,12 @@ _SEEN: list[str] = []
 
 
 def note(site: Site, tensor: Tensor) -> None:
-    """A receiver that a copy of a tap shares with the tap."""
+    """A receiver that a tap shares with its copy."""
     _SEEN.append(site.name)
 
 
 class Leaf(nn.Module):
-    """Gives a parameter of its own, and the input as it is."""
+    """A module that returns its own parameter and its input unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class Leaf(nn.Module):
 
 @each_tap
 def test_steps_under_one_attachment_are_alike(kind: type[Tap]) -> None:
-    """A tap that stays on hands over as much of each step as of the first, also of tensors that outlive the steps."""
+    """A tap that stays attached records the same for each step, even for tensors that outlive the steps."""
     module = Leaf()
     x = torch.ones(2, requires_grad=True)
     counts: list[int] = []
@@ -353,7 +353,7 @@ def test_steps_under_one_attachment_are_alike(kind: type[Tap]) -> None:
 
 @each_tap
 def test_a_tap_without_modules_does_nothing(kind: type[Tap]) -> None:
-    """An empty choice of modules can be put on and taken off."""
+    """A tap with no modules can be attached and removed."""
     with kind({}, fail) as tap:
         assert tap.attached
     assert (tap.attached, tap.modules) == (False, {})
@@ -361,7 +361,7 @@ def test_a_tap_without_modules_does_nothing(kind: type[Tap]) -> None:
 
 @each_tap
 def test_the_modules_are_those_that_were_given(kind: type[Tap]) -> None:
-    """A tap keeps its own list of modules, so that later changes of the given one do not matter."""
+    """A tap copies the mapping of modules, so later changes of it have no effect."""
     module = nn.ReLU()
     given: dict[str, nn.Module] = {"a": module}
     tap = kind(given, ignore)
@@ -369,12 +369,12 @@ def test_the_modules_are_those_that_were_given(kind: type[Tap]) -> None:
     assert tap.modules == {"a": module}
 
 
-# What a receiver gets
+# Arguments of a receiver
 
 
 @each_tap
 def test_a_receiver_works_without_autograd_and_unrecorded(kind: type[Tap]) -> None:
-    """A receiver gets detached tensors, and what it computes is tracked neither by autograd nor by a graph capture."""
+    """A receiver gets detached tensors, and its computations are not recorded by autograd or a graph capture."""
     module, x = make("single")
     states: set[tuple[bool, bool, bool]] = set()
 
@@ -387,7 +387,7 @@ def test_a_receiver_works_without_autograd_and_unrecorded(kind: type[Tap]) -> No
 
 
 def test_a_receiver_gets_no_copy() -> None:
-    """A receiver gets the memory of the output itself, so that nothing is copied."""
+    """A receiver gets the memory of the output itself, not a copy."""
     seen: list[int] = []
     module = nn.Identity()
     x = torch.ones(3)
@@ -396,17 +396,17 @@ def test_a_receiver_gets_no_copy() -> None:
     assert seen == [x.data_ptr()]
 
 
-# Faults
+# Errors
 
 
 def path_of(kind: type[Tap]) -> str:
-    """The path of the first tensor of a module that a tap hands over."""
+    """Return the path of the first tensor of a module that a tap records."""
     return "weight" if "Parameter" in kind.__name__ else "in[0]" if "Input" in kind.__name__ else "out"
 
 
 @each_tap
 def test_a_fault_is_one_warning_that_names_the_module(kind: type[Tap]) -> None:
-    """A receiver that raises costs one warning with tap, module and cause, and that module is left alone ever after."""
+    """A receiver that raises causes one warning with tap, module and cause, and the module is ignored from then on."""
     module, x = make("single")
     seen: list[str] = []
     tap = put_on(kind, module, fail_on("act", seen))
@@ -424,7 +424,7 @@ def test_a_fault_is_one_warning_that_names_the_module(kind: type[Tap]) -> None:
 
 @each_tap
 def test_a_fault_of_one_call_ends_the_other_calls_of_its_module(kind: type[Tap]) -> None:
-    """A module that is called again in the step of its fault is left alone within that step already."""
+    """A module that is called several times per step is ignored within the step of its error."""
     module, x = make("repeated")
     with pytest.warns(RecorderWarning) as told, put_on(kind, module, fail):
         module(x).backward()
@@ -433,7 +433,7 @@ def test_a_fault_of_one_call_ends_the_other_calls_of_its_module(kind: type[Tap])
 
 @each_tap
 def test_a_fault_leaves_training_as_it_is(kind: type[Tap]) -> None:
-    """Where every module's recording fails, the gradients are still bitwise those without a tap."""
+    """If recording fails for every module, the gradients are still bitwise equal to those without a tap."""
     module, x = make("residual")
     module(x).backward()
     expected = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
@@ -445,7 +445,7 @@ def test_a_fault_leaves_training_as_it_is(kind: type[Tap]) -> None:
 
 @each_tap
 def test_strict_raises_from_the_pass_and_names_the_module(kind: type[Tap]) -> None:
-    """Under strict a fault is raised from the forward or the backward pass, with the module's name and the cause."""
+    """With strict an error is raised from the forward or backward pass, with the name of the module and the cause."""
     module, x = make("single")
     path = re.escape(path_of(kind))
     message = rf"^{kind.__name__} could not record module 'act' at '{path}': ZeroDivisionError: no luck$"
@@ -462,7 +462,7 @@ def test_strict_raises_from_the_pass_and_names_the_module(kind: type[Tap]) -> No
 
 @each_tap
 def test_a_fault_never_raises_where_warnings_are_errors(kind: type[Tap], caplog: pytest.LogCaptureFixture) -> None:
-    """Under python -W error a fault raises from neither pass and is logged instead."""
+    """With python -W error, errors of the receiver do not raise from either pass and are logged instead."""
     module, x = make("single")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -474,7 +474,7 @@ def test_a_fault_never_raises_where_warnings_are_errors(kind: type[Tap], caplog:
 
 @each_tap
 def test_an_interruption_is_not_swallowed(kind: type[Tap]) -> None:
-    """Ctrl-C while a receiver works ends the run as anywhere else, and the hooks are taken off."""
+    """A KeyboardInterrupt in a receiver propagates, and the hooks are removed."""
     module, x = make("single")
 
     def interrupt(site: Site, tensor: Tensor) -> None:
@@ -489,17 +489,17 @@ def test_an_interruption_is_not_swallowed(kind: type[Tap]) -> None:
 
 
 def deep_copy(module: nn.Module) -> nn.Module:
-    """A copy as EMA and SWA make it."""
+    """Return a copy as made by EMA and SWA."""
     return copy.deepcopy(module)
 
 
 def pickled(module: nn.Module) -> nn.Module:
-    """A copy as another process gets it."""
+    """Return a copy as sent to another process."""
     return pickle.loads(pickle.dumps(module))  # type: ignore[no-any-return]
 
 
 def saved(module: nn.Module) -> nn.Module:
-    """A copy as a checkpoint of the whole model gives it."""
+    """Return a copy as loaded from a checkpoint of the whole model."""
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)
@@ -512,7 +512,7 @@ def saved(module: nn.Module) -> nn.Module:
 def test_a_copy_made_under_the_tap_is_not_tapped(
     kind: type[Tap], duplicate: Callable[[nn.Module], nn.Module], name: str
 ) -> None:
-    """A model can be copied, pickled and saved while the hooks are on, and the copy trains without being recorded."""
+    """A model with hooks can be copied, pickled and saved, and the copy trains without being recorded."""
     module, x = make(name)
     seen: list[str] = []
     with put_on(kind, module, lambda site, _: seen.append(site.name)):
@@ -526,7 +526,7 @@ def test_a_copy_made_under_the_tap_is_not_tapped(
 
 
 def test_an_output_can_be_saved_under_the_tap() -> None:
-    """An output with the tap's hook on it is saved without a warning, and loaded without the hook."""
+    """An output with a hook of the tap is saved without a warning and loaded without the hook."""
     module = nn.Linear(2, 2)
     file = io.BytesIO()
     with OutputGradientTap({"m": module}, ignore):
@@ -538,19 +538,19 @@ def test_an_output_can_be_saved_under_the_tap() -> None:
     assert hooks_on(nn.Module(), [loaded]) == []
 
 
-# Nothing is kept
+# No leaks
 
 
 @pytest.fixture
 def collector() -> Iterator[None]:
-    """Garbage collection of what the test made, without that of all modules which were imported before it."""
+    """Collect only garbage of the test, not that of modules imported earlier."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 def watch(module: nn.Module, found: list[weakref.ref[Any]]) -> list[RemovableHandle]:
-    """Note weak references to the outputs of all submodules."""
+    """Collect weak references to the outputs of all submodules."""
 
     def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         own = {id(each) for each in (*module.parameters(), *module.buffers())}
@@ -560,13 +560,13 @@ def watch(module: nn.Module, found: list[weakref.ref[Any]]) -> list[RemovableHan
 
 
 def test_no_living_output_is_forgotten() -> None:
-    """From hundreds of outputs that all live, as of a long unrolled sequence, the hooks are taken off all the same."""
+    """All hooks are removed even from hundreds of live outputs, such as those of a long unrolled sequence."""
     module = nn.Linear(2, 2)
     outputs: list[Tensor] = []
     seen: list[Site] = []
     with OutputGradientTap({"m": module}, lambda site, _: seen.append(site)):
         for _ in range(1000):
-            outputs.append(module(torch.ones(2)))  # noqa: PERF401  # one call after another, as in a loop over time
+            outputs.append(module(torch.ones(2)))  # noqa: PERF401  # separate calls, as in a loop over time
     assert hooks_on(module, outputs) == []
     torch.stack(outputs).sum().backward()
     assert seen == []
@@ -576,7 +576,7 @@ def test_no_living_output_is_forgotten() -> None:
 @pytest.mark.parametrize("backward", [True, False], ids=["train", "forward only"])
 @pytest.mark.usefixtures("collector")
 def test_a_long_attachment_grows_by_nothing(kind: type[Tap], backward: bool) -> None:
-    """Under a tap that stays on, as around a whole epoch, a few hundred objects are kept, however many the steps be."""
+    """A tap that stays attached for a whole epoch keeps only a few hundred objects, for any number of steps."""
     module, x = make("single")
 
     def count(steps: int) -> int:
@@ -595,7 +595,7 @@ def test_a_long_attachment_grows_by_nothing(kind: type[Tap], backward: bool) -> 
 
 
 class Saved:
-    """What autograd saves of a step in the place of a tensor."""
+    """A placeholder for a tensor that autograd saves in a step."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -603,7 +603,7 @@ class Saved:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """No garbage collection, so that what is freed is freed at once."""
+    """Disable garbage collection, so that only reference counting frees objects."""
     gc.disable()
     yield
     gc.enable()
@@ -614,7 +614,7 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("backward", [True, False], ids=["train", "forward only"])
 @pytest.mark.usefixtures("no_collector")
 def test_a_step_is_freed_without_garbage_collection(name: str, kind: type[Tap], backward: bool) -> None:
-    """When the loss dies, outputs and what autograd saved die with it, as without a tap, although the tap stays on."""
+    """When the loss is freed, so are outputs and saved tensors, as without a tap, even while the tap is attached."""
 
     def count_living(modules: nn.Module, x: Tensor) -> int:
         outputs: list[weakref.ref[Any]] = []
@@ -643,7 +643,7 @@ def test_a_step_is_freed_without_garbage_collection(name: str, kind: type[Tap], 
 @each_tap
 @pytest.mark.usefixtures("no_collector")
 def test_a_model_is_freed_without_garbage_collection(kind: type[Tap]) -> None:
-    """A model whose tap was taken off and forgotten is freed at once."""
+    """A model is freed at once after its tap was removed and dropped."""
     module, x = make("checkpoint")
     with put_on(kind, module) as tap:
         module(x).backward()
@@ -654,7 +654,7 @@ def test_a_model_is_freed_without_garbage_collection(kind: type[Tap]) -> None:
 
 @each_tap
 def test_memory_is_the_same_after_each_step(kind: type[Tap]) -> None:
-    """Under a tap with a sum for a receiver, steps allocate as many bytes as they free."""
+    """With a tap and a sum as receiver, each step frees as many bytes as it allocates."""
     module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     x = torch.ones(4, 16, requires_grad=True)
     total = torch.zeros(())
@@ -682,7 +682,7 @@ def test_memory_is_the_same_after_each_step(kind: type[Tap]) -> None:
 @each_model
 @each_tap
 def test_a_tap_reads_no_number(name: str, kind: type[Tap]) -> None:
-    """The hooks themselves never wait for a device: a tap adds no read of a value to a step."""
+    """The hooks do not synchronise a device: a tap adds no read of a value to a step."""
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -694,7 +694,7 @@ def test_a_tap_reads_no_number(name: str, kind: type[Tap]) -> None:
 
     def reads(module: nn.Module, x: Tensor) -> int:
         found.clear()
-        with Count():  # type: ignore[no-untyped-call]  # of torch
+        with Count():  # type: ignore[no-untyped-call]  # torch is untyped here
             module(x).backward()
         return len(found)
 
@@ -707,7 +707,7 @@ def test_a_tap_reads_no_number(name: str, kind: type[Tap]) -> None:
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in {"packed", "lazy", "vmap"}])
 @each_tap
 def test_a_tap_works_on_the_meta_device(name: str, kind: type[Tap]) -> None:
-    """Where tensors have no values, as on the meta device, everything is handed over with its shape."""
+    """On the meta device, where tensors have no values, everything is recorded with its shape."""
     module, x = make(name)
     shapes: dict[str, list[tuple[Site, torch.Size]]] = {"cpu": [], "meta": []}
     for device, seen in shapes.items():
@@ -730,7 +730,7 @@ def test_a_tap_works_on_the_meta_device(name: str, kind: type[Tap]) -> None:
 
 @each_tap
 def test_a_condition_is_asked_once_for_each_call(kind: type[Tap]) -> None:
-    """The condition is asked once for each call or gradient, and where it is false nothing is handed over."""
+    """The condition is called once per call or gradient, and if it returns false nothing is recorded."""
     module, x = make("single")
     seen: list[str] = []
     answers = iter([True, False, True, False, True, False])
@@ -745,7 +745,7 @@ def test_a_condition_is_asked_once_for_each_call(kind: type[Tap]) -> None:
 
 @each_tap
 def test_a_condition_is_asked_once_for_many_tensors(kind: type[Tap]) -> None:
-    """Of a call with several tensors a condition decides at once; each gradient is asked for on its own."""
+    """The condition is called once for a call with several tensors, but separately for each gradient."""
     module = nn.MultiheadAttention(4, 2)
     asked: list[int] = []
     tensors = [torch.ones(3, 1, 4, requires_grad=True) for _ in range(3)]
@@ -759,7 +759,7 @@ def test_a_condition_is_asked_once_for_many_tensors(kind: type[Tap]) -> None:
 @each_tap
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_condition_that_raises_is_a_fault(kind: type[Tap], strict: bool) -> None:
-    """A fault in the condition is told with the module's name, or raised under strict."""
+    """An error in the condition causes a warning with the name of the module, or raises with strict."""
     module = nn.PReLU()
     message = rf"^{kind.__name__} could not record module 'm': ZeroDivisionError"
     tap = kind({"m": module}, ignore, condition=lambda: 1 // 0, strict=strict)
@@ -768,11 +768,11 @@ def test_a_condition_that_raises_is_a_fault(kind: type[Tap], strict: bool) -> No
     assert hooks_on(module) == []
 
 
-# Calls of every kind
+# Kinds of calls
 
 
 class Moody(nn.Module):
-    """Fails when it is told to, after it has called its child."""
+    """A module that can be told to fail after it has called its child."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -788,7 +788,7 @@ class Moody(nn.Module):
 
 @each_tap
 def test_a_call_after_one_that_raised_is_recorded_as_ever(kind: type[Tap]) -> None:
-    """Under a tap that stays on, what a call that raised has left behind does not get into the next."""
+    """With a tap that stays attached, a call that raised does not affect the record of the next one."""
     module = Moody()
     x = torch.ones(2, requires_grad=True)
 
@@ -810,14 +810,14 @@ def test_a_call_after_one_that_raised_is_recorded_as_ever(kind: type[Tap]) -> No
 
 @each_tap
 def test_a_call_inside_a_transform_is_passed_over(kind: type[Tap]) -> None:
-    """Inside vmap and func.grad nothing is handed over, nothing raises, and the results stay; the next call is seen."""
+    """Calls inside vmap and func.grad are ignored without changing results; the next call is recorded."""
     net = nn.Sequential(nn.Linear(2, 2), nn.PReLU())
     x = torch.randn(3, 2, requires_grad=True)
     total = torch.zeros(())
     seen: list[str] = []
 
     def receive(site: Site, tensor: Tensor) -> None:
-        total.add_(tensor.sum())  # as a reduction does, which a transform allows only for tensors of its own
+        total.add_(tensor.sum())  # like a reduction; a transform allows this only for its own tensors
         seen.append(site.name)
 
     def transform() -> list[Tensor]:
@@ -837,7 +837,7 @@ def test_a_call_inside_a_transform_is_passed_over(kind: type[Tap]) -> None:
 
 @each_tap
 def test_models_in_threads_are_told_apart(kind: type[Tap]) -> None:
-    """Two models that train at the same time in two threads, each under its own tap, are each seen alone."""
+    """Two models that train concurrently in two threads, each with its own tap, are recorded separately."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, width)) for width in (2, 3)]
 
@@ -860,9 +860,9 @@ def test_models_in_threads_are_told_apart(kind: type[Tap]) -> None:
 
 @each_tap
 def test_one_model_in_two_threads_is_seen_whole(kind: type[Tap]) -> None:
-    """A model that two threads call at the same time under one tap is seen as often as it is called."""
+    """Every call is recorded if two threads call one model concurrently with one tap."""
     module, _ = make("single")
-    module.requires_grad_(kind is ParameterGradientTap)  # for the others two threads need not add into one gradient
+    module.requires_grad_(kind is ParameterGradientTap)  # otherwise both threads would add to one gradient
     seen: Counter[str] = Counter()
     lock = threading.Lock()
     barrier = threading.Barrier(2)
@@ -882,11 +882,11 @@ def test_one_model_in_two_threads_is_seen_whole(kind: type[Tap]) -> None:
     assert hooks_on(module) == []
 
 
-# Of torch, when a graph begins with the result of another operation.
+# A torch warning if a graph starts with the result of another operation.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @each_tap
 def test_a_compiled_part_is_seen_as_it_is_in_eager_mode(kind: type[Tap]) -> None:
-    """A submodule that was compiled and called before shows a tap the same under EagerStance, and no hook is left."""
+    """A compiled submodule that was called before is recorded like an eager one, and no hook is left."""
     module, x = make("residual")
 
     def see() -> list[tuple[Site, Any]]:
@@ -897,7 +897,7 @@ def test_a_compiled_part_is_seen_as_it_is_in_eager_mode(kind: type[Tap]) -> None
 
     expected = see()
     branch = module.get_submodule("branch")
-    module.branch = torch.compile(branch, backend="eager")  # type: ignore[assignment]  # a module gives a module
+    module.branch = torch.compile(branch, backend="eager")  # type: ignore[assignment]  # a module compiles to a module
     stance = EagerStance()
     try:
         module(x).backward()
@@ -915,7 +915,7 @@ def test_a_compiled_part_is_seen_as_it_is_in_eager_mode(kind: type[Tap]) -> None
 @each_tap
 @pytest.mark.parametrize("modules", [nn.ReLU(), "head", [nn.ReLU()], Selection("head"), {"a": 3}, None])
 def test_modules_must_be_modules_by_name(kind: type[Tap], modules: Any) -> None:
-    """What is no mapping from names to modules is refused, with the way to get one."""
+    """Anything but a mapping from names to modules is rejected with an error that shows how to get one."""
     with pytest.raises(
         ArgumentError, match=r"modules takes a mapping .* as Selection\(...\)\.resolve\(model\) gives it"
     ):
@@ -924,7 +924,7 @@ def test_modules_must_be_modules_by_name(kind: type[Tap], modules: Any) -> None:
 
 @each_tap
 def test_what_is_called_must_be_a_function(kind: type[Tap]) -> None:
-    """A receiver or a condition that cannot be called is refused."""
+    """A receiver or a condition that is not callable is rejected."""
     with pytest.raises(ArgumentError, match=r"^receive takes a function \(site, tensor\), got None$"):
         kind({}, None)  # type: ignore[arg-type]  # the point of the test
     with pytest.raises(ArgumentError, match=r"^condition takes a function \(\), got True$"):
@@ -933,7 +933,7 @@ def test_what_is_called_must_be_a_function(kind: type[Tap]) -> None:
 
 @each_tap
 def test_what_failed_can_be_revived(kind: type[Tap]) -> None:
-    """A module that is left alone is among the failed ones until it is revived, and is then recorded again."""
+    """A module that is ignored after an error is in ``failed`` until it is revived, and then recorded again."""
     module, failing = nn.PReLU(), [True]
     seen: list[str] = []
 
@@ -957,14 +957,14 @@ def test_what_failed_can_be_revived(kind: type[Tap]) -> None:
 
 
 class Opaque:
-    """Holds a tensor where nobody looks."""
+    """Holds a tensor in an attribute that is not searched."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class Gives(nn.Module):
-    """Gives its input in an object of a class that is not known."""
+    """Returns its input in an object of an unknown class."""
 
     def forward(self, x: Tensor) -> Opaque:
         return Opaque(x * 2)
@@ -972,7 +972,7 @@ class Gives(nn.Module):
 
 @pytest.mark.parametrize("kind", [OutputTap, OutputGradientTap, InputGradientTap])
 def test_an_unknown_object_is_told_once(kind: type[Tap]) -> None:
-    """Tensors inside an object of an unknown class cost one warning that names class, path, module and the way out."""
+    """Tensors in objects of an unknown class cause one warning that names class, path, module and a solution."""
     module = Gives()
     message = "passes over the tensors inside the Opaque at 'out' of module 'm'; register_container can name them."
     tap = kind({"m": module}, fail)
@@ -982,6 +982,6 @@ def test_an_unknown_object_is_told_once(kind: type[Tap]) -> None:
 
 
 def steps(module: nn.Module, x: Tensor) -> None:
-    """Two calls."""
+    """Run two calls."""
     for _ in range(2):
         module(x)

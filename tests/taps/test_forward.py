@@ -1,4 +1,4 @@
-"""Outputs of modules."""
+"""Tests of the taps for inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SQUARE = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
 
 
 def tapped(module: nn.Module, *batches: Tensor) -> list[tuple[Site, Tensor]]:
-    """What a tap on all submodules hands over, copied, from a forward pass for each batch."""
+    """Return copies of the tensors that a tap on all submodules records in one forward pass per batch."""
     seen: list[tuple[Site, Tensor]] = []
     with OutputTap(Selection("**").resolve(module), lambda site, tensor: seen.append((site, tensor.clone()))):
         for batch in batches:
@@ -28,7 +28,7 @@ def tapped(module: nn.Module, *batches: Tensor) -> list[tuple[Site, Tensor]]:
 @each_model
 @each_precision
 def test_outputs_are_those_of_the_reference(name: str, precision: Precision) -> None:
-    """Each output tensor of each call is handed over once, in the order of the calls, with its value at that moment."""
+    """Each output tensor of each call is recorded once, in the order of the calls, with its value at that time."""
     module, x = make(name, precision.dtype)
     seen: Seen = []
     torch.manual_seed(1)
@@ -40,7 +40,7 @@ def test_outputs_are_those_of_the_reference(name: str, precision: Precision) -> 
 @each_model
 @each_precision
 def test_inputs_are_the_arguments(name: str, precision: Precision) -> None:
-    """Each tensor among the arguments is handed over once a call, in their order, as it was before the call."""
+    """Each tensor in the arguments is recorded once per call, in order, with its value before the call."""
     module, x = make(name, precision.dtype)
     seen: Seen = []
     torch.manual_seed(1)
@@ -55,7 +55,7 @@ def test_inputs_are_the_arguments(name: str, precision: Precision) -> None:
 @each_model
 @each_precision
 def test_inputs_after_the_call_are_as_the_module_leaves_them(name: str, precision: Precision) -> None:
-    """With after, the same arguments are handed over as the calls end; those changed in place hold the results."""
+    """With ``after`` the arguments are recorded when the call ends; those changed in place contain the results."""
     module, x = make(name, precision.dtype)
     before: Seen = []
     after: Seen = []
@@ -80,7 +80,7 @@ def test_inputs_after_the_call_are_as_the_module_leaves_them(name: str, precisio
 
 
 def test_the_order_is_that_of_the_calls() -> None:
-    """Tensors come when their module returns: children before their parent, parts of one output in its order."""
+    """Tensors are recorded when their module returns: children before their parent, output parts in order."""
     module, x = make("lstm")
     assert [site for site, _ in tapped(module, x)] == [
         ("stem", "out"),
@@ -94,7 +94,7 @@ def test_the_order_is_that_of_the_calls() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_outputs_are_seen_without_autograd(mode: type[torch.no_grad] | type[torch.inference_mode]) -> None:
-    """Under no_grad and in inference mode the same outputs are handed over."""
+    """With no_grad and in inference mode the same outputs are recorded."""
     module, x = make("plain")
     expected = tapped(module, x)
     with mode():
@@ -105,7 +105,7 @@ def test_outputs_are_seen_without_autograd(mode: type[torch.no_grad] | type[torc
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputed_forward_pass_is_no_second_call(use_reentrant: bool) -> None:
-    """A checkpointed block counts once, although the backward pass calls its modules again."""
+    """A checkpointed block is recorded once, although the backward pass calls its modules again."""
     calls: list[str] = []
     block = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     block[0].register_forward_hook(lambda *_: calls.append("forward"))
@@ -119,7 +119,7 @@ def test_a_recomputed_forward_pass_is_no_second_call(use_reentrant: bool) -> Non
 
 
 def test_an_output_is_seen_as_other_hooks_left_it() -> None:
-    """Where a user's hook replaces an output, the tap sees what the next module gets."""
+    """If a hook of the user replaces an output, the replacement is recorded."""
     module = nn.Identity()
     module.register_forward_hook(lambda module, args, output: output * 2)
     seen: list[float] = []
@@ -129,7 +129,7 @@ def test_an_output_is_seen_as_other_hooks_left_it() -> None:
 
 
 def test_a_module_under_two_names_is_seen_under_both() -> None:
-    """A module that is given twice is a site of each name."""
+    """A module under two names is recorded under both."""
     module = nn.ReLU()
     seen: list[str] = []
     with OutputTap({"a": module, "b": module}, lambda site, _: seen.append(site.name)):
@@ -138,7 +138,7 @@ def test_a_module_under_two_names_is_seen_under_both() -> None:
 
 
 class Strange(nn.Module):
-    """Gives tensors that are no plain arrays, beside one that is."""
+    """Returns tensors that are not plain arrays, and one that is."""
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [
@@ -150,10 +150,10 @@ class Strange(nn.Module):
         ]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # torch's own, once per process
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*deprecated:UserWarning")  # as well
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # once per process
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*deprecated:UserWarning")  # also once
 def test_a_tensor_that_is_no_array_is_handed_over() -> None:
-    """Sparse, nested and quantised outputs are handed over as they are; whether they can be read the receiver knows."""
+    """Sparse, nested and quantised outputs are passed to the receiver unchanged."""
     seen: list[tuple[str, bool]] = []
     module = Strange()
     with OutputTap({"m": module}, lambda site, tensor: seen.append((site.path, tensor.is_nested))):
@@ -161,9 +161,9 @@ def test_a_tensor_that_is_no_array_is_handed_over() -> None:
     assert seen == [("out[0]", False), ("out[1]", True), ("out[2]", True), ("out[3]", False), ("out[4]", False)]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch 2.13; tracing goes on to work
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch 2.13 deprecates tracing, which still works
 def test_a_traced_call_is_passed_over() -> None:
-    """While torch.jit traces the model nothing is handed over, so that no recording gets into the trace."""
+    """Nothing is recorded while torch.jit traces the model, so that the trace contains no recording."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     seen: list[Site] = []
     with OutputTap(dict(net.named_children()), lambda site, _: seen.append(site)):

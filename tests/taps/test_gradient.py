@@ -1,4 +1,4 @@
-"""Gradients of the outputs of modules."""
+"""Tests of the taps for output gradients."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tests.taps.references import Seen, assert_seen, copies_into
 
 
 def tap_on(module: nn.Module, seen: Seen) -> OutputGradientTap:
-    """A tap on all submodules that copies what it hands over into a list."""
+    """Return a tap on all submodules that copies each tensor into a list."""
     return OutputGradientTap(Selection("**").resolve(module), copies_into(seen))
 
 
 @each_model
 @each_precision
 def test_gradients_are_those_of_autograd_grad(name: str, precision: Precision) -> None:
-    """Each output tensor that takes part in the loss has its gradient handed over, that of the last call first."""
+    """The gradient of each output that contributes to the loss is recorded, last call first."""
     module, x = make(name, precision.dtype)
     seen: Seen = []
     torch.manual_seed(1)
     with tap_on(module, seen):
         loss = precision.forward(module, x)
-        seen.clear()  # of the backward pass that "force" runs in its forward pass
+        seen.clear()  # discard the backward pass that "force" runs in its forward pass
         loss.backward()
     assert_seen(seen, references.output_gradients(name, precision), precision)
 
@@ -47,7 +47,7 @@ def test_gradients_are_those_of_autograd_grad(name: str, precision: Precision) -
     ],
 )
 def test_what_has_no_gradient_is_no_site(name: str, sites: list[tuple[str, str]]) -> None:
-    """Outputs that the loss does not use, frozen and integer ones and buffers are never handed over; a parameter is."""
+    """Outputs that the loss does not use, frozen and integer outputs and buffers are not recorded; parameters are."""
     module, x = make(name)
     seen: Seen = []
     with tap_on(module, seen):
@@ -59,7 +59,7 @@ def test_what_has_no_gradient_is_no_site(name: str, sites: list[tuple[str, str]]
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_autograd_there_is_nothing(mode: type[torch.no_grad] | type[torch.inference_mode]) -> None:
-    """Under no_grad and in inference mode, as in validation, nothing is handed over and nothing raises."""
+    """With no_grad and in inference mode, as in validation, nothing is recorded or raised."""
     module, x = make("in-place")
     seen: Seen = []
     with tap_on(module, seen), mode():
@@ -68,7 +68,7 @@ def test_without_autograd_there_is_nothing(mode: type[torch.no_grad] | type[torc
 
 
 def test_a_frozen_model_has_no_gradients() -> None:
-    """A model without trainable parameters is run without error and without a site."""
+    """A model without trainable parameters runs without errors and without sites."""
     module, x = make("plain")
     module.requires_grad_(False)
     seen: Seen = []
@@ -78,7 +78,7 @@ def test_a_frozen_model_has_no_gradients() -> None:
 
 
 def test_each_backward_pass_hands_over_its_own_gradients() -> None:
-    """A gradient penalty sees both passes: that of autograd.grad inside the step and that of the loss after it."""
+    """With a gradient penalty both passes are recorded: torch.autograd.grad inside the step and the loss after it."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     x = torch.randn(3, 4)
 
@@ -105,7 +105,7 @@ def test_each_backward_pass_hands_over_its_own_gradients() -> None:
 
 
 def test_two_losses_are_two_gradients() -> None:
-    """Two backward passes through one graph hand over one gradient each and not their sum."""
+    """Two backward passes through one graph record separate gradients, not their sum."""
     module = nn.Linear(2, 1)
     seen: Seen = []
     with OutputGradientTap({"m": module}, copies_into(seen)):
@@ -116,7 +116,7 @@ def test_two_losses_are_two_gradients() -> None:
 
 
 def test_a_backward_pass_after_the_tap_is_not_seen() -> None:
-    """A graph that was built under the tap hands over nothing when it is run after the tap was taken off."""
+    """A graph that was built while the tap was attached records nothing after its removal."""
     module, x = make("plain")
     seen: Seen = []
     with tap_on(module, seen):
@@ -126,7 +126,7 @@ def test_a_backward_pass_after_the_tap_is_not_seen() -> None:
 
 
 def test_a_backward_pass_after_the_tap_was_put_on_again_is_not_seen() -> None:
-    """Hooks that were taken off stay off when the tap is attached for another step."""
+    """Removed hooks stay inactive when the tap is attached for another step."""
     module, x = make("plain")
     seen: Seen = []
     tap = tap_on(module, seen)
@@ -139,7 +139,7 @@ def test_a_backward_pass_after_the_tap_was_put_on_again_is_not_seen() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_step_can_be_repeated(use_reentrant: bool) -> None:
-    """Under gradient checkpointing each step hands over each gradient once, however many steps there are."""
+    """With gradient checkpointing each step records each gradient once, for any number of steps."""
     torch.manual_seed(0)
     module, x = Checkpointed(use_reentrant), torch.randn(3, 4)
     seen: Seen = []
@@ -152,7 +152,7 @@ def test_a_checkpointed_step_can_be_repeated(use_reentrant: bool) -> None:
 
 
 def test_gradients_of_many_losses_at_once_are_passed_over() -> None:
-    """A backward pass of torch.autograd.grad with is_grads_batched hands over nothing, and the next one is recorded."""
+    """A backward pass of torch.autograd.grad with is_grads_batched is ignored, and the next one is recorded."""
     module = nn.Linear(2, 2)
     x = torch.ones(1, 2)
     seen: Seen = []
@@ -201,9 +201,9 @@ print(len(count) - 1, [str(each.message) for each in told])
     ids=["outputs of calls", "inputs of calls", "input of a loop"],
 )
 def test_a_graph_that_torch_could_not_free_is_left_alone(tap: str, calls: bool, recorded: int, backward: bool) -> None:
-    """Of 60,000 operations in a row the first 20,000 are recorded, which is told once, and the process lives on.
+    """For 60,000 operations in a row only the first 20,000 are recorded, with one warning, and the process survives.
 
-    A module with more of them than that has no gradient of its input.
+    A module with more than 20,000 operations has no gradient of its input.
     """
     code = LONG.replace("TAP(", f"{tap}(").replace("CALLS", str(calls)).replace("BACKWARD", str(backward))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -241,16 +241,16 @@ print(sum(recorder.calls(name) for name in recorder.names))
 
 @pytest.mark.slow
 def test_many_taps_on_one_graph_look_at_no_more_of_it_than_one() -> None:
-    """Recorders with a tap for each module follow 20,000 operations together, and the process lives on."""
+    """Recorders with one tap per module visit 20,000 operations together, and the process survives."""
     done = subprocess.run([sys.executable, "-c", SEVERAL], capture_output=True, text=True, check=True)
     in_blocks, in_cells = map(int, done.stdout.split())
     assert in_blocks == 4  # of 5,000 operations each
-    assert 19_000 <= in_cells <= 20_000  # what is left of the graph before may be a few
+    assert 19_000 <= in_cells <= 20_000  # a few nodes may remain from the previous graph
 
 
 @pytest.mark.parametrize("kind", [OutputGradientTap, InputGradientTap])
 def test_graphs_that_are_gone_do_not_count(kind: type[Tap]) -> None:
-    """However many calls without a backward pass there were, as in rollouts, those with one are recorded after them."""
+    """After any number of calls without a backward pass, such as rollouts, calls with one are still recorded."""
     module = nn.Linear(2, 2)
     seen: Seen = []
     x = torch.ones(1, 2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Gradients of the inputs of modules, through these modules."""
+"""Tests of the gradients of module inputs through these modules."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.taps.inspection import hooks_on
 from tests.taps.models import MODELS, Cube, Precision, Slope, each_precision, make
 from tests.taps.references import Seen, assert_seen, copies_into
 
-# What is said of them elsewhere: a copy of their input is not what they gave or what they changed.
+# Excluded here: a copy of an input is not the tensor that these modules return or change.
 OTHERS = {"identity", "base of a view"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in OTHERS])
 @each_precision
 def test_gradients_are_those_through_the_module_alone(name: str, precision: Precision) -> None:
-    """Each input that takes part in the loss through a module has that gradient handed over, of the last call first."""
+    """The gradient of each input through the module is recorded if it contributes to the loss, last call first."""
     module, x = make(name, precision.dtype)
     seen: Seen = []
     torch.manual_seed(1)
     with InputGradientTap(Selection("**").resolve(module), copies_into(seen)):
         loss = precision.forward(module, x)
-        seen.clear()  # of the backward pass that "force" runs in its forward pass
+        seen.clear()  # discard the backward pass that "force" runs in its forward pass
         loss.backward()
     assert_seen(seen, references.input_gradients(name, precision), precision)
 
@@ -50,7 +50,7 @@ class Calls(nn.Module):
 
 
 def seen_at(module: nn.Module, step: Callable[[], object]) -> list[tuple[str, Any]]:
-    """The paths and the gradients that a tap on this module alone hands over during a step, which must not warn."""
+    """Return the paths and gradients that a tap on this module records in a step, which must not warn."""
     seen: Seen = []
     with InputGradientTap({"m": module}, copies_into(seen), strict=True):
         step()
@@ -59,19 +59,19 @@ def seen_at(module: nn.Module, step: Callable[[], object]) -> list[tuple[str, An
 
 
 def numbers(*values: float) -> Tensor:
-    """A tensor with a past, so no leaf."""
+    """Return a tensor that is not a leaf."""
     return torch.tensor(values, dtype=torch.float32, requires_grad=True).clone()
 
 
 def test_a_use_beside_the_module_is_left_out() -> None:
-    """Of x + branch(x) the input of the branch has the gradient through the branch."""
+    """In x + branch(x) the input of the branch has only the gradient through the branch."""
     module = Calls(lambda x: x * 3)
     x = numbers(1, 2)
     assert seen_at(module, lambda: (x + module(x)).sum().backward()) == [("in[0]", [3.0, 3.0])]
 
 
 def test_a_leaf_is_an_input_too() -> None:
-    """An input that nothing computed, as a batch which requires gradients, is handed over and accumulated as ever."""
+    """The gradient of a leaf input, such as a batch that requires gradients, is recorded and still accumulated."""
     module = Calls(lambda x: x * x + x)
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     assert seen_at(module, lambda: (module(x) + 10 * x).sum().backward()) == [("in[0]", [3.0, 5.0])]
@@ -80,14 +80,14 @@ def test_a_leaf_is_an_input_too() -> None:
 
 
 def test_a_parameter_is_an_input_too() -> None:
-    """A weight that is given to a module, as to a parametrization, is handed over."""
+    """The gradient of a weight that is passed to a module, such as a parametrization, is recorded."""
     module = Calls(lambda weight: weight * 2)
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
     assert seen_at(module, lambda: module(weight).sum().backward()) == [("in[0]", [2.0, 2.0])]
 
 
 def test_a_frozen_module_passes_gradients_on() -> None:
-    """A module without trainable parameters, as the frozen half of an adapter, has gradients of its inputs."""
+    """A module without trainable parameters, such as the frozen part of an adapter, has gradients of its inputs."""
     module = nn.Linear(2, 1, bias=False).requires_grad_(False)
     module.weight.copy_(torch.tensor([[2.0, 3.0]]))
     x = numbers(1, 1)
@@ -96,7 +96,7 @@ def test_a_frozen_module_passes_gradients_on() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_autograd_there_is_nothing(mode: type[torch.no_grad] | type[torch.inference_mode]) -> None:
-    """Under no_grad and in inference mode, as in validation, nothing is handed over and nothing raises."""
+    """With no_grad and in inference mode, as in validation, nothing is recorded or raised."""
     module = nn.Sequential(nn.ReLU(), nn.Identity())
     x = numbers(1, 1)
 
@@ -108,20 +108,20 @@ def test_without_autograd_there_is_nothing(mode: type[torch.no_grad] | type[torc
 
 
 def test_an_unused_output_adds_nothing() -> None:
-    """Of a module with two outputs the gradient comes through the one that the loss uses."""
+    """For a module with two outputs the gradient flows through the one that the loss uses."""
     module = Calls(lambda x: (x * 2, x * x))
     x = numbers(1, 2)
     assert seen_at(module, lambda: module(x)[0].sum().backward()) == [("in[0]", [2.0, 2.0])]
 
 
 def test_an_output_made_without_the_input_gives_it_no_gradient() -> None:
-    """An input that the outputs do not depend on is no site."""
+    """An input that does not affect the outputs is not recorded."""
     module = Calls(lambda x, y: y * 2)
     assert seen_at(module, lambda: module(numbers(1), numbers(1)).sum().backward()) == [("in[1]", [2.0])]
 
 
 def test_functions_of_one_input_are_summed_where_they_reach_the_loss() -> None:
-    """Of three functions of an input, one of which the loss does not use, the other two make one gradient."""
+    """If the loss uses two of three functions of an input, their gradients are summed."""
     module = Calls(lambda x: (x * 2, x * x, x * 100))
     x = numbers(1, 2)
 
@@ -133,7 +133,7 @@ def test_functions_of_one_input_are_summed_where_they_reach_the_loss() -> None:
 
 
 def test_some_outputs_alone_run_some_functions_alone() -> None:
-    """Each torch.autograd.grad of one of the outputs hands over the gradient through that output, once."""
+    """Each torch.autograd.grad of one of the outputs records the gradient through that output once."""
     module = Calls(lambda x: (x * 2, x * x, x * x * x))
     x = numbers(1, 2)
 
@@ -145,14 +145,14 @@ def test_some_outputs_alone_run_some_functions_alone() -> None:
 
 
 def test_a_gradient_that_nobody_asked_for_is_not_computed() -> None:
-    """Where torch.autograd.grad asks for the parameters alone, the input has no gradient and nothing is handed over."""
+    """If torch.autograd.grad only requests parameter gradients, no input gradient is computed or recorded."""
     module = nn.Linear(2, 1)
     x = numbers(1, 2)
     assert seen_at(module, lambda: torch.autograd.grad(module(x).sum(), module.weight)) == []
 
 
 def test_each_backward_pass_hands_over_its_own() -> None:
-    """Two passes through one graph hand over two gradients, neither with a part of the other."""
+    """Two passes through one graph record two separate gradients."""
     module = Calls(lambda x: x * x + 3 * x)
     x = numbers(1, 2)
 
@@ -165,7 +165,7 @@ def test_each_backward_pass_hands_over_its_own() -> None:
 
 
 class Stumbles(torch.autograd.Function):
-    """Nothing, of which the backward pass fails the first time."""
+    """The zero function, whose backward pass fails the first time."""
 
     failed = False
 
@@ -182,9 +182,9 @@ class Stumbles(torch.autograd.Function):
 
 
 def test_a_backward_pass_that_raises_leaves_nothing_for_the_next() -> None:
-    """After a pass that failed when one of two functions had run, the next pass hands over the right sum, once."""
+    """After a pass that failed halfway through two functions, the next pass records the correct sum once."""
     Stumbles.failed = False
-    module = Calls(lambda x: Stumbles.apply(x) * 2 + x * x)  # type: ignore[no-untyped-call]  # of torch
+    module = Calls(lambda x: Stumbles.apply(x) * 2 + x * x)  # type: ignore[no-untyped-call]  # torch is untyped here
     x = numbers(1, 2)
 
     def step() -> None:
@@ -197,7 +197,7 @@ def test_a_backward_pass_that_raises_leaves_nothing_for_the_next() -> None:
 
 
 def test_a_penalty_inside_the_forward_pass_is_a_pass_of_its_own() -> None:
-    """A derivative that a module takes of its own energy hands over first itself and then what the loss adds."""
+    """A derivative of its own energy that a module computes is recorded first, and then the gradient of the loss."""
     torch.manual_seed(0)
     module = Slope()
     x = torch.randn(3, 4, requires_grad=True).clone()
@@ -214,14 +214,14 @@ def test_a_penalty_inside_the_forward_pass_is_a_pass_of_its_own() -> None:
 
 
 def test_one_tensor_as_several_arguments_has_one_gradient() -> None:
-    """The parts of a tensor that is given three times, as to self-attention, are summed under the first path."""
+    """The gradients of a tensor that is passed three times, as to self-attention, are summed under the first path."""
     module = Calls(lambda query, key, *, value: query * 2 + key * 3 + value * 5)
     x = numbers(1, 2)
     assert seen_at(module, lambda: module(x, x, value=x).sum().backward()) == [("in[0]", [10.0, 10.0])]
 
 
 def test_several_tensors_have_a_gradient_each() -> None:
-    """Each tensor in the containers among the arguments has its own gradient under its path."""
+    """Each tensor in containers among the arguments has its own gradient under its path."""
     module = Calls(lambda pair, *, more: pair[0] * pair[1]["b"] + more)
     a, b, c = numbers(2), numbers(3), numbers(4)
     assert sorted(seen_at(module, lambda: module([a, {"b": b}], more=c).sum().backward())) == [
@@ -232,7 +232,7 @@ def test_several_tensors_have_a_gradient_each() -> None:
 
 
 def test_two_outputs_of_one_function_are_two_inputs() -> None:
-    """The chunks of a tensor come out of one function, and each has the gradient of its own."""
+    """The chunks of a tensor come from one function, and each has its own gradient."""
     module = Calls(lambda left, right: left * 2 + right * 3)
     x = numbers(1, 2, 3, 4)
     assert sorted(seen_at(module, lambda: module(*x.chunk(2)).sum().backward())) == [
@@ -242,7 +242,7 @@ def test_two_outputs_of_one_function_are_two_inputs() -> None:
 
 
 def test_a_returned_input_has_the_gradient_of_the_tensor() -> None:
-    """What a module gives back as it took it is one tensor with the input, so its gradient has all uses in it."""
+    """An input that a module returns unchanged is one tensor with the output, so its gradient covers all uses."""
     identity = nn.Identity()
     x = numbers(1, 2)
     assert seen_at(identity, lambda: (identity(x) * 2 + x * x).sum().backward()) == [("in[0]", [4.0, 6.0])]
@@ -252,7 +252,7 @@ def test_a_returned_input_has_the_gradient_of_the_tensor() -> None:
 
 
 def test_a_view_that_shows_a_later_value_has_no_gradient() -> None:
-    """Where the base of a view is changed after the call, autograd goes past the module: nothing came through it."""
+    """If the base of a view is changed after the call, autograd bypasses the module, so no gradient is recorded."""
     module, x = make("base of a view")
     seen: Seen = []
     with InputGradientTap(Selection("**").resolve(module), copies_into(seen), strict=True):
@@ -274,14 +274,14 @@ def test_a_view_that_shows_a_later_value_has_no_gradient() -> None:
 def test_an_input_that_is_changed_in_place_has_the_gradient_of_what_it_was(
     change: Callable[[Tensor], Tensor], slope: float
 ) -> None:
-    """The gradient is that of the value which the module got, before it wrote over it."""
+    """The recorded gradient is that of the original value, before the module overwrites it."""
     module = Calls(change)
     x = numbers(1)
     assert seen_at(module, lambda: module(x).sum().backward()) == [("in[0]", [slope])]
 
 
 def test_a_change_after_the_call_does_not_matter() -> None:
-    """An input and an output that are changed in place after the call leave the gradient that of the call."""
+    """In-place changes of an input and an output after the call do not affect the recorded gradient."""
     module = Calls(lambda x: x * 3)
     x = numbers(1)
 
@@ -295,14 +295,14 @@ def test_a_change_after_the_call_does_not_matter() -> None:
 
 
 def test_a_custom_function_has_gradients_at_the_right_arguments() -> None:
-    """Arguments of an autograd.Function that are no tensors do not shift the gradients of those that are."""
+    """Arguments of an autograd.Function that are not tensors do not shift the gradients of the others."""
     module = Cube()
     x = numbers(2)
     assert seen_at(module, lambda: module(x)[0].sum().backward()) == [("in[0]", [12.0])]
 
 
 def test_a_module_inside_itself_has_each_call() -> None:
-    """A module that calls itself has the gradients of the inner and of the outer call."""
+    """For a module that calls itself, the gradients of the inner and the outer call are recorded."""
     module = Calls(lambda x, depth: module(x * 2, depth - 1) * 3 if depth else x * 5)
     x = numbers(1)
     assert seen_at(module, lambda: module(x, 2).sum().backward()) == [
@@ -313,7 +313,7 @@ def test_a_module_inside_itself_has_each_call() -> None:
 
 
 def test_a_module_under_two_names_is_seen_under_both() -> None:
-    """A module that is given twice is a site of each name."""
+    """A module under two names is recorded under both."""
     module = Calls(lambda x: x * 3)
     x = numbers(1)
     seen: list[str] = []
@@ -324,10 +324,10 @@ def test_a_module_under_two_names_is_seen_under_both() -> None:
 
 @pytest.mark.parametrize("sparse_first", [False, True])
 def test_a_sparse_part_is_added_to_a_dense_one(sparse_first: bool) -> None:
-    """A weight that is given to a module, which looks rows of it up sparsely and uses it densely too, has the sum."""
+    """For a weight that a module uses both sparsely and densely, the sum of both gradients is recorded."""
 
     def both(weight: Tensor) -> Tensor:
-        if sparse_first:  # of the backward pass, so the last here
+        if sparse_first:  # of the backward pass, so last in the forward pass
             return (weight * 5).sum() + F.embedding(torch.tensor([0, 0]), weight, sparse=True).sum()
         return F.embedding(torch.tensor([0, 0]), weight, sparse=True).sum() + (weight * 5).sum()
 
@@ -338,7 +338,7 @@ def test_a_sparse_part_is_added_to_a_dense_one(sparse_first: bool) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_no_gradient(use_reentrant: bool) -> None:
-    """Where the forward pass is repeated, and ends early as it may, each gradient is that without checkpoints, once."""
+    """If the forward pass is repeated and ends early, each gradient equals that without checkpoints, recorded once."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), nn.Sequential(nn.Identity()))
     start, end = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -359,7 +359,7 @@ def test_checkpointing_changes_no_gradient(use_reentrant: bool) -> None:
 
 
 def test_gradients_of_many_losses_at_once_are_passed_over() -> None:
-    """A backward pass of torch.autograd.grad with is_grads_batched hands over nothing, and the next one is recorded."""
+    """A backward pass of torch.autograd.grad with is_grads_batched is ignored, and the next one is recorded."""
     module = Calls(lambda x: x * x)
     x = numbers(1, 2)
 
@@ -372,7 +372,7 @@ def test_gradients_of_many_losses_at_once_are_passed_over() -> None:
 
 
 def test_a_view_made_without_autograd_has_no_gradient() -> None:
-    """One of several views that were made under no_grad is passed over, and the next call is recorded."""
+    """One of several views that were created under no_grad is ignored, and the next call is recorded."""
     inner = nn.Linear(2, 2)
 
     def forward(x: Tensor) -> Tensor:
@@ -413,7 +413,7 @@ def test_an_interrupted_call_is_forgotten() -> None:
 
 
 def test_an_interrupted_call_is_forgotten_with_its_tap() -> None:
-    """A KeyboardInterrupt that ends the tap as well leaves nothing alive."""
+    """A KeyboardInterrupt that also ends the tap leaves nothing alive."""
 
     def interrupt(x: Tensor) -> Tensor:
         raise KeyboardInterrupt

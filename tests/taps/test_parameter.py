@@ -1,4 +1,4 @@
-"""Parameters of modules and their gradients."""
+"""Tests of the taps for parameters and their gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.taps.references import Seen, assert_seen, copies_into
 @each_model
 @each_precision
 def test_parameters_are_those_of_the_call(name: str, precision: Precision) -> None:
-    """At each call the parameters that the module uses itself are handed over, in the order in which the calls end."""
+    """Each call records the parameters that the module itself uses, in the order of the call ends."""
     module, x = make(name, precision.dtype)
     seen: Seen = []
     torch.manual_seed(1)
@@ -28,7 +28,7 @@ def test_parameters_are_those_of_the_call(name: str, precision: Precision) -> No
 @each_model
 @each_precision
 def test_gradients_of_parameters_are_those_of_autograd_grad(name: str, precision: Precision) -> None:
-    """Each parameter that takes part in the loss has its gradient handed over once, under each module that uses it."""
+    """The gradient of each parameter that contributes to the loss is recorded once, under each module that uses it."""
     module, x = make(name, precision.dtype)
     seen: Seen = []
     torch.manual_seed(1)

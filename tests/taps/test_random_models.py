@@ -1,4 +1,4 @@
-"""Every tap on modules that are put together at random."""
+"""Tests of every tap on randomly composed modules."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ CONTAINERS: list[tuple[Callable[..., Any], Callable[[Any], tuple[Tensor, Tensor]
 
 
 class Chain(nn.Sequential):
-    """Modules one after another, with a number multiplied in place into the last result."""
+    """Modules in sequence, with an in-place multiplication of the last result."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__(*parts, nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).mul_(0.5)  # type: ignore[no-any-return,no-untyped-call]  # of torch; a linear layer does not keep its output
+        return super().forward(x).mul_(0.5)  # type: ignore[no-any-return,no-untyped-call]  # torch is untyped here; a linear layer does not save its output
 
 
 class Around(nn.Module):
-    """A residual connection that is added in place."""
+    """A residual connection with an in-place addition."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Around(nn.Module):
 
 
 class Twice(nn.Module):
-    """A module that is called twice, the second time with a keyword."""
+    """A module that is called twice, the second time with a keyword argument."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Twice(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A parameter of its own."""
+    """A module with its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Scaled(nn.Module):
 
 
 class Fork(nn.Module):
-    """Gives the results of two modules in a container."""
+    """Returns the results of two modules in a container."""
 
     def __init__(self, left: nn.Module, right: nn.Module, pack: Callable[..., Any]) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Fork(nn.Module):
 
 
 class Join(nn.Module):
-    """Takes two tensors in a container, of which it uses the second only if told so."""
+    """Takes two tensors in a container and uses the second only on request."""
 
     def __init__(self, unpack: Callable[[Any], tuple[Tensor, Tensor]], both: bool) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Both(nn.Module):
 
 
 class Cubes(nn.Module):
-    """A custom function of which one result is not used."""
+    """A custom function with an unused result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ leaves = st.sampled_from(KINDS).map(lambda build: build())
 
 
 def larger(parts: st.SearchStrategy[nn.Module]) -> st.SearchStrategy[nn.Module]:
-    """Modules made of these."""
+    """Return modules composed of the given ones."""
     again = parts.map(lambda part: Both(part, part, 0, True))  # one module at two places
     both = st.builds(Both, parts, parts, st.integers(0, len(CONTAINERS) - 1), st.booleans())
     return st.lists(parts, max_size=3).map(Chain) | parts.map(Around) | parts.map(Twice) | both | again
@@ -170,7 +170,7 @@ def batch(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def seen_by(kind: type[Tap], module: nn.Module) -> Seen:
-    """What a tap on all submodules hands over of a step."""
+    """Return the tensors that a tap on all submodules records in a step."""
     seen: Seen = []
     with kind(Selection("**").resolve(module), copies_into(seen), strict=True):
         module(batch()).square().sum().backward()
@@ -181,7 +181,7 @@ def seen_by(kind: type[Tap], module: nn.Module) -> Seen:
 @settings(max_examples=40)
 @given(trees)
 def test_inputs_and_outputs_are_what_plain_hooks_copy(tree: nn.Module) -> None:
-    """Arguments before each call and outputs after it are handed over to the bit, in the order of the calls."""
+    """Arguments before each call and outputs after it are bitwise equal to copies of plain hooks, in call order."""
     torch.manual_seed(0)
     inputs: Seen = []
     outputs: Seen = []
@@ -210,7 +210,7 @@ def test_inputs_and_outputs_are_what_plain_hooks_copy(tree: nn.Module) -> None:
 @settings(max_examples=40)
 @given(trees)
 def test_gradients_are_those_of_copies(tree: nn.Module) -> None:
-    """Inputs have the gradients of copies that the module takes, outputs those of copies that it gives, by float64."""
+    """Input gradients equal those of copies that the module takes, output gradients those of copies it returns."""
     module = copy.deepcopy(tree).double()
     inputs: Seen = []
     outputs: Seen = []
@@ -240,7 +240,7 @@ def test_gradients_are_those_of_copies(tree: nn.Module) -> None:
 @settings(max_examples=40)
 @given(trees)
 def test_a_step_under_all_taps_is_the_same_to_the_bit(tree: nn.Module) -> None:
-    """Loss and gradients equal those without taps, and all outputs die with the loss, though the taps stay on."""
+    """Loss and gradients equal those without taps, and all outputs are freed with the loss, with the taps attached."""
 
     def step(module: nn.Module) -> list[Tensor]:
         x = batch()
@@ -268,7 +268,7 @@ def test_a_step_under_all_taps_is_the_same_to_the_bit(tree: nn.Module) -> None:
 @settings(max_examples=40)
 @given(trees)
 def test_parameters_are_seen_at_each_call_and_their_gradients_once(tree: nn.Module) -> None:
-    """A parameter is handed over as often as its module is called, and its whole gradient once."""
+    """A parameter is recorded once per call of its module, and its whole gradient once."""
     calls: list[str] = []
     twin = copy.deepcopy(tree)
     for name, module in Selection("**").resolve(twin).items():

@@ -1,4 +1,4 @@
-"""Small nets, by the construct that each of them has, with the graphs that are expected of them."""
+"""Small nets with their expected graphs, grouped by the construct that each contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a construct is: a small net with the graph that is expected of it."""
+"""The catalogue of constructs: small nets with their expected graphs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["CONSTRUCTS", "Construct", "construct", "fresh"]
 
 @dataclass(frozen=True)
 class Construct:
-    """A net, what it is called with, and its graph.
+    """A net with its arguments and its expected graph.
 
     Args:
         net: The model.
         inputs: Its arguments.
-        expected: The outline of its graph, indented as it stands in the code.
+        expected: The outline of its graph, indented as in the code.
         keywords: Its keyword arguments.
-        around: The context in which it is called, as ``torch.no_grad``.
-        outputs: Whether the outline shows the output nodes.
-        model_tensors: Whether the outline shows parameters and buffers.
-        backward: Whether the sum of what comes out is differentiated during the capture.
+        around: The context in which it is called, such as ``torch.no_grad``.
+        outputs: Show the output nodes in the outline.
+        model_tensors: Show parameters and buffers in the outline.
+        backward: Differentiate the sum of the outputs during the capture.
     """
 
     net: nn.Module
@@ -41,7 +41,7 @@ class Construct:
     backward: bool = False
 
     def record(self) -> tuple[Graph, list[Tensor]]:
-        """The graph of one call, with the tensors that came out of it."""
+        """Return the graph of one call, with the tensors that the call returned."""
         single = len(self.inputs) == 1 and not self.keywords
         inputs: Any = self.inputs[0] if single else {**dict(enumerate(self.inputs)), **self.keywords}
         with self.around(), GraphCapture(self.net, inputs) as recording:
@@ -57,7 +57,7 @@ class Construct:
         return self.net(*self.inputs, **self.keywords)
 
     def values(self) -> list[Tensor]:
-        """What comes out without a capture."""
+        """Return the output tensors of a call without a capture."""
         with self.around():
             return _tensors(self.run())
 
@@ -67,16 +67,16 @@ def _tensors(out: Any) -> list[Tensor]:
 
 
 CONSTRUCTS: dict[str, Callable[[], Construct]] = {}
-"""Functions that make the constructs, by their names."""
+"""The functions that create the constructs, by name."""
 
 
 def construct(make: Callable[[], Construct]) -> Callable[[], Construct]:
-    """Put a function that makes a construct among the others."""
+    """Register a function that creates a construct."""
     CONSTRUCTS[make.__name__] = make
     return make
 
 
 def fresh(make: Callable[[], Construct]) -> Construct:
-    """The construct with the same parameters each time."""
+    """Create a construct with the same parameters each time."""
     torch.manual_seed(0)
     return make()

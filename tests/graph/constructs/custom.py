@@ -1,4 +1,4 @@
-"""Functions with a gradient of their own, as users write them."""
+"""Custom functions with their own gradient."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = [
 
 
 class _Custom(Function):
-    """A function of which mypy lets anybody call ``apply``, to which torch gives no annotations."""
+    """A base class whose ``apply`` can be called under mypy, since torch has no annotations for it."""
 
     apply: ClassVar[Any]
 
 
 class Scale(_Custom):
-    """Written in the first style, with two tensors."""
+    """Uses the style with a context, for two tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Scale(_Custom):
 
 
 class Moved(_Custom):
-    """Written in the second style, with ``setup_context``."""
+    """Uses the style with ``setup_context``."""
 
     @staticmethod
     def forward(x: Tensor, by: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Inner(_Custom):
 
 
 class Outer(_Custom):
-    """Applies another one, before and after something of its own."""
+    """Applies another function before and after an operation of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Any:
@@ -133,7 +133,7 @@ class Differentiating(_Custom):
 
 
 class OuterForeign(_Custom):
-    """Applies one that computes outside of torch, and does nothing else."""
+    """Applies a function that computes outside of torch, and does nothing else."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Any:
@@ -145,7 +145,7 @@ class OuterForeign(_Custom):
 
 
 class Mixed(_Custom):
-    """Computes one result in torch, writing into it, and another one outside of it."""
+    """Computes one result in torch, with an in-place write, and another one outside of torch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ class Mixed(_Custom):
 
 
 class WithModule(_Custom):
-    """Calls a module between two computations of its own, as a reversible block does."""
+    """Calls a module between two operations of its own, as a reversible block does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
@@ -186,7 +186,7 @@ class Written(_Custom):
 
 
 class Through(_Custom):
-    """Gives back what it takes, and turns the gradient round."""
+    """Returns its argument and reverses the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class Through(_Custom):
 
 
 class Batched(_Custom):
-    """Works under ``vmap``."""
+    """Supports ``vmap``."""
 
     generate_vmap_rule = True
 

@@ -1,4 +1,4 @@
-"""What goes into a model, comes out of it, and is kept between two of its calls."""
+"""Inputs, outputs and state that is kept between two calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Result:
 
 @construct
 def outputs_in_a_structure() -> Construct:
-    """Every tensor that comes out is an output by its path in dictionaries, lists and dataclasses, and nothing else."""
+    """Every returned tensor in dictionaries, lists and dataclasses is an output named by its path; nothing else is."""
 
     def forward(_: Net, x: Tensor) -> Any:
         return {"parts": [x.exp(), None, (x.cos(),)], "result": Result(x.sum(), (x.sin(),)), "length": 3, 4: x.tan()}
@@ -47,7 +47,7 @@ def outputs_in_a_structure() -> Construct:
 
 @construct
 def output_that_is_used_again() -> Construct:
-    """A tensor that comes out, is used inside, and comes out again is an output each time."""
+    """A tensor that is returned, used inside, and returned again is an output each time."""
 
     def forward(_: Net, x: Tensor) -> Any:
         hidden = x.exp()
@@ -70,7 +70,7 @@ def output_that_is_used_again() -> Construct:
 
 @construct
 def input_given_back() -> Construct:
-    """An input that is given back as it is goes straight to its output."""
+    """An input that is returned unchanged is connected directly to its output."""
     return Construct(
         Net(lambda _, x, y: (x, x + y)),
         (X, X.clone()),
@@ -87,7 +87,7 @@ def input_given_back() -> Construct:
 
 @construct
 def inputs_by_keyword_alone() -> Construct:
-    """Inputs that are given by keyword are known by it, also those inside a structure and those that nobody uses."""
+    """Keyword inputs are named by their keywords, including those inside a structure and unused ones."""
     return Construct(
         Net(lambda _, *, pair, other, unused: pair["x"] * pair["y"][0] + other),
         (),
@@ -105,7 +105,7 @@ def inputs_by_keyword_alone() -> Construct:
 
 @construct
 def integer_inputs() -> Construct:
-    """Indices are inputs like others, and so is what is computed from them."""
+    """Integer inputs, such as indices, and tensors computed from them are recorded like others."""
     return Construct(
         Net(lambda net, words: net.embedding(words) * (words != 0).unsqueeze(-1), embedding=nn.Embedding(9, 4)),
         (torch.tensor([[5, 3, 0], [2, 0, 0]]),),
@@ -124,7 +124,7 @@ def integer_inputs() -> Construct:
 
 @construct
 def model_without_parts() -> Construct:
-    """A model that holds no other module has its functions and parameters directly in it."""
+    """A model without submodules has its functions and parameters directly in the root."""
     return Construct(
         scaled(lambda net, x: (x * net.scale).relu()),
         (X,),
@@ -142,7 +142,7 @@ def model_without_parts() -> Construct:
 
 @construct
 def module_fed_by_a_parameter() -> Construct:
-    """A module may take nothing but a parameter of another, as a decoder does its queries."""
+    """A module may take only a parameter of another, such as the queries of a decoder."""
     return Construct(
         scaled(lambda net: net.decoder(net.scale.expand(2, 4)), decoder=linear()),
         (),
@@ -168,7 +168,7 @@ def _step_with_memory(net: Any, x: Tensor, memory: dict[str, Tensor]) -> Any:
 
 @construct
 def memory_between_calls() -> Construct:
-    """What a call leaves in an object that it was given goes from there into the next call."""
+    """A tensor that a call stores in an object is an input of the next call that reads it."""
 
     def forward(net: Any, x: Tensor) -> Any:
         memory: dict[str, Tensor] = {}

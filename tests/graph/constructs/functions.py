@@ -1,4 +1,4 @@
-"""Functions of the user's with a gradient of their own."""
+"""Calls of custom functions with their own gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.graph.nets import Net, X, linear, scaled
 
 @construct
 def function_with_a_context() -> Construct:
-    """A call of an ``autograd.Function`` is one node, of what it was called with."""
+    """A call of an ``autograd.Function`` is one node with edges from its arguments."""
     return Construct(
         scaled(lambda net, x: Scale.apply(x.tanh(), net.scale).relu()),
         (X,),
@@ -45,7 +45,7 @@ def function_with_a_context() -> Construct:
 
 @construct
 def function_with_setup_context() -> Construct:
-    """In the style with ``setup_context``, too, neither of the two methods is taken apart."""
+    """In the style with ``setup_context``, the contents of both methods are not recorded either."""
     return Construct(
         scaled(lambda net, x: Moved.apply(x.tanh(), net.scale).relu()),
         (X,),
@@ -62,7 +62,7 @@ def function_with_setup_context() -> Construct:
 
 @construct
 def function_with_two_results() -> Construct:
-    """Each result of such a function comes from its node, also one without a gradient."""
+    """Each result of a custom function comes from its node, including a result without a gradient."""
 
     def forward(net: Any, x: Tensor) -> Any:
         one, other = Two.apply(x * net.scale)
@@ -102,19 +102,19 @@ FOUR_TIMES = """
 
 @construct
 def function_applied_several_times_in_a_row() -> Construct:
-    """Each application is a node of its own, whether on the last one's result or on the same tensor."""
+    """Each application is a node, whether it takes the last result or the same tensor."""
     return Construct(scaled(_four_times), (X,), FOUR_TIMES, outputs=True)
 
 
 @construct
 def function_applied_several_times_without_gradients() -> Construct:
-    """Applications are told apart also where they make no node of autograd's."""
+    """Applications are distinguished even if they create no autograd nodes."""
     return Construct(scaled(_four_times), (X,), FOUR_TIMES, outputs=True, around=torch.no_grad)
 
 
 @construct
 def nested_functions() -> Construct:
-    """Of functions that apply others the outermost is the node."""
+    """Only the outermost of nested functions is a node."""
 
     def forward(net: Any, x: Tensor) -> Any:
         x = Outer.apply(x * net.scale)
@@ -136,7 +136,7 @@ def nested_functions() -> Construct:
 
 @construct
 def nested_functions_without_gradients() -> Construct:
-    """So it is where no gradients are asked for."""
+    """Only the outermost of nested functions is a node, also without gradients."""
     return Construct(
         Net(lambda _, x: Outer.apply(Outer.apply(x)).tanh()),
         (X,),
@@ -152,7 +152,7 @@ def nested_functions_without_gradients() -> Construct:
 
 @construct
 def function_that_computes_in_numpy() -> Construct:
-    """What a function computes outside of torch comes from its node: autograd knows who made it."""
+    """Results computed outside of torch come from the node of the function, which autograd identifies."""
     return Construct(
         scaled(lambda net, x: OuterForeign.apply(Foreign.apply(Foreign.apply(x * net.scale))).tanh()),
         (X,),
@@ -169,7 +169,7 @@ def function_that_computes_in_numpy() -> Construct:
 
 @construct
 def numpy_without_gradients() -> Construct:
-    """Without autograd nobody knows who made such a tensor, so it begins anew."""
+    """Without autograd the origin of a result computed outside of torch is unknown, so it is a new tensor."""
     return Construct(
         Net(lambda _, x: Foreign.apply(x.exp()).tanh()),
         (X,),
@@ -186,7 +186,7 @@ def numpy_without_gradients() -> Construct:
 
 @construct
 def function_that_calls_a_module() -> Construct:
-    """The call of a module stands on its own, between the part of the function before it and the one after it."""
+    """The call of a module is a node between the part of the function before it and the part after it."""
     return Construct(
         scaled(lambda net, x: WithModule.apply(x * net.scale, net.fc).tanh(), fc=linear()),
         (X,),
@@ -204,7 +204,7 @@ def function_that_calls_a_module() -> Construct:
 
 @construct
 def function_inside_a_module() -> Construct:
-    """A function that a module applies lies in the call of the module, also where nothing else does."""
+    """A function that a module applies is in the call of the module, even if it is the only one there."""
     return Construct(
         Net(lambda net, x: net.turned(net.scaled(x)).tanh(), scaled=scaled(_scaled), turned=Net(_turned)),
         (X,),
@@ -250,19 +250,19 @@ def _in_a_checkpoint(reentrant: bool) -> Construct:
 
 @construct
 def function_in_a_checkpoint() -> Construct:
-    """A checkpointed function is there once, as if it were not checkpointed."""
+    """A checkpointed function is recorded once, as without the checkpoint."""
     return _in_a_checkpoint(reentrant=False)
 
 
 @construct
 def function_in_a_reentrant_checkpoint() -> Construct:
-    """So it is in a reentrant checkpoint, which is itself a function with a gradient of its own, and no node."""
+    """The same holds in a reentrant checkpoint, which is itself a custom function but not a node."""
     return _in_a_checkpoint(reentrant=True)
 
 
 @construct
 def function_that_writes_into_its_argument() -> Construct:
-    """After a function that wrote into its argument, or into a view of it, the tensor has its values from there."""
+    """A function that writes into its argument, or into a view of it, is the source of the tensor from then on."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x = x * net.scale
@@ -286,7 +286,7 @@ def function_that_writes_into_its_argument() -> Construct:
 
 @construct
 def function_under_vmap() -> Construct:
-    """Under a transform, too, the function is one node."""
+    """The function is also one node under a transform."""
     return Construct(
         scaled(lambda net, x: torch.func.vmap(Batched.apply)(x * net.scale).tanh()),
         (X,),

@@ -1,4 +1,4 @@
-"""Checkpoints, gradients inside the forward pass, transforms, and the numbers that are computed with."""
+"""Checkpoints, gradients inside the forward pass, transforms, autocast and complex numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _block() -> nn.Module:
 
 @construct
 def checkpoint_inside_a_checkpoint() -> Construct:
-    """What nested checkpoints hold is there once, without a trace of them."""
+    """The contents of nested checkpoints are recorded once; the checkpoints are not nodes."""
 
     def inside(net: Any, x: Tensor) -> Any:
         return checkpoint(net.block, net.fc(x), use_reentrant=False)
@@ -46,7 +46,7 @@ def checkpoint_inside_a_checkpoint() -> Construct:
 
 @construct
 def checkpointed_segments() -> Construct:
-    """A sequence that is checkpointed in segments is called layer by layer, the container itself not at all."""
+    """A sequence that is checkpointed in segments has calls of its layers but not of the container."""
     return Construct(
         Net(lambda net, x: checkpoint_sequential(net.layers, 2, x, use_reentrant=True), layers=_layers()),
         (X.clone().requires_grad_(),),
@@ -81,7 +81,7 @@ def _penalized(net: Any, x: Tensor, *, create_graph: bool) -> Any:
 
 @construct
 def gradient_penalty() -> Construct:
-    """A gradient that the loss is computed from is a step between what is differentiated and what is made of it."""
+    """A gradient used in the loss is a node between the differentiated tensors and its users."""
     return Construct(
         Net(partial(_penalized, create_graph=True), critic=linear(4, 1)),
         (X,),
@@ -106,7 +106,7 @@ def gradient_penalty() -> Construct:
 
 @construct
 def gradient_without_a_graph() -> Construct:
-    """A gradient that cannot be differentiated is the same step."""
+    """A gradient without a graph of its own is recorded in the same way."""
     return Construct(
         Net(partial(_penalized, create_graph=False), critic=linear(4, 1)),
         (X,),
@@ -131,7 +131,7 @@ def gradient_without_a_graph() -> Construct:
 
 @construct
 def gradient_by_the_parameters() -> Construct:
-    """A gradient by parameters, as for a step of an inner loop, takes these and gives one tensor for each."""
+    """A gradient by parameters, as in an inner loop, takes the parameters and returns a tensor for each."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         loss = net.fc(x).square().sum()
@@ -162,7 +162,7 @@ def gradient_by_the_parameters() -> Construct:
 
 @construct
 def vectorized_map() -> Construct:
-    """What is mapped over the rows of a batch is there once, and joined to what is before and behind the map."""
+    """The mapped functions are recorded once, connected to the nodes before and after the map."""
     return Construct(
         Net(lambda net, x: vmap(lambda row: net.fc(row).tanh() * 2)(x.exp()).relu(), fc=linear()),
         (X,),
@@ -180,7 +180,7 @@ def vectorized_map() -> Construct:
 
 @construct
 def gradient_transform() -> Construct:
-    """Of a function under ``torch.func.grad`` the forward pass is there, and its gradient as a step behind it."""
+    """Under ``torch.func.grad`` the forward pass is recorded, followed by a node for the gradient."""
     return Construct(
         Net(lambda net, x: grad(lambda y: net.fc(y).tanh().sum())(x.exp()).relu(), fc=linear()),
         (X,),
@@ -199,7 +199,7 @@ def gradient_transform() -> Construct:
 
 @construct
 def gradient_of_each_row() -> Construct:
-    """Transforms inside each other are recorded as one of them is."""
+    """Nested transforms are recorded like a single one."""
     return Construct(
         Net(lambda net, x: vmap(grad(lambda row: net.fc(row).tanh().sum()))(x), fc=linear()),
         (X,),
@@ -216,7 +216,7 @@ def gradient_of_each_row() -> Construct:
 
 @construct
 def forward_mode_gradient() -> Construct:
-    """A product with the Jacobian goes beside the values through the same functions, and is taken out behind them."""
+    """A Jacobian-vector product follows the values through the same functions and is unpacked after them."""
 
     def forward(net: Any, x: Tensor) -> Any:
         pair: Any = jvp(lambda y: net.fc(y).tanh(), (x,), (torch.ones_like(x),))
@@ -241,7 +241,7 @@ def forward_mode_gradient() -> Construct:
 
 @construct
 def autocast() -> Construct:
-    """Casting to lower precision is no step: a layer under autocast takes what it takes without."""
+    """Casts to lower precision are not recorded: a layer under autocast has the same inputs as without it."""
     return Construct(
         nn.Sequential(linear(), nn.Softmax(-1), linear()),
         (X,),
@@ -265,7 +265,7 @@ def autocast() -> Construct:
 
 @construct
 def complex_numbers() -> Construct:
-    """Complex tensors, their parts and their views as real ones are followed like others."""
+    """Complex tensors, their parts and their views as real tensors are tracked like others."""
 
     def forward(_: Net, x: Tensor) -> Any:
         z = torch.fft.fft(torch.complex(x, x.exp())) * 1j

@@ -1,4 +1,4 @@
-"""Memory that is shared, and what is written into it."""
+"""Shared memory and writes into it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.graph.nets import Net, X
 
 @construct
 def chain_of_in_place_functions() -> Construct:
-    """Functions that write into their argument are steps like others, and the tensor goes on through all of them."""
+    """In-place functions are recorded like others, and the tensor passes through all of them."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         x = x.exp()
@@ -38,7 +38,7 @@ def chain_of_in_place_functions() -> Construct:
 
 @construct
 def two_names_of_one_tensor() -> Construct:
-    """What is written under one name of a tensor is read under the other."""
+    """A write under one name of a tensor is read under the other."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         one = x.exp()
@@ -60,7 +60,7 @@ def two_names_of_one_tensor() -> Construct:
 
 @construct
 def view_of_a_view() -> Construct:
-    """A write through a view of a view is seen by the tensor at the bottom and by the view in between."""
+    """A write through a view of a view is the source of the base tensor and of the view in between."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         x = x.exp()
@@ -87,7 +87,7 @@ def view_of_a_view() -> Construct:
 
 @construct
 def view_taken_before_the_write() -> Construct:
-    """A view that was taken before a write has the values of that write and the shape of the view."""
+    """A view created before a write takes its values from that write and keeps its shape."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         x = x.exp()
@@ -129,7 +129,7 @@ def write_into_a_part() -> Construct:
 
 @construct
 def index_assignment() -> Construct:
-    """A tensor that is filled part by part goes through each assignment, and so do additions to a part of it."""
+    """A tensor that is filled in parts passes through each assignment and each in-place addition to a part of it."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         out = torch.zeros(2, 4)
@@ -141,7 +141,7 @@ def index_assignment() -> Construct:
     return Construct(
         Net(forward),
         (X,),
-        # ``out[0] += …`` takes the row, adds to it, and puts the row, whose memory is that of ``out``, into ``out``.
+        # ``out[0] += …`` reads the row, adds to it, and assigns the row, which shares memory with ``out``, to ``out``.
         """
         input
         zeros
@@ -161,7 +161,7 @@ def index_assignment() -> Construct:
 
 @construct
 def assignment_by_mask() -> Construct:
-    """A mask is an input of what it is used in, written as an index or as an argument."""
+    """A mask is an input of the function that uses it, as an index or as an argument."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         mask = x > 0
@@ -190,7 +190,7 @@ def assignment_by_mask() -> Construct:
 
 @construct
 def functions_with_several_results() -> Construct:
-    """All results of a function come from its one node, however they are taken apart."""
+    """All results of a function come from one node, however they are unpacked."""
 
     def forward(_: Net, x: Tensor) -> Any:
         first, second = x.unbind(0)
@@ -215,7 +215,7 @@ def functions_with_several_results() -> Construct:
 
 @construct
 def functions_that_do_nothing() -> Construct:
-    """A call that gives back the tensor that it took is no step; one that copies, or makes a view, is."""
+    """A call that returns its argument is not recorded; a copy or a view is."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         x = x.contiguous().to(torch.float32).requires_grad_(False)
@@ -237,7 +237,7 @@ def functions_that_do_nothing() -> Construct:
 
 @construct
 def write_into_a_detached_tensor() -> Construct:
-    """A detached tensor shares its memory, so that what is written there is seen by the tensor it was made from."""
+    """A detached tensor shares its memory, so a write into it is the source of the original tensor as well."""
     return Construct(
         Net(lambda _, x: (y := x.exp(), y.detach().mul_(2), y.cos())[2]),
         (X,),
@@ -253,7 +253,7 @@ def write_into_a_detached_tensor() -> Construct:
 
 @construct
 def straight_through() -> Construct:
-    """Both ways of a straight-through estimator are there: the one of the gradient, and the detached one."""
+    """Both branches of a straight-through estimator are recorded: the one with the gradient, and the detached one."""
     return Construct(
         Net(lambda _, x: x + (x.round() - x).detach()),
         (X,),
@@ -269,7 +269,7 @@ def straight_through() -> Construct:
 
 @construct
 def write_without_gradients() -> Construct:
-    """A write that autograd is not to see is a step of the values all the same."""
+    """A write without gradients is recorded."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         x = x.exp()
@@ -291,7 +291,7 @@ def write_without_gradients() -> Construct:
 
 @construct
 def input_that_is_written_and_given_back() -> Construct:
-    """An input that was written to comes out of the write, and not of the input."""
+    """An input that was written to is returned from the write, not from the input."""
     return Construct(
         Net(lambda _, x: x.add_(1)),
         (X.clone(),),
@@ -306,7 +306,7 @@ def input_that_is_written_and_given_back() -> Construct:
 
 @construct
 def random_and_constant_tensors() -> Construct:
-    """A tensor that is made inside begins at what made it; one made after the shape of another comes from that one."""
+    """The source of a new tensor is the function that created it; one created like another takes that one."""
 
     def forward(_: Net, x: Tensor) -> Tensor:
         noise = torch.randn(4)
@@ -329,7 +329,7 @@ def random_and_constant_tensors() -> Construct:
 
 @construct
 def value_that_becomes_a_number() -> Construct:
-    """What goes through a number of Python's is not followed: the function that read it is an end."""
+    """A Python number is not tracked, so the function that reads the value has no users."""
     return Construct(
         Net(lambda _, x: x * x.sum().item()),
         (X,),

@@ -1,4 +1,4 @@
-"""Where modules lie, how often they are called, and what they become."""
+"""Modules in various places, with repeated calls and changes of their class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.graph.nets import Net, X, linear
 
 
 class Plain(nn.Module):
-    """Keeps its layers where torch does not look for them."""
+    """Keeps its layers where torch does not register them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Plain(nn.Module):
 
 @construct
 def modules_in_plain_containers() -> Construct:
-    """A module in a list, a tuple or a dictionary, or in one inside another, has the name of the place."""
+    """A module in a list, a tuple or a dictionary, or in nested ones, is named by its location."""
     return Construct(
         Net(lambda net, x: net.plain(x), plain=Plain()),
         (X,),
@@ -55,7 +55,7 @@ def modules_in_plain_containers() -> Construct:
 
 @construct
 def module_in_a_closure() -> Construct:
-    """A module of which only the forward pass knows has the name of its class, and its calls are counted."""
+    """A module that only the forward pass can access is named by its class, and its calls are counted."""
     hidden = nn.Sequential(linear(), nn.ReLU())
     return Construct(
         Net(lambda _, x: hidden(hidden(x))),
@@ -81,7 +81,7 @@ def module_in_a_closure() -> Construct:
 
 @construct
 def module_under_two_parents() -> Construct:
-    """A shared module keeps its first name in the second parent, and its parameters stay where they were used first."""
+    """A shared module keeps its first name in its second parent; the parameters are in the call of their first use."""
     shared = linear()
     one, other = nn.Sequential(shared, nn.ReLU()), nn.Sequential(shared, nn.Tanh())
     return Construct(
@@ -121,7 +121,7 @@ class Recursive(nn.Module):
 
 @construct
 def module_that_calls_itself() -> Construct:
-    """The calls of a module by itself lie inside each other."""
+    """Recursive calls of a module are nested."""
     return Construct(
         nn.Sequential(Recursive(), nn.ReLU()),
         (X,),
@@ -144,7 +144,7 @@ def module_that_calls_itself() -> Construct:
 
 @construct
 def model_that_calls_itself() -> Construct:
-    """The model itself is one node, so that what all of its calls do lies side by side in it."""
+    """Recursive calls of the model itself are merged into the root."""
     return Construct(
         Recursive(),
         (X,),
@@ -168,7 +168,7 @@ def _routed(net: Any, x: Tensor) -> Any:
 
 @construct
 def dynamic_control_flow() -> Construct:
-    """What the values decide is recorded as it was decided; the questions asked of them are ends."""
+    """The branches taken are recorded; the comparisons that decided them have no users."""
     return Construct(
         Net(_routed, positive=Net(lambda _, x: x * 2), negative=Net(lambda _, x: x + 0.3)),
         (torch.zeros(2, 4),),
@@ -211,13 +211,13 @@ def _eager(part: Any) -> Construct:
 
 @construct
 def compiled_part() -> Construct:
-    """A compiled part that runs eagerly is recorded under its own name, without a node for its compilation."""
+    """A compiled submodule that runs eagerly is recorded under its own name, without a node for its wrapper."""
     return _eager(torch.compile(nn.Sequential(linear(), nn.ReLU()), backend="eager"))
 
 
 @construct
 def part_that_was_compiled_in_place() -> Construct:
-    """So is a part on which ``compile`` was called."""
+    """A submodule compiled in place by ``compile`` is recorded in the same way."""
     part = nn.Sequential(linear(), nn.ReLU())
     part.compile(backend="eager")
     return _eager(part)
@@ -225,7 +225,7 @@ def part_that_was_compiled_in_place() -> Construct:
 
 @construct
 def data_parallel_model() -> Construct:
-    """Of a model that is wrapped for several devices the inner one is the model."""
+    """If a model is wrapped for several devices, the wrapped model is the root."""
     return Construct(
         nn.DataParallel(nn.Sequential(linear(), nn.ReLU())),
         (X,),
@@ -241,7 +241,7 @@ def data_parallel_model() -> Construct:
 
 @construct
 def data_parallel_part() -> Construct:
-    """A part that is wrapped lies in the call of its wrapper."""
+    """A wrapped submodule is inside the call of its wrapper."""
     return Construct(
         Net(lambda net, x: net.part(x), part=nn.DataParallel(linear())),
         (X,),
@@ -256,7 +256,7 @@ def data_parallel_part() -> Construct:
 
 @construct
 def weight_norm() -> Construct:
-    """A weight that is computed from a direction and a length is computed in a call of its own, before the layer's."""
+    """A weight computed from a direction and a length has a call of its own, before that of the layer."""
     return Construct(
         nn.Sequential(parametrizations.weight_norm(linear())),
         (X,),
@@ -282,7 +282,7 @@ class Symmetric(nn.Module):
 
 @construct
 def parametrized_weight() -> Construct:
-    """The module that a weight is computed by is called like any other, with what it computes."""
+    """The module that computes a weight is called like any other, with its contents."""
     layer = linear()
     parametrize.register_parametrization(layer, "weight", Symmetric())
     return Construct(
@@ -307,7 +307,7 @@ def parametrized_weight() -> Construct:
 
 @construct
 def lazy_module() -> Construct:
-    """The parameters of a lazy module are made in its first call, in which they are filled as well."""
+    """The parameters of a lazy module are created and initialized in its first call."""
     return Construct(
         nn.Sequential(nn.LazyLinear(3), nn.ReLU()),
         (X,),
@@ -330,7 +330,7 @@ def lazy_module() -> Construct:
 
 @construct
 def module_called_with_no_tensor() -> Construct:
-    """A module that takes and gives numbers or text is a call in which there is what it computes, if anything."""
+    """A module that takes and returns no tensors is a call with the functions inside it, if there are any."""
     return Construct(
         Net(
             lambda net, x: x * net.count(3) + net.embed("text"),
@@ -352,7 +352,7 @@ def module_called_with_no_tensor() -> Construct:
 
 @construct
 def module_that_yields() -> Construct:
-    """What a generator computes lies where it is asked for, which is behind the call of the module that made it."""
+    """The functions of a generator are recorded where it is consumed, after the call of the module that created it."""
     return Construct(
         Net(
             lambda net, x: sum(net.yielding(x)),

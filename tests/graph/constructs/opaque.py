@@ -1,4 +1,4 @@
-"""Parts that compute where nobody looks."""
+"""Parts with computations that cannot be observed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.graph.nets import Net, X, linear, scaled
 
 @construct
 def scripted_function() -> Construct:
-    """What a scripted function computes is one opaque step, of what autograd says went into it."""
+    """A scripted function is one opaque node with the inputs that autograd reports."""
 
-    # One of its own each time, since TorchScript optimises, with other nodes of autograd's, what it has run before.
+    # Scripted anew each time, since TorchScript optimizes functions after a run, which changes their autograd nodes.
     def exponential(x: Tensor, scale: Tensor) -> Tensor:
         return x.exp() * scale
 
@@ -39,7 +39,7 @@ def scripted_function() -> Construct:
 
 @construct
 def module_around_a_scripted_function() -> Construct:
-    """Where that is all that a module does, it is a step in the call of the module."""
+    """If a module only calls a scripted function, that function is a node in the call of the module."""
 
     def exponential(x: Tensor, scale: Tensor) -> Tensor:
         return x.exp() * scale
@@ -62,7 +62,7 @@ def module_around_a_scripted_function() -> Construct:
 
 @construct
 def scripted_module() -> Construct:
-    """A scripted module is one opaque step of what it takes and of its parameters, with and without gradients."""
+    """A scripted module is one opaque node with its inputs and parameters, with and without gradients."""
     part: Any = torch.jit.script(nn.Sequential(linear(), nn.ReLU()))
     return Construct(
         Net(lambda net, x: net.part(x.exp()).cos(), part=part),
@@ -83,7 +83,7 @@ def scripted_module() -> Construct:
 
 @construct
 def attention_in_eval_mode() -> Construct:
-    """In eval mode an attention is one opaque function of what it takes and of all of its parameters."""
+    """In eval mode an attention is one opaque node with its inputs and all of its parameters."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     return Construct(
         Net(lambda net, x: net.attention(x, x, x, need_weights=False)[0].tanh(), attention=attention).eval(),
@@ -106,7 +106,7 @@ attention.out_proj.bias
 
 @construct
 def padded_encoder_in_eval_mode() -> Construct:
-    """An encoder in eval mode, which leaves the padding out of its computation, is one opaque function of both."""
+    """An encoder in eval mode, which skips the padding, is one opaque node with its input and the padding mask."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     return Construct(
         Net(

@@ -1,0 +1,93 @@
+"""Unique names for the files and tags of the recorders of a trainer."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_recorder.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from lightning_recorder.callbacks.base import RecorderCallback
+
+__all__ = ["check_names", "labels"]
+
+# Tags of evaluations, overflows and pictures begin with the name of the recorder and one of these suffixes.
+_SUFFIXES = ("_validate", "_test", "_predict", "_overflow", "_plots", "_grad", "_grad_plots")
+
+
+def labels(group: str, names: Sequence[str], resumed: Sequence[str] = ()) -> list[str]:
+    """Return a unique label for each recorder of a group.
+
+    Args:
+        group: The kind of recording.
+        names: The names of the recorders in the order of the trainer's callbacks; empty for a recorder without a name.
+        resumed: The labels that recorders without a name had in the resumed run; empty if unknown.
+
+    Example:
+        >>> labels("activations", ["", "slow", "", "2", ""])
+        ['activations', 'activations-slow', 'activations-3', 'activations-2', 'activations-4']
+        >>> labels("activations", ["", ""], ["", "activations"])
+        ['activations-2', 'activations']
+    """
+    found = [f"{group}-{name}" if name else "" for name in names]
+    taken = {_key(label) for label in found if label}
+    for place, label in enumerate(resumed):
+        if label and not found[place] and _key(label) not in taken:
+            found[place] = label
+            taken.add(_key(label))
+    number = 1
+    for place, label in enumerate(found):
+        if label:
+            continue
+        while _key(free := group if number == 1 else f"{group}-{number}") in taken:
+            number += 1
+        found[place] = free
+        taken.add(_key(free))
+    return found
+
+
+def check_names(recorder: RecorderCallback, recorders: Sequence[RecorderCallback]) -> None:
+    """Check that the name of a recorder does not make it share files or tags with another recorder of the trainer.
+
+    Args:
+        recorder: The recorder to compare with the others.
+        recorders: All recorders of the trainer.
+
+    Raises:
+        ArgumentError: If two recorders would share files or tags. The message says how to fix it.
+    """
+    if sum(each is recorder for each in recorders) > 1:
+        raise ArgumentError(f"callbacks contains the same {recorder} twice: remove one of them")
+    for other in recorders:
+        if other is not recorder and other.group == recorder.group:
+            _check_pair(recorder, other)
+
+
+def _check_pair(one: RecorderCallback, other: RecorderCallback) -> None:
+    kind = type(one).__name__
+    if not one.name and not other.name:
+        if type(one) is type(other) and one.keeps_state and one.state_key == other.state_key:
+            raise ArgumentError(
+                f"callbacks contains two equal {kind}: give one of them a name, as {kind}(name='second')"
+            )
+        return
+    if one.name == other.name:
+        raise ArgumentError(f"two {kind} have the name {one.name!r}: give each of them a name= of its own")
+    if _key(one.name) == _key(other.name):
+        raise ArgumentError(
+            f"two {kind} have the names {one.name!r} and {other.name!r}, which are the same on some file systems: give "
+            "each of them a name= of its own"
+        )
+    first, second = sorted((one.name, other.name), key=len)
+    if first and any(_key(first + suffix) == _key(second) for suffix in _SUFFIXES):
+        raise ArgumentError(
+            f"two {kind} have the names {first!r} and {second!r}, and tags of {first!r} begin with {second!r} as well: "
+            "give one of them another name="
+        )
+
+
+def _key(name: str) -> str:
+    """Return a normalised name, equal for names that some file systems do not distinguish."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold()).rstrip(" .")

@@ -1,0 +1,196 @@
+"""File writes that leave a reserve of free disk space."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_recorder.errors import tell
+
+__all__ = [
+    "RESERVE_BYTES",
+    "UNKNOWN_BYTES",
+    "append",
+    "attempt",
+    "begin_run",
+    "fits",
+    "has_room",
+    "is_full",
+    "warn_of_full",
+]
+
+RESERVE_BYTES = 2**28
+"""The number of bytes that this package leaves free on each disk; overridden by the environment variable below."""
+
+UNKNOWN_BYTES = 2**20
+"""The assumed size in bytes of a write whose size is not known in advance."""
+
+_VARIABLE = "LIGHTNING_RECORDER_DISK_RESERVE"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_WARNED: set[int | str] = set()
+_LOCK = threading.Lock()
+_APPEND_LOCK = threading.Lock()
+
+
+def begin_run() -> None:
+    """Reset the warnings for a new run, so that each disk is reported again."""
+    with _LOCK:
+        _WARNED.clear()
+
+
+def fits(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
+    """Return True if the reserve remains free after a write.
+
+    If the free space of a disk cannot be read, the write is assumed to fit.
+
+    Args:
+        path: The file or folder to write; it need not exist.
+        nbytes: The size of the write in bytes.
+    """
+    free = _free_bytes(_existing(Path(path)))
+    return free is None or free - nbytes >= _reserve_bytes()
+
+
+def has_room(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
+    """Return True if the reserve remains free after a write; otherwise warn, once per disk and run."""
+    if fits(path, nbytes):
+        return True
+    folder = _existing(Path(path))
+    if _is_news(folder):
+        tell(
+            f"lightning_recorder skips writes to the disk of {folder}: {_size(_free_bytes(folder) or 0)} are free, the "
+            f"write may need {_size(nbytes)}, and {_size(_reserve_bytes())} are reserved for the rest of the run. "
+            "Training goes on, and so does writing when there is space again. Free some space, or set "
+            f"{_VARIABLE} to a smaller number of bytes"
+        )
+    return False
+
+
+def attempt(path: str | Path, nbytes: int, write: Callable[[], object]) -> bool:
+    """Write if the disk has room, and return True if the write succeeded.
+
+    A write that fails because of a full disk, an exhausted quota or the file size limit is skipped in the same way,
+    with the same single warning per disk and run.
+
+    Args:
+        path: The file or folder to write; it need not exist.
+        nbytes: The size of the write in bytes.
+        write: The function that writes; it must not leave partial output when it raises.
+
+    Raises:
+        OSError: If writing fails for another reason.
+    """
+    if not has_room(path, nbytes):
+        return False
+    try:
+        write()
+    except OSError as error:
+        if not is_full(error):
+            raise
+        warn_of_full(path, error)
+        return False
+    return True
+
+
+def is_full(error: BaseException) -> bool:
+    """Return True if an error means that the disk, the quota or the file size limit is exhausted."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def warn_of_full(path: str | Path, error: BaseException) -> None:
+    """Warn about such an error, once per disk and run."""
+    if _is_news(_existing(Path(path))):
+        tell(
+            f"lightning_recorder could not write to {path}: {error}. Training goes on, and so does writing when it "
+            "works again; until then records are lost. Free some space, or raise the quota or the limit of file sizes"
+        )
+
+
+def append(path: Path, data: bytes, *, is_line: bool = False) -> int:
+    """Append bytes to a file, all or nothing.
+
+    Args:
+        path: The file; created, with its folder, if it does not exist.
+        data: The bytes.
+        is_line: If True, first terminate a line that a killed run left unfinished.
+
+    Returns:
+        The number of bytes by which the file has grown.
+
+    Raises:
+        OSError: If not all bytes could be written. The file is left unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Opened for each write, so that no descriptor is held across a fork, a copy of the callback or a move of the
+    # folder.
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    with _APPEND_LOCK:  # recorders share files across threads, and a failed write is truncated to the previous end
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            end = os.lseek(descriptor, 0, os.SEEK_END)
+            if is_line and end > 0:
+                os.lseek(descriptor, -1, os.SEEK_END)
+                data = data if os.read(descriptor, 1) == b"\n" else b"\n" + data
+            try:
+                left = data
+                while left:
+                    left = left[os.write(descriptor, left) :]
+            except OSError:
+                os.ftruncate(descriptor, end)
+                raise
+        finally:
+            os.close(descriptor)
+    return len(data)
+
+
+def _reserve_bytes() -> int:
+    text = os.environ.get(_VARIABLE, "").strip()
+    if not text:
+        return RESERVE_BYTES
+    if text.isascii() and text.isdigit():
+        return int(text)
+    if _is_news(_VARIABLE):
+        tell(
+            f"{_VARIABLE}={text!r} is not a number of bytes, so lightning_recorder leaves {_size(RESERVE_BYTES)} of "
+            f"each disk free: set it to a whole number, as {_VARIABLE}={RESERVE_BYTES}"
+        )
+    return RESERVE_BYTES
+
+
+def _is_news(place: Path | str) -> bool:
+    """Return True if this is the first warning of the run about the disk of a folder, or about a setting."""
+    key: int | str = place if isinstance(place, str) else _device(place)
+    with _LOCK:
+        if key in _WARNED:
+            return False
+        _WARNED.add(key)
+        return True
+
+
+def _device(folder: Path) -> int | str:
+    try:
+        return folder.stat().st_dev
+    except OSError:
+        return str(folder)
+
+
+def _existing(path: Path) -> Path:
+    """Return the nearest existing folder of a path."""
+    return next((folder for folder in (path, *path.parents) if os.path.isdir(folder)), Path())  # noqa: PTH112 - never raises
+
+
+def _free_bytes(folder: Path) -> int | None:
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    return usage.free if usage.total else None  # a file system that does not know its size reports 0 of 0
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes} bytes"
