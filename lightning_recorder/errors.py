@@ -173,7 +173,9 @@ def check_callable(name: str, value: object, arguments: str, purpose: str = "") 
     try:
         signature.bind(*filter(None, arguments.split(", ")))
     except TypeError:
-        raise ArgumentError(f"{wanted}; {_described(value)} takes {signature}") from None
+        bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        shown = signature.replace(parameters=bare, return_annotation=signature.empty)
+        raise ArgumentError(f"{wanted}; {_described(value)} takes {shown}") from None
 
 
 def check_some(
@@ -214,15 +216,24 @@ def did_you_mean(word: object, known: Iterable[str], synonyms: Mapping[str, str]
     return f": did you mean {found!r}?" if found else ""
 
 
-def closest(word: object, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str:
-    """Return the known word that a wrong one probably means; empty if none is close."""
+def closest(
+    word: object, known: Iterable[str], synonyms: Mapping[str, str] | None = None, *, similarity: float = 0.6
+) -> str:
+    """Return the known word that a wrong one probably means; empty if none is close.
+
+    Args:
+        word: The wrong word.
+        known: The words to choose from.
+        synonyms: Other common words, mapped to the known words that they mean.
+        similarity: The least ratio of ``difflib`` at which a known word counts as close, ignoring case.
+    """
     if not isinstance(word, str):
         return ""
     by_lower = {each.lower(): each for each in known}
     meant = (synonyms or {}).get(word.lower())
     if meant is not None and meant.lower() in by_lower:
         return meant
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=similarity)
     return by_lower[near[0]] if near else ""
 
 

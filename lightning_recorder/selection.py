@@ -14,8 +14,8 @@ from lightning_recorder.errors import (
     ArgumentError,
     SelectionError,
     check_callable,
+    closest,
     describe_call,
-    did_you_mean,
     imported,
 )
 from lightning_recorder.names import closest_names, compile_glob, default_modules, is_never_called, named_submodules
@@ -290,10 +290,12 @@ class _Tree:
         for kind in types:
             if not isinstance(kind, str) or hasattr(nn, kind) or any(_is_a(each, kind) for each in self.names):
                 continue
-            hint = did_you_mean(kind.rpartition(".")[2], sorted(present))
-            if hint:
+            # Class names share words: MyLayer is not a misspelled LayerNorm.
+            meant = closest(kind.rpartition(".")[2], sorted(present), similarity=0.8)
+            if meant:
                 classes = ", ".join(sorted({type(each).__name__ for each in self.names}))
-                raise SelectionError(f"no selected module is a {kind}; the model has {classes}{hint}")
+                hint = f"did you mean {meant!r}?"
+                raise SelectionError(f"no selected module is a {kind}; the model has {classes}: {hint}")
 
     def opened(self, names: Iterable[str]) -> list[str]:
         """Return the names in order, with containers that are never called replaced by their entries."""
