@@ -49,7 +49,7 @@ def tests(session: nox.Session) -> None:
     session.run("mypy")
     doctests = ["--doctest-modules", "--doctest-glob=README.md", "lightning_recorder", "README.md"]
     # This module imports Triton, which is not available on all platforms.
-    doctests.append("--ignore=lightning_recorder/reductions/triton_kernels.py")
+    doctests.append("--ignore=lightning_recorder/reductions/kernels/triton_kernels.py")
     session.run("python", "-m", "pytest", *doctests)
     # Two processes with one thread each. The tests of a file run in the same process, because they share runs.
     parallel = ["-n", "2", "--dist", "loadfile"]

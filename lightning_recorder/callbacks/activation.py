@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS, checked_arguments
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import check_some
-from lightning_recorder.recorders import SiteRecorder, StatisticsRecorder
+from lightning_recorder.statistics import SiteRecorder, StatisticsRecorder
 from lightning_recorder.taps import OutputTap
 
 __all__ = ["ActivationRecorder"]

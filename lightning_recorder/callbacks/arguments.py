@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from lightning_recorder.errors import ArgumentError, UnknownArgumentError, check_integer, closest, did_you_mean
-from lightning_recorder.recorders import SHOWN_STATISTICS
 from lightning_recorder.reductions import DeadChannels, HigherMoments, Norms, Reduction
+from lightning_recorder.statistics import SHOWN_STATISTICS
 
 __all__ = ["STAGE_SYNONYMS", "checked_arguments", "checked_statistics", "in_words", "recorder_options"]
 

@@ -21,10 +21,10 @@ from typing_extensions import override
 from lightning_recorder import disk
 from lightning_recorder.callbacks.naming import check_names, labels
 from lightning_recorder.callbacks.run import Silence, logged_step, recorder_directory, why_no_training
-from lightning_recorder.compiled import compiled_modules, flex_attention_users
 from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, describe_error, tell
+from lightning_recorder.internals.compiled import compiled_modules, flex_attention_users
+from lightning_recorder.outputs import write_receipt
 from lightning_recorder.portable import Lost, Portable, unwrap
-from lightning_recorder.recorders import write_receipt
 from lightning_recorder.schedule import Sampling
 from lightning_recorder.sinks import FilesSink, MultiSink, Sink, for_any_thread, sinks_for_loggers
 

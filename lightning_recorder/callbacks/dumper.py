@@ -17,22 +17,15 @@ from lightning_recorder.callbacks.base import Compiled, RecorderCallback, guarde
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.run import Silence, gradient_factor, logged_step, why_no_files
 from lightning_recorder.callbacks.scale import LossScale
-from lightning_recorder.compiled import compiled_modules
 from lightning_recorder.dumps import can_hold
 from lightning_recorder.errors import ArgumentError, check_bool, check_integer, check_some, did_you_mean, tell
-from lightning_recorder.recorders import (
-    TENSOR_DUMP_TIMES,
-    TENSOR_KINDS,
-    BufferPool,
-    DumpFolder,
-    Event,
-    SiteStatistics,
-    TensorCapture,
-    TensorDumps,
-)
+from lightning_recorder.internals.compiled import compiled_modules
+from lightning_recorder.outputs import TENSOR_DUMP_TIMES, DumpFolder, Event, TensorDumps
 from lightning_recorder.schedule import Sampling
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.sinks import Sink
+from lightning_recorder.statistics import SiteStatistics
+from lightning_recorder.tensors import TENSOR_KINDS, BufferPool, TensorCapture
 
 __all__ = ["TensorDumper"]
 

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback, guarded
 from lightning_recorder.callbacks.run import logged_step
-from lightning_recorder.recorders import EvaluationRecorder
 from lightning_recorder.schedule import Sampling
+from lightning_recorder.statistics import EvaluationRecorder
 
 __all__ = ["EvaluationCallback"]
 

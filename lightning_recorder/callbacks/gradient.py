@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.run import gradient_factor
 from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.recorders import SiteRecorder, StatisticsRecorder
+from lightning_recorder.statistics import SiteRecorder, StatisticsRecorder
 from lightning_recorder.taps import OutputGradientTap
 
 __all__ = ["GradientRecorder"]

@@ -28,7 +28,7 @@ from lightning_recorder.errors import (
     tell,
 )
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphPicture, GraphvizStyler, record
-from lightning_recorder.graph.graphviz import check_direction
+from lightning_recorder.graph.renderers.graphviz import check_direction
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.sinks import Image, Sink
 from lightning_recorder.temporary import write_whole

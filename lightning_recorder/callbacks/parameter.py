@@ -14,7 +14,8 @@ from lightning_recorder.callbacks.base import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import SelectionError, check_some, tell
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
-from lightning_recorder.recorders import (
+from lightning_recorder.selection import SelectedModules, Selection
+from lightning_recorder.statistics import (
     PARAMETER_PARTS,
     OptimizerRecorder,
     Record,
@@ -22,7 +23,6 @@ from lightning_recorder.recorders import (
     SiteStatistics,
     with_update_ratios,
 )
-from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.taps import Site
 
 __all__ = ["ParameterRecorder"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import Trainer
 
 from lightning_recorder.errors import tell
-from lightning_recorder.recorders import Exchange
+from lightning_recorder.statistics import Exchange
 
 __all__ = ["agree", "decline"]
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_recorder.errors import describe_error
-from lightning_recorder.recorders import Report, RunRecorder
+from lightning_recorder.outputs import Report
+from lightning_recorder.statistics import RunRecorder
 from lightning_recorder.taps import Site
 
 __all__ = ["KeptState"]

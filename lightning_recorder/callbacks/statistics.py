@@ -20,7 +20,7 @@ from lightning_recorder.callbacks.arguments import checked_arguments, checked_st
 from lightning_recorder.callbacks.base import Compiled, fixed_in_run, guarded
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
-from lightning_recorder.callbacks.keeping import Keeping
+from lightning_recorder.callbacks.output_options import Keeping
 from lightning_recorder.callbacks.ranks import agree, decline
 from lightning_recorder.callbacks.run import (
     Silence,
@@ -32,28 +32,24 @@ from lightning_recorder.callbacks.run import (
 )
 from lightning_recorder.callbacks.scale import LossScale
 from lightning_recorder.callbacks.state import KeptState
-from lightning_recorder.compiled import compiled_modules
 from lightning_recorder.disk import attempt
 from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, check_integer, describe_error, tell
-from lightning_recorder.recorders import (
-    Budget,
-    EvaluationRecorder,
-    Record,
-    Report,
-    Results,
-    RunRecorder,
-    SiteRecorder,
-    SiteStatistics,
-    TagBudget,
-    Watched,
-    Worker,
-    check_overhead,
-    with_gradients,
-)
+from lightning_recorder.internals.compiled import compiled_modules
+from lightning_recorder.outputs import Report, Results, TagBudget, Watched, with_gradients
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.schedule import Reduce, Sampling, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.sinks import Sink
+from lightning_recorder.statistics import (
+    Budget,
+    EvaluationRecorder,
+    Record,
+    RunRecorder,
+    SiteRecorder,
+    SiteStatistics,
+    Worker,
+    check_overhead,
+)
 from lightning_recorder.taps import Site
 
 __all__ = ["DEFAULT_STATISTICS", "StatisticsCallback"]

@@ -1,22 +1,22 @@
 """The execution graph: capture, views, diffs and renderers."""
 
-from lightning_recorder.graph.capture import GraphCapture, capture_graph
-from lightning_recorder.graph.containers import gather
+from lightning_recorder.graph.capture.graph_capture import GraphCapture, capture_graph
 from lightning_recorder.graph.diff import GraphDiff, NodeChange, diff
 from lightning_recorder.graph.drawing import Drawing, draw, make_dot, render_network
-from lightning_recorder.graph.focus import focus
-from lightning_recorder.graph.graphdef import to_graph_def
-from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, GraphvizStyler
 from lightning_recorder.graph.layout import Layout
-from lightning_recorder.graph.mermaid import MermaidRenderer, to_mermaid
 from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
 from lightning_recorder.graph.picture import GraphPicture
 from lightning_recorder.graph.record import record
-from lightning_recorder.graph.render import BaseRenderer
-from lightning_recorder.graph.roll import roll
-from lightning_recorder.graph.tensors import show_tensors
-from lightning_recorder.graph.text import TextRenderer, to_text
-from lightning_recorder.graph.views import (
+from lightning_recorder.graph.renderers.base import BaseRenderer
+from lightning_recorder.graph.renderers.graphdef import to_graph_def
+from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler
+from lightning_recorder.graph.renderers.mermaid import MermaidRenderer, to_mermaid
+from lightning_recorder.graph.renderers.text import TextRenderer, to_text
+from lightning_recorder.graph.views.focus import focus
+from lightning_recorder.graph.views.gather import gather
+from lightning_recorder.graph.views.roll import roll
+from lightning_recorder.graph.views.tensors import show_tensors
+from lightning_recorder.graph.views.views import (
     collapse,
     drop_dead_ends,
     drop_isolated,

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from lightning_recorder.errors import ArgumentError, check_integer
-from lightning_recorder.graph.containers import gather
-from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, GraphvizStyler, check_direction
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import record
-from lightning_recorder.graph.roll import roll as rolled
-from lightning_recorder.graph.tensors import show_tensors
-from lightning_recorder.graph.views import collapse, drop_isolated, fit, fold_repeats, without
+from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler, check_direction
+from lightning_recorder.graph.views.gather import gather
+from lightning_recorder.graph.views.roll import roll as rolled
+from lightning_recorder.graph.views.tensors import show_tensors
+from lightning_recorder.graph.views.views import collapse, drop_isolated, fit, fold_repeats, without
 from lightning_recorder.inputs import shapes_in
 from lightning_recorder.temporary import TemporaryFolder, copy_whole
 

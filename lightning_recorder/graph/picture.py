@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_recorder.errors import RenderError
-from lightning_recorder.graph.graphviz import Direction, GraphvizRenderer, GraphvizStyler
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.graph.views import fit
+from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler
+from lightning_recorder.graph.views.views import fit
 
 __all__ = ["GraphPicture"]
 

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.drawing import Drawing, draw
-from lightning_recorder.graph.graphviz import GraphvizStyler, Shapes
 from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.renderers.graphviz import GraphvizStyler, Shapes
 from lightning_recorder.names import closest_names
 from lightning_recorder.plots.canvas import literal
 from lightning_recorder.plots.colours import paint, table_for

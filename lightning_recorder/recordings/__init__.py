@@ -1,11 +1,11 @@
 """Recorded statistics on disk: records written line by line, read back as tensors, and compared between runs."""
 
 from lightning_recorder.recordings.comparison import Comparison, Difference, compare
+from lightning_recorder.recordings.divergence import Parting, SiteParting, Tolerance
 from lightning_recorder.recordings.dumped import DumpEntry
 from lightning_recorder.recordings.files import records_path
 from lightning_recorder.recordings.history import Session
 from lightning_recorder.recordings.lines import SiteRecord
-from lightning_recorder.recordings.partings import Parting, SiteParting, Tolerance
 from lightning_recorder.recordings.reader import Recording, open_recording
 from lightning_recorder.recordings.run import Run
 from lightning_recorder.recordings.series import Series

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_recorder.errors import ArgumentError, check_number
-from lightning_recorder.recordings.partings import Parting, SeriesPair, SiteParting, Tolerance
+from lightning_recorder.recordings.divergence import Parting, SeriesPair, SiteParting, Tolerance
 from lightning_recorder.recordings.run import Run
 from lightning_recorder.recordings.series import Series
 

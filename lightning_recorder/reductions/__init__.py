@@ -8,10 +8,10 @@ from lightning_recorder.reductions.channels import ChannelMoments, DeadChannels
 from lightning_recorder.reductions.combined import Combined
 from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum
 from lightning_recorder.reductions.extrema import Extrema
-from lightning_recorder.reductions.fused import add_tensor, prepare
-from lightning_recorder.reductions.fused_cuda import prepare_device
 from lightning_recorder.reductions.higher_moments import HigherMoments
 from lightning_recorder.reductions.histogram import ExponentHistogram
+from lightning_recorder.reductions.kernels.fused import add_tensor, prepare
+from lightning_recorder.reductions.kernels.fused_cuda import prepare_device
 from lightning_recorder.reductions.last import LastValue
 from lightning_recorder.reductions.moments import RunningMoments
 from lightning_recorder.reductions.norms import Norms

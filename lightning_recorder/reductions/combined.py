@@ -34,7 +34,7 @@ class Combined(Reduction):
 
     Example:
         >>> import torch
-        >>> from lightning_recorder import Extrema, Norms
+        >>> from lightning_recorder.reductions import Extrema, Norms
         >>> both = Combined([Extrema(), Norms()])
         >>> both.update(torch.tensor([3.0, -4.0]))
         >>> {name: float(value) for name, value in both.compute().items()}

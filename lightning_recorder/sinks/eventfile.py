@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from lightning_recorder.disk import append, attempt
 from lightning_recorder.sinks.dashboard import Dashboard
-from lightning_recorder.sinks.records import framed
+from lightning_recorder.sinks.tfrecord_crc import framed
 
 __all__ = ["EventFile", "event_file"]
 

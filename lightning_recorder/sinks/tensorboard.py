@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from lightning_recorder.graph.graphdef import to_graph_def
+from lightning_recorder.graph.renderers.graphdef import to_graph_def
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.dashboard import dashboard_of
 from lightning_recorder.sinks.eventfile import EventFile, event_file
-from lightning_recorder.sinks.records import quicken_records
+from lightning_recorder.sinks.tfrecord_crc import quicken_records
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.autograd import in_transform, is_tracing, is_transformed
-from lightning_recorder.compiled import describe_compiled, observe_compiled_calls, stop_observing
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, tell
-from lightning_recorder.hooks import ModuleHook
-from lightning_recorder.stance import EagerStance
-from lightning_recorder.stopwatch import Stopwatch
+from lightning_recorder.internals.autograd import in_transform, is_tracing, is_transformed
+from lightning_recorder.internals.compiled import describe_compiled, observe_compiled_calls, stop_observing
+from lightning_recorder.internals.hooks import ModuleHook
+from lightning_recorder.internals.pause_recording import is_unrecorded, unrecorded
+from lightning_recorder.internals.stance import EagerStance
+from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.structure import describe_unknown, iter_tensors
-from lightning_recorder.unrecorded import is_unrecorded, unrecorded
 
 __all__ = ["Receiver", "Site", "Tap"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.autograd import in_backward, is_tracing
+from lightning_recorder.internals.autograd import in_backward, is_tracing
 from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
 __all__ = ["InputTap", "OutputTap"]

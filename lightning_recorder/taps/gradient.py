@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_recorder.autograd import hooks_of_leaf
 from lightning_recorder.errors import tell
+from lightning_recorder.internals.autograd import hooks_of_leaf
 from lightning_recorder.taps.base import Receiver, Site, Tap
-from lightning_recorder.taps.living import LIVING_NODES, MOST_NODES
+from lightning_recorder.taps.graph_node_limit import LIVING_NODES, MOST_NODES
 
 __all__ = ["GradientHook", "GradientTap"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from typing_extensions import override
 
-from lightning_recorder.autograd import (
+from lightning_recorder.internals.autograd import (
     base_of,
     is_transformed,
     running_calls,
@@ -22,7 +22,7 @@ from lightning_recorder.autograd import (
 )
 from lightning_recorder.taps.base import TapHook
 from lightning_recorder.taps.gradient import GradientHook, GradientTap
-from lightning_recorder.taps.living import LIVING_NODES
+from lightning_recorder.taps.graph_node_limit import LIVING_NODES
 from lightning_recorder.taps.total import Total
 from lightning_recorder.taps.view import Region, View
 

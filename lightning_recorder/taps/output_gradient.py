@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_recorder.autograd import (
+from lightning_recorder.internals.autograd import (
     base_of,
     is_transformed,
     is_view,
 )
 from lightning_recorder.taps.base import Site, TapHook
 from lightning_recorder.taps.gradient import GradientHook, GradientTap
-from lightning_recorder.taps.living import LIVING_NODES
+from lightning_recorder.taps.graph_node_limit import LIVING_NODES
 from lightning_recorder.taps.total import Total
 from lightning_recorder.taps.view import NEAR, BaseEdge, View, guard_of, is_unshared, unguarded, writer_of
 

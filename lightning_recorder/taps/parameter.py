@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_recorder.autograd import in_backward
+from lightning_recorder.internals.autograd import in_backward
 from lightning_recorder.names import own_parameters
 from lightning_recorder.taps.base import Tap, TapHook
 from lightning_recorder.taps.gradient import GradientHook, GradientTap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_recorder.autograd import graph_task
+from lightning_recorder.internals.autograd import graph_task
 
 __all__ = ["Total"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from typing_extensions import Self, override
 
-from lightning_recorder.autograd import (
+from lightning_recorder.internals.autograd import (
     base_of,
     hooks_of,
     reference_counts,

@@ -14,18 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_recorder import MultiSink, StatisticsRecorder, TensorBoardSink
-from lightning_recorder.recorders import (
-    BufferPool,
-    DumpFolder,
-    Plotter,
-    Record,
-    RecordFile,
-    Report,
-    Results,
-    TensorCapture,
-    TensorDumps,
-)
+from lightning_recorder import StatisticsRecorder
+from lightning_recorder.outputs import DumpFolder, Plotter, RecordFile, Report, Results, TensorDumps
+from lightning_recorder.sinks import MultiSink, TensorBoardSink
+from lightning_recorder.statistics import Record
+from lightning_recorder.tensors import BufferPool, TensorCapture
 from tests.benchmarks.models import gpt2
 
 SITES = 200

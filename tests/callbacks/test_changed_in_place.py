@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_recorder import GradientRecorder, MemorySink, OutputGradientTap, Selection
+from lightning_recorder import GradientRecorder, MemorySink, Selection
+from lightning_recorder.taps import OutputGradientTap
 from tests.callbacks.models import Classifier, fit
 
 LAYERS = ["first", "second", "relu", "third", "flatten", "head"]

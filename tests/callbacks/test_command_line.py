@@ -17,13 +17,13 @@ from lightning_recorder import (
     GradientRecorder,
     GraphRecorder,
     MemorySink,
-    Norms,
     ParameterRecorder,
-    SiteStatistics,
     TensorDumper,
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.graph import GraphvizStyler
+from lightning_recorder.reductions import Norms
+from lightning_recorder.statistics import SiteStatistics
 from tests.callbacks.models import Classifier, digits
 
 pytest.importorskip("jsonargparse", reason="needs jsonargparse[signatures]")

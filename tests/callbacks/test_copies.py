@@ -20,18 +20,17 @@ from typing_extensions import override
 
 from lightning_recorder import (
     ActivationRecorder,
-    ChannelMoments,
     GradientRecorder,
     GraphRecorder,
-    GraphvizStyler,
     MemorySink,
-    Norms,
     ParameterRecorder,
     RecorderWarning,
     TensorDumper,
 )
 from lightning_recorder.callbacks.base import RecorderCallback
-from lightning_recorder.recorders import SiteStatistics
+from lightning_recorder.graph import GraphvizStyler
+from lightning_recorder.reductions import ChannelMoments, Norms
+from lightning_recorder.statistics import SiteStatistics
 from tests.callbacks.models import Classifier, fit, hooks_left
 
 KINDS: dict[str, Callable[[], RecorderCallback]] = {

@@ -32,20 +32,16 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_recorder import (
     ActivationRecorder,
-    Change,
     GradientRecorder,
     GraphRecorder,
     MemorySink,
     ParameterRecorder,
     RecorderWarning,
-    Reduction,
-    Statistics,
-    Values,
     open_recording,
     read_dump,
 )
-from lightning_recorder.recorders import SHOWN_STATISTICS, SiteRecorder
-from lightning_recorder.reductions import to_histogram
+from lightning_recorder.reductions import Change, Reduction, Statistics, Values, to_histogram
+from lightning_recorder.statistics import SHOWN_STATISTICS, SiteRecorder
 from tests.callbacks.models import LEAVES, Classifier, digits
 from tests.reductions.reference import Moments, values_of
 

@@ -26,17 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_recorder import (
-    ArgumentError,
-    MemorySink,
-    RecorderWarning,
-    SelectionError,
-    SiteStatistics,
-    read_dump,
-    read_manifest,
-)
+from lightning_recorder import ArgumentError, MemorySink, RecorderWarning, SelectionError, read_dump, read_manifest
 from lightning_recorder.callbacks import TensorDumper
-from lightning_recorder.recorders.tensors import Captured
+from lightning_recorder.statistics import SiteStatistics
+from lightning_recorder.tensors.capture import Captured
 from tests.callbacks import test_noninterference as noninterference
 from tests.callbacks.models import LEAVES, Classifier, digits, fit, hooks_left
 from tests.disks import files_up_to

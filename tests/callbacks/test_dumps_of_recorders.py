@@ -25,16 +25,16 @@ from typing_extensions import override
 from lightning_recorder import (
     ActivationRecorder,
     ArgumentError,
-    ChannelMoments,
     GradientRecorder,
     MemorySink,
     ParameterRecorder,
     RecorderWarning,
-    SiteStatistics,
     read_dump,
     read_manifest,
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.reductions import ChannelMoments
+from lightning_recorder.statistics import SiteStatistics
 from tests.callbacks.models import Classifier, digits, fit, hooks_left
 from tests.disks import files_up_to
 

@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from lightning_recorder import (
     ActivationRecorder,
-    Change,
     GradientRecorder,
     GraphRecorder,
     MemorySink,
     ParameterRecorder,
     RecordingError,
-    Site,
 )
 from lightning_recorder.callbacks.base import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.recorders import Report, RunRecorder, SiteRecorder, SiteStates
+from lightning_recorder.outputs import Report
+from lightning_recorder.reductions import Change
 from lightning_recorder.sinks import MetricsSink, loggers
-from lightning_recorder.taps import Tap
+from lightning_recorder.statistics import RunRecorder, SiteRecorder, SiteStates
+from lightning_recorder.taps import Site, Tap
 from tests.callbacks.models import hooks_left
 from tests.callbacks.small import BATCHES, Small, go, shown, small, told_by
 from tests.disks import files_up_to

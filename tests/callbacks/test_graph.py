@@ -415,7 +415,7 @@ def test_a_recording_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pyte
             raise LookupError("ours")
         return "op"
 
-    monkeypatch.setattr(sys.modules["lightning_recorder.graph.recording"], "function_name", broken)
+    monkeypatch.setattr(sys.modules["lightning_recorder.graph.capture.step"], "function_name", broken)
     model = Classifier()
     recorder = GraphRecorder(formats=())
     with pytest.warns(RecorderWarning, match="could not be recorded to its end: LookupError: ours"):

@@ -31,9 +31,9 @@ from lightning_recorder import (
     MemorySink,
     ParameterRecorder,
     RecorderWarning,
-    Site,
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.taps import Site
 from tests.callbacks.models import hooks_left
 
 Batches = dict[int, list[int]]

@@ -23,10 +23,10 @@ from lightning_recorder import (
     ParameterRecorder,
     RecorderWarning,
     SelectionError,
-    Site,
     read_dump,
 )
 from lightning_recorder.schedule import Reduce
+from lightning_recorder.taps import Site
 from tests.callbacks.models import digits, hooks_left
 
 pl: Any = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")

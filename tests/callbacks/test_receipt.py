@@ -15,16 +15,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_recorder import (
-    ActivationRecorder,
-    GradientRecorder,
-    MemorySink,
-    Norms,
-    ParameterRecorder,
-    StatisticsRecorder,
-)
-from lightning_recorder.recorders import Budget, Record, RunRecorder
+from lightning_recorder import ActivationRecorder, GradientRecorder, MemorySink, ParameterRecorder, StatisticsRecorder
+from lightning_recorder.reductions import Norms
 from lightning_recorder.schedule import Sampling
+from lightning_recorder.statistics import Budget, Record, RunRecorder
 from tests.callbacks.models import Classifier, digits, fit
 from tests.callbacks.small import Small, go, small
 

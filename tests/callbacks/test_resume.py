@@ -21,16 +21,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_recorder import (
-    ActivationRecorder,
-    Change,
-    GradientRecorder,
-    GraphRecorder,
-    MemorySink,
-    Norms,
-    ParameterRecorder,
-)
-from lightning_recorder.reductions import fused, statistics
+from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, MemorySink, ParameterRecorder
+from lightning_recorder.reductions import Change, Norms, statistics
+from lightning_recorder.reductions.kernels import fused
 from tests.callbacks.models import hooks_left
 from tests.callbacks.small import BATCHES, EPOCHS, Resumable, Small, go, shown, small, told_by
 

@@ -21,19 +21,17 @@ from torch.nn import functional as F
 from lightning_recorder import (
     ActivationRecorder,
     ArgumentError,
-    ChannelMoments,
-    Extrema,
     GradientRecorder,
     MemorySink,
-    Norms,
     RecorderWarning,
     SelectionError,
-    Site,
     open_recording,
     read_dump,
     read_manifest,
 )
-from lightning_recorder.recorders import Snapshot
+from lightning_recorder.reductions import ChannelMoments, Extrema, Norms
+from lightning_recorder.statistics import Snapshot
+from lightning_recorder.taps import Site
 from tests.callbacks.models import LEAVES, Classifier, digits, events, fit, hooks_left
 
 

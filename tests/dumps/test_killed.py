@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from lightning_recorder import read_dump, read_manifest
-from lightning_recorder.recorders import DumpFolder, TensorDumps
-from lightning_recorder.recorders.tensors import Captured
+from lightning_recorder.outputs import DumpFolder, TensorDumps
+from lightning_recorder.tensors.capture import Captured
 
 FOLDER = Path(sys.argv[1])
 SHAPES = {"a/out": (7,), "b/out[0]": (50, 100), "b/out[1]": (0, 3), "c/in.mask": ()}

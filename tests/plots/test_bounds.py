@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lightning_recorder import Histogram
 from lightning_recorder.plots import (
     attention_maps,
     feature_maps,
@@ -22,6 +21,7 @@ from lightning_recorder.plots import (
     ridge,
 )
 from lightning_recorder.plots.canvas import Image
+from lightning_recorder.reductions import Histogram
 from tests.plots.pixels import MAX_PNG_BYTES, png_bytes
 
 FLOATS = st.one_of(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_recorder import ArgumentError, Statistics
+from lightning_recorder import ArgumentError
 from lightning_recorder.plots import History, gradient_flow, heat_map, histogram_over_time, overview, ridge
-from lightning_recorder.reductions import SCALAR_STATISTICS, to_histogram
+from lightning_recorder.reductions import SCALAR_STATISTICS, Statistics, to_histogram
 
 
 class Where(NamedTuple):

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_recorder import ArgumentError, Histogram, Statistics
+from lightning_recorder import ArgumentError
 from lightning_recorder.plots.rebin import edges_along, histogram_of, rebin, shares, to_histograms, value_axis
 from lightning_recorder.plots.scale import Scale
+from lightning_recorder.reductions import Histogram, Statistics
 
 
 def histogram(edges: list[float], counts: list[int]) -> Histogram:

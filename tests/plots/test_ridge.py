@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_recorder import ArgumentError, Histogram
+from lightning_recorder import ArgumentError
 from lightning_recorder.plots import ridge
 from lightning_recorder.plots.colours import VIRIDIS
 from lightning_recorder.plots.ridge import _curve
+from lightning_recorder.reductions import Histogram
 from tests.plots.pixels import data_in, names_of
 
 

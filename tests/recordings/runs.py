@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder import OutputGradientTap, OutputTap, SiteStatistics, StatisticsRecorder
+from lightning_recorder import StatisticsRecorder
 from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
-from lightning_recorder.taps import Site
+from lightning_recorder.statistics import SiteStatistics
+from lightning_recorder.taps import OutputGradientTap, OutputTap, Site
 
 Expected = dict[str, dict[int, dict[Site, SiteStatistics]]]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_recorder import ArgumentError, ParameterGradientTap, StatisticsRecorder
+from lightning_recorder import ArgumentError, StatisticsRecorder
 from lightning_recorder.recordings import (
     Comparison,
     RecordWriter,
@@ -19,8 +19,8 @@ from lightning_recorder.recordings import (
     open_recording,
     records_path,
 )
-from lightning_recorder.recordings.partings import in_execution_order
-from lightning_recorder.taps import Site
+from lightning_recorder.recordings.divergence import in_execution_order
+from lightning_recorder.taps import ParameterGradientTap, Site
 from tests.recordings.runs import record_run, site_records, write_simple
 
 Values = dict[str, float]

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_recorder import ArgumentError, DumpError, Statistics
+from lightning_recorder import ArgumentError, DumpError
 from lightning_recorder.recordings.counts import BINS, pack_counts, unpack_counts
-from lightning_recorder.reductions import values
+from lightning_recorder.reductions import Statistics, values
 
 
 def bins_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn, ones
 
-from lightning_recorder import Histogram, Sink
+from lightning_recorder import Sink
 from lightning_recorder.graph import Graph, capture_graph
+from lightning_recorder.reductions import Histogram
 
 __all__ = [
     "ODD_TAGS",

@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_recorder import FilesSink, MemorySink, MultiSink, Sink, TensorBoardSink
-from lightning_recorder.sinks import MetricsSink
+from lightning_recorder import MemorySink, Sink
+from lightning_recorder.sinks import FilesSink, MetricsSink, MultiSink, TensorBoardSink
 from tests.sinks.samples import VERBS, write
 
 SCALARS = {"write_scalars"}

@@ -14,7 +14,8 @@ import pytest
 from lightning.pytorch.loggers import CometLogger, TensorBoardLogger
 from PIL import Image
 
-from lightning_recorder import ActivationRecorder, Graph, Histogram, MemorySink, RecorderWarning
+from lightning_recorder import ActivationRecorder, Graph, MemorySink, RecorderWarning
+from lightning_recorder.reductions import Histogram
 from lightning_recorder.sinks import CometSink, sink_for_logger
 from tests.callbacks.models import Classifier, fit
 from tests.sinks.back_ends import COMET_QUIET, comet_experiment

@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_recorder import ArgumentError, FilesSink, MemorySink, MultiSink, Sink, TensorBoardSink
-from lightning_recorder.sinks import CometSink, CsvSink, LitLoggerSink, MetricsSink, MlflowSink, WandbSink
+from lightning_recorder import ArgumentError, MemorySink, Sink
+from lightning_recorder.sinks import (
+    CometSink,
+    CsvSink,
+    FilesSink,
+    LitLoggerSink,
+    MetricsSink,
+    MlflowSink,
+    MultiSink,
+    TensorBoardSink,
+    WandbSink,
+)
 from tests.sinks.back_ends import comet_experiment, mlflow_run, wandb_run
 from tests.sinks.lit_logger import lit_logger
 from tests.sinks.samples import ODD_TAGS, OUTSIDE, VERBS, empty_histogram, graph, histogram, picture, write

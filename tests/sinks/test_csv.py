@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_recorder import ActivationRecorder, FilesSink, MemorySink, MultiSink
+from lightning_recorder import ActivationRecorder, MemorySink
 from lightning_recorder.disk import begin_run
-from lightning_recorder.sinks import CsvSink
+from lightning_recorder.sinks import CsvSink, FilesSink, MultiSink
 from tests.callbacks.models import Classifier, fit
 from tests.disks import files_up_to
 from tests.sinks.events import read_events

@@ -11,7 +11,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.util import tensor_util
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_recorder import TensorBoardSink
+from lightning_recorder.sinks import TensorBoardSink
 from tests.sinks.events import read_events
 
 

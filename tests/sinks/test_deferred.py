@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from lightning_recorder import MemorySink, MultiSink, RecorderWarning, Sink
-from lightning_recorder.sinks import DeferredSink, for_any_thread
+from lightning_recorder import MemorySink, RecorderWarning, Sink
+from lightning_recorder.sinks import DeferredSink, MultiSink, for_any_thread
 from tests.sinks.samples import graph, histogram, picture
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_recorder import ArgumentError, FilesSink, Graph, Histogram
+from lightning_recorder import ArgumentError, Graph
+from lightning_recorder.reductions import Histogram
+from lightning_recorder.sinks import FilesSink
 from tests.sinks.samples import graph, histogram, picture
 
 

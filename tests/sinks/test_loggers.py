@@ -14,13 +14,15 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
-from lightning_recorder import MemorySink, MultiSink, Sink, TensorBoardSink, register_sink
+from lightning_recorder import MemorySink, Sink, register_sink
 from lightning_recorder.sinks import (
     CometSink,
     CsvSink,
     LitLoggerSink,
     MetricsSink,
     MlflowSink,
+    MultiSink,
+    TensorBoardSink,
     WandbSink,
     loggers,
     sink_for_logger,

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from lightning_recorder import FilesSink, MemorySink, MultiSink, RecorderWarning, Sink
+from lightning_recorder import MemorySink, RecorderWarning, Sink
+from lightning_recorder.sinks import FilesSink, MultiSink
 from tests.sinks.samples import VERBS, write
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn, ones
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_recorder import Histogram, Statistics, TensorBoardSink
 from lightning_recorder.graph import capture_graph, to_graph_def
-from lightning_recorder.reductions import SCALAR_STATISTICS, to_histogram
+from lightning_recorder.reductions import SCALAR_STATISTICS, Histogram, Statistics, to_histogram
+from lightning_recorder.sinks import TensorBoardSink
 from tests.sinks.events import pixels_of, read_events, summaries
 from tests.sinks.samples import graph, histogram, histogram_of, picture
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_recorder import Histogram, TensorBoardSink
+from lightning_recorder.reductions import Histogram
+from lightning_recorder.sinks import TensorBoardSink
 from tests.sinks.samples import histogram_of
 
 TAG = "activations/encoder.layers.11.attention.output.dense/histogram"

@@ -14,7 +14,8 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from PIL import Image
 
-from lightning_recorder import ActivationRecorder, Graph, Histogram, MemorySink, open_recording
+from lightning_recorder import ActivationRecorder, Graph, MemorySink, open_recording
+from lightning_recorder.reductions import Histogram
 from lightning_recorder.sinks import WandbSink, sink_for_logger
 from tests.callbacks.models import Classifier, fit
 from tests.sinks.back_ends import wandb_run

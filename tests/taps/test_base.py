@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recorder.errors import ArgumentError, RecorderWarning, RecordingError
+from lightning_recorder.internals.pause_recording import is_unrecorded
+from lightning_recorder.internals.stance import EagerStance
 from lightning_recorder.selection import Selection
-from lightning_recorder.stance import EagerStance
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.taps import (
     InputGradientTap,
@@ -37,7 +38,6 @@ from lightning_recorder.taps import (
     Site,
     Tap,
 )
-from lightning_recorder.unrecorded import is_unrecorded
 from tests.taps.inspection import hooks_on
 from tests.taps.models import MODELS, Precision, each_model, each_precision, make
 

@@ -166,7 +166,7 @@ def test_gradients_of_many_losses_at_once_are_passed_over() -> None:
 LONG = """
 import torch, warnings
 from torch import nn
-from lightning_recorder import InputGradientTap, OutputGradientTap
+from lightning_recorder.taps import InputGradientTap, OutputGradientTap
 
 class Loop(nn.Module):
     def __init__(self, cell):

@@ -1,0 +1,1 @@
+"""Capture of the execution graph from a running program."""

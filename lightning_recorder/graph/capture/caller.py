@@ -1,0 +1,151 @@
+"""The caller of a torch function: the model, its trainer or a custom ``autograd.Function``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+from lightning_recorder.internals.autograd import CALL_OF_FUNCTION, CALL_OF_MODULE
+
+__all__ = ["Caller", "CustomCall", "find_caller"]
+
+# A trainer's own arithmetic on the loss (dividing it by the number of micro-batches, scaling it, logging it) is not
+# part of the model. Neither is that of an optimizer.
+_TRAINERS = (
+    "lightning.",
+    "lightning_fabric.",
+    "lightning_utilities.",
+    "pytorch_lightning.",
+    "torch.optim.",
+    "torch.amp.grad_scaler",
+)
+_MODELS_AMONG_THEM = ".demos."  # the models that Lightning ships
+# DistributedDataParallel inserts an autograd.Function of its own between the model and its output.
+_WRAPPER = "torch.nn.parallel.distributed"
+# A metric is attributed to the code that calls it: the model, or the trainer that logs.
+_BETWEEN = ("torch", "torchmetrics", "lightning_recorder", "contextlib", "functools")
+
+
+class _Part(Enum):
+    """The owner of the code that a frame runs."""
+
+    BETWEEN = 0
+    MODEL = 1
+    TRAINER = 2
+
+
+@dataclass(frozen=True)
+class CustomCall:
+    """A call of a custom ``autograd.Function`` that is in progress.
+
+    Args:
+        function: The class.
+        frame: An identifier that distinguishes calls that are in progress at the same time.
+        arguments: The positional and keyword arguments of the call.
+        depth: The number of nested calls in progress, including this one.
+        new: True if nothing was recorded inside this call before.
+    """
+
+    function: type
+    frame: int
+    arguments: Any
+    depth: int = 1
+    new: bool = True
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The caller of a torch function.
+
+    Args:
+        trainer: True if the trainer or an optimizer made the call, False if the model did.
+        source: The line of the model's code, such as ``models/net.py:42``; empty if there is none.
+        custom: The call of an ``autograd.Function`` that encloses the call.
+    """
+
+    trainer: bool = False
+    source: str = ""
+    custom: CustomCall | None = None
+
+
+def find_caller() -> Caller:
+    """Find the caller of the function that is being recorded.
+
+    The first frame outside of torch and this package decides. The search for an ``autograd.Function`` ends at the call
+    of a module, because the work of a module inside such a function belongs to the module. If several are nested, the
+    outermost one counts.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    deciding: FrameType | None = None
+    trainer = False
+    custom: CustomCall | None = None
+    looking = CALL_OF_FUNCTION is not None
+    while frame is not None and (deciding is None or looking):
+        code = frame.f_code
+        if looking and code is CALL_OF_MODULE:
+            looking = False
+        elif looking and code is CALL_OF_FUNCTION:
+            function: type = frame.f_locals["cls"]
+            if function.__module__ == _WRAPPER:
+                return Caller(trainer=True)
+            # A checkpoint runs a part of the model, which is recorded as usual.
+            if function.__module__ != "torch.utils.checkpoint":
+                # The source line of a custom function is the line that applies it.
+                custom, deciding = _custom_call(function, frame, custom), None
+        elif (part := _part(frame)) is not _Part.BETWEEN:
+            # No function of the model can be in progress outside of a trainer's frame.
+            looking &= part is _Part.MODEL
+            if deciding is None:
+                deciding, trainer = frame, part is _Part.TRAINER
+        frame = frame.f_back
+    source = f"{_short_path(deciding.f_code.co_filename)}:{deciding.f_lineno}" if deciding and not trainer else ""
+    return Caller(trainer, source, custom)
+
+
+def _custom_call(function: type, frame: FrameType, inside: CustomCall | None) -> CustomCall:
+    given = frame.f_locals
+    depth = 1 if inside is None else inside.depth + 1
+    # The next call may reuse the address of this frame, and a reference to the frame would keep its tensors alive. So
+    # the frame itself is marked, by an attribute that only debuggers read; it is a frame of torch's own code.
+    new, frame.f_trace_lines = frame.f_trace_lines, False
+    return CustomCall(function, id(frame), (given.get("args"), given.get("kwargs")), depth, new)
+
+
+def _part(frame: FrameType) -> _Part:
+    code = frame.f_code
+    # Keyed by the id of the code object, which is kept alive with it: hashing it would visit all of its constants.
+    known = _parts.get(id(code))
+    if known is None:
+        known = _parts[id(code)] = (code, _part_of(str(frame.f_globals.get("__name__", "")), code.co_name))
+    return known[1]
+
+
+_parts: dict[int, tuple[CodeType, _Part]] = {}
+
+
+def _part_of(module: str, function: str) -> _Part:
+    if module.startswith(_TRAINERS):
+        # torch.optim also contains AveragedModel, which has a forward.
+        is_model = _MODELS_AMONG_THEM in module or (module == "torch.optim.swa_utils" and function == "forward")
+        return _Part.MODEL if is_model else _Part.TRAINER
+    # A custom function mode lies between a function and its caller.
+    return _Part.BETWEEN if module.partition(".")[0] in _BETWEEN or function == "__torch_function__" else _Part.MODEL
+
+
+@lru_cache
+def _short_path(path: str) -> str:
+    """Return the path of a file without the part that differs from machine to machine."""
+    for folder in ("site-packages", "dist-packages"):
+        _, found, inside = path.replace("\\", "/").rpartition(f"/{folder}/")
+        if found:
+            return inside
+    try:
+        relative = os.path.relpath(path)
+    except ValueError:  # on another drive of Windows
+        return path
+    return path if relative.startswith("..") else relative.replace("\\", "/")

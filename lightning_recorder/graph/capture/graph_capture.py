@@ -1,0 +1,388 @@
+"""Recording the execution graph of the calls that a model makes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+from lightning_recorder.errors import ForwardError, RecordingError, describe_error, tell
+from lightning_recorder.graph.capture.functions import versions
+from lightning_recorder.graph.capture.step import Recording, is_fused, is_opaque
+from lightning_recorder.graph.model import Graph
+from lightning_recorder.internals.autograd import current_function_mode, in_backward, remove_hook, without_functions
+from lightning_recorder.internals.compiled import (
+    compiled_modules,
+    compiled_owner,
+    describe_compiled,
+    observe_compiled_calls,
+    stop_observing,
+)
+from lightning_recorder.internals.hooks import ModuleHook
+from lightning_recorder.internals.pause_recording import is_unrecorded, unrecorded
+from lightning_recorder.internals.stance import EagerStance
+from lightning_recorder.names import named_submodules
+
+__all__ = ["GraphCapture", "capture_graph"]
+
+# Wrappers for parallel training or compilation, with the attribute that holds the wrapped model. The call of a wrapper
+# computes nothing of the model itself.
+_WRAPPERS = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+
+_BACKWARD = (Tensor.backward, torch.autograd.backward)
+Result = TypeVar("Result")
+
+
+class GraphCapture:
+    """Records the module calls and torch functions of the current thread while the context is entered.
+
+    Module calls are observed by module hooks and functions by a ``TorchFunctionMode``. Neither changes values,
+    gradients or random numbers, and no tensor is kept alive. Nothing is recorded inside a backward pass or an optimizer
+    step; each of them is a single node.
+
+    The internals of torch functions are not recorded: ``cross_entropy`` is one node, and so is a call of a custom
+    ``autograd.Function``.
+
+    Args:
+        module: The model. It is the root of the graph, and the calls of its submodules become nodes. If the model is
+            wrapped for parallel training, the wrapped model is used. A module that is called without being registered,
+            because it is in a plain list or belongs to another object, is named by its location or its class.
+        inputs: The inputs of the model: tensors in any nesting. Each is an input node named by its path.
+        name: The prefix of the paths of the inputs.
+        scope: The method of the model that is recorded.
+        times: Measure the wall time of each module call as ``duration_ms``. On a GPU this is the time to launch its
+            work.
+        eager: Run compiled code eagerly during the capture, so that all of it is recorded. Otherwise each call of
+            compiled code, a module or a function, is one node.
+
+    Note:
+        Leaving the context removes every hook. If the recording fails, it stops with one warning, and the graph holds
+        the nodes recorded until then. If the model raises, the graph also ends there; the function that raised and the
+        calls around it are marked as ``failed``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3))
+        >>> optimizer = torch.optim.SGD(net.parameters())
+        >>> x = torch.ones(1, 2)
+        >>> with GraphCapture(net, x, scope="training_step") as recording:
+        ...     net(x).sum().backward()
+        ...     optimizer.step()
+        >>> [(node.kind, node.name, node.scope) for node in recording.graph().nodes[5:]]
+        [('op', 'linear', 'training_step'), ('op', 'sum', 'loss'), ('backward', 'backward', 'training_step'),
+        ('optimizer', 'SGD', 'training_step')]
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Any = None,
+        *,
+        name: str = "input",
+        scope: str = "forward",
+        times: bool = False,
+        eager: bool = True,
+    ) -> None:
+        self._is_compiled = any(type(each).__name__ == "OptimizedModule" for each in module.modules())
+        self._left_out = set() if eager else compiled_modules(module)
+        while isinstance(inner := getattr(module, _WRAPPERS.get(type(module).__name__, ""), None), nn.Module):
+            module = inner
+        self.module = module
+        self._scope = scope
+        self._recording = Recording(module, times=times)
+        self._handles: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []  # the hooks on modules
+        self._mode: _CaptureMode | None = None
+        self._thread = 0
+        self._active = False
+        self._paused_in: nn.Module | None = None
+        self._in_compiled = False
+        self._eager = eager
+        self._stance = EagerStance()
+        self._broken = False
+        with unrecorded():
+            self._guarded(self._recording.note_inputs, inputs, name)
+
+    def __enter__(self) -> Self:
+        if self._mode is not None:
+            raise RecordingError("this capture is entered already: make one for each block that is recorded")
+        self._thread = threading.get_ident()
+        if self._eager:
+            self._stance.hold()
+        if not self._broken:
+            self._guarded(self._begin)
+        if not self._broken:
+            self._mode = _CaptureMode(self)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+            self._active = True
+        return self
+
+    @property
+    def ran_eagerly(self) -> tuple[str, ...]:
+        """Names of the compiled functions that ran eagerly because they were recorded."""
+        return self._stance.ran
+
+    def _begin(self) -> None:
+        self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        self._recording.name_modules(self.module)
+        # If torch._dynamo is not imported, nothing is compiled yet.
+        if not self._eager and not observe_compiled_calls(self._enter_compiled) and self._left_out:
+            raise RecordingError("this release of torch does not show when compiled code is called")
+        self._put_on_hooks()
+
+    def _put_on_hooks(self) -> None:
+        for handle in self._make_hooks():
+            # Append one at a time, so that the hooks before one that fails are removed again.
+            self._hooks.append(handle)
+
+    def _take_off_hooks(self) -> None:
+        while self._hooks:
+            remove_hook(self._hooks.pop())
+
+    def _make_hooks(self) -> Iterator[RemovableHandle]:
+        """Yield handles of the hooks, which are global module hooks where possible.
+
+        Global hooks leave the modules themselves unchanged. So a module may be copied, pickled or scripted during the
+        capture, calls of TorchScript modules are observed, and fused modules, which look for hooks on themselves, keep
+        their fast path. torch warns about global hooks when a compiled module is called, so a model that has one gets a
+        hook on each of its modules instead. The same holds for a model whose compiled code stays in use, since a global
+        hook would cause a recompilation.
+        """
+        if not self._is_compiled and self._eager:
+            yield register_module_forward_pre_hook(self._before_call)
+            yield register_module_forward_hook(self._after_call, with_kwargs=True, always_call=True)
+            return
+        for name, each in named_submodules(self.module).items():
+            if name and each not in self._left_out and not isinstance(each, torch.jit.ScriptModule):
+                yield each.register_forward_pre_hook(_CaptureHook(self._before_call))
+                after = _CaptureHook(self._after_call)
+                yield each.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._active:
+            self._guarded(self._recording.note_failed)
+        self.stop()
+        stop_observing(self._enter_compiled)
+        self._stance.release()
+        self._resume()
+        self._take_off_hooks()
+        while self._handles:
+            remove_hook(self._handles.pop())
+        mode, self._mode = self._mode, None
+        if mode is not None and not self._in_compiled:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+
+    def stop(self) -> None:
+        """Stop recording. The hooks stay registered until the context is left."""
+        if self._active:
+            self._guarded(self._recording.stop)
+        self._active = False
+        self._recording.forget()
+
+    def add_outputs(self, outputs: Any, name: str = "output") -> None:
+        """Add an output node for each tensor that the model returned, named by its path.
+
+        Args:
+            outputs: Tensors in any nesting.
+            name: The prefix of the paths.
+
+        Note:
+            Call this before the context is left; afterwards the origin of the tensors is unknown.
+        """
+        if self._active:
+            self._guarded(self._recording.note_outputs, outputs, name)
+
+    def graph(self) -> Graph:
+        """Return the graph recorded so far."""
+        return self._recording.finish(self._scope)
+
+    # Callbacks of the function mode and the hooks.
+
+    def _watching(self) -> bool:
+        return (
+            self._active
+            and threading.get_ident() == self._thread
+            and not is_unrecorded()
+            and not in_backward()
+            # torch.jit.trace runs the model to record it itself, with tensors in place of shapes.
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # public, though not declared so
+        )
+
+    def _guarded(self, function: Callable[..., Result], *args: Any) -> Result | None:
+        try:
+            # Inspecting tensors must not be recorded, and it happens often.
+            with without_functions():
+                return function(*args)
+        except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
+            self._active = False
+            self._broken = True
+            self.stop()
+            tell(f"the graph could not be recorded to its end: {describe_error(error)}")
+            return None
+
+    def _is_part(self, module: nn.Module) -> bool:
+        # Ignore the root's own call: under DDP it encloses the training step, on a single device it is inside it.
+        # Ignore calls inside a fused module: it is recorded as one function.
+        inside = (self._paused_in is not None and self._paused_in is not module) or self._in_compiled
+        return not inside and module is not self.module and self._watching()
+
+    def _before_call(self, module: nn.Module, args: Any) -> None:
+        if self._is_part(module):
+            self._guarded(self._recording.enter_call, module)
+        if is_fused(module) and self._watching():
+            self._pause(module)
+
+    def _after_call(self, module: nn.Module, *inputs_and_output: Any) -> None:
+        # If forward raised, torch calls the hook without keyword arguments.
+        failed = len(inputs_and_output) == 2
+        *inputs, output = inputs_and_output
+        if is_fused(module) and self._watching() and module is self._paused_in:
+            self._resume()
+        if module is self.module and not failed and is_opaque(module) and self._watching():
+            self._guarded(self._recording.leave_opaque_root, inputs, output)
+        if self._is_part(module):
+            self._guarded(self._recording.leave_call, module, inputs, output, failed)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._watching():
+            self._guarded(self._recording.note_step, optimizer)
+
+    # Calls of compiled code, which neither the function mode nor the hooks observe.
+
+    def _enter_compiled(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:
+        if self._in_compiled or self._paused_in is not None or not self._watching():
+            return None
+        if current_function_mode() is not self._mode or self._mode is None:
+            return None  # another mode is above this one, so the code was compiled for function modes in any case
+        owner = compiled_owner(function)
+        module = owner if isinstance(owner, nn.Module) and owner is not self.module else None
+        name = describe_compiled(function)
+        if module is not None:
+            self._guarded(self._recording.enter_call, module)
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self._in_compiled = True
+        self._guarded(self._take_off_hooks)  # code compiled in this call would be recompiled if a hook were on it
+        return lambda args, kwargs, result: self._leave_compiled(name, module, [args, kwargs], result)
+
+    def _leave_compiled(self, name: str, module: nn.Module | None, inputs: list[Any], result: Any) -> None:
+        self._in_compiled = False
+        if self._mode is None:  # the capture was left meanwhile
+            return
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self._guarded(self._put_on_hooks)
+        if not self._watching():
+            return
+        if module is not None:
+            self._guarded(self._recording.leave_call, module, inputs, result, False)
+        else:
+            self._guarded(self._recording.note_compiled, name, inputs, result)
+
+    def _pause(self, module: nn.Module) -> None:
+        """Remove the function mode during a module's call, unless another mode is above it."""
+        if self._mode is not None and current_function_mode() is self._mode:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+            self._paused_in = module
+            # An enclosing capture could not pause before, because this mode was above its own.
+            below = current_function_mode()
+            if isinstance(below, _CaptureMode):
+                below._owner._pause(module)
+
+    def _resume(self) -> None:
+        """Restore the function mode after :meth:`_pause`."""
+        if self._paused_in is not None and self._mode is not None:
+            self._paused_in = None
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
+
+
+class _CaptureMode(TorchFunctionMode):
+    """Passes every torch function that is called from outside of torch to the capture."""
+
+    def __init__(self, owner: GraphCapture) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        owner = self._owner
+        if not owner._watching():
+            return func(*args, **kwargs)
+        # No mode is active inside this method, so the internals of func are not observed: neither the parts of a
+        # composite function nor a backward pass.
+        if any(func is each for each in _BACKWARD):
+            node = owner._guarded(owner._recording.note_backward, args[:1] or kwargs.get("tensors"))
+            try:
+                return func(*args, **kwargs)
+            except Exception:
+                owner._recording.backward_failed(node)
+                raise
+        before = owner._guarded(versions, args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            if before is not None:
+                owner._guarded(owner._recording.suspect, func, before)
+            raise
+        if before is None:
+            return result
+        if func is torch.autograd.grad:
+            owner._guarded(owner._recording.note_grad, before, result)
+        else:
+            owner._guarded(owner._recording.note_function, func, before, result, kwargs.get("inplace") is True)
+        return result
+
+
+class _CaptureHook(ModuleHook):
+    """A hook of a capture on a single module."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+
+def capture_graph(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
+    """Call a module once and return the graph of the call.
+
+    The module keeps its train or eval mode and runs under the caller's grad mode and autocast.
+
+    Args:
+        module: The model.
+        args: Its positional arguments. A single tensor becomes the input node ``input``, several become ``input[0]``,
+            ``input[1]``, ….
+        kwargs: Its keyword arguments. A tensor becomes the input node ``input.<keyword>``.
+
+    Raises:
+        ForwardError: If the model raises. It names the module that raised and holds the graph recorded until then.
+
+    Example:
+        >>> graph = capture_graph(nn.Linear(2, 3), torch.ones(1, 2))
+        >>> [node.name for node in graph.nodes]
+        ['', 'input', 'weight', 'bias', 'linear', 'output']
+    """
+    single = len(args) == 1 and not kwargs
+    inputs: Any = args[0] if single else dict[Any, Any]([*enumerate(args), *kwargs.items()])
+    recording = GraphCapture(module, inputs)
+    try:
+        with recording:
+            recording.add_outputs(module(*args, **kwargs))
+    except Exception as error:
+        graph = recording.graph()
+        raise ForwardError(f"{_where_it_failed(graph)} raised {describe_error(error)}", graph) from error
+    return recording.graph()
+
+
+def _where_it_failed(graph: Graph) -> str:
+    failed = [node for node in graph.nodes if node.failed and node.kind == "module"]
+    inner = failed[-1] if failed else graph.root
+    return f"module {inner.name!r} ({inner.type_name})" if inner.name else f"the model itself ({inner.type_name})"

@@ -1,0 +1,196 @@
+"""The node that returned each tensor of a recording."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, metas_of
+from lightning_recorder.graph.capture.caller import CustomCall
+from lightning_recorder.graph.capture.functions import tensors_in
+from lightning_recorder.graph.capture.modules import ModelNames
+from lightning_recorder.graph.capture.ownership import AutogradOwners
+from lightning_recorder.graph.capture.provenance import Provenance
+from lightning_recorder.graph.model import Kind, TensorMeta
+from lightning_recorder.internals.autograd import function_behind, sequence_number
+from lightning_recorder.internals.storage import is_uninitialized
+
+__all__ = ["IGNORED", "Call", "CustomNode", "TensorOrigins"]
+
+IGNORED = -1
+"""The id used in place of a node for a tensor that is not tracked, such as a gradient passed to the optimizer."""
+
+
+@dataclass
+class Call:
+    """A module call in progress."""
+
+    node: int
+    module: nn.Module
+    start_s: float = 0.0
+
+
+@dataclass
+class CustomNode:
+    """A call of an ``autograd.Function`` in progress, or one that has just ended: its end is not observed."""
+
+    node: int
+    call: CustomCall
+    results: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+
+class TensorOrigins:
+    """Finds the node that returned a tensor, and adds a node for an unknown tensor.
+
+    A tensor is identified by its object or its memory, by the part of torch's backward graph behind it, or as a
+    parameter or buffer of the model. This class also tracks the results of a custom ``autograd.Function``, of whose
+    calls only the inside is observed.
+
+    Args:
+        builder: The graph so far, to which edges and new nodes are added.
+        calls: The module calls in progress, starting with the root.
+    """
+
+    def __init__(self, builder: GraphBuilder, calls: list[Call]) -> None:
+        self._builder = builder
+        self._calls = calls
+        self._provenance = Provenance()
+        self._owners = AutogradOwners()
+        self._custom: CustomNode | None = None
+        self._customs: dict[int, int] = {}
+        self.names: ModelNames | None = None
+
+    def forget(self) -> None:
+        """Forget all tensors and modules."""
+        self._custom = None
+        self._provenance.clear()
+        if self.names is not None:
+            self.names.clear()
+
+    def bind(self, tensor: Tensor, node: int, *, wrote: bool = False) -> None:
+        """Remember the node that returned a tensor, or that wrote into it."""
+        self._provenance.bind(tensor, node, wrote=wrote)
+
+    def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Return the leaves of the unobserved part of torch's backward graph behind some tensors."""
+        return self._owners.sources(tensors)[0]
+
+    def enter_custom(self, call: CustomCall, source: str) -> CustomNode:
+        """Return the node of a custom call in which a function was called; add the node if the call is new."""
+        last = self._custom
+        if last is not None and last.call.frame == call.frame and not call.new:
+            return last
+        self.leave_custom()
+        given = tensors_in([call.arguments])
+        origins = [(self.of(tensor), meta_of(tensor)) for tensor in given]
+        node = self._builder.add("op", call.function.__name__, self._calls[-1].node, source=source)
+        for origin, meta in origins:
+            self.connect(origin, node, meta)
+        self._custom = CustomNode(node, replace(call, arguments=None))
+        # Before anything else, each of the nested calls has created one node of the backward graph.
+        self._customs[sequence_number() - call.depth + 1] = node
+        return self._custom
+
+    def leave_custom(self) -> None:
+        """Record the outputs of the last custom call, once something outside of it happens."""
+        left, self._custom = self._custom, None
+        if left is None:
+            return
+        alive = _distinct(tensor for reference in left.results if (tensor := reference()) is not None)
+        given = [tensor for tensor in alive if function_behind(tensor) is left.call.function] or alive[-1:]
+        if given:
+            self._builder.nodes[left.node].outputs = metas_of(given)
+        self.claim(given, left.node)
+
+    def connect(self, source: int, target: int, meta: TensorMeta | None) -> None:
+        """Add an edge for a tensor, unless the tensor is not tracked."""
+        if source == IGNORED:
+            return
+        draft = self._builder.nodes[source]
+        if meta is not None and not draft.outputs:
+            # A custom call whose results were not observed inside it, or only before a transform wrapped them.
+            draft.outputs = (meta,)
+        self._builder.connect(source, target, meta)
+
+    def of(self, tensor: Tensor, *, settled: bool = True) -> int:
+        """Return the node that gave the tensor its values, and add a node if there is none.
+
+        Args:
+            tensor: The tensor that is used.
+            settled: True if the whole backward graph behind the tensor was created by this node.
+        """
+        known = self.known(tensor)
+        if known is None:
+            known = self._owners.of(tensor)
+            if known is not None:
+                self._add_result(tensor, known)
+            else:
+                known = self._add_unseen(tensor) if self._owners.is_new(tensor) else self._add_from_outside(tensor)
+        elif settled and self._owners.is_new(tensor):
+            # Created after the function was observed: by a custom call around it, a checkpoint, or the use of a view.
+            self.claim([tensor], known)
+        return known
+
+    def known(self, tensor: Tensor) -> int | None:
+        """Return the node that gave the tensor its present values, or None if that was not observed."""
+        if is_uninitialized(tensor):
+            # An uninitialized tensor has neither shape nor values; its initialization is not recorded.
+            return IGNORED
+        return self._provenance.of(tensor, own=self.model_tensor(tensor) is not None)
+
+    def _add_unseen(self, tensor: Tensor) -> int:
+        """Add a node for an unobserved computation of a tensor, based on its part of the backward graph."""
+        function = function_behind(tensor)
+        if function is not None and (known := self._customs.get(self._owners.number(tensor) + 1)) is not None:
+            # Part of this custom call was observed inside it, but not this output.
+            self.claim([tensor], known)
+            self._add_result(tensor, known)
+            return known
+        name = function.__name__ if function is not None else "unseen"
+        sources = self._sources([tensor])
+        node = self._builder.add("op", name, self._calls[-1].node, (meta_of(tensor),))
+        for source, meta in sources:
+            self.connect(source, node, meta)
+        self.claim([tensor], node)
+        self._provenance.bind(tensor, node)
+        return node
+
+    def _add_result(self, tensor: Tensor, node: int) -> None:
+        """Add an output to a node that was recorded without it."""
+        if self._custom is not None and self._custom.node == node:
+            self._custom.results.append(weakref.ref(tensor))
+        elif node != IGNORED:
+            self._builder.nodes[node].outputs += (meta_of(tensor),)
+        self._provenance.bind(tensor, node)
+
+    def _add_from_outside(self, tensor: Tensor) -> int:
+        kind, name, owner = self.model_tensor(tensor) or ("tensor", "", None)
+        around = (call.node for call in reversed(self._calls) if id(call.module) == owner)
+        parent = next(around, self._calls[-1].node)
+        node = self._builder.add(kind, name, parent, (meta_of(tensor),))
+        self._provenance.bind(tensor, node)
+        return node
+
+    def model_tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
+        """Return the kind of a parameter or buffer, its name, and the id of the module that owns it."""
+        return None if self.names is None else self.names.tensor(tensor)
+
+    def claim(self, tensors: Iterable[Tensor], node: int) -> None:
+        """Assign the new part of torch's backward graph behind some tensors to a node."""
+        names = self._owners.claim(tensors, node)
+        if node >= 0:
+            self._builder.nodes[node].autograd += names
+
+    def _sources(self, tensors: Iterable[Tensor]) -> list[tuple[int, TensorMeta | None]]:
+        """Return the inputs of an unobserved computation of some tensors, based on torch's backward graph."""
+        leaves, owners = self._owners.sources(tensors)
+        found = [(self.of(leaf), meta_of(leaf)) for leaf in leaves]
+        # It is unknown which of an owner's outputs was used, so the first one is taken.
+        return [*((owner, next(iter(self._builder.nodes[owner].outputs), None)) for owner in owners), *found]
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -1,0 +1,90 @@
+"""The recorded function that created each node of torch's backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.autograd.graph import Node as AutogradNode
+
+from lightning_recorder.internals.autograd import LEAF_NUMBER, sequence_number, sequence_number_of, unwrapped
+
+__all__ = ["AutogradOwners"]
+
+# With 50,000 nodes in a row the process crashes. The taps may visit 20,000 of the same nodes.
+_MOST_NODES = 15_000
+
+
+class AutogradOwners:
+    """Remembers the recorded node that created each node of the backward graph, without keeping any node alive.
+
+    A node of the backward graph is identified by its sequence number, since its Python object is not stable: it is
+    recreated when no other reference is left. A thread numbers its nodes in the order of creation. Nodes of another
+    thread, such as those of a gradient computed on a GPU with ``create_graph``, may be confused with nodes of this
+    thread. Only the first 15,000 nodes of a graph are tracked.
+    """
+
+    def __init__(self) -> None:
+        self._first = sequence_number()
+        self._owners: dict[int, int] = {}
+
+    def is_new(self, tensor: Tensor) -> bool:
+        """Return True if a tensor was computed since the recording began by a node that has no owner."""
+        node = self._made_by(tensor)
+        return node is not None and self._is_unowned(sequence_number_of(node))
+
+    def of(self, tensor: Tensor) -> int | None:
+        """Return the owner of the node that created a tensor; ``None`` if there is no such node, or it has no owner."""
+        return self._owners.get(self.number(tensor))
+
+    def number(self, tensor: Tensor) -> int:
+        """Return the sequence number of the node that created a tensor, or that of a leaf if there is none."""
+        node = self._made_by(tensor)
+        return LEAF_NUMBER if node is None else sequence_number_of(node)
+
+    def claim(self, tensors: Iterable[Tensor], owner: int) -> tuple[str, ...]:
+        """Assign all nodes without an owner behind the tensors to one recorded node.
+
+        Returns:
+            The types of these nodes, starting with the last.
+        """
+        names: list[str] = []
+        todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
+        while todo:
+            node = todo.pop(0)
+            number = sequence_number_of(node)
+            if self._is_unowned(number):
+                self._owners[number] = owner
+                names.append(node.name())
+                todo.extend(before for before, _ in node.next_functions if before is not None)
+        return tuple(names)
+
+    def sources(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """Return the inputs of the nodes without an owner behind the tensors: leaves, and owners of other nodes."""
+        leaves: dict[int, Tensor] = {}
+        owners: list[int] = []
+        seen: set[int] = set()
+        todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
+        while todo:
+            node = todo.pop(0)
+            number = sequence_number_of(node)
+            if number == LEAF_NUMBER:
+                if (leaf := getattr(node, "variable", None)) is not None:
+                    leaves[id(leaf)] = leaf
+            elif number in self._owners:
+                owners.append(self._owners[number])
+            elif self._is_unowned(number) and number not in seen:
+                seen.add(number)
+                todo.extend(before for before, _ in node.next_functions if before is not None)
+        return list(leaves.values()), owners
+
+    def _is_unowned(self, number: int) -> bool:
+        return number >= self._first and number not in self._owners
+
+    def _made_by(self, tensor: Tensor) -> AutogradNode | None:
+        # torch frees a chain of nodes that Python has seen recursively, so a long chain overflows the stack.
+        if len(self._owners) >= _MOST_NODES:
+            return None
+        # A torch.func wrapper has a backward graph of its own, which ends with the transform.
+        tensor = unwrapped(tensor)
+        return tensor.grad_fn if tensor.requires_grad else None

@@ -1,0 +1,1 @@
+"""Renderers: functions from a graph to text."""

@@ -1,0 +1,329 @@
+"""A graph as a Graphviz document."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal, get_args
+
+from typing_extensions import override
+
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.fonts import FAMILY
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node
+from lightning_recorder.graph.renderers import labels
+from lightning_recorder.graph.renderers.base import BaseRenderer
+
+if TYPE_CHECKING:
+    from graphviz import Digraph
+
+__all__ = ["Direction", "GraphvizRenderer", "GraphvizStyler", "Shapes"]
+
+Direction = Literal["TB", "LR", "BT", "RL"]
+Shapes = Literal["nodes", "edges", "none"]
+
+# The package includes DejaVu for machines without fonts. DejaVu is also wider than its replacements, so a label that
+# was measured with it fits its box wherever the SVG is shown.
+_FONT = f"{FAMILY},Verdana,sans-serif"
+_NAME_PT = 12
+_DETAIL_PT = 10
+
+# Fill, border and shape by kind. The hues are those of Okabe and Ito, which colour-blind readers can distinguish; the
+# shapes differ for greyscale print.
+_LOOKS: dict[Kind, dict[str, str]] = {
+    "module": {"fillcolor": "#dbe9f6", "color": "#0072b2", "shape": "box", "style": "filled,rounded"},
+    "op": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "box", "style": "filled"},
+    "input": {"fillcolor": "#d9f0e6", "color": "#009e73", "shape": "ellipse", "style": "filled"},
+    "output": {"fillcolor": "#ffffff", "color": "#009e73", "shape": "ellipse", "style": "filled", "penwidth": "2"},
+    "parameter": {"fillcolor": "#faedcc", "color": "#c98a00", "shape": "ellipse", "style": "filled"},
+    "buffer": {"fillcolor": "#f3e6ef", "color": "#b06a94", "shape": "ellipse", "style": "filled"},
+    "tensor": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "ellipse", "style": "filled,dashed"},
+    "backward": {"fillcolor": "#fbe0d3", "color": "#d55e00", "shape": "box", "style": "filled", "peripheries": "2"},
+    "optimizer": {"fillcolor": "#ffffff", "color": "#d55e00", "shape": "box", "style": "filled", "penwidth": "2"},
+}
+_FRAMES = ("#f6f6f6", "#ededed")
+_FAILED = {"color": "#d4002a", "penwidth": "3"}
+# The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter.
+_MAIN_WEIGHT = "12"
+
+_LOSS = "loss"  # prefix of the scopes of losses
+
+_MEANINGS: dict[Kind, str] = {
+    "module": "module",
+    "op": "function",
+    "input": "input",
+    "output": "output",
+    "parameter": "parameter",
+    "buffer": "buffer",
+    "tensor": "other tensor",
+    "backward": "backward pass",
+    "optimizer": "optimiser step",
+}
+
+
+class GraphvizStyler:
+    """Decides how nodes and edges look. Subclasses may override its methods.
+
+    Args:
+        shapes: The place of tensor shapes: ``"nodes"`` for the node that returned the tensor, ``"edges"``, or
+            ``"none"``. Tooltips show them in any case.
+        attributes: Graphviz attributes for all nodes; they override those of the kind.
+
+    Raises:
+        ArgumentError: If ``shapes`` is not one of the three.
+    """
+
+    def __init__(self, *, shapes: Shapes = "nodes", **attributes: str) -> None:
+        if shapes not in get_args(Shapes):
+            raise ArgumentError(f"shapes must be one of {', '.join(get_args(Shapes))}, got {shapes!r}")
+        self.shapes = shapes
+        self.attributes = attributes
+
+    def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
+        """Return the Graphviz attributes of a node, including its label."""
+        return {
+            **_LOOKS[node.kind],
+            **(_FAILED if node.failed else {}),
+            "label": _label(node, graph, shapes=self.shapes == "nodes"),
+            "tooltip": _plain(_describe(node)),
+            **self.attributes,
+        }
+
+    def style_title(self, graph: Graph) -> dict[str, str]:
+        """Return the Graphviz attributes of the whole graph; the title shows the model's class and size."""
+        name = graph.title
+        return {
+            "label": f"<{_bold(name)}{_detail(labels.title(graph).removeprefix(name))}>",
+            "tooltip": _plain(name),
+        }
+
+    def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
+        """Return the Graphviz attributes of the cluster around the contents of a module call."""
+        name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
+        return {
+            # Two short lines, since an edge from above crosses text that extends further to the right.
+            "label": _stacked(
+                line for line in (name and _bold(name), node.type_name and _detail(node.type_name)) if line
+            ),
+            "tooltip": _plain(_describe(node)),
+            "bgcolor": _FRAMES[node.depth % 2],
+            "color": "#0072b2" if node.repeats > 1 else "#bdbdbd",
+            "penwidth": "2" if node.repeats > 1 else "1",
+            **(_FAILED if node.failed else {}),
+        }
+
+    def style_scope(self, scope: str) -> dict[str, str]:
+        """Return the Graphviz attributes of the cluster around a loss."""
+        return {"label": f"<{_detail(scope)}>", "tooltip": _plain(scope), "color": "#d55e00", "style": "rounded,dashed"}
+
+    def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
+        """Return the Graphviz attributes of an edge; the label shows the number of tensors if there are several."""
+        times = labels.times(edge, graph)
+        words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
+        words += [f"×{times}"] if times > 1 else []
+        style = {"tooltip": _plain(f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else "")}
+        return {**style, "label": f"<{_detail(' '.join(['', *words, '']))}>"} if words else style
+
+
+class GraphvizRenderer(BaseRenderer["Digraph"]):
+    """Renders a graph as a ``graphviz.Digraph``.
+
+    Args:
+        graph: The graph to render; it is not reduced further.
+        styler: The styler that decides how nodes and edges look.
+        direction: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
+        frames: Draw a frame around the contents of an open module call.
+        legend: Add a legend that explains the colours and shapes.
+
+    Raises:
+        ArgumentError: If the direction is not one of the four, or the styler is not a :class:`GraphvizStyler`.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.graph import capture_graph, fit
+        >>> dot = GraphvizRenderer(fit(capture_graph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2)))).render()
+        >>> [line.split("[")[0].strip() for line in dot.body[-5:]]
+        ['n1', 'n2', 'n4', 'n1 -> n2', 'n2 -> n4']
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        styler: GraphvizStyler | None = None,
+        *,
+        direction: Direction = "TB",
+        frames: bool = True,
+        legend: bool = False,
+    ) -> None:
+        super().__init__(graph)
+        check_direction(direction)
+        if styler is not None and not isinstance(styler, GraphvizStyler):
+            raise ArgumentError(f"styler must be an instance of GraphvizStyler, got {styler!r}")
+        self.styler = styler or GraphvizStyler()
+        self.direction = direction
+        self.frames = frames
+        self.legend = legend
+        self._main = main_path(graph)
+
+    @override
+    def make_canvas(self) -> Digraph:
+        from graphviz import Digraph
+
+        canvas = Digraph("graph")
+        canvas.attr(
+            "graph",
+            rankdir=self.direction,
+            ranksep="0.35",
+            nodesep="0.25",
+            pad="0.2",
+            fontname=_FONT,
+            fontsize=str(_NAME_PT),
+        )
+        canvas.attr("graph", labeljust="l", labelloc="t", style="rounded", **self.styler.style_title(self.graph))
+        canvas.attr("node", fontname=_FONT, fontsize=str(_NAME_PT), margin="0.12,0.06", height="0.3")
+        canvas.attr("edge", fontname=_FONT, fontsize=str(_DETAIL_PT), color="#5f5f5f", arrowsize="0.6")
+        return canvas
+
+    @override
+    def render_node(self, canvas: Digraph, node: Node) -> None:
+        canvas.node(f"n{node.id}", **self.styler.style_node(node, self.graph))
+
+    @override
+    def render_recursive_node(self, canvas: Digraph, node: Node) -> None:
+        if not self.frames:
+            self.render_contents(canvas, node)
+            return
+        with canvas.subgraph(name=f"cluster_{node.id}") as frame:
+            frame.attr(**self.styler.style_frame(node, self.graph))
+            self.render_contents(frame, node)
+
+    @override
+    def render_contents(self, canvas: Digraph, node: Node) -> None:
+        inside = self.graph.children(node)
+        scopes = dict.fromkeys(child.scope for child in inside if child.scope.startswith(_LOSS))
+        if node is not self.graph.root or not self.frames or not scopes:
+            super().render_contents(canvas, node)
+            return
+        for scope in ("", *scopes):
+            part = [child for child in inside if (child.scope if child.scope in scopes else "") == scope]
+            if not scope:
+                self.render_nodes(canvas, part)
+                continue
+            with canvas.subgraph(name=f"cluster_{scope.replace(' ', '_')}") as frame:
+                frame.attr(**self.styler.style_scope(scope))
+                self.render_nodes(frame, part)
+
+    @override
+    def render_edge(self, canvas: Digraph, edge: Edge) -> None:
+        weight = {"weight": _MAIN_WEIGHT} if (edge.source, edge.target) in self._main else {}
+        canvas.edge(f"n{edge.source}", f"n{edge.target}", **{**weight, **self.styler.style_edge(edge, self.graph)})
+
+    @override
+    def render(self) -> Digraph:
+        canvas = super().render()
+        if self.legend:
+            with canvas.subgraph(name="cluster_legend") as frame:
+                frame.attr(label=f"<{_detail('legend')}>", color="#bdbdbd", tooltip=" ")
+                for kind in _kinds(self.graph):
+                    label = f"<{_detail(_MEANINGS[kind])}>"
+                    frame.node(f"legend_{kind}", **_LOOKS[kind], label=label, tooltip=" ")
+        return canvas
+
+
+def main_path(graph: Graph) -> set[tuple[int, int]]:
+    """Return the edges of the longest path through a graph, which a reader follows first."""
+    place = {node.id: number for number, node in enumerate(graph.nodes)}
+    length: dict[int, int] = {}
+    before: dict[int, int] = {}
+    # Sorted by time, so that the path to a node is complete before the edges that leave it.
+    for edge in sorted(graph.edges, key=lambda each: place[each.target]):
+        if place[edge.source] < place[edge.target] and length.get(edge.source, 0) + 1 > length.get(edge.target, 0):
+            length[edge.target] = length.get(edge.source, 0) + 1
+            before[edge.target] = edge.source
+    end = max(length, key=lambda each: length[each], default=-1)
+    path = set()
+    while end in before:
+        path.add((before[end], end))
+        end = before[end]
+    return path
+
+
+def _kinds(graph: Graph) -> Iterable[Kind]:
+    parents = {node.parent for node in graph.nodes}
+    there = {node.kind for node in graph.nodes if node.kind != "module" or node.id not in parents}
+    return [kind for kind in _MEANINGS if kind in there]
+
+
+def check_direction(direction: str) -> None:
+    """Raise an error for a direction that Graphviz does not support.
+
+    Raises:
+        ArgumentError: If the direction is not one of the four. The message lists them.
+    """
+    if direction not in get_args(Direction):
+        raise ArgumentError(f"direction must be one of {', '.join(get_args(Direction))}, got {direction!r}")
+
+
+def _label(node: Node, graph: Graph, *, shapes: bool) -> str:
+    name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
+    name = f"{name} {labels.shown_times(node)}".strip()
+    lines = [_bold(name) if node.kind in _PROMINENT else _text(name)]
+    if node.kind == "module":
+        lines.append(_detail(labels.class_and_size(node)))
+    if node.failed:
+        lines.append(_detail("failed here"))
+    if shapes and node.outputs:
+        lines.append(_detail(labels.shown_shapes(node)))
+    # A table rather than line breaks, for some space between the lines.
+    rows = "".join(f"<tr><td>{line}</td></tr>" for line in lines)
+    return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
+
+
+def _stacked(lines: Iterable[str]) -> str:
+    """Return an HTML-like label of left-aligned lines."""
+    rows = "".join(f'<tr><td align="left">{line}</td></tr>' for line in lines)
+    return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="0">{rows}</table>>' if rows else ""
+
+
+_PROMINENT = ("module", "input", "output", "backward", "optimizer")
+
+
+def _describe(node: Node) -> str:
+    """Return the tooltip of a node: the full name and the details that the label omits."""
+    outputs = ", ".join(f"{meta.dtype} {meta}" for meta in node.outputs[:8])
+    parts = (
+        node.name or node.kind,
+        node.type_name,
+        f"call {node.call}" if node.call > 1 else "",
+        outputs,
+        ", ".join(node.autograd[:8]),
+        node.source,
+        f"{node.duration_ms:.3g} ms" if node.duration_ms is not None else "",
+    )
+    return " · ".join(part for part in parts if part)
+
+
+# All text in a document is escaped by one of these functions.
+
+
+def _text(text: str) -> str:
+    """Escape text for an HTML-like label; characters that cannot be printed are replaced."""
+    # Double each backslash: Graphviz would replace \\N in a label by the name of the node.
+    return html.escape(labels.printable(text)).replace("\\", "\\\\")
+
+
+def _plain(text: str) -> str:
+    """Escape text for the value of an attribute."""
+    # Graphviz decodes entities in attributes as well as in labels. It also unescapes backslashes twice; the library
+    # accounts for one pass.
+    from graphviz import escape
+
+    return escape(html.escape(labels.printable(text), quote=False).replace("\\", "\\\\")) or " "
+
+
+def _bold(text: str) -> str:
+    return f"<b>{_text(text)}</b>"
+
+
+def _detail(text: str) -> str:
+    return f'<font point-size="{_DETAIL_PT}" color="#4d4d4d">{_text(text)}</font>'

@@ -1,0 +1,176 @@
+"""A graph as a Mermaid flowchart, which GitHub and many editors display."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from typing_extensions import override
+
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node
+from lightning_recorder.graph.renderers.base import BaseRenderer
+from lightning_recorder.graph.renderers.graphviz import Direction, check_direction
+from lightning_recorder.graph.renderers.labels import (
+    class_and_size,
+    printable,
+    short_name,
+    shown_shapes,
+    shown_times,
+    times,
+    title,
+)
+
+__all__ = ["MermaidRenderer", "to_mermaid"]
+
+# Brackets of the shape, and style, by kind. The hues are those of the Graphviz pictures. Mermaid has no ellipse that
+# grows with its text, so tensors are pills, and parameters and buffers are cylinders.
+_LOOKS: dict[Kind, tuple[str, str, str]] = {
+    "module": ("(", ")", "fill:#dbe9f6,stroke:#0072b2"),
+    "op": ("[", "]", "fill:#ffffff,stroke:#8c8c8c"),
+    "input": ("([", "])", "fill:#d9f0e6,stroke:#009e73"),
+    "output": ("([", "])", "fill:#ffffff,stroke:#009e73,stroke-width:2px"),
+    "parameter": ("[(", ")]", "fill:#faedcc,stroke:#c98a00"),
+    "buffer": ("[(", ")]", "fill:#f3e6ef,stroke:#b06a94"),
+    "tensor": ("([", "])", "fill:#ffffff,stroke:#8c8c8c,stroke-dasharray:4 3"),
+    "backward": ("[[", "]]", "fill:#fbe0d3,stroke:#d55e00"),
+    "optimizer": ("{{", "}}", "fill:#ffffff,stroke:#d55e00,stroke-width:2px"),
+}
+_FRAMES = ("fill:#f6f6f6,stroke:#bdbdbd", "fill:#ededed,stroke:#bdbdbd")
+_REPEATED = "stroke:#0072b2,stroke-width:2px"
+_FAILED = "stroke:#d4002a,stroke-width:3px"
+# A grey that is visible both on the frames and on a dark page.
+_LINES = "linkStyle default stroke:#7f7f7f"
+# Mermaid 11 wraps labels at 200 pixels, less than the width of a class name with its size.
+_CONFIG = "config: {flowchart: {wrappingWidth: 600}}"
+_TEXT = "color:#1f1f1f"  # set with each fill, since a dark page uses white text by default
+
+
+class MermaidRenderer(BaseRenderer[list[str]]):
+    """Renders a graph as the lines of a Mermaid flowchart.
+
+    Args:
+        graph: The graph to render; it is not reduced further.
+        direction: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
+
+    Raises:
+        ArgumentError: If the direction is not one of the four.
+
+    Note:
+        Mermaid rejects flowcharts with more than 500 edges or 50,000 characters, and these limits cannot be changed on
+        GitHub. Render a view made by :func:`fit`.
+    """
+
+    def __init__(self, graph: Graph, *, direction: Direction = "TB") -> None:
+        super().__init__(graph)
+        check_direction(direction)
+        self.direction = direction
+
+    @override
+    def make_canvas(self) -> list[str]:
+        return ["---", f"title: {_quoted(title(self.graph))}", _CONFIG, "---", f"flowchart {self.direction}"]
+
+    @override
+    def render(self) -> list[str]:
+        # The styles are last, so that a reader of the text finds the graph first.
+        return [*super().render(), *(f"  {line}" for line in self._looks())]
+
+    @override
+    def render_node(self, canvas: list[str], node: Node) -> None:
+        left, right, _ = _LOOKS[node.kind]
+        lines = [self._name(node), class_and_size(node) if node.kind == "module" else "", shown_shapes(node)]
+        self._put(canvas, node, f"n{node.id}{left}{_label(lines)}{right}:::{node.kind}")
+        if node.failed:
+            self._put(canvas, node, f"class n{node.id} failed")
+
+    @override
+    def render_recursive_node(self, canvas: list[str], node: Node) -> None:
+        words = " ".join(part for part in (self._name(node), node.type_name) if part)
+        self._put(canvas, node, f"subgraph n{node.id}[{_label([words])}]")
+        self.render_contents(canvas, node)
+        self._put(canvas, node, "end")
+        marks = [f"frame{node.depth % 2}", *["repeated"] * (node.repeats > 1), *["failed"] * node.failed]
+        for mark in marks:
+            self._put(canvas, node, f"class n{node.id} {mark}")
+
+    @override
+    def render_edge(self, canvas: list[str], edge: Edge) -> None:
+        number = times(edge, self.graph)
+        label = f"|{_label([f'×{number}'])}|" if number > 1 else ""
+        canvas.append(f"  n{edge.source} -->{label} n{edge.target}")
+
+    def _looks(self) -> list[str]:
+        kinds = {node.kind for node in self.graph.nodes[1:]}
+        looks = [f"classDef {kind} {style},{_TEXT}" for kind, (*_, style) in _LOOKS.items() if kind in kinds]
+        frames = [f"classDef frame{number} {style},{_TEXT}" for number, style in enumerate(_FRAMES)]
+        marks = [f"classDef repeated {_REPEATED}", f"classDef failed {_FAILED}"]
+        return [*looks, *frames, *marks, *([_LINES] if self.graph.edges else [])]
+
+    def _name(self, node: Node) -> str:
+        parts = ("✗" * node.failed, short_name(node, self.graph), shown_times(node))
+        return " ".join(part for part in parts if part)
+
+    def _put(self, canvas: list[str], node: Node, line: str) -> None:
+        canvas.append("  " * len(list(self.graph.ancestors(node))) + line)
+
+
+def to_mermaid(graph: Graph, direction: Direction = "TB") -> str:
+    r"""Convert a graph to the text of a Mermaid flowchart, for a ``mermaid`` code block in a Markdown file.
+
+    Args:
+        graph: The graph to render; it is not reduced further. See :class:`MermaidRenderer` for limits.
+        direction: The direction of the data flow: ``"TB"``, ``"LR"``, ``"BT"`` or ``"RL"``.
+
+    Raises:
+        ArgumentError: If the direction is not one of the four.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.graph import capture_graph, fit
+        >>> view = fit(capture_graph(torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.ones(2, 4)))
+        >>> print("\n".join(to_mermaid(view).splitlines()[:10]))
+        ---
+        title: "Sequential.forward \u00b7 15 parameters"
+        config: {flowchart: {wrappingWidth: 600}}
+        ---
+        flowchart TB
+          n1(["input<br/>2×4"]):::input
+          n2("0<br/>Linear · 15 parameters<br/>2×3"):::module
+          n6(["output<br/>2×3"]):::output
+          n1 --> n2
+          n2 --> n6
+    """
+    return "\n".join(MermaidRenderer(graph, direction=direction).render()) + "\n"
+
+
+# All text in a document is escaped by one of these two functions. Mermaid decodes a label before it parses it: as
+# Markdown (some releases of 11), TeX (`$$`), icons (`fa:fa-car`) and line breaks (`\n`), and again as character codes,
+# which it has converted to `ﬂ°°35¶ß` before. So a code alone keeps a character from ending the label. The zero-width
+# blank after it keeps the character from forming markup with the text that follows.
+
+_BLANK = "#65279;"
+_OURS = frozenset("×·…→✗")
+_BETWEEN = re.compile(r"(?<=[A-Za-z0-9×·…→✗,])[ ._-](?=[A-Za-z0-9×·…→✗])")
+
+
+def _label(lines: list[str]) -> str:
+    """Return lines as a quoted label; letters, digits and harmless characters between two of them are not encoded."""
+    return f'"{"<br/>".join(_text(printable(line)) for line in lines if line) or _BLANK}"'
+
+
+def _text(line: str) -> str:
+    harmless = {match.start() for match in _BETWEEN.finditer(line)}
+    return "".join(
+        char if index in harmless or (char.isascii() and char.isalnum()) or char in _OURS else _code(char, index)
+        for index, char in enumerate(line)
+    )
+
+
+def _code(char: str, index: int) -> str:
+    if char.isalpha() and char not in "ﬂß":
+        return f"#{ord(char)};"
+    return f"{_BLANK if index == 0 else ''}#{ord(char)};{_BLANK}"
+
+
+def _quoted(line: str) -> str:
+    """Return a line as a YAML string, of which JSON is a subset; ``<`` is escaped since it could start an HTML tag."""
+    return json.dumps(printable(line)).replace("<", "\\u003c")

@@ -1,0 +1,1 @@
+"""Views: functions from a graph to a smaller or different graph."""

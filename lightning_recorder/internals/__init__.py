@@ -1,0 +1,1 @@
+"""Private names and behaviour of torch, each in one file."""

@@ -1,0 +1,391 @@
+"""Access to private PyTorch APIs for autograd graphs and module calls.
+
+No other file of the package uses them. Each docstring documents the fallback for PyTorch versions without the private
+name, so a PyTorch release that renames one degrades the recording but does not fail the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections import OrderedDict
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
+
+from lightning_recorder.errors import RecordingError
+from lightning_recorder.internals.storage import is_uninitialized
+
+__all__ = [
+    "CALL_OF_FUNCTION",
+    "CALL_OF_MODULE",
+    "LEAF_NUMBER",
+    "MODULE_CALLS",
+    "address_of",
+    "base_of",
+    "current_function_mode",
+    "fake_mode",
+    "function_behind",
+    "graph_task",
+    "hooks_of",
+    "hooks_of_leaf",
+    "in_backward",
+    "in_transform",
+    "is_compiled",
+    "is_tracing",
+    "is_transformed",
+    "is_view",
+    "reference_counts",
+    "register_hooks",
+    "remove_hook",
+    "running_calls",
+    "sequence_number",
+    "sequence_number_of",
+    "set_grad_enabled",
+    "set_hooks",
+    "unwrapped",
+    "version_counter",
+    "version_of",
+    "without_functions",
+]
+
+try:
+    from torch._C import _current_graph_task_id
+except ImportError:
+
+    def _current_graph_task_id() -> int:
+        return -1
+
+
+try:
+    from torch._C import DisableTorchFunction
+except ImportError:
+    DisableTorchFunction = contextlib.nullcontext
+
+
+try:
+    from torch._C import _set_grad_enabled
+except ImportError:
+    _set_grad_enabled = torch.set_grad_enabled  # type: ignore[assignment]  # a class that is called for its side effect
+
+
+try:
+    from torch._C import _is_tracing
+except ImportError:
+    _is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]  # public, but missing from the type stubs
+
+
+try:
+    from torch._C._autograd import _get_sequence_nr
+except ImportError:
+
+    def _get_sequence_nr() -> int:
+        return 0
+
+
+try:
+    from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+except ImportError:
+
+    def is_functorch_wrapped_tensor(tensor: Tensor) -> bool:
+        return False
+
+    def is_legacy_batchedtensor(tensor: Tensor) -> bool:
+        return False
+
+
+try:
+    from torch import _is_functional_tensor
+except ImportError:
+
+    def _is_functional_tensor(t: Tensor) -> bool:
+        return False
+
+
+try:
+    from torch._C._functorch import get_unwrapped
+except ImportError:
+
+    def get_unwrapped(tensor: Tensor) -> Tensor:
+        return tensor
+
+
+try:
+    from torch._C._functorch import peek_interpreter_stack
+except ImportError:
+
+    def peek_interpreter_stack() -> Any:  # type: ignore[misc]  # torch returns a private class
+        return None
+
+
+try:
+    from torch.overrides import _get_current_function_mode
+except ImportError:
+
+    def _get_current_function_mode() -> Any:
+        return None
+
+
+# Code objects of the frames in which torch calls a module's forward and the forward of an ``autograd.Function``.
+# Fallback: ``None``; such functions are not recorded.
+CALL_OF_MODULE: CodeType | None = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
+CALL_OF_FUNCTION: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+
+# Names of the functions that torch compiles for a module call; the last one is used for torch's own modules. Fallback:
+# the message about compiled code shows torch's internal name.
+MODULE_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "inner")
+
+# torch assigns this number to leaf nodes, so that the engine runs them first.
+_LEAF = 2**64 - 1
+LEAF_NUMBER = -1
+
+
+def fake_mode() -> Any:
+    """Return a context in which tensors have shapes but no values. Its ``from_tensor`` converts real tensors.
+
+    Raises:
+        RecordingError: If this torch version has no ``FakeTensorMode``.
+    """
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError as error:
+        raise RecordingError(f"this torch has no fake tensors: {error}; record without device='meta'") from error
+    # Tensors that a module stores in plain attributes are real; they are converted when they are used.
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def address_of(storage: UntypedStorage) -> int:
+    """Return the address by which torch identifies a storage, equal to that of a weak reference to it.
+
+    Fallback: create a weak reference and return its address, which takes several times as long.
+    """
+    address = getattr(storage, "_cdata", None)
+    return StorageWeakRef(storage).cdata if address is None else int(address)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of, or ``None`` if it is not a view.
+
+    Fallback: ``None``; an output that is later changed in place may have no gradient record.
+    """
+    return getattr(tensor, "_base", None)
+
+
+def current_function_mode() -> object:
+    """Return the innermost ``TorchFunctionMode`` of this thread, or ``None``.
+
+    Fallback: ``None``; the mode stays active for fused modules, whose results may then differ in the last bits in eval
+    mode.
+    """
+    return _get_current_function_mode()
+
+
+def function_behind(tensor: Tensor) -> type | None:
+    """Return the ``autograd.Function`` that created a tensor, or ``None``.
+
+    Fallback: ``None``; its output is attributed to the last function that was seen inside it.
+    """
+    made_by = tensor.grad_fn if tensor.requires_grad else None
+    return getattr(made_by, "_forward_cls", None)
+
+
+def graph_task() -> int:
+    """Return the id of the backward pass that this thread is running, or -1 outside of one.
+
+    Fallback: -1; parts that an interrupted backward pass left over may be counted in the next one.
+    """
+    return _current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Return True if this thread is inside a backward pass.
+
+    A forward hook that fires there belongs to a recomputation by ``torch.utils.checkpoint``, not to a second forward
+    pass. torch's own ``ModuleTracker`` uses the same test. Fallback: ``False``; recomputed activations are counted
+    twice.
+    """
+    return bool(_current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Return True if this thread is inside a ``torch.func`` transform, from which values cannot escape.
+
+    Fallback: ``False``; only tensors that are wrappers themselves are skipped.
+    """
+    return peek_interpreter_stack() is not None
+
+
+def is_tracing() -> bool:
+    """Return True if this thread is inside ``torch.jit.trace``. Takes half as long as ``torch.jit.is_tracing``.
+
+    Fallback: ``torch.jit.is_tracing``.
+    """
+    return bool(_is_tracing())
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Return True if the tensor is a wrapper of ``torch.func`` or of a batched backward pass; its value cannot escape.
+
+    Fallback: ``False``; the error that the update then raises becomes a warning.
+    """
+    return bool(is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor) or _is_functional_tensor(tensor))
+
+
+def set_grad_enabled(enabled: bool) -> None:
+    """Enable or disable autograd in this thread. Takes a twentieth of the time of ``torch.set_grad_enabled``.
+
+    Fallback: ``torch.set_grad_enabled``.
+    """
+    _set_grad_enabled(enabled)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return True if the tensor is a view, whose ``grad_fn`` torch may create only on access.
+
+    Fallback: ``True``; a node that no other code has accessed may have no owner.
+    """
+    return bool(getattr(tensor, "_is_view", lambda: True)())
+
+
+def reference_counts(tensor: Tensor) -> tuple[int, int]:
+    """Return the reference counts of a tensor in C++ and in Python.
+
+    Fallback: -1 for C++, which equals no real count, so no tensor is considered unshared.
+    """
+    count = getattr(tensor, "_use_count", None)
+    return (-1 if count is None else int(count())), sys.getrefcount(tensor)
+
+
+def register_hooks(tensor: Tensor) -> None:
+    """Register the tensor's dictionary of hooks with its autograd node, so that the node calls them.
+
+    Fallback: no-op; the hooks are not called.
+    """
+    register = getattr(tensor.grad_fn, "_register_hook_dict", None)
+    if register is not None:
+        register(tensor)
+
+
+def remove_hook(handle: RemovableHandle) -> None:
+    """Remove a hook, including its entries in two dictionaries that torch does not clean up for global hooks.
+
+    A stale entry would disable the fast path of every module call and make torch warn about every compiled module.
+    Fallback: only ``handle.remove()``.
+    """
+    handle.remove()
+    for name in ("_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs"):
+        getattr(torch.nn.modules.module, name, {}).pop(handle.id, None)
+
+
+def set_hooks(tensor: Tensor, hooks: OrderedDict[int, object] | None) -> None:
+    """Replace the tensor's dictionary of hooks. The node does not call them until :func:`register_hooks`.
+
+    Fallback: no-op; in-place operations are not detected.
+    """
+    if hasattr(tensor.grad_fn, "_register_hook_dict"):
+        tensor._backward_hooks = hooks  # type: ignore[assignment]  # declared as a plain dictionary of functions
+
+
+def sequence_number() -> int:
+    """Return the sequence number of the next autograd node created in this thread.
+
+    Fallback: 0; a search for the nodes of one module call also visits all earlier nodes.
+    """
+    return _get_sequence_nr()
+
+
+def sequence_number_of(node: Node) -> int:
+    """Return the sequence number of a node, or -1 for a leaf. Nodes created later have larger numbers.
+
+    Fallback: 0, as for :func:`sequence_number`.
+    """
+    number = getattr(node, "_sequence_nr", int)()
+    return LEAF_NUMBER if number == _LEAF else number
+
+
+def hooks_of(tensor: Tensor) -> OrderedDict[int, object] | None:
+    """Return the dictionary of hooks on a tensor, or ``None`` if there is none.
+
+    Fallback: ``None``.
+    """
+    return getattr(tensor, "_backward_hooks", None)
+
+
+def hooks_of_leaf(tensor: Tensor) -> list[object]:
+    """Return the hooks on a leaf tensor; empty for any other tensor.
+
+    Fallback: empty; hooks that are registered at every step are registered again.
+    """
+    return list((hooks_of(tensor) or {}).values()) if tensor.is_leaf else []
+
+
+def running_calls(module: nn.Module) -> int:
+    """Return the number of calls of the module that are running in this thread.
+
+    Fallback: 1, which is correct for modules that do not call themselves.
+    """
+    frame, number = inspect.currentframe(), 0
+    while frame is not None:
+        number += frame.f_code is CALL_OF_MODULE and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return max(1, number)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor inside the wrappers of ``torch.func`` transforms.
+
+    Fallback: the tensor itself; operations inside a transform are not connected to those outside of it.
+    """
+    while is_functorch_wrapped_tensor(tensor) and (inner := get_unwrapped(tensor)) is not tensor:
+        tensor = inner
+    return tensor
+
+
+def without_functions() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no ``__torch_function__`` runs, neither a mode's nor a tensor subclass's.
+
+    Under a mode even reading a shape is a Python call. Fallback: a null context; recording takes several times as long.
+    """
+    return DisableTorchFunction()
+
+
+def version_counter(tensor: Tensor) -> Tensor | None:
+    """Return an empty tensor whose version counts each in-place operation on the memory of the given tensor.
+
+    It shares the version counter but not the memory, so it keeps nothing alive. Fallback: ``None``; later in-place
+    operations are not detected.
+    """
+    try:
+        counter = tensor.detach()
+        counter.data = _nothing_on(tensor.device)
+    except (RuntimeError, TypeError):
+        return None
+    return counter
+
+
+@cache
+def _nothing_on(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return the number of in-place writes to the tensor, or ``None`` if they are not counted, as in inference mode.
+
+    Fallback: ``None``; in-place operations are recognised only by their names.
+    """
+    try:
+        return None if is_uninitialized(tensor) else tensor._version
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if ``torch.compile(module)`` or ``module.compile()`` was applied to this module itself."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,0 +1,177 @@
+"""Compiled parts of a model and calls of compiled code."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_recorder.internals.autograd import MODULE_CALLS, is_compiled
+
+__all__ = [
+    "CompiledCallObserver",
+    "compiled_modules",
+    "compiled_owner",
+    "describe_compiled",
+    "flex_attention_users",
+    "observe_compiled_calls",
+    "stop_observing",
+]
+
+
+class CompiledCallObserver(Protocol):
+    """Callback for calls of compiled code."""
+
+    def __call__(self, function: Callable[..., Any], /) -> Callable[[Any, Any, Any], object] | None:
+        """Handle the start of a call.
+
+        Args:
+            function: The compiled function.
+
+        Returns:
+            A function that is called with the arguments, the keyword arguments and the result when the call ends; or
+            ``None``. The result is ``None`` if the call raised, or if torch does not expose it.
+        """
+
+
+class _Observed:
+    """The observers of the process, and the torch function that is replaced while there are any."""
+
+    lock = threading.RLock()
+    observers: tuple[weakref.ref[CompiledCallObserver], ...] = ()
+    original: Callable[[Any], Any] | None = None
+
+
+def observe_compiled_calls(observer: CompiledCallObserver) -> bool:
+    """Call a function at each call of compiled code in the process, until :func:`stop_observing`.
+
+    Code that is compiled later, or for the first time during the call, is included. Without an observer such calls run
+    no code of this package.
+
+    Returns:
+        False if this version of torch has no suitable entry point; then nothing is observed.
+    """
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    with _Observed.lock:
+        if not hasattr(eval_frame, "_callback_from_stance"):
+            return False
+        # Each call of compiled code calls this function to decide how to run its frames, after entering its own
+        # contexts.
+        if eval_frame._callback_from_stance is not _callback_from_stance:
+            _Observed.original = staticmethod(eval_frame._callback_from_stance)
+            eval_frame._callback_from_stance = _callback_from_stance
+        # A weak reference: an abandoned recording must not be kept alive.
+        reference: Any = weakref.WeakMethod(observer) if inspect.ismethod(observer) else weakref.ref(observer)
+        _Observed.observers = (*_Observed.observers, reference)
+    return True
+
+
+def stop_observing(observer: CompiledCallObserver) -> None:
+    """Undo :func:`observe_compiled_calls`; a no-op for a function that is not registered."""
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    with _Observed.lock:
+        _Observed.observers = tuple(each for each in _Observed.observers if each() not in (None, observer))
+        if not _Observed.observers and getattr(eval_frame, "_callback_from_stance", None) is _callback_from_stance:
+            eval_frame._callback_from_stance = _Observed.original
+
+
+def _callback_from_stance(callback: Any) -> Any:
+    # ``callback`` is ``None`` for functions that are excluded from compilation.
+    if callback is not None and _Observed.observers:
+        with suppress(Exception):  # if the names in torch's frame differ, the call is not observed
+            _notify(sys._getframe(1))
+    return None if _Observed.original is None else _Observed.original(callback)
+
+
+def _notify(frame: FrameType) -> None:
+    """Notify the observers of a call, given the frame of torch's wrapper around the compiled function."""
+    names = frame.f_locals
+    function, cleanups = names.get("fn"), names.get("cleanups")
+    if not callable(function) or not isinstance(cleanups, list) or _is_private_of_torch(function):
+        return
+    for reference in _Observed.observers:
+        observer = reference()
+        end = None if observer is None else observer(function)
+        if end is not None:
+            # torch calls the functions in this list when the call ends, even if it raises.
+            cleanups.append(partial(_end_call, end))
+
+
+def _end_call(end: Callable[[Any, Any, Any], object]) -> None:
+    names = sys._getframe(1).f_locals  # torch's wrapper; keeping the frame would be a cycle that keeps tensors alive
+    end(names.get("args"), names.get("kwargs"), names.get("result"))
+
+
+def _is_private_of_torch(function: Any) -> bool:
+    """Return True if torch compiled one of its own local functions, as an eager ``flex_attention`` does."""
+    name = getattr(function, "__qualname__", "")
+    return "<locals>._" in name and str(getattr(function, "__module__", "")).startswith("torch.")
+
+
+def compiled_owner(function: Callable[..., Any]) -> object | None:
+    """Return the object whose method was compiled, such as the module of ``torch.compile(module)``, or ``None``."""
+    if getattr(function, "__qualname__", "") == "wrap_inline.<locals>.inner":  # torch's wrapper of its own modules
+        function = getattr(function, "__wrapped__", function)
+    return function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+
+
+def describe_compiled(function: Callable[..., Any]) -> str:
+    """Return a name for a compiled function, such as ``Encoder.forward`` or ``my_loss (train.py:12)``."""
+    owner = compiled_owner(function)
+    name = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+    method = name.rpartition(".")[2]
+    if isinstance(owner, nn.Module):
+        return f"{type(owner).__name__}.{'forward' if method in MODULE_CALLS or owner is function else method}"
+    if owner is not None and not inspect.ismodule(owner):
+        return f"{type(owner).__name__}.{method}"
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if "." in name or code is None:
+        return name
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def compiled_modules(root: nn.Module) -> set[nn.Module]:
+    """Return the modules whose calls run compiled code, including all their submodules.
+
+    They are compiled by ``torch.compile(module)``, by ``module.compile()``, or as an entire LightningModule. Compiled
+    functions are not included; :func:`observe_compiled_calls` observes their calls.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Sequential(nn.ReLU()), backend="eager"))
+        >>> sorted(type(each).__name__ for each in compiled_modules(net))
+        ['OptimizedModule', 'ReLU', 'Sequential']
+    """
+    if "torch._dynamo" not in sys.modules:
+        return set()
+    if getattr(root, "_compiler_ctx", None) is not None:  # set by Lightning on a compiled LightningModule
+        return set(root.modules())
+    found: set[nn.Module] = set()
+    for module in root.modules():
+        if is_compiled(module):
+            found.update(module.modules())
+    return found
+
+
+def flex_attention_users(root: nn.Module) -> list[str]:
+    """Return the names of the modules that use ``flex_attention``, which needs far more memory when it is not compiled.
+
+    They are found by the name in the code of their ``forward``, or in the configuration of a transformers model.
+    """
+    return [name for name, module in root.named_modules() if _uses_flex_attention(module)]
+
+
+def _uses_flex_attention(module: nn.Module) -> bool:
+    config: Any = getattr(module, "config", None)
+    code = getattr(type(module).forward, "__code__", None)
+    named = "flex_attention" in getattr(code, "co_names", ())
+    return named or getattr(config, "_attn_implementation", None) == "flex_attention"

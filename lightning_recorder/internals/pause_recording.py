@@ -1,0 +1,44 @@
+"""A per-thread switch that excludes the package's own arithmetic from its recordings."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from lightning_recorder.internals.autograd import set_grad_enabled
+
+__all__ = ["is_unrecorded", "unrecorded"]
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+
+
+class unrecorded:  # noqa: N801 - reads like a verb: with unrecorded()
+    """Disable autograd and graph capture in this thread.
+
+    Otherwise a reduction that runs inside a hook would appear in a graph that is captured at the same step. A class and
+    not a generator, for low overhead: it is entered for every recorded tensor.
+    """
+
+    __slots__ = ("_had_grad",)
+
+    def __enter__(self) -> None:
+        _depth.value += 1
+        self._had_grad = torch.is_grad_enabled()
+        if self._had_grad:
+            set_grad_enabled(False)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        _depth.value -= 1
+        if self._had_grad:
+            set_grad_enabled(True)
+
+
+def is_unrecorded() -> bool:
+    """Return True if this thread is inside :func:`unrecorded`."""
+    return _depth.value > 0

@@ -1,0 +1,213 @@
+"""Snapshots of everything that running a model may change: module state, inputs and random number generators."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.internals.storage import is_uninitialized
+from lightning_recorder.structure import iter_tensors
+
+__all__ = ["ModuleState", "own_copies", "same_gradients", "same_random_numbers"]
+
+
+class ModuleState:
+    """Snapshot of everything that a forward pass may change in a net's modules.
+
+    :meth:`restore` restores the attributes of each module, including buffers and parameters, as the original objects;
+    the contents of lists, dictionaries and sets among them, including hooks; the values of buffers and of other tensors
+    among them; and the states of random number generators. The values of parameters are not copied.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.parameters: dict[int, Tensor] = {}
+        """All parameters that were found, by id, including those of modules that are not registered."""
+        self._taken: set[nn.Module] = set()
+        self._flags: list[tuple[nn.Module, bool]] = []
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        self._generators: dict[int, tuple[Callable[[Any], object], Any]] = {}
+        for module in modules:
+            self.parameters |= {id(each): each for each in module.parameters(recurse=False)}
+            if hasattr(module, "training"):  # missing on a frozen TorchScript module
+                self._flags.append((module, module.training))
+            if isinstance(module, torch.jit.ScriptModule):
+                # A ScriptModule has its own tables and exposes no attributes.
+                self._keep(module.buffers(recurse=False))
+            elif not _is_lazy(module):
+                self.take(module)
+
+    def take(self, module: nn.Module) -> None:
+        """Save the state of a module. Idempotent.
+
+        A lazy module is skipped at first, and saved right before its first call, once it has been initialised.
+        """
+        if module in self._taken:
+            return
+        self._taken.add(module)
+        self._tables.append((vars(module), dict(vars(module))))
+        for table in (module._parameters, module._buffers, module._modules):
+            self._contents[id(table)] = table, copy.copy(table)
+        self.parameters |= {id(each): each for each in module._parameters.values() if each is not None}
+        self._keep((*module._buffers.values(), *vars(module).values()))
+
+    def _keep(self, values: Iterable[Any]) -> None:
+        """Save the contents of these values, at any depth of nesting."""
+        todo = list(values)
+        while todo:
+            value = todo.pop()
+            if isinstance(value, Tensor):
+                if isinstance(value, nn.Parameter):
+                    self.parameters[id(value)] = value
+                elif not is_uninitialized(value):
+                    self._values.setdefault(id(value), (value, value.detach().clone()))
+            elif isinstance(value, nn.Module):
+                # A module in a plain list is not a submodule, but may be called like one.
+                for each in value.modules():
+                    if not isinstance(each, torch.jit.ScriptModule) and not _is_lazy(each):
+                        self.take(each)
+            elif type(value) in _CONTAINERS and id(value) not in self._contents:
+                self._contents[id(value)] = value, copy.copy(value)
+                todo += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, torch.Generator):
+                self._generators.setdefault(id(value), (value.set_state, value.get_state()))
+            elif isinstance(value, random.Random):
+                self._generators.setdefault(id(value), (value.setstate, value.getstate()))
+            elif isinstance(value, _numpy().random.Generator):
+                bits = value.bit_generator
+                self._generators.setdefault(id(bits), (partial(setattr, bits, "state"), bits.state))
+
+    def restore(self) -> None:
+        """Restore the saved state."""
+        for table, before in self._tables:
+            for key in [key for key in table if key not in before]:
+                del table[key]
+            table.update(before)
+        for container, before in self._contents.values():
+            _refill(container, before)
+        for module, training in self._flags:
+            if module.training != training:
+                module.training = training
+        for tensor, values in self._values.values():
+            # All of them: BatchNorm writes its running statistics without increasing the tensor's version. Written
+            # through ``.data``, since a higher version would make autograd reject graphs that saved the tensor.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                if tensor.shape != values.shape:
+                    tensor.data = values
+                elif not _same(tensor, values):  # an unchanged tensor may be mapped from a read-only file
+                    tensor.data.copy_(values)
+        for put_back, state in self._generators.values():
+            put_back(state)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors of the same shape have equal values, with NaN equal to NaN."""
+    try:
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    except (NotImplementedError, RuntimeError):  # torch cannot compare sparse, quantised and fake tensors like this
+        return False
+
+
+# Exact types only: a subclass may run arbitrary code when it is refilled.
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Restore the contents of a container in their original order."""
+    if _identities(container) != _identities(before):
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+
+def _identities(container: Any) -> list[int]:
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return any(map(is_uninitialized, (*module._parameters.values(), *module._buffers.values())))
+
+
+def own_copies(values: Mapping[Any, Any], copied: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[Any, Any]:
+    """Return copies whose tensors the net may write to.
+
+    Args:
+        values: Values of any type, with tensors at any depth of nesting.
+        copied: A function that returns the replacement of a detached tensor.
+    """
+    # copy.deepcopy rejects tensors computed by autograd, so the memo is filled with their replacements. An object that
+    # is passed twice remains one object: attention checks whether its query is its key.
+    tensors = [tensor for _, tensor in iter_tensors(values)]
+    memo = {id(each): _like(each, copied(each.detach())) for each in tensors}
+    return {key: _copied(value, memo) for key, value in values.items()}
+
+
+def _like(tensor: Tensor, copied: Tensor) -> Tensor:
+    """Return a copy that autograd treats like the tensor."""
+    if not tensor.requires_grad:
+        return copied
+    leaf = copied.requires_grad_()
+    # A net may write in place to a computed tensor, but not to a leaf that requires a gradient.
+    with torch.enable_grad():
+        return leaf if tensor.is_leaf else leaf.clone()
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # noqa: BLE001 - copying may raise anything; the object is then passed without a copy
+        return value
+
+
+def _numpy() -> Any:
+    """Return NumPy, imported only when a model is run: a recorded graph can be read without it."""
+    import numpy as np
+
+    return np
+
+
+@contextmanager
+def same_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the random number generators of torch, Python and NumPy on exit."""
+    numpy = _numpy().random
+    places: dict[str, set[int]] = {}
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            places.setdefault(device.type, set()).add(device.index or 0)
+    python, legacy = random.getstate(), numpy.get_state()  # nets draw from the global generators
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([]))
+        for kind, indices in places.items():
+            stack.enter_context(torch.random.fork_rng(sorted(indices), device_type=kind))
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.set_state(legacy)
+
+
+@contextmanager
+def same_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore ``grad`` and ``requires_grad`` of leaf tensors on exit; inside the block the gradients are None."""
+    # Detached instead of copied: a backward pass then creates new gradients instead of accumulating into these.
+    leaves = [(each, each.requires_grad, each.grad) for each in tensors if each.is_leaf]
+    for leaf, _, gradient in leaves:
+        if gradient is not None:
+            leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, requires_grad, gradient in leaves:
+            if leaf.requires_grad != requires_grad:
+                leaf.requires_grad_(requires_grad)
+            if leaf.grad is not gradient:
+                leaf.grad = gradient

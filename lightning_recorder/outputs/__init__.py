@@ -1,0 +1,34 @@
+"""Writers of records: to sinks, record files, dumps, pictures and the coverage report."""
+
+from lightning_recorder.outputs.consumer import Outlet
+from lightning_recorder.outputs.coverage import Receipt, Watched, paths_by_module, with_gradients, write_receipt
+from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
+from lightning_recorder.outputs.formatter import Report
+from lightning_recorder.outputs.pipeline import Results
+from lightning_recorder.outputs.plotter import Plotter
+from lightning_recorder.outputs.record_file import RecordFile
+from lightning_recorder.outputs.statistics_dumps import DUMP_TIMES, Event, StatisticsDumps, check_dump
+from lightning_recorder.outputs.tag_budget import TagBudget
+from lightning_recorder.outputs.tensor_dumps import TENSOR_DUMP_TIMES, TensorDumps
+
+__all__ = [
+    "DUMP_TIMES",
+    "TENSOR_DUMP_TIMES",
+    "DumpContent",
+    "DumpFolder",
+    "Event",
+    "Outlet",
+    "Plotter",
+    "Receipt",
+    "RecordFile",
+    "Report",
+    "Results",
+    "StatisticsDumps",
+    "TagBudget",
+    "TensorDumps",
+    "Watched",
+    "check_dump",
+    "paths_by_module",
+    "with_gradients",
+    "write_receipt",
+]

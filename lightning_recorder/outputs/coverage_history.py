@@ -1,0 +1,253 @@
+"""The modules recorded over a run, and the detection of changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from torch import nn
+
+from lightning_recorder.outputs.coverage import Change, Receipt, Watched, listed, paths_by_module
+from lightning_recorder.taps import Site
+
+__all__ = ["Coverage", "RunCoverage"]
+
+Unit = TypeVar("Unit", bound=Hashable)
+
+_FEWEST = 3  # the minimum number of records without a unit before a change is reported
+_LONG_RUN = 20  # records; a longer unbroken run does not extend the waiting time
+_UNLIKELY, _UNLIKELY_AT_END = 1e-4, 1e-3
+
+_GRAD = ".grad"
+
+
+@dataclass
+class _Presence:
+    """The presence of a unit in the records, which are numbered from 0."""
+
+    first_step: int
+    last_step: int
+    first: int
+    since: int
+    """The first record of the current stretch with or without the unit."""
+    seen: int = 0
+    """The number of records with the unit before the current stretch."""
+    longest_gap: int = 0
+    longest_run: int = 0
+    is_present: bool = True
+    has_stopped: bool = False
+    """True if the stop has already been returned."""
+
+
+class Coverage(Generic[Unit]):
+    """Track the presence of units, such as modules, in the records of a run.
+
+    A unit has *started* late if at least 3 records came before its first one.
+
+    A unit has *stopped* if its current gap, the number of latest records without it, meets all of these conditions. The
+    gap is at least 3 records, longer than its longest gap before, and longer than its longest unbroken run of records
+    before (at most 20). If the unit occurred at random with its observed frequency, the probability of such a gap would
+    be below 0.01 %. So branches that alternate or are taken at random do not count as stopped. At the end of the run,
+    the unbroken run is ignored, and the probability is 0.1 %.
+
+    Each unit starts late or stops at most once.
+
+    Example:
+        >>> coverage = Coverage()
+        >>> [coverage.update(step, ["a", "b"]) for step in range(5)][-1]
+        ([], [])
+        >>> [step for step in range(5, 50) if coverage.update(step, ["a"])[1] == ["b"]]
+        [15]
+        >>> coverage.steps("b")
+        (0, 4)
+    """
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.last_step = 0
+        """The step of the latest record."""
+        self._units: dict[Unit, _Presence] = {}
+        self._present: dict[Unit, None] = {}
+        self._absent: dict[Unit, None] = {}  # seen before, and not reported as stopped
+
+    def update(self, step: int, seen: Iterable[Unit]) -> tuple[list[Unit], list[Unit]]:
+        """Add the units of a record. Return the units that have started late and those that have stopped."""
+        number, self.records = self.records, self.records + 1
+        before, self._present = self._present, dict.fromkeys(seen)
+        new = [unit for unit in self._present if unit not in before]
+        started = [unit for unit in new if self._begin(unit, step, number)]
+        for unit in before:
+            if unit not in self._present:
+                self._leave(unit, number)
+        self.last_step = step
+        stopped = [unit for unit in self._absent if self._has_stopped(self._units[unit])]
+        for unit in stopped:
+            del self._absent[unit]
+            self._units[unit].has_stopped = True
+        return started, stopped
+
+    def conclude(self) -> list[Unit]:
+        """Return the units that count as stopped when the run ends."""
+        stopped = [unit for unit in self._absent if self._has_stopped(self._units[unit], at_end=True)]
+        self._absent.clear()
+        return stopped
+
+    def steps(self, unit: Unit) -> tuple[int, int]:
+        """Return the first and the last step at which a unit was recorded."""
+        presence = self._units[unit]
+        return presence.first_step, self.last_step if presence.is_present else presence.last_step
+
+    def __contains__(self, unit: object) -> bool:
+        return unit in self._units
+
+    def _begin(self, unit: Unit, step: int, number: int) -> bool:
+        """Begin a stretch with a unit. Return True if the unit has started late."""
+        presence = self._units.get(unit)
+        if presence is None:
+            self._units[unit] = _Presence(step, step, number, number)
+            return number >= _FEWEST
+        self._absent.pop(unit, None)
+        presence.longest_gap = max(presence.longest_gap, number - presence.since)
+        presence.since, presence.is_present = number, True
+        return False
+
+    def _leave(self, unit: Unit, number: int) -> None:
+        presence = self._units[unit]
+        run = number - presence.since
+        presence.seen += run
+        presence.longest_run = max(presence.longest_run, run)
+        presence.since, presence.is_present, presence.last_step = number, False, self.last_step
+        if not presence.has_stopped:
+            self._absent[unit] = None
+
+    def _has_stopped(self, presence: _Presence, *, at_end: bool = False) -> bool:
+        gap = self.records - presence.since
+        if gap < _FEWEST or gap <= presence.longest_gap:
+            return False
+        if not at_end and gap <= min(presence.longest_run, _LONG_RUN):
+            return False
+        missed = presence.since - presence.first - presence.seen
+        return _chance(presence.seen, missed, gap) < (_UNLIKELY_AT_END if at_end else _UNLIKELY)
+
+
+def _chance(seen: int, missed: int, gap: int) -> float:
+    """Return the probability of ``gap`` records in a row without a unit after ``seen`` hits and ``missed`` misses.
+
+    The rate is unknown and has a uniform prior, so this is a ratio of two beta functions.
+    """
+    return math.exp(_log_beta(seen + 1, missed + 1 + gap) - _log_beta(seen + 1, missed + 1))
+
+
+def _log_beta(a: int, b: int) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+class RunCoverage:
+    """Keep a receipt up to date over the records of a run, and report each change once.
+
+    A change means that the recording of a module has stopped or started late, as defined by :class:`Coverage`. If the
+    gradients of parameters are recorded, it means that the gradient of a parameter has stopped or started late.
+    """
+
+    def __init__(self) -> None:
+        self._watched = Watched(nn.Module(), {}, ())
+        self._sites: dict[Site, None] = {}
+        self._modules: Coverage[str] = Coverage()
+        self._gradients: Coverage[Site] = Coverage()
+        self._called: set[str] = set()
+        self._changes: list[Change] = []
+
+    @property
+    def records(self) -> int:
+        """The number of records."""
+        return self._modules.records
+
+    def take(self, step: int, found: Iterable[Site], watched: Watched) -> list[Change]:
+        """Add a record.
+
+        Args:
+            step: The step of the record.
+            found: The sites with statistics in the record.
+            watched: The facts about the modules since the previous record.
+
+        Returns:
+            The changes to report.
+        """
+        self._watched = watched
+        self._called.update(watched.called)
+        sites = dict.fromkeys(found)
+        self._sites.update(sites)
+        started, stopped = self._modules.update(step, (site.name for site in sites))
+        with_gradient = [Site(name, path.removesuffix(_GRAD)) for name, path in sites if path.endswith(_GRAD)]
+        late, lost = self._gradients.update(step, with_gradient if self._has_gradients else ())
+        if self._has_gradients:
+            return self._gradients_changed(step, late, lost)
+        return self._modules_changed(step, started, stopped)
+
+    def conclude(self) -> list[Change]:
+        """Return the changes to report when the run ends."""
+        step = self._modules.last_step
+        if self._has_gradients:
+            return self._gradients_changed(step, [], self._gradients.conclude())
+        return self._modules_changed(step, [], self._modules.conclude())
+
+    def filled(self, receipt: Receipt) -> Receipt:
+        """Return the receipt with the current facts."""
+        by_module = paths_by_module(self._sites)
+        order = [name for name in self._watched.modules if name in by_module]
+        watched = self._watched.having(fired=tuple(by_module), called=frozenset(self._called))
+        return replace(
+            receipt,
+            sites={name: by_module[name] for name in dict.fromkeys([*order, *by_module])},
+            missing=watched.why_not(),
+            last_step=self._modules.last_step,
+            steps={name: self._modules.steps(name) for name in by_module},
+            without_gradient=tuple(watched.without_gradients(self._sites)),
+            changes=tuple(self._changes),
+        )
+
+    @property
+    def _has_gradients(self) -> bool:
+        return "gradients" in self._watched.parts
+
+    def _modules_changed(self, step: int, started: list[str], stopped: list[str]) -> list[Change]:
+        watched = self._watched
+        gone = {
+            name: (watched.why_stopped(name), self._modules.steps(name)[1])
+            for name in stopped
+            if name in watched.modules and name not in watched.failed  # a failed module has already caused a warning
+        }
+        return self._stated(step, started, gone, "record", "modules")
+
+    def _gradients_changed(self, step: int, started: list[Site], stopped: list[Site]) -> list[Change]:
+        watched = self._watched
+        gone = {
+            _shown(site): (watched.why_no_gradient(*site), self._gradients.steps(site)[1])
+            for site in stopped
+            if site.name in watched.modules and site.name not in watched.failed
+        }
+        return self._stated(step, list(map(_shown, started)), gone, "gradient", "parameters")
+
+    def _stated(
+        self, step: int, started: list[str], gone: dict[str, tuple[str, int]], what: str, noun: str
+    ) -> list[Change]:
+        """Group the modules or parameters that changed in the same way into one change each."""
+        changes = []
+        if started:
+            why = f"there was none in the {self.records - 1} records before"
+            text = f"first {what} of {listed(started, noun)} at step {step}, {why}"
+            changes.append(Change(step, "started", tuple(started), why, text))
+        groups: dict[tuple[str, int], list[str]] = {}
+        for name, since in gone.items():
+            groups.setdefault(since, []).append(name)
+        for (why, last), names in groups.items():
+            text = f"no {what} of {listed(names, noun)} after step {last}: {why}"
+            changes.append(Change(step, "stopped", tuple(names), why, text))
+        self._changes += changes
+        return changes
+
+
+def _shown(site: Site) -> str:
+    return ".".join(filter(None, site))

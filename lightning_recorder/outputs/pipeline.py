@@ -1,0 +1,303 @@
+"""The pipeline that summarizes, writes and reports the records of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from lightning_recorder.errors import describe_error, tell
+from lightning_recorder.outputs.consumer import Outlet
+from lightning_recorder.outputs.coverage import Change, Receipt, Watched, paths_by_module
+from lightning_recorder.outputs.coverage_history import RunCoverage
+from lightning_recorder.outputs.formatter import Report
+from lightning_recorder.schedule import Reduce, Sampling
+from lightning_recorder.sinks import BackgroundQueue, DeferredSink, Image, MultiSink, Sink
+from lightning_recorder.statistics.record import Record
+from lightning_recorder.statistics.sites import SiteStatistics
+from lightning_recorder.taps import Site
+
+__all__ = ["Results"]
+
+_SOME_RECORDS = 10  # enough records to estimate their mean size
+
+# The arguments of a receipt.
+About = tuple[Watched, Sampling, Reduce]
+
+
+class Results:
+    """Compute the statistics of records and write them in the background.
+
+    Args:
+        report: The formatter that writes records to the sink.
+        name: The name of the recorder in messages.
+        say: A callback that receives the summary line of the receipt.
+        summarize: A function that computes the statistics of a record.
+        strict: Raise the errors of outlets.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        *,
+        name: str = "the recorder",
+        say: Callable[[str], object] = tell,
+        summarize: Callable[[Record], dict[Site, SiteStatistics]] = lambda record: record.snapshot.statistics(),
+        strict: bool = False,
+    ) -> None:
+        self.report = report
+        self.label = report.group
+        """The name of the recorder in files."""
+        self.sink: Sink | None = None
+        """The sink for the records, or None to keep only the latest statistics."""
+        self.directory: Path | None = None
+        """The folder of the receipt, or None."""
+        self._name = name
+        self._say = say
+        self._summarize = summarize
+        self._strict = strict
+        self.outlets: list[Outlet] = []
+        """The additional consumers of records."""
+        self.keepers: Sink | None = None
+        """The sink for files, or None."""
+        self._deferred: list[DeferredSink] = []  # the deferred sinks inside the sink
+        self._latest: dict[str, dict[Site, SiteStatistics]] = {}
+        self._latest_step: int | None = None
+        self._queue = BackgroundQueue()
+        self._was_announced = False
+        self._receipt: Receipt | None = None
+        self._coverage: RunCoverage | None = None
+        self._records = self._bytes = 0
+        self.recorded: Counter[str] = Counter()
+        """The number of nonempty records of each stage. Read it only after :meth:`wait`."""
+        self.empty: Counter[str] = Counter()
+        """The number of empty records of each stage."""
+        self.note = ""
+        """A text that is appended to the summary line of the receipt."""
+
+    def begin(self, sink: Sink | None, directory: Path | None, label: str, *, keepers: Sink | None = None) -> None:
+        """Begin a run.
+
+        Args:
+            sink: The sink for the records, which must accept writes from any thread.
+            directory: The folder of the run's recordings.
+            label: The name of the recorder in files.
+            keepers: The sink for files.
+        """
+        self.sink, self.directory, self.label = sink, directory, label
+        self.keepers = keepers
+        self._deferred = sink.deferred() if isinstance(sink, MultiSink) else []
+        self.report.begin(label)
+        self.outlets = []
+        self._was_announced = False
+        self._receipt, self._records, self._bytes, self._coverage = None, 0, 0, None
+        self.recorded, self.empty, self.note = Counter(), Counter(), ""
+
+    def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
+        """Return the latest statistics of a stage such as ``"train"``; with several loaders, ``"validate/0"``."""
+        self.wait()
+        return self._latest.get(stage, {})
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the latest training record, or ``None`` if there is none."""
+        self.wait()
+        return self._latest_step
+
+    def wait(self) -> None:
+        """Wait until everything is written."""
+        self._queue.wait()
+
+    def replay(self) -> None:
+        """Run the queued writes of sinks that are bound to this thread."""
+        if isinstance(self.sink, MultiSink) and any(not each.is_idle for each in self._deferred):
+            self.sink.replay()
+
+    def end(self) -> None:
+        """Wait until everything is written, release the sink, and raise the first error."""
+        self._queue.wait()
+        try:
+            self._finish()
+            self._average()
+            self._conclude()
+            self.replay()
+            self._queue.drain()
+        finally:
+            self.sink = self.keepers = self._receipt = self._coverage = None
+            self._deferred = []
+            self.outlets = []
+
+    def _finish(self) -> None:
+        for outlet in list(self.outlets):
+            self._contained(outlet, outlet.finish)
+
+    def add(self, record: Record, about: About | None = None) -> None:
+        """Queue a record for writing.
+
+        Args:
+            record: The record.
+            about: The arguments of the receipt, with the facts since the previous record, or ``None`` for an
+                evaluation.
+        """
+        self._queue.submit(partial(self._write, record, about))
+
+    def add_scalar(self, step: int, tag: str, value: float) -> None:
+        """Write a single scalar."""
+        if self.sink is not None:
+            self._queue.submit(partial(self.sink.write_scalars, step, {tag: value}))
+
+    def end_epoch(self) -> None:
+        """Queue the outlets' work at the end of an epoch."""
+        for outlet in self.outlets:
+            self._queue.submit(partial(self._contained, outlet, outlet.end_epoch))
+
+    def remove(self, job: Callable[[], object]) -> None:
+        """Queue a removal after all previous jobs. It runs even if an outlet has failed."""
+        self._queue.put(job)
+
+    def submit(self, outlet: Outlet, job: Callable[[], object]) -> None:
+        """Queue a job of an outlet after all previous jobs. Pending errors are not raised here."""
+        self._queue.put(partial(self._contained, outlet, job))
+
+    def show(self, step: int, images: Mapping[str, Image]) -> int | None:
+        """Write images from any thread. Return the number of bytes written, or None if the sink does not count them."""
+        sink = self.sink
+        if sink is None:
+            return None
+        before = sink.written_bytes
+        sink.write_images(step, images)
+        after = sink.written_bytes
+        return None if after is None else after - (before or 0)
+
+    def announce(self, step: int, recording_ms: float, sites: list[Site], about: About) -> None:
+        """Report the receipt of a step that is not a record yet. Its record completes the receipt."""
+        receipt = replace(_receipt(step, sites, *about), recording_ms=recording_ms)
+        self._say(f"{self._name}: {receipt.summary}{self.note}")
+        self._was_announced = True
+        self._queue.submit(partial(self._keep, receipt))
+
+    def _write(self, record: Record, about: About | None) -> None:
+        found = self._summarize(record)
+        (self.recorded if found else self.empty)[record.stage] += 1
+        if found and not record.overflowed:
+            self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
+            if record.stage == "train":
+                self._latest_step = record.step
+        before = None if self.sink is None else self.sink.written_bytes
+        if self.sink is not None and (found or record.overflow_steps):
+            self.report.write(self.sink, record, found)
+        after = None if self.sink is None else self.sink.written_bytes
+        written = None if after is None else after - (before or 0)
+        for outlet in list(self.outlets):
+            size = outlet.written_bytes
+            self._contained(outlet, partial(outlet.take, record, found))
+            if outlet.written_bytes > size:
+                written = (written or 0) + outlet.written_bytes - size
+        if about is not None:
+            self._cover(record, found, written, about)
+        if written is not None and record.stage == "train":
+            self._records += 1
+            self._bytes += written
+            if self._records == _SOME_RECORDS:
+                self._average()
+
+    def _contained(self, outlet: Outlet, job: Callable[[], object]) -> None:
+        """Run a job of an outlet, and remove the outlet if the job fails."""
+        if outlet not in self.outlets:
+            return
+        try:
+            job()
+        except Exception as error:
+            self.outlets.remove(outlet)
+            if self._strict:
+                raise
+            tell(f"{self._name} writes no more {outlet}: {describe_error(error)}")
+
+    def _average(self) -> None:
+        """Update the receipt with the mean size of a record."""
+        if self._receipt is not None and self._records:
+            size = self._forecast(self._bytes / self._records, self._receipt.records_per_1000_steps)
+            self._keep(replace(self._receipt, event_bytes_per_1000_steps=size))
+
+    def _forecast(self, record_bytes: float, records: int) -> int:
+        """Return the estimated number of bytes written to the loggers for this many records."""
+        return int(record_bytes * records) + sum(outlet.logged_bytes(records) for outlet in self.outlets)
+
+    def _cover(self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, about: About) -> None:
+        """Update the receipt with the recorded and the missing modules of a record."""
+        if self._coverage is None:
+            self._coverage = RunCoverage()
+            self._coverage.take(record.step, found, about[0])
+            self._complete(record, found, written, about)
+            return
+        changes = self._coverage.take(record.step, found, about[0])
+        self._tell(changes)
+        if self._receipt is not None and (changes or _is_round(self._coverage.records)):
+            self._keep(self._coverage.filled(self._receipt))
+
+    def _complete(
+        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, about: About
+    ) -> None:
+        receipt = _receipt(record.step, found, *about)
+        receipt = replace(
+            receipt,
+            recording_ms=record.recording_ms,
+            flush_ms=record.flush_ms,
+            event_bytes_per_1000_steps=None
+            if written is None
+            else self._forecast(written, receipt.records_per_1000_steps),
+            merged_ranks=record.ranks,
+        )
+        if not self._was_announced:
+            self._say(f"{self._name}: {receipt.summary}{self.note}")
+        self._keep(receipt)
+        if self.sink is not None:
+            self.sink.write_text(record.step, {f"recorder/{self.label}/receipt": receipt.markdown})
+
+    def _conclude(self) -> None:
+        """Update the receipt at the end of the run, and write it to the sink again if it has changed."""
+        coverage, before = self._coverage, self._receipt
+        if coverage is None or before is None:
+            return
+        self._tell(coverage.conclude())
+        receipt = coverage.filled(before)
+        self._keep(receipt)
+        if self.sink is not None and receipt.last_step > receipt.step:
+            self.sink.write_text(receipt.last_step, {f"recorder/{self.label}/receipt": receipt.markdown})
+
+    def _tell(self, changes: list[Change]) -> None:
+        for change in changes:
+            self._say(f"{self._name}: {change.text}")
+
+    def _keep(self, receipt: Receipt) -> None:
+        self._receipt = receipt
+        if self.directory is not None:
+            try:
+                receipt.write(self.directory, self.label)
+            except OSError as error:
+                self.directory = None
+                tell(f"{self._name} could not write its receipt: {describe_error(error)}")
+
+
+def _is_round(records: int) -> bool:
+    """Return True for 10, 20, 40, … records."""
+    tens, rest = divmod(records, _SOME_RECORDS)
+    return not rest and not tens & (tens - 1)
+
+
+def _receipt(step: int, sites: Iterable[Site], watched: Watched, sampling: Sampling, reduce: Reduce) -> Receipt:
+    found = dict.fromkeys(sites)
+    paths = paths_by_module(found)
+    return Receipt(
+        step=step,
+        sites=paths,
+        missing=watched.having(fired=tuple(paths)).why_not(),
+        state_bytes=watched.state_bytes,
+        every_n_train_steps=sampling.every_n_train_steps or 0,
+        records_per_1000_steps=sampling.count_records(reduce, 1000),
+        last_step=step,
+        without_gradient=tuple(watched.without_gradients(found)),
+        ran_eagerly=tuple(watched.ran_eagerly),
+    )

@@ -1,0 +1,33 @@
+"""Statistics of module tensors and of the optimizer, recorded step by step in any PyTorch loop."""
+
+from lightning_recorder.statistics.base import SiteRecorder
+from lightning_recorder.statistics.evaluation import EvaluationRecorder
+from lightning_recorder.statistics.exchange import Exchange, Merged
+from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
+from lightning_recorder.statistics.overhead import Budget, check_overhead
+from lightning_recorder.statistics.rank_merging import Worker
+from lightning_recorder.statistics.record import Record
+from lightning_recorder.statistics.recorder import StatisticsRecorder
+from lightning_recorder.statistics.run import RunRecorder
+from lightning_recorder.statistics.sites import RANK_STATISTICS, SHOWN_STATISTICS, SiteStates, SiteStatistics, Snapshot
+
+__all__ = [
+    "PARAMETER_PARTS",
+    "RANK_STATISTICS",
+    "SHOWN_STATISTICS",
+    "Budget",
+    "EvaluationRecorder",
+    "Exchange",
+    "Merged",
+    "OptimizerRecorder",
+    "Record",
+    "RunRecorder",
+    "SiteRecorder",
+    "SiteStates",
+    "SiteStatistics",
+    "Snapshot",
+    "StatisticsRecorder",
+    "Worker",
+    "check_overhead",
+    "with_update_ratios",
+]

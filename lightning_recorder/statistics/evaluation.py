@@ -1,0 +1,72 @@
+"""A recorder of an evaluation: one record per data loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_recorder.statistics.base import SiteRecorder
+from lightning_recorder.statistics.rank_merging import Worker
+from lightning_recorder.statistics.record import Record
+from lightning_recorder.statistics.sites import SiteStates
+
+__all__ = ["EvaluationRecorder"]
+
+
+class EvaluationRecorder(Worker):
+    """Record all batches of an evaluation, and merge those of each data loader into one record at the end.
+
+    Args:
+        recorder: The recorder that provides the tensors.
+        stage: ``"validate"``, ``"test"`` or ``"predict"``.
+        conclude: A callback that receives each record, on rank zero.
+        options: The arguments of :class:`Worker`.
+
+    Note:
+        Ranks are merged when the evaluation ends, not between its loaders, because a rank may have no batch of a
+        loader.
+    """
+
+    def __init__(self, recorder: SiteRecorder, stage: str, conclude: Callable[[Record], None], **options: Any) -> None:
+        super().__init__(recorder, **options)
+        self.stage = stage
+        self._conclude = conclude
+        self._states: dict[int, SiteStates] = {0: recorder.states}
+
+    def start_batch(self, loader: int = 0) -> None:
+        """Begin and record a batch of a data loader."""
+        with self.contained():
+            self.recorder.states = self._of(loader)
+            if self.works:
+                self.recorder.attach()
+            else:
+                self.recorder.remove()
+
+    def end_batch(self) -> None:
+        """Stop recording until the next batch begins."""
+        with self.contained():
+            self.recorder.pause()
+
+    def finish(self, step: int, epoch: int, loaders: int = 1) -> None:
+        """Make the records.
+
+        Args:
+            step: The position of the records on the step axis.
+            epoch: The epoch.
+            loaders: The number of data loaders, the same on all ranks.
+        """
+        self.interrupt()
+        for loader in range(loaders):
+            self.recorder.states = self._of(loader)
+            merged = self.merged(scope=f"{self.stage} {loader}")
+            place = loader if loaders > 1 else None
+            with self.contained():
+                self.recorder.states.forget()  # the next evaluation does not continue the stream of this one
+                if merged.snapshot is not None:
+                    record = Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, ranks=merged.ranks)
+                    self._conclude(record)
+
+    def _of(self, loader: int) -> SiteStates:
+        if loader not in self._states:
+            self._states[loader] = self.recorder.states.fresh()
+        return self._states[loader]

@@ -1,0 +1,316 @@
+"""A recorder of parameters, their gradients, their updates and their optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, tell
+from lightning_recorder.internals.pause_recording import unrecorded
+from lightning_recorder.internals.stopwatch import Stopwatch
+from lightning_recorder.internals.storage import is_uninitialized
+from lightning_recorder.names import own_parameters
+from lightning_recorder.reductions import Reduction
+from lightning_recorder.statistics.base import SiteRecorder
+from lightning_recorder.statistics.sites import SiteStates, SiteStatistics
+from lightning_recorder.taps import Site
+
+__all__ = ["PARAMETER_PARTS", "OptimizerRecorder", "with_update_ratios"]
+
+PARAMETER_PARTS = ("values", "gradients", "updates", "moments")
+"""The tensors of a parameter that can be recorded."""
+
+_UPDATE = ".update"
+
+
+class _Parameter(NamedTuple):
+    site: Site
+    tensor: nn.Parameter
+    counts: bool
+    """True if this rank's part is not a copy of another rank's part."""
+
+
+class _Step(NamedTuple):
+    """An optimizer step in progress."""
+
+    optimizer: Optimizer
+    parameters: list[_Parameter]
+    before: list[Tensor | None]
+
+
+class OptimizerRecorder(SiteRecorder):
+    """Record statistics of the parameters of modules at optimizer steps, usable as a context manager.
+
+    The sites of a module's parameter ``weight`` are ``weight``, the values before the step; ``weight.grad``, the
+    gradient used by the step; ``weight.update``, the change of the values by the step; and ``weight.exp_avg`` and
+    similar, the optimizer states after the step that have the shape of the parameter. :func:`with_update_ratios` adds
+    ``update_ratio`` to the statistics of ``weight``: ``rms(update) / rms(values)``, over the recorded steps.
+
+    A parameter that several modules share is recorded for the first of them. A frozen parameter, or one that no
+    recorded step updates, has no record.
+
+    Args:
+        modules: The modules by name. Each module's own parameters are recorded, without those of its children.
+        optimizers: The optimizers whose steps are recorded while this recorder is attached. For other optimizers, and
+            if a closure computes the gradients inside the step, call :meth:`before_step`.
+        parts: Some of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
+        extra: See :class:`~lightning_recorder.StatisticsRecorder`.
+        sample: See :class:`~lightning_recorder.StatisticsRecorder`.
+        quantiles: See :class:`~lightning_recorder.StatisticsRecorder`.
+        strict: Raise errors instead of warning once and no longer recording the failed module.
+
+    Raises:
+        ArgumentError: If an argument is invalid.
+        RecordingError: From the optimizer step, if ``strict``. The message names the module.
+
+    Note:
+        Updates need a copy of the optimizer's recorded parameters during a recorded step. For a parameter that is
+        sharded across ranks, each rank records its shard. A replicated parameter counts on rank zero only when ranks
+        are merged.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.constant_(net.weight, 2.0)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        >>> with OptimizerRecorder({"net": net}, [optimizer]) as recorder:
+        ...     net(torch.ones(1, 2)).sum().backward()
+        ...     _ = optimizer.step()
+        >>> found = with_update_ratios(recorder.collect())
+        >>> [(site.path, seen.scalars["mean"]) for site, seen in found.items()]
+        [('weight', 2.0), ('weight.grad', 1.0), ('weight.update', -0.5)]
+        >>> found["net", "weight"].scalars["update_ratio"]
+        0.25
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        optimizers: Iterable[Optimizer] = (),
+        *,
+        parts: Sequence[str] = PARAMETER_PARTS,
+        extra: Iterable[Reduction] = (),
+        sample: int | None = None,
+        quantiles: Iterable[float] = (),
+        strict: bool = False,
+    ) -> None:
+        super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
+        self._modules = dict(modules)
+        self.parts = check_some("parts", parts, PARAMETER_PARTS)
+        self.optimizers = tuple(optimizers)
+        for each in self.optimizers:
+            if not isinstance(each, Optimizer):
+                raise ArgumentError(f"optimizers takes torch.optim.Optimizer instances, got {each!r:.80}")
+        self.strict = strict
+        self._replicated: set[Site] = set()
+        self._stopwatch: Stopwatch | None = None
+        self._attached = False
+        self._handles: list[RemovableHandle] = []
+        self._hooked: list[Optimizer] = []  # the optimizers with a post-step hook
+        self._steps: list[_Step] = []
+        self._quiet: set[str] = set()
+
+    @property
+    @override
+    def modules(self) -> dict[str, nn.Module]:
+        return self._modules
+
+    @property
+    @override
+    def replicated(self) -> frozenset[Site]:
+        return frozenset(self._replicated)
+
+    @override
+    def watch(self, stopwatch: Stopwatch | None) -> None:
+        self._stopwatch = stopwatch
+
+    @property
+    @override
+    def failed(self) -> frozenset[str]:
+        return frozenset(self._quiet)
+
+    @override
+    def revive(self) -> None:
+        self._quiet.clear()
+        super().revive()
+
+    @override
+    def traces(self) -> dict[str, Any]:
+        return {**super().traces(), "parts": self.parts}
+
+    @property
+    @override
+    def attached(self) -> bool:
+        return self._attached
+
+    @override
+    def attach(self) -> None:
+        self.prepare()
+        if not self._attached:
+            self._attached = True
+            for optimizer in self.optimizers:
+                self._handles.append(optimizer.register_step_pre_hook(partial(_before, self)))
+
+    @override
+    def pause(self) -> None:
+        self.remove()
+
+    @override
+    def remove(self) -> None:
+        # A step in progress is completed first.
+        for step in list(self._steps):
+            self._after(step)
+        self._attached = False
+        handles, self._handles, self._hooked = self._handles, [], []
+        for handle in handles:
+            handle.remove()
+
+    def before_step(self, optimizer: Optimizer, factor: float = 1.0) -> None:
+        """Record the tensors before a step, and record its updates when it has ended.
+
+        A no-op during a step of the same optimizer, for example in the closure of LBFGS.
+
+        Args:
+            optimizer: The optimizer of the step.
+            factor: The factor that the gradients are multiplied by.
+        """
+        if not self._attached or any(step.optimizer is optimizer for step in self._steps):
+            return
+        with unrecorded(), _timed(self._stopwatch):
+            parameters = self._parameters_of(optimizer)
+            for each in parameters:
+                self._add(each, "", each.tensor, wanted="values")
+                self._add(each, ".grad", each.tensor.grad, wanted="gradients", factor=factor)
+            self._begin(optimizer, parameters)
+
+    def _begin(self, optimizer: Optimizer, parameters: list[_Parameter]) -> None:
+        before: list[Tensor | None] = [None] * len(parameters)
+        if "updates" in self.parts:
+            try:
+                before = [each.tensor.detach().clone() for each in parameters]
+            except torch.OutOfMemoryError as error:
+                self.parts = tuple(part for part in self.parts if part != "updates")
+                tell(f"updates of parameters are not recorded, a copy of them is too large: {describe_error(error)}")
+        after = getattr(optimizer, "register_step_post_hook", None)
+        if after is not None and not any(each is optimizer for each in self._hooked):
+            # Kept until remove(), because torch iterates over the optimizer's hooks while it calls this one.
+            self._hooked.append(optimizer)
+            self._handles.append(after(partial(_after, self)))
+        self._steps.append(_Step(optimizer, parameters, before))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Record the result of a step. A no-op if no step of the optimizer is in progress."""
+        for step in self._steps:
+            if step.optimizer is optimizer:
+                self._after(step)
+                return
+
+    def _after(self, step: _Step) -> None:
+        self._steps = [each for each in self._steps if each is not step]
+        with unrecorded(), _timed(self._stopwatch):
+            for each, before in zip(step.parameters, step.before, strict=True):
+                if before is not None:
+                    self._add(each, _UPDATE, each.tensor.detach() - before, wanted="updates")
+                for name, kept in self._kept(step.optimizer, each.tensor):
+                    self._add(each, f".{name}", kept, wanted="moments")
+
+    @staticmethod
+    def _kept(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
+        """Return the optimizer states that have the shape of the parameter."""
+        kept: Any = optimizer.state.get(parameter)
+        if not isinstance(kept, Mapping):
+            return []
+        return [
+            (str(name), value)
+            for name, value in kept.items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+        ]
+
+    def _parameters_of(self, optimizer: Optimizer) -> list[_Parameter]:
+        """Return the parameters of the modules that a step of the optimizer can change, without duplicates."""
+        theirs = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        found = []
+        for name, module in self._modules.items():
+            for path, parameter in own_parameters(module):
+                if id(parameter) in theirs and parameter.requires_grad and not is_uninitialized(parameter):
+                    theirs.discard(id(parameter))
+                    found.append(_Parameter(Site(name, path), parameter, is_own_part(parameter)))
+        return found
+
+    def _add(
+        self, parameter: _Parameter, suffix: str, tensor: Tensor | None, *, wanted: str, factor: float = 1.0
+    ) -> None:
+        name, path = parameter.site
+        if tensor is None or wanted not in self.parts or name in self._quiet:
+            return
+        site = Site(name, path + suffix)
+        if not parameter.counts:
+            self._replicated.add(site)
+        try:
+            self.states.add(site, tensor.detach(), factor)
+        except Exception as error:
+            message = f"recording {site.path!r} of module {name!r} failed: {describe_error(error)}"
+            if self.strict:
+                raise RecordingError(message) from error
+            self._quiet.add(name)
+            tell(f"{message}. The module is left alone from now on; strict=True raises instead.")
+
+
+def is_own_part(tensor: Tensor) -> bool:
+    """Return True if this rank's part of a tensor is not merely a copy of another rank's part.
+
+    A plain tensor is the same on every rank and counts on rank zero. For a ``DTensor``, each rank has a shard. If
+    shards are replicated, the first of the ranks with the same shard counts.
+    """
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+    if mesh is None or placements is None:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return not distributed or torch.distributed.get_rank() == 0
+    place: Sequence[int] | None = mesh.get_coordinate()
+    if place is None:
+        return False
+    return all(index == 0 for index, each in zip(place, placements, strict=True) if not each.is_shard())
+
+
+def with_update_ratios(found: Mapping[Site, SiteStatistics]) -> dict[Site, SiteStatistics]:
+    """Return the statistics with ``update_ratio``, ``rms(update) / rms(values)``, at the sites that have an update."""
+    ratios: dict[Site, SiteStatistics] = dict(found)
+    for site, seen in found.items():
+        update = found.get(Site(site.name, site.path + _UPDATE))
+        if update is not None:
+            weight, change = seen.scalars["rms"], update.scalars["rms"]
+            ratio = change / weight if weight else float("nan") if change != change or not change else float("inf")
+            ratios[site] = replace(seen, scalars={**seen.scalars, "update_ratio": ratio})
+    return ratios
+
+
+class _timed:  # noqa: N801 - read as an adjective
+    """Measure a block, if there is a stopwatch."""
+
+    def __init__(self, watch: Stopwatch | None) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._started = None if self._watch is None else self._watch.start()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._watch is not None and self._started is not None:
+            self._watch.stop(self._started)
+
+
+# Functions rather than methods, so that pickling an optimizer in the middle of a step does not pickle the recorder.
+def _before(recorder: OptimizerRecorder, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:  # a closure computes the gradients later
+        recorder.before_step(optimizer)
+
+
+def _after(recorder: OptimizerRecorder, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    recorder.after_step(optimizer)

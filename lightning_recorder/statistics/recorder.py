@@ -1,0 +1,135 @@
+"""A recorder of the statistics of tapped tensors, independent of any trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_recorder.internals.stopwatch import Stopwatch
+from lightning_recorder.reductions import Reduction
+from lightning_recorder.statistics.base import SiteRecorder
+from lightning_recorder.statistics.sites import SiteStates
+from lightning_recorder.taps import OutputTap, Site, Tap
+
+__all__ = ["StatisticsRecorder"]
+
+
+class StatisticsRecorder(SiteRecorder):
+    """A tap with :class:`~lightning_recorder.Statistics` for each site, usable as a context manager.
+
+    Leaving the context removes the hooks and keeps the recorded statistics. Entering it again continues the recording.
+    All calls of a module are merged into the same sites.
+
+    Args:
+        modules: The modules by name, as returned by ``Selection.resolve``.
+        tap: The class of the :class:`~lightning_recorder.Tap`, which determines the tensors to record.
+        extra: Additional reductions of the same tensors. A reduction that fails for a tensor, for example because of
+            its shape, is skipped at that site with one warning.
+        sample: The number of values of a tensor that are counted in the histogram. By default, all values are counted.
+        quantiles: The quantiles to estimate from the histogram, between 0 and 1. Their scalars are named
+            ``quantile_<share>``.
+        condition: See :class:`~lightning_recorder.Tap`.
+        strict: See :class:`~lightning_recorder.Tap`.
+
+    Raises:
+        ArgumentError: If an argument is invalid, or if two reductions have a statistic of the same name.
+
+    Note:
+        The hooks do not synchronize the device. :meth:`collect` does, once per device.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.reductions import Norms
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> recorder = StatisticsRecorder({"relu": net[1]}, extra=[Norms()])
+        >>> with recorder:
+        ...     for batch in torch.eye(2), torch.ones(3, 2):
+        ...         _ = net(batch)
+        >>> scalars = recorder.collect()[Site("relu", "out")].scalars
+        >>> scalars["count"], scalars["abs_max"] == scalars["max"]
+        (10.0, True)
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        tap: type[Tap] = OutputTap,
+        *,
+        extra: Iterable[Reduction] = (),
+        sample: int | None = None,
+        quantiles: Iterable[float] = (),
+        condition: Callable[[], object] | None = None,
+        strict: bool = False,
+    ) -> None:
+        super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
+        self.factor = 1.0
+        """The factor that each tensor is multiplied by before the reduction: the inverse loss scale, for gradients."""
+        self.tap = tap(modules, self._receive, condition=condition, strict=strict)
+        """The tap that provides the tensors."""
+        self.tap.at_once = self._take_at_once
+
+    def _take_at_once(self, site: Site, tensor: Tensor) -> bool:
+        return self.states.add_at_once(site, tensor, self.factor)
+
+    def _receive(self, site: Site, tensor: Tensor) -> None:
+        self.states.add(site, tensor, self.factor)
+
+    @property
+    @override
+    def modules(self) -> dict[str, nn.Module]:
+        return self.tap.modules
+
+    @property
+    @override
+    def failed(self) -> frozenset[str]:
+        return self.tap.failed
+
+    @override
+    def revive(self) -> None:
+        self.tap.revive()
+        super().revive()
+
+    @override
+    def watch(self, stopwatch: Stopwatch | None) -> None:
+        self.tap.stopwatch = stopwatch
+
+    @override
+    def traces(self) -> dict[str, Any]:
+        # Only gradient taps have these two attributes.
+        seen = {name: frozenset(getattr(self.tap, name, ())) for name in ("without_gradient", "changed_in_place")}
+        compiled_calls = frozenset(self.tap.compiled_calls)
+        return {**super().traces(), "called": frozenset(self.tap.called), "compiled_calls": compiled_calls, **seen}
+
+    @override
+    def take_traces(self) -> dict[str, Any]:
+        traces = self.traces()
+        self.tap.called = set()
+        if traces["without_gradient"]:
+            self.tap.without_gradient = set()  # type: ignore[attr-defined]  # only gradient taps have it
+        return traces
+
+    @property
+    @override
+    def ran_eagerly(self) -> tuple[str, ...]:
+        return self.tap.ran_eagerly
+
+    @property
+    @override
+    def attached(self) -> bool:
+        return self.tap.attached
+
+    @override
+    def attach(self) -> None:
+        self.prepare()
+        self.tap.attach()
+
+    @override
+    def pause(self) -> None:
+        self.tap.pause()
+
+    @override
+    def remove(self) -> None:
+        self.tap.remove()

@@ -1,0 +1,352 @@
+"""The statistics states of all sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.errors import ArgumentError, describe_error, did_you_mean, tell
+from lightning_recorder.internals.pause_recording import unrecorded
+from lightning_recorder.reductions import (
+    SCALAR_STATISTICS,
+    Collected,
+    Combined,
+    Histogram,
+    Reduction,
+    StateBank,
+    Statistics,
+    Values,
+    add_tensor,
+    row_state,
+    to_histogram,
+)
+from lightning_recorder.taps import Site
+
+__all__ = ["RANK_STATISTICS", "SHOWN_STATISTICS", "SiteStates", "SiteStatistics", "Snapshot"]
+
+RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
+"""The smallest and the largest of the per-rank means, recorded if there are several ranks."""
+
+SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
+"""The statistics that can be shown for any site."""
+
+_BINS = "histogram"
+
+_UNSHOWN = ("sum", "variance")  # derivable from the others
+
+
+@dataclass(frozen=True)
+class SiteStatistics:
+    """The statistics of one site between two resets, on the CPU.
+
+    Args:
+        scalars: The statistics by name. The names are those of ``SHOWN_STATISTICS`` and those of the scalar statistics
+            of extra reductions.
+        bins: The counts of the fixed bins, int64 of shape ``[2048]``; see ``ExponentHistogram``.
+        tensors: The nonscalar statistics of extra reductions by name, float64.
+        dtype: The dtype of the latest tensor, or ``None`` if only another rank has seen the site.
+        shape: The shape of the latest tensor.
+    """
+
+    scalars: Mapping[str, float]
+    bins: Tensor
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] | None = None
+
+    @cached_property
+    def histogram(self) -> Histogram:
+        """The counts and edges of the bins, without the empty bins at both ends."""
+        return to_histogram(self.scalars, self.bins)
+
+    @property
+    def abs_max(self) -> float:
+        """The largest magnitude of the finite values, or NaN if there are none."""
+        return max(abs(self.scalars["min"]), abs(self.scalars["max"]))
+
+    def __getattr__(self, name: str) -> float:
+        # Allows conditions such as `seen.rms > 10`.
+        scalars = self.__dict__.get("scalars", {})
+        if name in scalars:
+            return float(scalars[name])
+        known = dict.fromkeys([*scalars, "abs_max", "histogram", "bins", "tensors", "dtype", "shape"])
+        # Without obj=self, Python does not append a suggestion of its own.
+        hint = did_you_mean(name, known)
+        raise AttributeError(f"a site has no {name!r}{hint or '.'} There are {', '.join(known)}", name=name)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The states of the sites at one point in time.
+
+    Args:
+        names: The modules in order.
+        groups: The states of the sites for each reduction, starting with the default statistics.
+        left_out: The sites at which each reduction is skipped.
+        rank_means: The smallest and the largest per-rank mean of the sites that several ranks have seen.
+        apart: The sites whose values should be equal on all ranks but differ.
+        kinds: The dtype and shape of the latest tensor of each site, in the order in which the sites were first seen.
+        told: The indices of the reductions that have caused a warning because summarizing them failed. Updated in
+            place.
+        strict: Raise the errors of extra reductions instead of warning and skipping the reduction.
+    """
+
+    names: tuple[str, ...]
+    groups: list[list[Collected[Site]]]
+    left_out: Sequence[frozenset[Site]]
+    rank_means: Mapping[Site, tuple[float, float]] = field(default_factory=dict)
+    apart: frozenset[Site] = frozenset()
+    kinds: Mapping[Site, tuple[torch.dtype, torch.Size | None]] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+    strict: bool = False
+
+    @torch.no_grad()
+    def statistics(self) -> dict[Site, SiteStatistics]:
+        """Return the statistics of every site that was seen, in module order."""
+        found: dict[Site, SiteStatistics] = {}
+        for group in self.groups[0] if self.groups else ():
+            for site, scalars, tensors in _by_site(group):
+                # A row that was allocated for an earlier step and has received nothing since is skipped.
+                if scalars["count"] or scalars["nan_count"] or scalars["inf_count"]:
+                    if site in self.rank_means:
+                        scalars |= zip(RANK_STATISTICS, self.rank_means[site], strict=True)
+                    kind = self.kinds.get(site, (None, None))
+                    found[site] = SiteStatistics(scalars, tensors[_BINS], {}, *kind)
+        for place, groups in list(enumerate(self.groups))[1:]:
+            for site, scalars, tensors in self._summaries(place, groups):
+                if site in found and site not in self.left_out[place]:
+                    seen = found[site]
+                    scalars, tensors = {**seen.scalars, **scalars}, {**seen.tensors, **tensors}
+                    found[site] = replace(seen, scalars=scalars, tensors=tensors)
+        order = {name: position for position, name in enumerate(self.names)}
+        return {site: found[site] for site in sorted(found, key=lambda site: order.get(site.name, len(order)))}
+
+    def _summaries(
+        self, place: int, groups: list[Collected[Site]]
+    ) -> list[tuple[Site, dict[str, float], dict[str, Tensor]]]:
+        """Return the statistics of an extra reduction for its sites, or an empty list if it fails."""
+        try:
+            return [each for group in groups for each in _by_site(group)]
+        except Exception as error:
+            if self.strict:
+                raise
+            if place not in self.told:
+                self.told.add(place)
+                tell(f"{groups[0].reduction} is left out, its summarize failed: {describe_error(error)}")
+            return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states in the format of :meth:`SiteStates.load_state_dict`, on one device."""
+        return {
+            "banks": [
+                [
+                    {"key": list(site), "device": state.device.type, "state": row_state(group.reduction, state)}
+                    for group in groups
+                    for site, state in zip(group.keys, group.states, strict=True)
+                ]
+                for groups in self.groups
+            ],
+            "left_out": [[list(site) for site in sorted(sites)] for sites in self.left_out],
+        }
+
+
+class SiteStates:
+    """A :class:`~lightning_recorder.Statistics` state and the states of the extra reductions for each site.
+
+    Args:
+        extra: Additional reductions of the same tensors. A reduction that fails for a tensor, for example because of
+            its shape, is skipped at that site with one warning.
+        sample: The number of values of a tensor that are counted in the histogram. By default, all values are counted.
+        quantiles: The quantiles to estimate from the histogram, between 0 and 1. Their scalars are named
+            ``quantile_<share>``.
+        strict: Raise the errors of extra reductions.
+
+    Raises:
+        ArgumentError: If an argument is invalid, or if two reductions have a statistic of the same name.
+
+    Note:
+        Only :meth:`snapshot` and :meth:`state_dict` synchronize the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        extra: Iterable[Reduction] = (),
+        sample: int | None = None,
+        quantiles: Iterable[float] = (),
+        strict: bool = False,
+    ) -> None:
+        statistics = Statistics(sample=sample, quantiles=quantiles)
+        reductions = [statistics, *((extra,) if isinstance(extra, Reduction) else extra)]
+        Combined(reductions)  # rejects objects that are not reductions, and duplicate names
+        self.strict = strict
+        self._reductions = reductions
+        self._sample, self._quantiles = sample, tuple(statistics.parts[-1].settings["quantiles"])
+        with unrecorded():
+            # One bank per reduction, so that a reduction that fails for a tensor does not affect the others.
+            self._banks: list[StateBank[Site]] = [StateBank(reduction) for reduction in reductions]
+        self._left_out: list[set[Site]] = [set() for _ in reductions]
+        self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
+        self._rows: dict[Site, Tensor] = {}
+        self._told: set[int] = set()
+
+    def fresh(self) -> SiteStates:
+        """Return empty states of the same kind."""
+        return SiteStates(
+            extra=self._reductions[1:], sample=self._sample, quantiles=self._quantiles, strict=self.strict
+        )
+
+    @property
+    def described(self) -> str:
+        """The reductions with their settings, as a text that is the same in every process."""
+        return ", ".join(reduction.described for reduction in self._reductions)
+
+    @property
+    def carries(self) -> bool:
+        """True if some state survives a reset, such as the last tensor for the change to the next one."""
+        return any(reduction.ordered for reduction in self._reductions)
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites that have a state."""
+        return self._banks[0].keys
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the states on all devices, in bytes."""
+        return sum(bank.nbytes for bank in self._banks)
+
+    def add(self, site: Site, tensor: Tensor, factor: float = 1.0) -> None:
+        """Update the statistics of a site with a tensor multiplied by a factor."""
+        if tensor.device.type == "meta":
+            return
+        values = Values(tensor, factor)
+        self._banks[0].add(site, values)
+        self._kinds[site] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
+        for place in range(1, len(self._banks)):
+            if site not in self._left_out[place]:
+                self._add_further(place, site, values)
+
+    def add_at_once(self, site: Site, tensor: Tensor, factor: float = 1.0) -> bool:
+        """Try the fast path: update a site without any torch operation; return False to fall back to :meth:`add`.
+
+        The fast path requires that there are only the default statistics, which are computed on the CPU in one pass.
+        The tensor may require grad.
+        """
+        row = self._rows.get(site)
+        if row is None:
+            row = None if len(self._banks) > 1 else self._banks[0].row(site)
+            if row is None:
+                return False
+            self._rows[site] = row
+        kind = tensor.dtype, tensor.shape  # may raise, so it comes before the update
+        if not add_tensor(row, tensor, factor, self._sample):
+            return False
+        self._kinds[site] = kind
+        return True
+
+    def _add_further(self, place: int, site: Site, values: Values) -> None:
+        try:
+            self._banks[place].add(site, values)
+        except Exception as error:
+            if self.strict:
+                raise
+            if not self._left_out[place]:
+                tell(
+                    f"{self._banks[place].reduction} could not take {site.path!r} of module {site.name!r}: "
+                    f"{describe_error(error)}. It is left out there, and wherever else that happens."
+                )
+            self._left_out[place].add(site)
+
+    def revive(self) -> None:
+        """Record the skipped reductions again."""
+        for left_out in self._left_out:
+            left_out.clear()
+
+    @torch.no_grad()
+    def snapshot(self, names: Iterable[str], device: torch.device | str = "cpu") -> Snapshot:
+        """Return a copy of the current states, from which another thread can compute the statistics.
+
+        Args:
+            names: The modules in order.
+            device: The device of the copies. Copies on the CPU synchronize the device of the tensors.
+        """
+        groups = [bank.collect(device) for bank in self._banks]
+        left_out = [frozenset(sites) for sites in self._left_out]
+        return Snapshot(tuple(names), groups, left_out, kinds=dict(self._kinds), told=self._told, strict=self.strict)
+
+    @torch.no_grad()
+    def saved(self) -> list[Any]:
+        """Return a copy of all states on their devices, for :meth:`restore`."""
+        return [bank.saved() for bank in self._banks]
+
+    @torch.no_grad()
+    def restore(self, saved: list[Any]) -> None:
+        """Restore the states from :meth:`saved`."""
+        for bank, states in zip(self._banks, saved, strict=True):
+            bank.restore(states)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Discard the recorded statistics."""
+        for bank in self._banks:
+            bank.reset()
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Discard the recorded statistics, including the states that survive a reset."""
+        self.restore([[] for _ in self._banks])
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as plain Python objects and CPU tensors. Recording continues bit-exactly after a reload."""
+        return {
+            "banks": [bank.state_dict() for bank in self._banks],
+            "left_out": [[list(site) for site in sorted(sites)] for sites in self._left_out],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], device: torch.device) -> None:
+        """Load states.
+
+        Args:
+            state_dict: The result of :meth:`state_dict`.
+            device: The device for the states that were not on a CPU.
+
+        Raises:
+            ArgumentError: If the states belong to other reductions.
+        """
+        banks = state_dict.get("banks")
+        if not isinstance(banks, list) or len(banks) != len(self._banks):
+            raise ArgumentError("the saved state is that of other reductions")
+        for bank, rows in zip(self._banks, banks, strict=True):
+            bank.load_state_dict(rows, lambda key: Site(*key), device)
+        for left_out, sites in zip(self._left_out, state_dict["left_out"], strict=True):
+            left_out.update(Site(*site) for site in sites)
+
+
+# torch parallelizes operations on more words than this. In the writer thread, its threads would compete with those of
+# the training.
+_FEW_WORDS = (1 << 15) - 1
+
+
+def _by_site(group: Collected[Site]) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
+    """Yield the scalars and the tensors of each site, from states that are summarized together."""
+    some = max(1, _FEW_WORDS // max(1, group.reduction.width))
+    for first in range(0, len(group.keys), some):
+        summary = group.reduction.summarize(group.states[first : first + some])
+        if _BINS in summary:
+            summary[_BINS] = summary[_BINS].long()
+        columns = {name: value.tolist() for name, value in summary.items() if value.dim() == 1 and name not in _UNSHOWN}
+        tensors = {name: value.unbind() for name, value in summary.items() if value.dim() > 1}
+        for row, site in enumerate(group.keys[first : first + some]):
+            yield (
+                site,
+                {name: column[row] for name, column in columns.items()},
+                {name: parts[row] for name, parts in tensors.items()},
+            )

@@ -1,0 +1,360 @@
+"""Accumulators for the tensors of one site, with or without a reduction."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from numbers import Number
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.errors import ArgumentError, check_callable, check_integer, tell
+from lightning_recorder.internals.storage import storage_of
+from lightning_recorder.reductions import Reduction
+
+__all__ = ["Budget", "Fold", "Metric", "Store", "make_store"]
+
+_WHOLE = ""
+"""The name of a value that is the entire state."""
+
+Fold = Callable[[Any, Tensor], Any]
+"""A function of the previous result, initially the first tensor, and the next tensor, as for ``functools.reduce``.
+Both are copies.
+"""
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """The part of the ``torchmetrics.Metric`` interface that is used."""
+
+    def update(self, tensor: Tensor) -> object:
+        """Update the state with a tensor."""
+
+    def compute(self) -> Any:
+        """Return the result so far."""
+
+    def reset(self) -> object:
+        """Clear the state."""
+
+
+class Store(ABC):
+    """The accumulated tensors of one site.
+
+    Nothing in it depends on a step: tensors that would share memory with the model are copied, and none is part of an
+    autograd graph. They are normal tensors even if the model ran in inference mode.
+    """
+
+    @property
+    @abstractmethod
+    def value(self) -> Any:
+        """The current value."""
+
+    @abstractmethod
+    def update(self, tensor: Tensor) -> bool:
+        """Add a tensor; return True if it was accepted."""
+
+    @abstractmethod
+    def replace(self, value: Any) -> None:
+        """Replace the value."""
+
+    def release(self) -> None:  # noqa: B027 - a no-op for stores without a share of the budget
+        """Return the bytes that this store uses to the budget when it is discarded."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the value as tensors by name.
+
+        Raises:
+            ArgumentError: If the value contains something other than tensors and numbers.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            ArgumentError: If the state belongs to another kind of reduction.
+        """
+        try:
+            if _WHOLE in state:
+                self.replace(state[_WHOLE].clone())
+            else:
+                self._load(state)
+        except (ArgumentError, KeyError, RuntimeError) as error:
+            raise ArgumentError(
+                f"the state has the parts {sorted(state)}, which are of another kind of reduction ({error})"
+            ) from error
+
+    @abstractmethod
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        """Load a state of several parts, or of none."""
+
+
+def make_store(reduction: Fold | Reduction | Metric | type | None, budget: Budget) -> Store:
+    """Create the store of a new site.
+
+    Args:
+        reduction: A function of two arguments, a :class:`~lightning_recorder.Reduction` or a metric, or the class of
+            one; ``None`` keeps every tensor.
+        budget: The limit in bytes for all sites together without a reduction.
+
+    Raises:
+        ArgumentError: If the reduction is none of these.
+    """
+    if reduction is None:
+        return _ListStore(budget)
+    given = reduction() if isinstance(reduction, type) else reduction
+    if isinstance(given, Reduction):
+        return _ReductionStore(given)
+    if isinstance(given, Metric):
+        return _MetricStore(given)
+    if not callable(given):
+        raise ArgumentError(
+            "reduction takes a function of two arguments, a Reduction, a torchmetrics.Metric or None; "
+            f"got {reduction!r}"
+        )
+    check_callable("reduction", given, "before, new", " that returns what is kept, as functools.reduce does")
+    return _FoldStore(given)
+
+
+class Budget:
+    """The limit in bytes for all lists of one recorder together.
+
+    Args:
+        max_bytes: The limit in bytes.
+
+    Raises:
+        ArgumentError: If the limit is not a positive integer.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        check_integer("max_bytes", max_bytes, 1)
+        self.max_bytes = max_bytes
+        self.used = 0
+        self._told = False
+
+    def take(self, nbytes: int) -> bool:
+        """Reserve bytes and return True; return False if too few are left, and warn the first time."""
+        if self.used + nbytes <= self.max_bytes:
+            self.used += nbytes
+            return True
+        if not self._told:
+            self._told = True
+            tell(
+                f"a recorder without a reduction has kept {self.used:,} bytes, and a tensor of {nbytes:,} more would "
+                f"exceed max_bytes={self.max_bytes:,}: it keeps no further ones that do. Give it a reduction, or a "
+                "greater max_bytes."
+            )
+        return False
+
+    def give_back(self, nbytes: int) -> None:
+        """Return bytes to the budget."""
+        self.used -= nbytes
+
+
+class _ListStore(Store):
+    """All tensors, in order."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._value: Any = []
+        self._budget = budget
+        self._nbytes = 0
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    def update(self, tensor: Tensor) -> bool:
+        nbytes = _nbytes_of(tensor)
+        if not self._budget.take(nbytes):
+            return False
+        self._nbytes += nbytes
+        self._value.append(tensor.clone())
+        return True
+
+    def replace(self, value: Any) -> None:
+        self.release()
+        self._value = value
+
+    def release(self) -> None:
+        self._budget.give_back(self._nbytes)
+        self._nbytes = 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if not isinstance(self._value, list):
+            return {_WHOLE: _as_tensor(self._value)}
+        return {str(index): _as_tensor(each) for index, each in enumerate(self._value)}
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        self.replace([state[str(index)].clone() for index in range(len(state))])
+        self._nbytes = sum(map(_nbytes_of, self._value))
+        self._budget.used += self._nbytes
+
+
+class _FoldStore(Store):
+    """The result of a two-argument function applied to the tensors."""
+
+    def __init__(self, function: Fold) -> None:
+        self._function = function
+        self._value: Any = None
+        self._empty = True
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    def update(self, tensor: Tensor) -> bool:
+        # A copy: the function may keep it or write to it.
+        new = tensor.clone()
+        self._value = _trimmed(new if self._empty else self._function(self._value, new))
+        self._empty = False
+        return True
+
+    def replace(self, value: Any) -> None:
+        self._value, self._empty = value, False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self._empty:
+            return {}
+        if isinstance(self._value, dict):
+            return {str(key): _as_tensor(part) for key, part in self._value.items()}
+        return {_WHOLE: _as_tensor(self._value)}
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        self._empty = not state
+        self._value = {key: part.clone() for key, part in state.items()} or None
+
+
+class _ReplacedStore(Store):
+    """A store with a computed value that accepts no tensors after the value was replaced."""
+
+    def __init__(self) -> None:
+        self._replaced: tuple[Any, ...] = ()
+
+    @property
+    def value(self) -> Any:
+        return self._replaced[0] if self._replaced else self._compute()
+
+    def update(self, tensor: Tensor) -> bool:
+        if self._replaced:
+            raise ArgumentError(
+                "the result of the reduction was replaced, by apply() or an assignment: reset() begins anew"
+            )
+        self._update(tensor)
+        return True
+
+    def replace(self, value: Any) -> None:
+        self._replaced = (value,)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {_WHOLE: _as_tensor(self._replaced[0])} if self._replaced else self._state()
+
+    @abstractmethod
+    def _compute(self) -> Any: ...
+
+    @abstractmethod
+    def _update(self, tensor: Tensor) -> None: ...
+
+    @abstractmethod
+    def _state(self) -> dict[str, Tensor]: ...
+
+
+class _ReductionStore(_ReplacedStore):
+    """The statistics of a :class:`~lightning_recorder.Reduction`."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        super().__init__()
+        self._reduction = copy.deepcopy(reduction)
+        self._reduction.reset()
+
+    def _compute(self) -> Any:
+        return self._reduction.compute()
+
+    def _update(self, tensor: Tensor) -> None:
+        self._reduction.update(tensor)
+
+    def _state(self) -> dict[str, Tensor]:
+        return self._reduction.state_dict()
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        self._replaced = ()
+        self._reduction.load_state_dict(state)
+
+
+class _MetricStore(_ReplacedStore):
+    """The result of a torchmetrics metric."""
+
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self._metric = copy.deepcopy(metric)
+        self._metric.reset()
+        self._metric.persistent(True)
+        # Computing the result on one rank must not wait for the others.
+        self._metric.sync_on_compute = False
+
+    def _compute(self) -> Any:
+        with warnings.catch_warnings(), torch.inference_mode(False):
+            # torchmetrics warns because loading a state does not count as an update.
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
+            return self._metric.compute()
+
+    def _update(self, tensor: Tensor) -> None:
+        self._metric.to(tensor.device)
+        self._metric.update(tensor.clone())  # cloned, as some metrics keep it
+
+    def _state(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{index}" if isinstance(value, list) else name: part
+            for name, value in self._metric.state_dict().items()
+            for index, part in enumerate(value if isinstance(value, list) else [value])
+        }
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        self._replaced = ()
+        lists = {name for name, value in self._metric.state_dict().items() if isinstance(value, list)}
+        grouped: dict[str, Any] = {name: [] for name in lists}
+        for name, value in state.items():
+            group = name.rpartition(".")[0]
+            if group in lists:
+                grouped[group].append(value.clone())
+            else:
+                grouped[name] = value.clone()
+        self._metric.load_state_dict(grouped)
+
+
+def _trimmed(value: Any) -> Any:
+    """Return the value with copies of tensors that keep a larger storage alive, such as a row of a batch."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        return value.clone() if _is_part(value) else value
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map(_trimmed, value))
+    if isinstance(value, dict):
+        return {key: _trimmed(part) for key, part in value.items()}
+    return value
+
+
+def _nbytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; for a sparse one, whose size is unknown, those of a dense tensor of its shape."""
+    try:
+        return tensor.nbytes
+    except RuntimeError:
+        return tensor.numel() * tensor.element_size()
+
+
+def _is_part(value: Tensor) -> bool:
+    storage = storage_of(value)
+    return storage is not None and storage.nbytes() > value.nbytes
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (Number, bool)):
+        return torch.tensor(value)
+    raise ArgumentError(
+        f"a {type(value).__name__} cannot be saved by name, only tensors and numbers can; apply() can make one of it"
+    )

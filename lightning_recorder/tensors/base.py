@@ -1,0 +1,351 @@
+"""Base class of tensor recorders, with one subrecorder per selected module."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from lightning_recorder.errors import ArgumentError, SelectionError, check_callable
+from lightning_recorder.reductions import Reduction
+from lightning_recorder.selection import Selection, is_of_types
+from lightning_recorder.taps import Receiver, Tap
+from lightning_recorder.tensors.accumulators import Budget, Fold, Metric, Store, make_store
+from lightning_recorder.tensors.saving import load_recording, save_recording
+from lightning_recorder.tensors.subrecorder import RecordedData, SubRecorder
+
+__all__ = ["Recorder"]
+
+_GIBIBYTE = 2**30
+
+
+class Recorder(ABC):
+    """Record tensors of selected modules, separately for each module, with or without a reduction.
+
+    :meth:`children`, :meth:`modules` and :meth:`select` register hooks and can be chained. The hooks stay until
+    :meth:`detach` or the end of a ``with`` block; the recorded data remain.
+
+    The data of a module are those of its single input or output tensor, or a dictionary by path if there are several,
+    such as ``in[0]``, ``in.mask``, ``out.logits``. With a reduction they are its result, ``None`` before the first
+    tensor; without one they are a list of all tensors.
+
+    Args:
+        condition: A function without arguments that is called once per module call, or once per gradient. If it returns
+            a falsy value, nothing is recorded or counted.
+        reduction: The operation that combines the tensors of a site. A function of two arguments, as for
+            ``functools.reduce``; a :class:`~lightning_recorder.Reduction` or its class; or a ``torchmetrics.Metric``,
+            which is computed on each rank separately. By default all tensors are kept in a list.
+        max_bytes: The limit in bytes of the lists of all modules together. Tensors that would exceed it are not
+            recorded, with a single warning.
+        strict: Raise errors of the condition or the reduction instead of warning once and no longer recording that
+            module.
+
+    Raises:
+        ArgumentError: At construction, if an argument has an invalid value.
+        RecordingError: From the model's forward or backward pass, if ``strict``; names the module.
+
+    Note:
+        Training is not changed. Recorded data are on the device of the model, are not part of an autograd graph and
+        share no memory with the model. A list needs the memory of all its tensors. While hooks are registered, compiled
+        code of the process runs eagerly.
+    """
+
+    def __init__(
+        self,
+        condition: Callable[[], object] | None = None,
+        reduction: Fold | Reduction | Metric | type | None = None,
+        *,
+        max_bytes: int = _GIBIBYTE,
+        strict: bool = False,
+    ) -> None:
+        if condition is not None:
+            check_callable("condition", condition, "")
+        self.condition = condition
+        self.reduction = reduction
+        self.strict = strict
+        self.subrecorders: list[SubRecorder] = []
+        self._budget = Budget(max_bytes)
+        self._make_store()  # fail at construction instead of in the first step
+
+    @abstractmethod
+    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
+        """Create the tap for the tensors that this recorder records."""
+
+    def _make_store(self) -> Store:
+        return make_store(self.reduction, self._budget)
+
+    def _make_nothing(self) -> Any:
+        return [] if self.reduction is None else None
+
+    def children(
+        self,
+        network: nn.Module,
+        types: type[nn.Module] | str | Iterable[type[nn.Module] | str] | None = None,
+        indices: int | Iterable[int] | None = None,
+    ) -> Self:
+        """Record the children of a network, of the given types and at the given positions; by default all.
+
+        Args:
+            network: The module whose direct children are recorded.
+            types: As for :class:`~lightning_recorder.Selection`.
+            indices: Positions in ``network.children()``, starting at 0. If types are given too, both must match.
+
+        Returns:
+            The recorder itself.
+
+        Raises:
+            SelectionError: If no module matches.
+        """
+        return self._register(_chosen(list(network.named_children()), types, indices))
+
+    def modules(
+        self,
+        module: nn.Module,
+        types: type[nn.Module] | str | Iterable[type[nn.Module] | str] | None = None,
+        indices: int | Iterable[int] | None = None,
+    ) -> Self:
+        """Record a module and all modules inside it, of the given types and at the given positions; by default all.
+
+        Args:
+            module: The module that is recorded together with everything below it.
+            types: As for :class:`~lightning_recorder.Selection`.
+            indices: Positions in ``module.modules()``, where the module itself is 0. If types are given too, both must
+                match.
+
+        Returns:
+            The recorder itself.
+
+        Raises:
+            SelectionError: If no module matches.
+        """
+        return self._register(_chosen(list(module.named_modules()), types, indices))
+
+    def select(self, module: nn.Module, selection: Selection | str | Iterable[str] | None = None) -> Self:
+        """Record the modules that a selection, or names and globs, match inside a module.
+
+        Returns:
+            The recorder itself.
+
+        Raises:
+            SelectionError: If nothing is selected; the message has the closest names.
+        """
+        chosen = selection if isinstance(selection, Selection) else Selection(selection)
+        return self._register(chosen.resolve(module))
+
+    def _register(self, modules: Mapping[str, nn.Module]) -> Self:
+        taken = {each.name for each in self.subrecorders}
+        for name, module in modules.items():
+            unique = next(each for each in _numbered(name) if each not in taken)
+            taken.add(unique)
+            self.subrecorders.append(SubRecorder(unique, module, self._make_tap, self._make_store, self._make_nothing))
+            self.subrecorders[-1].tap.attach()
+        return self
+
+    @property
+    def data(self) -> list[Any]:
+        """The data of each module, in the order of registration.
+
+        Assigning to an entry, as in ``recorder.data[0] = …``, replaces the data of that module.
+        """
+        return RecordedData(self.subrecorders)
+
+    @property
+    def failed(self) -> list[str]:
+        """The names of the modules whose recording failed and has stopped; their data are incomplete."""
+        return [each.name for each in self.subrecorders if each.tap.failed]
+
+    @property
+    def handles(self) -> list[Tap]:
+        """Handles that remove a module's hooks: ``handles[0].remove()``. :meth:`remove` also forgets the module."""
+        return [each.tap for each in self.subrecorders]
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each module, in the order of registration."""
+        return [each.name for each in self.subrecorders]
+
+    def __getitem__(self, index: int | str | slice) -> Any:
+        """Return the data of the module with a position or name, or a list of those of a slice."""
+        if isinstance(index, slice):
+            return RecordedData(self.subrecorders[index])
+        return self.subrecorders[self._position(index)].data
+
+    def __setitem__(self, index: int | str | slice, value: Any) -> None:
+        """Replace the data of the module with a position or name, or those of a slice."""
+        RecordedData(self.subrecorders)[index if isinstance(index, slice) else self._position(index)] = value
+
+    def __delitem__(self, index: int | str | slice) -> None:
+        """Remove the module with a position or name, or those of a slice, like :meth:`remove`."""
+        places = range(len(self))[index] if isinstance(index, slice) else [self._position(index)]
+        for place in sorted(places, reverse=True):
+            self.remove(place)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self)} modules: {', '.join(map(repr, self.names))}"
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.subrecorders)
+
+    def _position(self, index: int | str) -> int:
+        if not isinstance(index, str):
+            return index
+        if index not in self.names:
+            raise KeyError(f"no module {index!r} is recorded; there are {', '.join(map(repr, self.names)) or 'none'}")
+        return self.names.index(index)
+
+    def samples(self, index: int | str) -> int:
+        """Return the number of recorded samples (rows of the first dimension) of the module with a position or name."""
+        return self.subrecorders[self._position(index)].samples
+
+    def calls(self, index: int | str) -> int:
+        """Return the number of recorded calls of the module with a position or name."""
+        return self.subrecorders[self._position(index)].calls
+
+    def iter_samples(self) -> Iterator[int]:
+        """Yield the number of samples of each module."""
+        return (each.samples for each in self.subrecorders)
+
+    def apply(self, function: Callable[[Any], Any]) -> None:
+        """Replace the data of each module, or of each path if there are several, by ``function(data)``.
+
+        The result must suit the reduction if recording is to continue; with a Reduction or a Metric recording cannot
+        continue.
+        """
+        for each in self.subrecorders:
+            each.apply(lambda value, samples: function(value))
+
+    def apply_sample(self, function: Callable[[Any, int], Any]) -> None:
+        """Replace the data of each module by ``function(data, samples)``, like :meth:`apply`."""
+        for each in self.subrecorders:
+            each.apply(function)
+
+    def remove(self, index: int | str) -> Any:
+        """Remove the hooks of one module and forget it; the positions of later modules decrease by one.
+
+        Returns:
+            The recorded data of the module.
+        """
+        gone = self.subrecorders.pop(self._position(index))
+        gone.tap.remove()
+        data = gone.data
+        gone.reset()
+        return data
+
+    def attach(self) -> None:
+        """Register the hooks again after :meth:`detach`."""
+        for each in self.subrecorders:
+            each.tap.attach()
+
+    def detach(self) -> None:
+        """Remove all hooks; the recorded data remain."""
+        for each in self.subrecorders:
+            each.tap.remove()
+
+    def __enter__(self) -> Self:
+        self.attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def reset(self) -> None:
+        """Clear the recorded data and the failures; modules and hooks remain."""
+        for each in self.subrecorders:
+            each.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the recorded data by module name, as plain containers and tensors."""
+        return {each.name: each.state_dict() for each in self.subrecorders}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            ArgumentError: If the state belongs to other modules than those of this recorder.
+        """
+        if list(state) != self.names:
+            raise ArgumentError(
+                f"the state is of the modules {list(state)}, this recorder has {self.names}; select the same ones first"
+            )
+        for each in self.subrecorders:
+            each.load_state_dict(state[each.name])
+
+    def save(self, path: str | Path, mkdir: bool = False, *args: Any, **kwargs: Any) -> None:
+        """Save the data as ``0.pt``, ``1.pt``, … in a folder and, by name, in a safetensors file beside the folder.
+
+        Each numbered file holds the data of the module at that position, for ``torch.load``. ``<path>.safetensors``
+        holds all data under ``<name>/<path>``, as :meth:`load` reads it, without pickle.
+
+        Args:
+            path: The folder.
+            mkdir: True to create the folder.
+            args: Positional arguments of ``pathlib.Path.mkdir``.
+            kwargs: Keyword arguments of ``pathlib.Path.mkdir``, such as ``parents=True`` or ``exist_ok=True``.
+
+        Raises:
+            FileNotFoundError: If the folder does not exist and ``mkdir`` is False.
+            ArgumentError: If a reduction returned something other than tensors and numbers; the numbered files are
+                complete by then.
+        """
+        folder = Path(path)
+        if mkdir:
+            folder.mkdir(*args, **kwargs)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}; mkdir=True makes it")
+        for index, data in enumerate(self):
+            torch.save(data, folder / f"{index}.pt")
+        save_recording(folder, self.state_dict(), type(self).__name__)
+
+    def load(self, path: str | Path) -> None:
+        """Continue from data that :meth:`save` has saved in a folder. The data are loaded on the CPU.
+
+        The recorder must have the same modules and the same kind of reduction as the saved one.
+
+        Raises:
+            ArgumentError: If the file belongs to other modules or another kind of recorder.
+            DumpError: If the file beside the folder is damaged or was not written by this package.
+            FileNotFoundError: If the file does not exist.
+        """
+        self.load_state_dict(load_recording(Path(path), type(self).__name__))
+
+
+def _chosen(
+    modules: list[tuple[str, nn.Module]],
+    types: type[nn.Module] | str | Iterable[type[nn.Module] | str] | None,
+    indices: int | Iterable[int] | None,
+) -> dict[str, nn.Module]:
+    """Return the modules of the given types and at the given positions."""
+    wanted = Selection(types=types, indices=indices)  # checks and normalises both
+    places = wanted.indices if isinstance(wanted.indices, tuple) else None
+    beyond = [place for place in places or () if place >= len(modules)]
+    if beyond:
+        raise SelectionError(f"indices={beyond}: there are {len(modules)} modules, at 0 to {len(modules) - 1}")
+    chosen = {
+        name: module
+        for place, (name, module) in enumerate(modules)
+        if (places is None or place in places) and (wanted.types is None or is_of_types(module, wanted.types))
+    }
+    if not chosen:
+        there = ", ".join(f"{place}: {type(module).__name__}" for place, (_, module) in enumerate(modules[:20]))
+        raise SelectionError(f"no module is of types={types} at indices={indices}; there are {there or 'none'}")
+    return chosen
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """Yield the name, followed by numbered variants for duplicates."""
+    yield name
+    number = 2
+    while True:
+        yield f"{name} ({number})"
+        number += 1

@@ -1,0 +1,62 @@
+"""Recorders of module inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_recorder.taps import InputTap, OutputTap, Receiver, Tap
+from lightning_recorder.tensors.base import Recorder
+
+__all__ = ["ForwardInput", "ForwardOutput", "ForwardPre"]
+
+
+class ForwardPre(Recorder):
+    """Record module inputs as they are before the call. Takes the arguments of :class:`~lightning_recorder.Recorder`.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> recorder = ForwardPre(reduction=torch.add).children(net, indices=(1, 2))
+        >>> for _ in range(5):
+        ...     _ = net(torch.ones(8, 4))
+        >>> [tuple(data.shape) for data in recorder], recorder.samples(0), recorder.calls(0)
+        ([(8, 3), (8, 3)], 40, 5)
+        >>> recorder.detach()
+    """
+
+    @override
+    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
+        return InputTap(modules, receive, condition=self.condition, strict=self.strict)
+
+
+class ForwardInput(Recorder):
+    """Record module inputs as they are after the call. Takes the arguments of :class:`~lightning_recorder.Recorder`.
+
+    It differs from :class:`ForwardPre` for a module that changes its input in place, and for one that raises: the
+    inputs of the latter are not recorded.
+    """
+
+    @override
+    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
+        return InputTap(modules, receive, after=True, condition=self.condition, strict=self.strict)
+
+
+class ForwardOutput(Recorder):
+    """Record module outputs as they are after the call. Takes the arguments of :class:`~lightning_recorder.Recorder`.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.reductions import RunningMoments
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True))
+        >>> with ForwardOutput(reduction=RunningMoments).modules(net, types=nn.ReLU) as recorder:
+        ...     _ = net(torch.zeros(8, 4))
+        >>> float(recorder["1"]["count"])
+        24.0
+    """
+
+    @override
+    def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
+        return OutputTap(modules, receive, condition=self.condition, strict=self.strict)

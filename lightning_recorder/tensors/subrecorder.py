@@ -1,0 +1,236 @@
+"""The part of a recorder for one module: its tap and its data."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.errors import ArgumentError, did_you_mean
+from lightning_recorder.taps import Receiver, Site, Tap
+from lightning_recorder.tensors.accumulators import Store
+
+__all__ = ["RecordedData", "SubRecorder"]
+
+_MISSING = object()
+
+
+class SubRecorder:
+    """The part of a recorder for one module.
+
+    Args:
+        name: The module's name, unique in the recorder.
+        module: The module.
+        make_tap: A function that creates the tap of the module.
+        make_store: A function that creates the store of a tensor that is seen for the first time.
+        make_nothing: A function that returns the data of a module before its first tensor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        make_tap: Callable[[Mapping[str, nn.Module], Receiver], Tap],
+        make_store: Callable[[], Store],
+        make_nothing: Callable[[], Any],
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.tap = make_tap({name: module}, self._receive)
+        self._make_store = make_store
+        self._make_nothing = make_nothing
+        self._sites: dict[str, _Recorded] = {}
+        self._initial: Any = _MISSING  # data assigned before the first tensor
+
+    @property
+    def paths(self) -> dict[str, Any]:
+        """The data by the path of the tensor at the module; see :class:`~lightning_recorder.Site`.
+
+        Assigning to a path replaces its recorded data.
+        """
+        return _PathData(self, {path: site.store.value for path, site in self._sites.items()})
+
+    @property
+    def data(self) -> Any:
+        """The data of the only path, or a dictionary by path if the module has several tensors.
+
+        Assigning replaces the data; for several paths, assign a dictionary with a value for each. A value assigned
+        before the first tensor is the initial value of the reduction.
+        """
+        if not self._sites:
+            return self._make_nothing() if self._initial is _MISSING else self._initial
+        values = self.paths
+        return values if len(values) > 1 else next(iter(values.values()))
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if not self._sites:
+            self._initial = value
+        elif len(self._sites) == 1:
+            next(iter(self._sites.values())).store.replace(value)
+        elif isinstance(value, Mapping) and value.keys() == self._sites.keys():
+            for path, each in value.items():
+                self.replace(path, each)
+        else:
+            paths = ", ".join(map(repr, self._sites))
+            raise ArgumentError(
+                f"the data of the module {self.name!r} are several: assign to one of them, by its path {paths}, or a "
+                "dictionary with a value for each path"
+            )
+
+    def replace(self, path: str, value: Any) -> None:
+        """Replace the recorded data of the tensor at a path.
+
+        Raises:
+            KeyError: If no tensor was recorded there; names the paths.
+        """
+        if path not in self._sites:
+            hint = did_you_mean(path, self._sites)
+            there = ", ".join(map(repr, self._sites)) or "none"
+            raise KeyError(
+                f"no tensor was recorded at {path!r} of the module {self.name!r}{hint or ';'} there are {there}"
+            )
+        self._sites[path].store.replace(value)
+
+    @property
+    def samples(self) -> int:
+        """The number of recorded samples: rows of the tensor seen first; a tensor without dimensions counts as one."""
+        return next(iter(self._sites.values())).samples if self._sites else 0
+
+    @property
+    def calls(self) -> int:
+        """The number of recorded calls, or of gradients for a gradient recorder."""
+        return max((site.calls for site in self._sites.values()), default=0)
+
+    def apply(self, function: Callable[[Any, int], Any]) -> None:
+        """Replace the data of each path by ``function(data, samples)``."""
+        for site in self._sites.values():
+            site.store.replace(function(site.store.value, site.samples))
+
+    def reset(self) -> None:
+        """Clear the recorded data and the failure; the hooks remain."""
+        self.tap.revive()
+        for site in self._sites.values():
+            site.store.release()
+        self._sites.clear()
+        self._initial = _MISSING
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the recorded data as plain containers and tensors."""
+        return {
+            path: {"samples": site.samples, "calls": site.calls, "state": site.store.state_dict()}
+            for path, site in self._sites.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.reset()
+        for path, saved in state.items():
+            site = _Recorded(self._make_store(), int(saved["samples"]), int(saved["calls"]))
+            site.store.load_state_dict(saved["state"])
+            self._sites[path] = site
+
+    # Validation may run in inference mode; tensors created in it could not be updated outside.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _receive(self, site: Site, tensor: Tensor) -> None:
+        recorded = self._sites.get(site.path)
+        if recorded is None:
+            recorded = _Recorded(self._make_store())
+            self._start(recorded.store, site.path)
+        with _precise(tensor.device):
+            taken = recorded.store.update(tensor)
+        if taken:
+            recorded.calls += 1
+            recorded.samples += tensor.size(0) if tensor.dim() else 1
+            self._sites[site.path] = recorded
+
+    def _start(self, store: Store, path: str) -> None:
+        """Initialise the store of a new path with data that were assigned before its first tensor."""
+        if isinstance(self._initial, Mapping) and path in self._initial:
+            store.replace(self._initial[path])
+        elif self._initial is not _MISSING and not self._sites:
+            store.replace(self._initial)
+
+
+def _refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+    raise TypeError(
+        "a recorder has one entry of data for each module, and one for each tensor of it: entries can be assigned but "
+        "not added or deleted. recorder.remove(…) removes a module, list(recorder.data) is a list of your own"
+    )
+
+
+class RecordedData(list[Any]):
+    """The data of several modules, as a list with assignable entries.
+
+    Assigning to an entry or a slice replaces the recorded data of the module. The number of entries is fixed. A copy,
+    pickled or not, is a plain list.
+
+    Args:
+        subrecorders: The subrecorders of the modules.
+    """
+
+    def __init__(self, subrecorders: Iterable[SubRecorder]) -> None:
+        self._subrecorders = list(subrecorders)
+        super().__init__(each.data for each in self._subrecorders)
+
+    def __setitem__(self, index: SupportsIndex | slice, value: Any) -> None:
+        if isinstance(index, slice):
+            places, values = range(len(self))[index], list(value)
+            if len(values) != len(places):
+                raise ValueError(f"cannot assign {len(values)} values to the data of {len(places)} modules")
+            for place, each in zip(places, values, strict=True):
+                self[place] = each
+            return
+        subrecorder = self._subrecorders[index]
+        subrecorder.data = value
+        super().__setitem__(index, subrecorder.data)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    __delitem__ = __iadd__ = __imul__ = _refuse
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
+
+
+class _PathData(dict[str, Any]):
+    """The data of a module by the paths of its tensors, as a dictionary with assignable values."""
+
+    def __init__(self, subrecorder: SubRecorder, values: Mapping[str, Any]) -> None:
+        self._subrecorder = subrecorder
+        super().__init__(values)
+
+    def __setitem__(self, path: str, value: Any) -> None:
+        self._subrecorder.replace(path, value)
+        super().__setitem__(path, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Assign several values."""
+        for path, value in dict(*args, **kwargs).items():
+            self[path] = value
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        # torch.load(weights_only=True) can reconstruct an OrderedDict, but not a plain dictionary by a call.
+        return OrderedDict, (), None, None, iter(list(self.items()))
+
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = _refuse
+
+
+def _precise(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without the model's autocast, which would reduce the precision of reductions."""
+    is_on = device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+
+
+@dataclass
+class _Recorded:
+    """The recorded data of one tensor of a module."""
+
+    store: Store
+    samples: int = 0
+    calls: int = 0

@@ -1,0 +1,90 @@
+"""The outputs of selected calls in one forward pass, as they were when the calls ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.errors import tell
+from lightning_recorder.internals.autograd import version_of
+from lightning_recorder.internals.pause_recording import unrecorded
+from lightning_recorder.structure import describe_unknown, iter_tensors
+from lightning_recorder.wrapped.calls import Call, CallWatch, Label
+
+__all__ = ["Kept", "Postprocessor", "Recording"]
+
+Postprocessor = Callable[[Any], Any]
+"""A function that takes a module's output and returns a replacement, or ``None`` to leave it unchanged."""
+
+
+class Kept:
+    """A tensor as it was when a hook saw it."""
+
+    def __init__(self, tensor: Tensor, version: int | None, copy: Tensor) -> None:
+        self._tensor = tensor
+        self._writes = version
+        self._copy = copy
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kept:
+        """Save the current state of a tensor."""
+        # Autograd is on in any mode, so that the copy requires a gradient exactly if the tensor does.
+        with unrecorded(), torch.enable_grad():
+            return cls(tensor, version_of(tensor), tensor.clone())
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor itself if it has not been modified since, else the copy."""
+        unchanged = self._writes is not None and version_of(self._tensor) == self._writes
+        return self._tensor if unchanged else self._copy
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return True if this is the same tensor with the same values."""
+        return self._tensor is tensor and self._writes is not None and version_of(tensor) == self._writes
+
+
+def _tell_unknown(name: str, path: str, value: object, error: Exception | None) -> None:
+    tell(f"RecordedNet passes over {describe_unknown(name, path, value, error)}")
+
+
+class Recording(CallWatch):
+    """A watch of one recorded forward pass."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        labels: Mapping[Call, Label],
+        postprocs: Mapping[Label, Postprocessor],
+        keep: bool,
+    ) -> None:
+        super().__init__(modules)
+        self.records: dict[Label, Kept | dict[str, Kept]] = {}
+        self._labels = labels
+        self._postprocs = postprocs
+        self._keep = keep
+        self._latest: dict[int, Kept] = {}
+
+    def end(self, call: Call, output: Any) -> Any:
+        """Record and postprocess the output of a recorded call."""
+        label = self._labels.get(call)
+        if label is None:
+            return None
+        if self._keep:
+            if isinstance(output, Tensor):
+                self.records[label] = self._kept(output)
+            else:
+                tensors = iter_tensors(output, unknown=partial(_tell_unknown, call.name))
+                self.records[label] = {path: self._kept(tensor) for path, tensor in tensors}
+        postproc = self._postprocs.get(label)
+        return None if postproc is None else postproc(output)
+
+    def _kept(self, tensor: Tensor) -> Kept:
+        # A parent often returns its last child's output: one copy serves both.
+        kept = self._latest.get(id(tensor))
+        if kept is None or not kept.is_of(tensor):
+            kept = self._latest[id(tensor)] = Kept.of(tensor)
+        return kept

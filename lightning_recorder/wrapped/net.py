@@ -1,0 +1,337 @@
+"""Wrapper around a net that exposes the outputs of selected module calls after each forward pass."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_recorder.errors import ArgumentError, FlowError, check_integer
+from lightning_recorder.inputs import arguments, make_inputs
+from lightning_recorder.internals.autograd import in_backward
+from lightning_recorder.internals.preserve_state import ModuleState
+from lightning_recorder.names import named_submodules
+from lightning_recorder.wrapped.activations import Kept, Postprocessor, Recording
+from lightning_recorder.wrapped.calls import Label, differences, label_calls
+from lightning_recorder.wrapped.labelling import run_without_trace
+from lightning_recorder.wrapped.prefixes import NET, leave_level_out, name_as_in_net, put_level_in
+from lightning_recorder.wrapped.summary import Summary, SummaryWatch
+
+__all__ = ["RecordedNet"]
+
+
+class RecordedNet(nn.Module):
+    """A net with labelled module calls whose outputs can be recorded.
+
+    The net is run once when it is wrapped. Each call of a module gets the label ``(depth, idx)``: the depth of the
+    module's name, 0 for the net itself, and the position of the call among those at that depth, starting at 1. A module
+    that is called several times has several labels. In later runs a call is identified by its module and the number of
+    its earlier calls, never by its position alone. Modules that are never called, such as the ``out_proj`` of
+    ``nn.MultiheadAttention``, have no label.
+
+    The wrapper is an ordinary module: parameters, modes, devices, copies and pickles are those of the wrapped net, and
+    so are the keys of its ``state_dict()``.
+
+    Args:
+        net: The net. It is neither copied nor changed, and has hooks only during a recorded forward pass.
+        input_size: The shape of the input for the labelling run, or a list of shapes for several inputs. The inputs are
+            created on the device of the net's first parameter or buffer.
+        input_data: The input itself, instead of ``input_size``: a tensor, a tuple or list of positional arguments, or a
+            dictionary of keyword arguments. The net receives a copy.
+        input_kwargs: Keyword arguments in addition to either.
+        dtypes: The dtype of the inputs of ``input_size``, or a list with one for each; by default that of the net's
+            first floating-point parameter. Integers and booleans are zeros, floats are random numbers.
+        depth: The maximum depth of the calls in the table; deeper calls still have labels.
+        force_static_flow: Require every run to make the calls of the labelling run in the same order. If ``False``,
+            other calls may vary, and only the recorded ones are required.
+
+    Raises:
+        ArgumentError: If not exactly one of ``input_size`` and ``input_data`` is given, or an argument has an invalid
+            value.
+        RecordingError: If the net raises; the message names the module that raised.
+
+    Note:
+        The labelling run uses the current mode, without autograd, and has no side effects: attributes and buffers of
+        modules, training flags and random number generators are restored, the given tensors are not modified, and taps
+        and recorders do not see it. There are three exceptions: lazy modules, such as ``nn.LazyLinear``, are
+        initialised; values that a forward pass writes into parameters, or into lists and dictionaries of a module,
+        remain; and other hooks are called.
+
+    Note:
+        Losses, gradients and buffers equal those of the bare net bit for bit. Each recorded tensor is copied in case it
+        is modified in place later, so recording takes its size once more. Tensors, copies and their autograd graph are
+        kept until the next forward pass starts. Compiled modules run eagerly during a recorded forward pass. In eval
+        mode without autograd, ``nn.TransformerEncoderLayer`` does not use its fused path while it has hooks, so the
+        last bits may differ.
+
+    Note:
+        Recomputations by ``torch.utils.checkpoint`` in the backward pass are not recorded. They are not postprocessed
+        either, since the hooks have been removed by then: do not postprocess inside a checkpointed block, or its
+        gradients are wrong.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU())
+        >>> wrapped = RecordedNet(net, input_size=(1, 5))
+        >>> wrapped.record((0, 1), "2")
+        >>> output = wrapped(torch.rand(1, 5))
+        >>> {label: tuple(tensor.shape) for label, tensor in wrapped.activations.items()}
+        {(1, 3): (1, 3), (0, 1): (1, 3)}
+        >>> print(wrapped)
+        RecordedNet of Sequential
+        =====================================================================================
+        Layer (type (name)):depth-idx  Input shape  Output shape  Param #  Param %  Mult-adds
+        =====================================================================================
+        Sequential: 0-1                [1, 5]       [1, 3]             39  100.00%         32
+        ├─ Linear (0): 1-1             [1, 5]       [1, 4]             24   61.54%         20
+        ├─ ReLU (1): 1-2               [1, 4]       [1, 4]             --       --         --
+        ├─ Linear (2): 1-3             [1, 4]       [1, 3]             15   38.46%         12
+        └─ ReLU (3): 1-4               [1, 3]       [1, 3]             --       --         --
+        ...
+        Currently recording: 0-1, 1-3
+        ...
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        /,
+        *,
+        input_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        input_data: Any = None,
+        input_kwargs: Mapping[str, Any] | None = None,
+        dtypes: torch.dtype | Sequence[torch.dtype] | None = None,
+        depth: int | None = None,
+        force_static_flow: bool = True,
+    ) -> None:
+        super().__init__()
+        if not isinstance(net, nn.Module):
+            raise ArgumentError(f"net must be a torch.nn.Module, got {type(net).__name__}")
+        if (input_size is None) == (input_data is None):
+            raise ArgumentError("give input_size or input_data" + (", not both" if input_size is not None else ""))
+        if depth is not None:
+            check_integer("depth", depth, 0)
+        self._net = net
+        self._depth = depth
+        self._static = force_static_flow
+        self._recording: tuple[Label, ...] = ()
+        self._records: dict[Label, Kept | dict[str, Kept]] = {}
+        data = make_inputs(net, input_size, dtypes) if input_size is not None else input_data
+        self._label(*arguments(data, input_kwargs))
+        self.register_state_dict_post_hook(leave_level_out)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_load_state_dict_pre_hook(put_level_in)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_load_state_dict_post_hook(name_as_in_net)  # type: ignore[no-untyped-call]  # torch has no annotations there
+
+    def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        modules = named_submodules(self._net)
+        snapshot = ModuleState(modules.values())
+        watch = SummaryWatch(modules, snapshot)
+        run_without_trace(self._net, watch, snapshot, args, kwargs)
+        self._summary = watch.summary(self._net)
+        self._calls = label_calls(watch.calls)
+        # A call that raised an error caught by the net has not ended.
+        ends = {call: place for place, call in enumerate(watch.ended)}
+        self._order = sorted(self._calls, key=lambda label: ends.get(self._calls[label], len(ends)))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the net, such as a submodule, if the wrapper does not have it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == NET:
+                raise
+            return getattr(self._net, name)
+
+    @property
+    def net(self) -> nn.Module:
+        """The wrapped net."""
+        return self._net
+
+    @property
+    def summary(self) -> Summary:
+        """The results of the labelling run as data; ``repr()`` of the wrapper shows them as a table."""
+        return self._summary
+
+    @property
+    def labels(self) -> Mapping[Label, str]:
+        """The module name for each label, in the order in which the calls began."""
+        return MappingProxyType({label: call.name for label, call in self._calls.items()})
+
+    @property
+    def recording(self) -> tuple[Label, ...]:
+        """The labels that are recorded, sorted."""
+        return self._recording
+
+    @property
+    def recorded_modules(self) -> dict[Label, nn.Module]:
+        """The modules with recorded calls, by label."""
+        modules = named_submodules(self._net)
+        return {label: modules[self._calls[label].name] for label in self._recording}
+
+    @property
+    def recorded_params(self) -> dict[str, nn.Parameter]:
+        """The parameters of the recorded modules and of everything below them, each once, by their names in the net."""
+        recorded = {id(each) for module in self.recorded_modules.values() for each in module.parameters()}
+        return {name: each for name, each in self._net.named_parameters() if id(each) in recorded}
+
+    @property
+    def activations(self) -> Mapping[Label, Tensor | dict[str, Tensor]]:
+        """The recorded outputs of the latest forward pass, in the order in which the calls ended; read-only.
+
+        An output that is not a tensor is returned as a dictionary of its tensors by path, as in
+        ``{"out[0]": ..., "out[1][0]": ...}``. Empty before the first forward pass, after one with ``dont_record=True``
+        and after one that raised.
+
+        Note:
+            The tensor is the output itself, so ``torch.autograd.grad(loss, activations[label])`` works, unless it was
+            modified in place since. In that case it is a copy of the original output, differentiable with respect to
+            the net's parameters, but not part of the graph of any loss. Inference tensors are always copies. Writes
+            through ``tensor.data`` are not detected. The choice is made each time this attribute is read.
+        """
+        return MappingProxyType(
+            {
+                label: {path: kept.value for path, kept in record.items()} if isinstance(record, dict) else record.value
+                for label, record in self._records.items()
+            }
+        )
+
+    def record(self, *labels: Sequence[int] | str) -> None:
+        """Select the calls to record from the next forward pass on, replacing any others; none without arguments.
+
+        Args:
+            labels: Labels ``(depth, idx)``, or module names, each for all calls of the module; ``""`` is the net
+                itself. Order and duplicates do not matter.
+
+        Raises:
+            ArgumentError: If there is no such label or name. The selection is then unchanged.
+        """
+        found = [(entry, self._resolve(entry)) for entry in labels]
+        unknown = [entry for entry, resolved in found if not resolved]
+        if unknown:
+            if len(labels) == 2 and all(isinstance(entry, int) for entry in labels):
+                raise ArgumentError(f"a label is a pair: did you mean record({labels})?")
+            raise ArgumentError("; ".join(self._explain(entry) for entry in unknown))
+        self._recording = tuple(sorted({label for _, resolved in found for label in resolved}))
+
+    def _resolve(self, entry: object) -> list[Label]:
+        if isinstance(entry, str):
+            return [label for label, call in self._calls.items() if call.name == entry]
+        pair = tuple(entry) if isinstance(entry, (tuple, list)) else ()
+        return [label for label in self._calls if label == pair]
+
+    def _explain(self, entry: object) -> str:
+        if isinstance(entry, str):
+            if entry in named_submodules(self._net):
+                return f"module {entry!r} was not called when the net was labelled"
+            known = list(dict.fromkeys(self.labels.values()))
+            closest = difflib.get_close_matches(entry, known, n=3, cutoff=0.5) or known[1:4] or known
+            return f"no module is called {entry!r}; the closest names are {', '.join(map(repr, closest))}"
+        last: dict[int, Label] = {}
+        for label in sorted(self._calls):
+            last[label[0]] = label
+        return f"no call has the label {entry!r}; the last ones are {', '.join(map(str, last.values()))}"
+
+    def forward(
+        self,
+        *args: Any,
+        activation_postproc: Postprocessor | Sequence[Postprocessor] | None = None,
+        dont_record: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the net and record.
+
+        Args:
+            args: The positional arguments of the net.
+            activation_postproc: A function that is applied to the output of each recorded call after recording. Its
+                result replaces the output unless it is ``None``. A sequence has one function per recorded call, in the
+                order in which the calls ended in the labelling run; extra functions are ignored.
+            dont_record: Record nothing; outputs are still postprocessed.
+            kwargs: The keyword arguments of the net.
+
+        Returns:
+            The output of the net.
+
+        Raises:
+            ArgumentError: If ``activation_postproc`` is too short; raised before the net runs.
+            FlowError: If the net made other calls than the labelled ones; raised after the net ran.
+
+        Note:
+            If there is nothing to record or postprocess, the net is simply called. A forward pass inside a backward
+            pass is a recomputation by ``torch.utils.checkpoint`` and does not change ``activations``.
+        """
+        postprocs = self._assign(activation_postproc)
+        keep = not dont_record
+        if torch.compiler.is_compiling() or not in_backward():
+            self._records = {}
+        else:
+            keep = False
+        if not self._recording or not (keep or postprocs):
+            return self._net(*args, **kwargs)
+        run = self._run
+        if torch.compiler.is_compiling():
+            # Compiled code cannot be recorded: a graph break here runs this forward pass eagerly.
+            run = torch.compiler.disable(run)
+        return run(postprocs, keep, args, kwargs)
+
+    def _assign(self, postproc: Postprocessor | Sequence[Postprocessor] | None) -> dict[Label, Postprocessor]:
+        if postproc is None:
+            return {}
+        if callable(postproc):
+            return dict.fromkeys(self._recording, postproc)
+        needed = len(self._recording)
+        if not isinstance(postproc, (list, tuple)) or not all(map(callable, postproc[:needed])):
+            raise ArgumentError(f"activation_postproc takes a callable or a list of them, got {postproc!r}")
+        if len(postproc) < needed:
+            raise ArgumentError(f"activation_postproc has {len(postproc)} entries for {needed} recorded calls")
+        return dict(zip([label for label in self._order if label in self._recording], postproc, strict=False))
+
+    def _run(
+        self, postprocs: Mapping[Label, Postprocessor], keep: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        labels = {self._calls[label]: label for label in self._recording}
+        modules = named_submodules(self._net)
+        if not self._static:
+            called = {call.name for call in labels}
+            modules = {name: module for name, module in modules.items() if name in called}
+        with Recording(modules, labels, postprocs, keep) as recording:
+            output = self._net(*args, **kwargs)
+        self._check_flow(recording)
+        if keep:
+            self._records = recording.records
+        return output
+
+    def _check_flow(self, recording: Recording) -> None:
+        if self._static:
+            found = differences(self._calls, recording.calls)
+            if found is not None:
+                raise FlowError(
+                    f"the net made other calls than when it was labelled: {found}. With force_static_flow=False only "
+                    "the recorded ones must be made."
+                )
+        missed = [
+            f"{label} {self._calls[label]}" for label in self._recording if self._calls[label] not in recording.ended
+        ]
+        if missed:
+            raise FlowError(f"recorded calls that were not made to their end: {', '.join(missed)}")
+
+    @override
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by their names in the net, as in the state dictionary."""
+        return ((name.replace(f"{NET}.", "", 1), each) for name, each in super().named_parameters(*args, **kwargs))
+
+    @override
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers by their names in the net, as in the state dictionary."""
+        return ((name.replace(f"{NET}.", "", 1), each) for name, each in super().named_buffers(*args, **kwargs))
+
+    def __repr__(self) -> str:
+        table = self._summary.to_text(depth=self._depth, recording=self._recording)
+        return f"{type(self).__name__} of {type(self._net).__name__}\n{table}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Non-leaf tensors of an autograd graph can be neither copied nor pickled.
+        return {**super().__getstate__(), "_records": {}}  # type: ignore[no-untyped-call]  # torch has no annotations there

@@ -1,0 +1,118 @@
+"""The text that all renderers show."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_recorder.graph import Edge, Graph, Node
+from lightning_recorder.graph.renderers.labels import (
+    class_and_size,
+    full_name,
+    printable,
+    short_count,
+    short_name,
+    shown_shapes,
+    shown_times,
+    times,
+    title,
+)
+from tests.graph.sketch import UNPRINTABLE, Sketch
+
+
+@pytest.mark.parametrize(
+    ("type_name", "scope", "parameters", "shown"),
+    [
+        ("Net", "forward", 0, "Net.forward"),
+        ("Net", "training_step", 12_345, "Net.training_step · 12.3 k parameters"),
+        ("", "forward", 1, "forward · 1 parameters"),
+    ],
+)
+def test_title(type_name: str, scope: str, parameters: int, shown: str) -> None:
+    """The title has the model's class, the recorded method, and the number of parameters, if there are any."""
+    root = Node(0, "module", "", None, 0, type_name=type_name)
+    assert title(Graph((root,), (), scope, parameters)) == shown
+
+
+def test_names() -> None:
+    """A module, parameter or buffer is named relative to the nearest named call around it; others keep their names."""
+    sketch = Sketch()
+    one = sketch.call("a.b", "B")
+    frame = sketch.call("", "", inside=one)
+    named = [
+        sketch.call("a.b.c.0", "C", inside=frame, call=2),
+        sketch.add("parameter", "a.b.weight", inside=one),
+        sketch.add("buffer", "other.mean", inside=one),
+        sketch.add("op", "a.b.op", inside=one),
+        sketch.call("a.bc", "D", inside=one),
+        sketch.add("input", "", inside=one),
+    ]
+    graph = sketch.graph()
+    shown = [short_name(graph[number], graph) for number in (one, frame, *named)]
+    assert shown == ["a.b", "", "c.0 (call 2)", "weight", "other.mean", "a.b.op", "a.bc", "input"]
+    assert full_name(graph[named[0]]) == "a.b.c.0 (call 2)"
+
+
+def test_a_long_name() -> None:
+    """The first and the last 30 of more than 60 characters are kept, with the number of the call."""
+    sketch = Sketch()
+    exact, longer = sketch.call("x" * 60, "X"), sketch.call(f"{'a' * 31}{'b' * 30}", "X", call=3)
+    graph = sketch.graph()
+    assert short_name(graph[exact], graph) == "x" * 60
+    assert short_name(graph[longer], graph) == f"{'a' * 30}…{'b' * 30} (call 3)"
+
+
+def test_class_shapes_and_times() -> None:
+    """A class is shown with its own parameters, at most two shapes are shown, and only repeated nodes have a number."""
+    sketch = Sketch()
+    sketch.call("a", "Linear", parameters=9_999, shapes=[(2, 3), (), (4,)])
+    sketch.call("b", "ReLU", shapes=[(7,)], repeats=3)
+    sketch.call("c", "Head", shapes=[], repeats=4, parallel=True)
+    _, *nodes = sketch.graph().nodes
+    assert [class_and_size(node) for node in nodes] == ["Linear · 9999 parameters", "ReLU", "Head"]
+    assert [shown_shapes(node) for node in nodes] == ["2×3, scalar, …", "[7]", ""]
+    assert [shown_times(node) for node in nodes] == ["", "×3", "×4 side by side"]
+
+
+def test_tensors_of_an_edge() -> None:
+    """An edge inside repeated nodes counts the tensors of a single repetition."""
+    sketch = Sketch()
+    x = sketch.add("input", "x")
+    call = sketch.call("h.0", "Block", repeats=4)
+    inner = sketch.call("h.0.part", "Part", (x, 4), inside=call, repeats=3)
+    leaf = sketch.add("op", "relu", inner, inside=call)
+    sketch.add("op", "add", (leaf, 8), (x, 2))
+    graph = sketch.graph()
+    assert [(edge.source, edge.target, times(edge, graph)) for edge in graph.edges] == [
+        (x, inner, 1),
+        (inner, leaf, 1),
+        (leaf, 5, 2),
+        (x, 5, 2),
+    ]
+    assert times(Edge(x, inner, 24), graph) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0, "0"),
+        (9_999, "9999"),
+        (10_000, "10 k"),
+        (999_499, "999 k"),
+        (999_999, "1 M"),
+        (1_234_567, "1.23 M"),
+        (999_999_999, "1 G"),
+        (7 * 10**11, "700 G"),
+    ],
+)
+def test_large_numbers_are_short(number: int, shown: str) -> None:
+    """A number has at most four digits."""
+    assert short_count(number) == shown
+
+
+@pytest.mark.parametrize("text", UNPRINTABLE, ids=ascii)
+def test_printable(text: str) -> None:
+    """The result can be printed on one line and written as UTF-8; its length is the same."""
+    shown = printable(text)
+    assert shown.isprintable()
+    assert len(shown) == len(text)
+    assert shown.encode()

@@ -1,0 +1,237 @@
+"""Tests of the record pipeline: consumers, threads and failures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_recorder import MemorySink, RecorderWarning, StatisticsRecorder, open_recording
+from lightning_recorder.outputs import Outlet, Plotter, RecordFile, Report, Results
+from lightning_recorder.sinks import MultiSink, for_any_thread
+from lightning_recorder.statistics import Record, SiteStatistics
+from lightning_recorder.taps import Site
+
+
+def record(step: int, value: float = 1.0, names: tuple[str, ...] = ("m",), **about: Any) -> Record:
+    """Return a record of modules that are called in reverse order."""
+    modules = {name: nn.Identity() for name in names}
+    recorder = StatisticsRecorder(modules)
+    with recorder:
+        for place, module in enumerate(reversed(modules.values())):
+            module(torch.tensor([value, value + place]))
+    return Record(step, 0, recorder.snapshot(), **about)
+
+
+class Noting(Outlet):
+    """An outlet that keeps its calls and their threads."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.told: list[object] = []
+        self.threads: set[int] = set()
+        self.fails_at = fails_at
+
+    @override
+    def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        self.threads.add(threading.get_ident())
+        self.told.append(record.step)
+        if record.step == self.fails_at:
+            raise OSError("disk full")
+
+    @override
+    def end_epoch(self) -> None:
+        self.told.append("epoch")
+
+    @override
+    def finish(self) -> None:
+        self.told.append("end")
+
+
+class OfOneThread(MemorySink):
+    """A sink that may only be written to by one thread."""
+
+    any_thread = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+
+    @override
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        self.threads.add(threading.get_ident())
+        return super().write_scalars(step, scalars)
+
+
+def results(sink: MemorySink, *outlets: Outlet, **options: Any) -> Results:
+    made = Results(Report("activations", ("mean",)), name="it", **options)
+    made.begin(MultiSink([for_any_thread(sink)]), None, "activations")
+    made.outlets = list(outlets)
+    return made
+
+
+@pytest.mark.parametrize("kind", [MemorySink, OfOneThread])
+def test_outlets_are_given_every_record_off_the_training_thread(kind: type[MemorySink]) -> None:
+    """Outlets run in a background thread, whichever thread the sink needs, and receive all events in order."""
+    sink, noting = kind(), Noting()
+    made = results(sink, noting)
+    made.add(record(0))
+    made.end_epoch()
+    made.add(record(1))
+    made.end()
+    assert noting.told == [0, "epoch", 1, "end"]
+    assert threading.get_ident() not in noting.threads
+    assert list(sink.scalars["activations/m/mean"]) == [0, 1]
+    if isinstance(sink, OfOneThread):
+        assert sink.threads == {threading.get_ident()}
+
+
+def test_a_failing_outlet_costs_nothing_but_itself() -> None:
+    """A failing outlet causes one warning with its name; the sink and the other outlets receive all records."""
+    sink, bad, good = MemorySink(), Noting(fails_at=1), Noting()
+    made = results(sink, bad, good)
+
+    def go() -> None:
+        for step in range(3):
+            made.add(record(step))
+            made.wait()
+        made.end()
+
+    with pytest.warns(RecorderWarning, match="^it writes no more Noting: OSError: disk full$") as told:
+        go()
+    assert len(told) == 1
+    assert (bad.told, good.told) == ([0, 1], [0, 1, 2, "end"])
+    assert list(sink.scalars["activations/m/mean"]) == [0, 1, 2]
+
+
+def test_a_failing_outlet_is_raised_if_strict() -> None:
+    """With ``strict``, the error of an outlet is raised when the next record is added or at the end."""
+    made = results(MemorySink(), Noting(fails_at=0), strict=True)
+    made.add(record(0))
+    with pytest.raises(OSError, match="disk full"):
+        made.end()
+
+
+@pytest.mark.parametrize("kind", [MemorySink, OfOneThread])
+def test_pictures_reach_the_sink(kind: type[MemorySink]) -> None:
+    """Images that an outlet writes in the background are in the sink at the end, whichever thread it needs."""
+    sink = kind()
+    made = results(sink)
+
+    class Showing(Noting):
+        @override
+        def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+            made.show(record.step, {"picture": np.zeros((2, 2, 3), dtype=np.uint8)})
+
+    made.outlets = [Showing()]
+    made.add(record(4))
+    made.end()
+    assert list(sink.images["picture"]) == [4]
+
+
+def test_the_file_of_records_is_read_back(tmp_path: Path) -> None:
+    """The sites are listed in execution order, with dtype, shape, statistics and bins bit-exactly."""
+    file = RecordFile(tmp_path, "activations", group="activations", ranks=2)
+    given = record(3, 0.1, ("last", "first"))
+    found = given.snapshot.statistics()
+    file.take(given, found)
+    series = open_recording(tmp_path)["activations"]
+    assert series.sites == [("first", "out"), ("last", "out")]
+    assert series.steps == [3]
+    for site, seen in found.items():
+        assert series[site.name].scalars(3) == dict(seen.scalars)
+        assert torch.equal(series[site.name].bins(3), seen.bins)
+        assert (series[site.name].dtype, series[site.name].shape) == ("float32", (2,))
+    header, _ = series.path.read_bytes().split(b"\n", 1)
+    assert file.written_bytes == series.path.stat().st_size - len(header) - 1
+    assert series.about(3)["ranks"] == given.ranks
+
+
+def test_gradients_are_listed_in_the_order_of_the_forward_pass(tmp_path: Path) -> None:
+    """Gradients are listed in the order of the forward pass, although the backward pass is reversed."""
+    given = record(0, names=("first", "last"))
+    RecordFile(tmp_path, "gradients", group="gradients").take(given, given.snapshot.statistics())
+    assert [site.name for site in open_recording(tmp_path)["gradients"].sites] == ["first", "last"]
+
+
+def plotted(records: int, **options: Any) -> list[tuple[int, list[str]]]:
+    """Return the step and the tags of each drawing of a run."""
+    shown: list[tuple[int, list[str]]] = []
+
+    def show(step: int, images: Mapping[str, Any]) -> int:
+        shown.append((step, sorted(images)))
+        return 100 * len(images)
+
+    plotter = Plotter("activations", **options, show=show)
+    for step in range(records):
+        given = record(step, names=("a", "b", "c"))
+        plotter.take(given, given.snapshot.statistics())
+    plotter.finish()
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "steps"),
+    [
+        (3, {}, [2]),
+        (10, {}, [9]),
+        (45, {}, [9, 19, 39, 44]),
+        (7, {"every": 3}, [2, 5, 6]),
+        (0, {}, []),
+    ],
+)
+def test_when_pictures_are_drawn(records: int, options: dict[str, Any], steps: list[int]) -> None:
+    """Plots are drawn after 10, 20, 40, … records or every n-th, and at the end if there are new records."""
+    assert [step for step, _ in plotted(records, max_images=0, **options)] == steps
+
+
+def test_which_pictures_are_drawn() -> None:
+    """The plots are heat maps of some statistics, the latest histograms, and the requested number of layers."""
+    ((_, tags),) = plotted(2, max_images=2)
+    assert tags == [
+        "activations_plots/heat_map/mean",
+        "activations_plots/heat_map/rms",
+        "activations_plots/heat_map/zero_fraction",
+        "activations_plots/over_time/a",
+        "activations_plots/over_time/c",
+        "activations_plots/ridge",
+    ]
+
+
+def test_of_very_many_sites_some_are_kept() -> None:
+    """Every third of 2,500 sites is kept, in all records, so that memory is bounded."""
+    plotter = Plotter("activations", show=lambda step, images: None)
+    seen = SiteStatistics({"rms": 1.0, "mean": 0.0, "zero_fraction": 0.0, "min": 0.0, "max": 1.0}, torch.zeros(2048))
+    found = {Site(f"m{number}", "out"): seen for number in range(2500)}
+    for step in range(2):
+        plotter.take(record(step), found)
+    (history,) = plotter._histories.values()
+    assert history.sites == [Site(f"m{number}", "out") for number in range(0, 2500, 3)]
+
+
+@pytest.mark.parametrize("about", [{"stage": "validate"}, {"overflowed": True}])
+def test_of_what_no_pictures_are_drawn(about: dict[str, Any]) -> None:
+    """Evaluations and overflowed steps are not plotted."""
+    shown: list[int] = []
+    plotter = Plotter("activations", show=lambda step, images: shown.append(step))
+    given = record(0, **about)
+    plotter.take(given, given.snapshot.statistics())
+    plotter.finish()
+    assert shown == []
+
+
+@pytest.mark.parametrize(("options", "drawings"), [({}, 4), ({"every": 10}, 5), ({"every": 7}, 8)])
+def test_what_pictures_will_take(options: dict[str, Any], drawings: int) -> None:
+    """The forecast for 50 records uses the size of earlier drawings, or an estimate before the first one."""
+    plotter = Plotter("activations", **options, max_images=1, show=lambda step, images: 700)
+    assert plotter.logged_bytes(50) == drawings * 5 * 20_000
+    given = record(0)
+    plotter.take(given, given.snapshot.statistics())
+    plotter.finish()
+    assert plotter.logged_bytes(50) == drawings * 700

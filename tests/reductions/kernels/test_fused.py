@@ -1,0 +1,319 @@
+"""Tests of the one-pass C function against separate torch passes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_recorder.reductions import Combined, Statistics, Values
+from lightning_recorder.reductions.kernels import fused
+from tests.reductions.strategies import streams
+
+needs_compiler = pytest.mark.skipif(not fused.prepare(), reason="no C compiler is there")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+SPECIAL = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1e-45, -1e-40, 3.4e38, 1.1754944e-38]
+
+
+def plain(tensor: Tensor, factor: float = 1.0, state: Tensor | None = None, sample: int | None = None) -> Tensor:
+    """Return the state from separate passes."""
+    statistics = Statistics(sample=sample)
+    state = statistics.state if state is None else state
+    Combined.add(Combined(statistics.parts), state, Values(tensor, factor))
+    return state
+
+
+def in_one_pass(tensor: Tensor, factor: float = 1.0, sample: int | None = None) -> Tensor:
+    """Return the state from the C function, which must accept the tensor."""
+    state = Statistics(sample=sample).state
+    assert fused.add_statistics(state, Values(tensor, factor), sample)
+    return state
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    """Assert bitwise equal counts, extrema and bins, the mean within 1e-12 of the rms, and m2 within its bound."""
+    assert torch.equal(found[3:], expected[3:])
+    assert found[0] == expected[0]
+    mean, variance = expected[1], expected[2] / expected[0].clamp(min=1)
+    assert abs(found[1] - mean) <= 1e-12 * (mean.square() + variance).sqrt()
+    assert abs(found[2] - expected[2]) <= 1e-12 * (variance + 2e-4 * mean.square()) * expected[0]
+
+
+def numbers(count: int, dtype: torch.dtype, special: bool = False) -> Tensor:
+    """Return numbers of very different magnitude, some of them special."""
+    torch.manual_seed(count)
+    values = torch.randn(count, dtype=torch.float64) * 10.0 ** torch.randint(-6, 7, (count,)) + 3
+    if special:
+        places = torch.arange(0, count, max(1, count // 20))
+        values[places] = torch.tensor(SPECIAL, dtype=torch.float64)[torch.arange(len(places)) % len(SPECIAL)]
+    return values.to(dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.5, 1 / 3, 65536.0])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 2047, 2048, 2049, 32767, 32768, 100_003])
+def test_one_pass_gives_what_separate_passes_give(count: int, factor: float, special: bool, dtype: torch.dtype) -> None:
+    """For each dtype, factor and size around those of a block and a thread share, both ways give the same state."""
+    tensor = numbers(count, dtype, special)
+    assert_equal(in_one_pass(tensor, factor), plain(tensor, factor))
+
+
+@needs_compiler
+@settings(max_examples=100)
+@given(streams)
+def test_a_stream_in_one_pass_each(stream: list[Tensor]) -> None:
+    """For any stream, the tensors that the function accepts lead to the same state as separate passes."""
+    ours, theirs = Statistics().state, Statistics().state
+    for tensor in stream:
+        if fused.add_statistics(ours, Values(tensor), None):
+            plain(tensor, state=theirs)
+    assert_equal(ours, theirs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_the_number_of_threads_does_not_matter(threads: int) -> None:
+    """The state does not depend on the number of threads, even if a thread has no values."""
+    tensor = numbers(40_000, torch.float32, special=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_equal(in_one_pass(tensor), plain(tensor))
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_small_variances_are_kept(state_of: Callable[[Tensor], Tensor]) -> None:
+    """Assert that a function computes the variance of 1e4 ± 1e-3 accurately, whatever value comes first."""
+    torch.manual_seed(0)
+    tensor = 1e4 + 1e-3 * torch.randn(100_000, dtype=torch.float64)
+    for values in (tensor, torch.cat([torch.tensor([1e9]).double(), tensor]), tensor.flip(0)):
+        exact = (values - values.mean()).square().sum()
+        assert abs(state_of(values)[2] - exact) <= 1e-12 * (exact + len(values) * 2e-4 * values.mean().square())
+
+
+@needs_compiler
+def test_a_small_variance_beside_a_large_mean_is_kept() -> None:
+    """The variance of 1e4 ± 1e-3 is accurate, whatever value comes first."""
+    assert_small_variances_are_kept(in_one_pass)
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.view(10, 20, 50).transpose(0, 2),
+    "strided": lambda x: x[::3],
+    "expanded": lambda x: x[:1].expand(7, 5),
+    "channels last": lambda x: x.view(10, 5, 20, 10).contiguous(memory_format=torch.channels_last),
+    "part of another": lambda x: x[17:400],
+    "0-d": lambda x: x[3],
+    "empty": lambda x: x[:0],
+    "of a graph": lambda x: (x.clone().requires_grad_() * 2).detach(),
+    "parameter": lambda x: nn.Parameter(x).detach(),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_layout_does_not_matter(shape: Callable[[Tensor], Tensor]) -> None:
+    """Transposed, strided, expanded, sliced and empty tensors are read correctly, without the memory around them."""
+    whole = numbers(10_000, torch.float32)
+    tensor = shape(whole)
+    assert_equal(in_one_pass(tensor), plain(tensor.clone()))
+
+
+class Subclass(Tensor):
+    """A tensor subclass with unknown contents."""
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3, dtype=torch.int64),
+        torch.ones(3, dtype=torch.bool),
+        torch.ones(3, dtype=torch.float16),
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(3, device="meta"),
+        torch.ones(3).to_sparse(),
+        torch.ones(3).as_subclass(Subclass),
+        torch.ones(3, dtype=torch.complex64).conj().imag,
+    ],
+    ids=["int", "bool", "float16", "complex", "meta", "sparse", "subclass", "negated"],
+)
+def test_what_it_cannot_read_is_left_to_torch(tensor: Tensor) -> None:
+    """Other dtypes, devices, layouts and classes are rejected, and the state does not change."""
+    state = Statistics().state
+    assert not fused.add_statistics(state, Values(tensor), None)
+    assert torch.equal(state, Statistics().initial())
+
+
+def test_zeros_without_memory_are_counted() -> None:
+    """A gradient of zeros without memory, such as that of ``sgn``, is counted as zeros."""
+    seen: list[Tensor] = []
+    statistics = Statistics()
+
+    def see(grad: Tensor) -> None:
+        seen.append(grad.clone())
+        statistics.update(grad)
+
+    x = torch.randn(2, 3, requires_grad=True)
+    y = x * 1
+    y.register_hook(see)
+    y.sgn().sum().backward()
+    assert seen[0].tolist() == [[0.0] * 3] * 2
+    summary = statistics.compute()
+    assert (float(summary["count"]), float(summary["zero_fraction"])) == (6.0, 1.0)
+
+
+@needs_compiler
+def test_nothing_of_torch_runs() -> None:
+    """The function calls no torch operator, so autograd, graph captures and modes do not see it."""
+
+    class Refuse(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations here
+
+        def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+            raise AssertionError(func)
+
+    tensor, state = torch.ones(100), Statistics().state
+    with Refuse():
+        assert fused.add_statistics(state, Values(tensor), None)
+    assert state[0] == 100
+
+
+@needs_compiler
+def test_small_numbers_are_left_to_the_training() -> None:
+    """Loading the function does not make any thread of the process flush subnormal numbers to zero."""
+    code = """
+import torch
+from lightning_recorder.reductions.kernels import fused
+assert fused.prepare()
+small = torch.full((100_000,), 1e-40)
+print((small * 0.5 > 0).all().item(), torch.tensor(1e-310, dtype=torch.float64).mul(0.5).item() > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sample", [1, 2, 100, 4096, 10**6])
+@pytest.mark.parametrize("count", [0, 1, 2047, 2049, 32768, 100_003])
+def test_a_sample_is_the_same(count: int, sample: int, dtype: torch.dtype) -> None:
+    """With a sample both ways count the same values, for any block size and number of threads."""
+    tensor = numbers(count, dtype, special=True)
+    assert_equal(in_one_pass(tensor, 0.5, sample), plain(tensor, 0.5, sample=sample))
+
+
+@needs_compiler
+def test_a_sample_goes_by_the_order_of_the_indices() -> None:
+    """The sample of a tensor with another memory order follows the order of its indices."""
+    tensor = SHAPES["channels last"](numbers(10_000, torch.float32))
+    assert_equal(in_one_pass(tensor, sample=50), plain(tensor, sample=50))
+
+
+@needs_compiler
+def test_equal_values_do_not_overflow_a_bin() -> None:
+    """A million equal values, more than a table for the bins of a block can hold, are all counted."""
+    for count in (4 * 65535, 4 * 65535 + 1, 10**6):
+        state = in_one_pass(torch.ones(count))
+        assert state[9 + 508] == count
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_more_values_than_an_int_counts() -> None:
+    """2**31 + 7 zeros, which take no memory until they are written, are all counted in every count."""
+    count = 2**31 + 7
+    tensor = torch.from_numpy(np.zeros(count, dtype=np.uint16)).view(torch.bfloat16)
+    state = in_one_pass(tensor)
+    assert state[:9].tolist() == [count, 0, 0, 0, 0, count, count, 0, 0]
+    assert state[9] == count
+
+
+# Building
+
+
+def prepared(environment: dict[str, str], log: str = "INFO") -> list[str]:
+    """Return the result of preparing the function in another process, and its log."""
+    code = f"""
+import logging, sys
+logging.basicConfig(level=logging.{log}, stream=sys.stdout, format="%(message)s")
+import torch
+from lightning_recorder.reductions import Statistics
+from lightning_recorder.reductions.kernels import fused
+statistics = Statistics()
+statistics.update(torch.ones(3))
+print(fused.prepare(), float(statistics.compute()["count"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    )
+    return done.stdout.splitlines()
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_it_is_built_once_for_the_user_alone(tmp_path: Path) -> None:
+    """The first process builds and logs it, the second finds it; the folder is private and has no other files."""
+    first, second = (prepared({"XDG_CACHE_HOME": str(tmp_path)}) for _ in range(2))
+    assert first[0].startswith("built ")
+    assert first[1:] == second == ["True 3.0"]
+    folder = tmp_path / "lightning_recorder"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [each.suffix for each in folder.iterdir()] == [".so"]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_processes_may_build_at_once(tmp_path: Path) -> None:
+    """Several processes that find no library build at the same time and all end up with one."""
+    command = [sys.executable, "-c", "from lightning_recorder.reductions import fused; print(fused.prepare())"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
+    assert [each.communicate()[0].strip() for each in running] == ["True"] * 4
+    assert len(list((tmp_path / "lightning_recorder").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"LIGHTNING_RECORDER_FUSED": "0"}, None),
+        ({"PATH": "/nonexistent", "CC": ""}, "no C compiler"),
+        ({"CC": "/bin/false"}, "did not build"),
+        ({"CC": "/nonexistent/cc"}, "did not build"),
+        ({"XDG_CACHE_HOME": "/proc/nonexistent"}, "did not build"),
+    ],
+    ids=["switched off", "no compiler", "a compiler that fails", "a compiler that is missing", "no folder"],
+)
+def test_without_it_torch_computes(environment: dict[str, str], told: str | None, tmp_path: Path) -> None:
+    """Any obstacle is logged, nothing is raised, and torch computes the statistics."""
+    *logged, result = prepared({"XDG_CACHE_HOME": str(tmp_path), **environment})
+    assert result == "False 3.0"
+    assert all(told in line for line in logged) if told else logged == []
+    assert bool(logged) == bool(told)
+
+
+@pytest.mark.slow
+def test_code_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
+    """A cache folder that others may write to is rejected."""
+    folder = tmp_path / "lightning_recorder"
+    folder.mkdir()
+    folder.chmod(0o777)
+    *logged, result = prepared({"XDG_CACHE_HOME": str(tmp_path)})
+    assert result == "False 3.0"
+    assert "can be written to by others" in logged[0]
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,234 @@
+"""Tests of the recording of a training run in a plain loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder import RecorderWarning, StatisticsRecorder
+from lightning_recorder.schedule import Reduce, Sampling
+from lightning_recorder.statistics import Budget, Record, RunRecorder
+from lightning_recorder.taps import Site
+
+SITE = Site("m", "out")
+
+
+@dataclass
+class Loop:
+    """A loop whose only module outputs the given values at each batch."""
+
+    sampling: Sampling
+    reduce: Reduce = "step"
+    options: dict[str, Any] = field(default_factory=dict)
+    module: nn.Module = field(default_factory=nn.Identity)
+    records: list[Record] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        recorder = StatisticsRecorder({"m": self.module})
+        self.run = RunRecorder(recorder, self.sampling, self.records.append, reduce=self.reduce, **self.options)
+
+    def step(self, step: int, *batches: float, epoch: int = 0, overflowed: bool = False) -> None:
+        for place, value in enumerate(batches):
+            self.run.start_batch(step, epoch)
+            self.module(torch.tensor([value]))
+            self.run.end_batch(stepped=place == len(batches) - 1, overflowed=overflowed)
+
+    def epoch(self, steps: Sequence[int], epoch: int = 0) -> None:
+        for step in steps:
+            self.step(step, float(step), epoch=epoch)
+        self.run.end_epoch(steps[-1])
+
+    @property
+    def shown(self) -> dict[int, float]:
+        """Return the sum of the recorded values by the step of the record."""
+        return {record.step: total(record) for record in self.records}
+
+
+def total(record: Record) -> float:
+    found = record.snapshot.statistics()
+    return found[SITE].scalars["mean"] * found[SITE].scalars["count"] if found else 0.0
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"),
+    [
+        ("step", {0: 0, 1: 1, 3: 3, 5: 5, 7: 7}),
+        (3, {2: 0 + 1, 5: 3 + 5, 7: 7}),
+        ("epoch", {3: 0 + 1 + 3, 7: 5 + 7}),
+        (100, {7: 0 + 1 + 3 + 5 + 7}),
+    ],
+)
+def test_what_becomes_one_record(reduce: Reduce, expected: dict[int, float]) -> None:
+    """The steps since the last record are merged, and the remaining ones form a record at the end."""
+    loop = Loop(Sampling(2), reduce)
+    loop.epoch(range(4))
+    loop.epoch(range(4, 8), epoch=1)
+    loop.run.finish()
+    assert loop.shown == expected
+
+
+def test_accumulated_batches_are_one_step() -> None:
+    """All batches of a recorded step count, and those of other steps do not."""
+    loop = Loop(Sampling(2))
+    loop.step(0, 1.0, 2.0)
+    loop.step(1, 4.0, 8.0, 16.0)
+    loop.step(2, 32.0)
+    assert loop.shown == {0: 3.0, 1: 28.0}
+    assert not loop.module._forward_hooks
+
+
+@pytest.mark.parametrize("reduce", ["step", 2])
+def test_a_step_without_an_end_is_in_no_record(reduce: Reduce) -> None:
+    """A step that was started but not ended is discarded and repeated."""
+    loop = Loop(Sampling(1), reduce)
+    loop.step(0, 1.0)
+    loop.run.start_batch(1, 0)
+    loop.module(torch.tensor([10.0]))
+    loop.run.end_epoch(0)
+    loop.step(1, 2.0)
+    assert loop.shown == ({0: 1.0, 1: 2.0} if reduce == "step" else {1: 3.0})
+
+
+@pytest.mark.parametrize("reduce", ["step", 3])
+def test_steps_that_overflow_are_counted_apart(reduce: Reduce) -> None:
+    """A step that the optimizer skipped is only in a record that is marked as overflowed."""
+    loop = Loop(Sampling(1), reduce)
+    loop.step(0, 1.0)
+    loop.step(1, 10.0, overflowed=True)
+    loop.step(2, 100.0)
+    assert loop.run.overflow_steps == 1
+    marked = {record.step: total(record) for record in loop.records if record.overflowed}
+    plain = {record.step: total(record) for record in loop.records if not record.overflowed}
+    assert (marked, plain) == (({1: 10.0}, {0: 1.0, 2: 100.0}) if reduce == "step" else ({}, {2: 101.0}))
+    assert [record.overflow_steps for record in loop.records] == ([0, 1, 1] if reduce == "step" else [1])
+
+
+def test_disabled_in_between() -> None:
+    """While recording is disabled, no step is recorded, and the records are empty."""
+    loop = Loop(Sampling(1))
+    loop.step(0, 1.0)
+    loop.run.enabled = False
+    loop.step(1, 2.0)
+    assert not loop.module._forward_hooks
+    loop.run.enabled = True
+    loop.step(2, 4.0)
+    assert loop.shown == {0: 1.0, 1: 0.0, 2: 4.0}
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+@pytest.mark.parametrize("reduce", ["step", 3, "epoch"])
+def test_a_saved_run_goes_on_to_the_bit(reduce: Reduce, at: int) -> None:
+    """A run that resumes from a state saved at any step has the same records as an uninterrupted run."""
+    values = torch.randn(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).tolist()
+
+    def go(loop: Loop, steps: Sequence[int]) -> None:
+        for step in steps:
+            loop.step(step, values[step], epoch=step // 4)
+            if step % 4 == 3:
+                loop.run.end_epoch(step)
+
+    whole = Loop(Sampling(1), reduce)
+    go(whole, range(8))
+    first = Loop(Sampling(1), reduce)
+    go(first, range(at))
+    saved = copy.deepcopy(first.run.state_dict())
+    second = Loop(Sampling(1), reduce)
+    second.run.load_state_dict(saved, at, at // 4)
+    go(second, range(at, 8))
+    assert {**first.shown, **second.shown} == whole.shown
+
+
+def test_an_aborted_step_is_repeated() -> None:
+    """After a failure, the record includes the interrupted step, and the state does not."""
+    loop = Loop(Sampling(1), 5)
+    loop.step(0, 1.0)
+    loop.run.start_batch(1, 0)
+    loop.module(torch.tensor([10.0]))
+    loop.run.abort()
+    assert loop.shown == {1: 11.0}
+    again = Loop(Sampling(1), 5)
+    again.run.load_state_dict(loop.run.state_dict(), 1, 0)
+    for step in range(1, 5):
+        again.step(step, 10.0)
+    assert again.shown == {4: 41.0}
+
+
+def test_an_incomplete_window_stays_in_the_state() -> None:
+    """An incomplete window at the end of a run is written, and a resumed run completes it."""
+    loop = Loop(Sampling(1), 4)
+    loop.step(0, 1.0)
+    loop.step(1, 2.0)
+    loop.run.finish()
+    again = Loop(Sampling(1), 4)
+    again.run.load_state_dict(loop.run.state_dict(), 2, 0)
+    again.step(2, 4.0)
+    again.step(3, 8.0)
+    assert (loop.shown, again.shown) == ({1: 3.0}, {3: 15.0})
+
+
+def test_who_cannot_write_a_record_is_given_no_other() -> None:
+    """A failing callback causes one warning, and the loop continues without hooks."""
+    given = []
+
+    def refuse(record: Record) -> None:
+        given.append(record.step)
+        raise OSError("disk full")
+
+    module = nn.Identity()
+    run = RunRecorder(StatisticsRecorder({"m": module}), Sampling(1), refuse, name="it")
+
+    def step(number: int) -> None:
+        run.start_batch(number, 0)
+        module(torch.ones(1))
+        run.end_batch(stepped=True)
+
+    with pytest.warns(RecorderWarning, match="^it is off for the rest of the run: OSError: disk full$"):
+        step(0)
+    step(1)
+    assert (given, run.failed) == ([0], True)
+    assert not module._forward_hooks
+
+
+class Ticking(nn.Module):
+    """A recorder that takes a second of a fake clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.now += 1.0
+        return x
+
+
+def test_the_budget_widens_the_cadence() -> None:
+    """If the hooks take half as long as a step, an overhead of 0.1 means recording every fifth step."""
+    module = Ticking()
+    loop = Loop(Sampling(1), options={"budget": Budget(0.1), "clock": lambda: module.now}, module=module)
+    states = loop.run.recorder.states
+    add = states.add
+
+    def slowly(site: Site, tensor: Tensor, factor: float = 1.0) -> None:
+        module.now += 0.5
+        add(site, tensor, factor)
+
+    states.add = slowly  # type: ignore[method-assign]  # simulates a slow recorder
+    for step in range(20):
+        loop.step(step, 1.0)
+    # The first record is excluded, the second one is measured, and the third one applies the new interval.
+    assert list(loop.shown) == [0, 1, 2, 4, 9, 14, 19]
+    assert loop.run.every_n_train_steps == 5
+
+
+def test_the_first_recorded_step_is_announced() -> None:
+    """If a record spans several steps, the first recorded step is announced once."""
+    told: list[int] = []
+    loop = Loop(Sampling(2), "epoch", options={"announce": lambda step, ms: told.append(step)})
+    loop.epoch(range(6))
+    assert told == [0]
