@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_recorder.errors import tell
+from lightning_recorder.errors import warn
 
 __all__ = [
     "RESERVE_BYTES",
@@ -62,7 +62,7 @@ def has_room(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
         return True
     folder = _existing(Path(path))
     if _is_news(folder):
-        tell(
+        warn(
             f"lightning_recorder skips writes to the disk of {folder}: {_size(_free_bytes(folder) or 0)} are free, the "
             f"write may need {_size(nbytes)}, and {_size(_reserve_bytes())} are reserved for the rest of the run. "
             "Training goes on, and so does writing when there is space again. Free some space, or set "
@@ -105,7 +105,7 @@ def is_full(error: BaseException) -> bool:
 def warn_of_full(path: str | Path, error: BaseException) -> None:
     """Warn about such an error, once per disk and run."""
     if _is_news(_existing(Path(path))):
-        tell(
+        warn(
             f"lightning_recorder could not write to {path}: {error}. Training goes on, and so does writing when it "
             "works again; until then records are lost. Free some space, or raise the quota or the limit of file sizes"
         )
@@ -155,7 +155,7 @@ def _reserve_bytes() -> int:
     if text.isascii() and text.isdigit():
         return int(text)
     if _is_news(_VARIABLE):
-        tell(
+        warn(
             f"{_VARIABLE}={text!r} is not a number of bytes, so lightning_recorder leaves {_size(RESERVE_BYTES)} of "
             f"each disk free: set it to a whole number, as {_VARIABLE}={RESERVE_BYTES}"
         )

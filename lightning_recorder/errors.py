@@ -48,7 +48,7 @@ __all__ = [
     "describe_missing",
     "did_you_mean",
     "imported",
-    "tell",
+    "warn",
 ]
 
 _log = logging.getLogger("lightning_recorder")
@@ -107,7 +107,7 @@ class RecorderWarning(UserWarning):
     """A recorder fault that costs a record or an image but never the run."""
 
 
-def tell(message: str) -> None:
+def warn(message: str) -> None:
     """Warn with :class:`RecorderWarning`, even if warnings are turned into errors.
 
     Note:

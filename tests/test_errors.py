@@ -16,7 +16,7 @@ from lightning_recorder.errors import (
     SelectionError,
     check_integer,
     describe_error,
-    tell,
+    warn,
 )
 
 
@@ -38,7 +38,7 @@ def test_an_error_is_also_the_builtin_of_its_kind(error: type[Exception], builti
 def test_a_fault_is_told_as_a_warning_at_the_caller() -> None:
     """A fault that costs a record becomes a RecorderWarning that points at the line of the caller."""
     with pytest.warns(RecorderWarning, match=r"^the disk is full$") as told:
-        tell("the disk is full")
+        warn("the disk is full")
     assert [warning.filename for warning in told] == [__file__]
 
 
@@ -46,7 +46,7 @@ def test_a_fault_never_raises(caplog: pytest.LogCaptureFixture) -> None:
     """If warnings are errors, a fault is logged as an error of the package's logger and nothing is raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tell("the disk is full")
+        warn("the disk is full")
     assert caplog.record_tuples == [("lightning_recorder", 40, "the disk is full")]
 
 
@@ -54,7 +54,7 @@ def test_a_fault_can_be_silenced(caplog: pytest.LogCaptureFixture) -> None:
     """A filter that ignores RecorderWarning silences all faults."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("ignore", RecorderWarning)
-        tell("the disk is full")
+        warn("the disk is full")
     assert (told, caplog.record_tuples) == ([], [])
 
 
@@ -93,5 +93,5 @@ def test_telling_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         monkeypatch.setattr(warnings, "showwarning", show)
-        tell("a picture is lost")
+        warn("a picture is lost")
     assert "a picture is lost" in caplog.text

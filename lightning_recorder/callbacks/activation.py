@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS, checked_arguments
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.errors import check_some
-from lightning_recorder.statistics import SiteRecorder, StatisticsRecorder
+from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.taps import OutputTap
 
 __all__ = ["ActivationRecorder"]
@@ -69,7 +69,7 @@ class ActivationRecorder(StatisticsCallback):
         return self._stages
 
     @override
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
+    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         recorder = StatisticsRecorder(modules, OutputTap, **self.options)
         recorder.tap.eager = self.compiled == "eager"
         return recorder

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_recorder import disk
 from lightning_recorder.callbacks.naming import check_names, labels
 from lightning_recorder.callbacks.run import Silence, logged_step, recorder_directory, why_no_training
-from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, describe_error, tell
+from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, describe_error, warn
 from lightning_recorder.internals.compiled import compiled_modules, flex_attention_users
 from lightning_recorder.outputs import write_receipt
 from lightning_recorder.portable import Lost, Portable, unwrap
@@ -89,7 +89,7 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
             if self.strict:
                 raise
             if is_news:
-                tell(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
+                warn(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
 
     return wrapper  # type: ignore[return-value]  # functools.wraps makes self a named argument
 
@@ -153,7 +153,7 @@ class RecorderCallback(Callback):
     """True if checkpoints contain a state of the callback under its ``state_key``."""
 
     _sink: MultiSink | None
-    _keepers: MultiSink | None  # the same sinks, without the fallback of the loggers
+    _artifact_sinks: MultiSink | None  # the same sinks, without the fallback of the loggers
     _function: str
     _began: tuple[int, int] | None
     _lost: tuple[str, ...] = ()
@@ -203,7 +203,7 @@ class RecorderCallback(Callback):
         """
         return {
             "_sink": None,
-            "_keepers": None,
+            "_artifact_sinks": None,
             "_function": "",  # the function of the trainer that is being recorded
             "_began": None,  # the step and the epoch at which training began
             "_trainer": None,  # the trainer of the recorded run
@@ -325,7 +325,7 @@ class RecorderCallback(Callback):
             files = None if directory is None else _Folder(directory)
             all_shown = MultiSink([loggers], fallback=files, strict=self.strict)
             self._sink = MultiSink([all_shown, *own], strict=self.strict)
-            self._keepers = MultiSink([loggers, *own], strict=self.strict)
+            self._artifact_sinks = MultiSink([loggers, *own], strict=self.strict)
 
     def say_ran_eagerly(self, trainer: Trainer, names: Collection[str]) -> None:
         """Log the names of compiled code that ran eagerly, each name once per trainer."""
@@ -346,14 +346,14 @@ class RecorderCallback(Callback):
             try:
                 write_receipt(self._directory, label, {"step": step, "ran_eagerly": list(names)})
             except OSError as error:
-                tell(f"{self} could not write its receipt: {describe_error(error)}")
+                warn(f"{self} could not write its receipt: {describe_error(error)}")
 
     def warn_of_eager_memory(self, pl_module: LightningModule) -> None:
         """Warn if running compiled modules eagerly needs much more memory."""
         if self.compiled == "eager" and compiled_modules(pl_module):
             names = flex_attention_users(pl_module)
             if names:
-                tell(
+                warn(
                     f"{self} runs recorded steps without compiled code, in which flex_attention of {names[0]!r} takes "
                     "the memory of all scores: compiled='skip' leaves compiled modules out"
                 )
@@ -399,7 +399,7 @@ class RecorderCallback(Callback):
         self._function, self._began = "", None
         self._trainer, self._has_warned_of_nested_run = weakref.ref(trainer), False
         if self._lost and trainer.is_global_zero:
-            tell(f"{self} is a copy without {', '.join(self._lost)}, which cannot be pickled")
+            warn(f"{self} is a copy without {', '.join(self._lost)}, which cannot be pickled")
         directory = recorder_directory(trainer) if trainer.world_size > 1 or not is_switched_off() else None
         if is_switched_off():
             self._say_switched_off(trainer)
@@ -433,7 +433,7 @@ class RecorderCallback(Callback):
             self._end(trainer)
         except Exception as error:  # noqa: BLE001 - even with strict, the user's exception must not be replaced
             self.release(None)
-            tell(f"{self} could not write all that it had recorded: {describe_error(error)}")
+            warn(f"{self} could not write all that it had recorded: {describe_error(error)}")
 
     @guarded
     @override
@@ -447,7 +447,7 @@ class RecorderCallback(Callback):
             return
         for silence in self.silences(trainer, function):
             if silence.fix:
-                tell(f"{self} {silence.what}: {silence.why}. {silence.fix}")
+                warn(f"{self} {silence.what}: {silence.why}. {silence.fix}")
             else:
                 rank_zero_info(f"{self} {silence.what}: {silence.why}")
 
@@ -459,7 +459,7 @@ class RecorderCallback(Callback):
             self._trainer = None
             for name in (*_LIGHTNING, "state_key"):
                 self.__dict__.pop(name, None)
-            sink, self._sink, self._keepers = self._sink, None, None
+            sink, self._sink, self._artifact_sinks = self._sink, None, None
         if sink is not None:
             sink.flush()
             sink.replay()
@@ -472,7 +472,7 @@ class RecorderCallback(Callback):
         function = _function(trainer)
         if hook.endswith("_start") and not self._has_warned_of_nested_run and self.begins_with(function):
             self._has_warned_of_nested_run = True
-            tell(
+            warn(
                 f"{self} does not record the {function} of another Trainer inside the run that it records: give the "
                 f"inner Trainer its own {type(self).__name__}"
             )

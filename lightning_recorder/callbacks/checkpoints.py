@@ -11,7 +11,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 
-from lightning_recorder.errors import describe_error, tell
+from lightning_recorder.errors import describe_error, warn
 
 __all__ = ["CheckpointWatch", "why_no_checkpoint"]
 
@@ -117,7 +117,7 @@ class CheckpointWatch:
                 function(path)
         except Exception as error:  # noqa: BLE001 - a failed dump must not lose the checkpoint
             self._has_failed = True
-            tell(f"{self._name} writes no more dumps beside checkpoints: {describe_error(error)}")
+            warn(f"{self._name} writes no more dumps beside checkpoints: {describe_error(error)}")
 
 
 def why_no_checkpoint(trainer: Trainer) -> str:
@@ -202,7 +202,7 @@ def listen(trainer: Trainer, listener: CheckpointListener) -> None:
             strategy.checkpoint_io  # noqa: B018 - the property of XLA strategies checks the type on read
         except TypeError:
             strategy.checkpoint_io = plain
-            tell(
+            warn(
                 f"{type(strategy).__name__} takes no checkpoint IO of ours: no dumps are written beside its checkpoints"
             )
             return

@@ -18,7 +18,7 @@ from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_che
 from lightning_recorder.callbacks.run import Silence, gradient_factor, logged_step, why_no_files
 from lightning_recorder.callbacks.scale import LossScale
 from lightning_recorder.dumps import can_hold
-from lightning_recorder.errors import ArgumentError, check_bool, check_integer, check_some, did_you_mean, tell
+from lightning_recorder.errors import ArgumentError, check_bool, check_integer, check_some, did_you_mean, warn
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.outputs import TENSOR_DUMP_TIMES, DumpFolder, Event, TensorDumps
 from lightning_recorder.schedule import Sampling
@@ -204,7 +204,7 @@ class TensorDumper(RecorderCallback):
     def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         modules = self._chosen(pl_module)
         if not modules and trainer.is_global_zero:
-            tell(f"{self} dumps nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
+            warn(f"{self} dumps nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
         if not modules or not (self.per_rank or trainer.is_global_zero):
             return
         self.open_sinks(trainer)
@@ -215,7 +215,7 @@ class TensorDumper(RecorderCallback):
             directory=None if directory is None else directory / "dumps",
             rank=trainer.global_rank,
             max_total_bytes=self.max_total_bytes,
-            upload=self._keepers if self.upload else None,
+            upload=self._artifact_sinks if self.upload else None,
             max_upload_bytes=self.max_upload_bytes,
             name=str(self),
             quiet=bool(trainer.fast_dev_run),  # type: ignore[attr-defined]  # set in Trainer.__init__
@@ -318,8 +318,8 @@ class TensorDumper(RecorderCallback):
             capture.drop()
 
     def _replay(self) -> None:
-        if self._keepers is not None:
-            self._keepers.replay()
+        if self._artifact_sinks is not None:
+            self._artifact_sinks.replay()
 
     # Checkpoints.
 

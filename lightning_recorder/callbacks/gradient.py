@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.run import gradient_factor
 from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.statistics import SiteRecorder, StatisticsRecorder
+from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.taps import OutputGradientTap
 
 __all__ = ["GradientRecorder"]
@@ -45,13 +45,13 @@ class GradientRecorder(StatisticsCallback):
     group = "gradients"
 
     @override
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
+    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         recorder = StatisticsRecorder(modules, OutputGradientTap, **self.options)
         recorder.tap.eager = self.compiled == "eager"
         return recorder
 
     @override
-    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
+    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         if isinstance(recorder, StatisticsRecorder):
             recorder.factor = gradient_factor(trainer, pl_module, self.loss_scale.value)
 

@@ -25,7 +25,7 @@ from lightning_recorder.errors import (
     check_some,
     describe_error,
     did_you_mean,
-    tell,
+    warn,
 )
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphPicture, GraphvizStyler, record
 from lightning_recorder.graph.renderers.graphviz import check_direction
@@ -329,7 +329,7 @@ class GraphRecorder(RecorderCallback):
             self._keep(trainer, capture.graph())
             self._recorded = False  # a run that resumes from a checkpoint still records the step
         except Exception as error:  # noqa: BLE001 - must not replace the user's exception
-            tell(f"the graph of the failed step could not be written: {describe_error(error)}")
+            warn(f"the graph of the failed step could not be written: {describe_error(error)}")
 
     def _leave_capture(self, exception: Exception | None = None) -> None:
         capture, self._capture = self._capture, None
@@ -385,7 +385,7 @@ class GraphRecorder(RecorderCallback):
                 self._tell_no_picture(error)
             return
         if picture.note:
-            tell(f"the picture of the graph is smaller than asked for: {picture.note}")
+            warn(f"the picture of the graph is smaller than asked for: {picture.note}")
         for path in paths:
             if path.suffix == ".png" and self._sink is not None:
                 self._sink.write_images(self._step, {self.name: _pixels(path)})
@@ -396,7 +396,7 @@ class GraphRecorder(RecorderCallback):
         if self.strict:
             raise error
         there = f"{self._directory}/{self.name}.dot and {self.name}.json"
-        tell(f"the graph is in {there}, without a picture: {error}")
+        warn(f"the graph is in {there}, without a picture: {error}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "styler": None if self.styler is None else Portable(self.styler, "styler")}

@@ -9,19 +9,19 @@ from lightning_recorder.errors import check_bool, check_integer
 from lightning_recorder.outputs import (
     DumpFolder,
     Event,
-    Outlet,
     Plotter,
+    RecordConsumer,
     RecordFile,
-    Results,
+    RecordPipeline,
     StatisticsDumps,
     check_dump,
 )
 from lightning_recorder.statistics import SiteStatistics
 
-__all__ = ["Keeping"]
+__all__ = ["OutputOptions"]
 
 
-class Keeping:
+class OutputOptions:
     """The options for record files, dumps and pictures, which create the consumers of records for each run.
 
     Args:
@@ -78,9 +78,9 @@ class Keeping:
         alone = self.dumps.at == ("checkpoints",) and not self.dumps.has_event
         return self._is_asked_for and alone and folder is not None and not (folder.written or folder.is_full)
 
-    def outlets(
+    def consumers(
         self,
-        results: Results,
+        results: RecordPipeline,
         directory: Path | None,
         *,
         group: str,
@@ -89,7 +89,7 @@ class Keeping:
         called: str,
         ranks: int,
         shown: bool,
-    ) -> list[Outlet]:
+    ) -> list[RecordConsumer]:
         """Return the consumers that receive the records of a run.
 
         Args:
@@ -107,13 +107,13 @@ class Keeping:
             group=group,
             directory=None if directory is None else directory / "dumps",
             max_total_bytes=self._max_total_bytes,
-            upload=results.keepers if self._upload else None,
+            upload=results.artifact_sinks if self._upload else None,
             max_upload_bytes=self._max_upload_bytes,
             name=called,
             quiet=not shown,
         )
         self.dumps.begin(folder)
-        found: list[Outlet] = [self.dumps]
+        found: list[RecordConsumer] = [self.dumps]
         if self._records and directory is not None:
             found.append(RecordFile(directory, label, group=group, name=name, ranks=ranks))
         if self._plots and shown:

@@ -12,14 +12,14 @@ from typing_extensions import override
 from lightning_recorder.callbacks.arguments import checked_arguments
 from lightning_recorder.callbacks.base import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.errors import SelectionError, check_some, tell
+from lightning_recorder.errors import SelectionError, check_some, warn
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.statistics import (
     PARAMETER_PARTS,
+    BaseStatisticsRecorder,
     OptimizerRecorder,
     Record,
-    SiteRecorder,
     SiteStatistics,
     with_update_ratios,
 )
@@ -74,7 +74,7 @@ class ParameterRecorder(StatisticsCallback):
 
     group = "parameters"
 
-    _told_apart: bool
+    _warned_of_divergence: bool
 
     @checked_arguments
     def __init__(
@@ -89,7 +89,7 @@ class ParameterRecorder(StatisticsCallback):
 
     @override
     def idle(self) -> dict[str, Any]:
-        return {**super().idle(), "_told_apart": False}
+        return {**super().idle(), "_warned_of_divergence": False}
 
     @override
     def choose(self, pl_module: LightningModule) -> SelectedModules:
@@ -112,7 +112,7 @@ class ParameterRecorder(StatisticsCallback):
         return set(self.parts)
 
     @override
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
+    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         return OptimizerRecorder(modules, parts=self.parts, **self.options)
 
     @guarded
@@ -130,7 +130,7 @@ class ParameterRecorder(StatisticsCallback):
                 run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
 
     @override
-    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
+    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         # Lightning does not see the steps of an optimiser that was unwrapped from LightningOptimizer.
         if isinstance(recorder, OptimizerRecorder) and not pl_module.automatic_optimization:
             recorder.optimizers = tuple(trainer.optimizers)
@@ -143,14 +143,14 @@ class ParameterRecorder(StatisticsCallback):
     @override
     def summarize(self, record: Record) -> dict[Site, SiteStatistics]:
         found = super().summarize(record)
-        if not self._told_apart:
-            apart = sorted(record.snapshot.apart & found.keys())
-            if apart:
-                self._told_apart = True
-                name = ".".join(part for part in apart[0] if part)
-                tell(
-                    f"the ranks do not have the same {name!r} at step {record.step}, nor of {len(apart) - 1} further "
-                    "parameters or gradients: they are trained apart"
+        if not self._warned_of_divergence:
+            diverged = sorted(record.snapshot.diverged & found.keys())
+            if diverged:
+                self._warned_of_divergence = True
+                name = ".".join(part for part in diverged[0] if part)
+                warn(
+                    f"the ranks have diverged: {name!r} and {len(diverged) - 1} other parameters or gradients differ "
+                    f"between ranks at step {record.step}"
                 )
         return with_update_ratios(found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
-from lightning_recorder.errors import tell
+from lightning_recorder.errors import warn
 from lightning_recorder.statistics import Exchange
 
 __all__ = ["agree", "decline"]
@@ -29,12 +29,12 @@ def agree(trainer: Trainer, *, takes_part: bool, about: str, name: str) -> Excha
     if not Exchange.is_needed():
         if trainer.is_global_zero:
             kind = type(trainer.strategy).__name__
-            tell(f"{name}: {kind} has no processes of torch.distributed, rank 0 records alone")
+            warn(f"{name}: {kind} has no processes of torch.distributed, rank 0 records alone")
         return None
     exchange = Exchange(trainer.strategy.root_device)
     reason = exchange.agree(takes_part, about)
     if reason and trainer.is_global_zero and takes_part:
-        tell(f"{name}: statistics are those of rank 0 alone, since {reason}")
+        warn(f"{name}: statistics are those of rank 0 alone, since {reason}")
     return exchange
 
 

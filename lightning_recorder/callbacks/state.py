@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_recorder.errors import describe_error
-from lightning_recorder.outputs import Report
+from lightning_recorder.outputs import SinkFormatter
 from lightning_recorder.statistics import RunRecorder
 from lightning_recorder.taps import Site
 
-__all__ = ["KeptState"]
+__all__ = ["ResumeState"]
 
 _VERSION = 1
 
 
-class KeptState:
+class ResumeState:
     """Holds statistics that were not yet written to a record when a fit ended or was saved, until the next fit resumes.
 
     They are restored at the first batch. Before it, the trainer does not know its step and the ranks have not agreed.
@@ -31,7 +31,7 @@ class KeptState:
         """True while there is a state that no run has restored."""
         self._global_step: int | None = None  # the step at which the state was kept; None for a state from a checkpoint
 
-    def packed(self, run: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    def packed(self, run: Mapping[str, Any], report: SinkFormatter) -> dict[str, Any]:
         """Return the state for a checkpoint: the pending state if there is one, otherwise the state of the run.
 
         Args:
@@ -61,7 +61,7 @@ class KeptState:
         self._state = self._global_step = None
         self.waits = False
 
-    def hand_over(self, run: RunRecorder, report: Report, *, global_step: int, step: int, epoch: int) -> str:
+    def hand_over(self, run: RunRecorder, report: SinkFormatter, *, global_step: int, step: int, epoch: int) -> str:
         """Restore the pending state into a run. Must be called on each rank.
 
         Args:

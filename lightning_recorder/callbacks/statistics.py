@@ -20,7 +20,7 @@ from lightning_recorder.callbacks.arguments import checked_arguments, checked_st
 from lightning_recorder.callbacks.base import Compiled, fixed_in_run, guarded
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
-from lightning_recorder.callbacks.output_options import Keeping
+from lightning_recorder.callbacks.output_options import OutputOptions
 from lightning_recorder.callbacks.ranks import agree, decline
 from lightning_recorder.callbacks.run import (
     Silence,
@@ -31,23 +31,23 @@ from lightning_recorder.callbacks.run import (
     why_no_validation,
 )
 from lightning_recorder.callbacks.scale import LossScale
-from lightning_recorder.callbacks.state import KeptState
+from lightning_recorder.callbacks.state import ResumeState
 from lightning_recorder.disk import attempt
-from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, check_integer, describe_error, tell
+from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, check_integer, describe_error, warn
 from lightning_recorder.internals.compiled import compiled_modules
-from lightning_recorder.outputs import Report, Results, TagBudget, Watched, with_gradients
+from lightning_recorder.outputs import Coverage, RecordPipeline, SinkFormatter, TagBudget, with_gradients
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.schedule import Reduce, Sampling, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import (
-    Budget,
+    BaseStatisticsRecorder,
     EvaluationRecorder,
+    OverheadLimit,
+    RankMergingRecorder,
     Record,
     RunRecorder,
-    SiteRecorder,
     SiteStatistics,
-    Worker,
     check_overhead,
 )
 from lightning_recorder.taps import Site
@@ -121,13 +121,13 @@ class StatisticsCallback(EvaluationCallback):
 
     keeps_state = True
 
-    _kept: KeptState
+    _kept: ResumeState
     loss_scale: LossScale
-    _results: Results
+    _results: RecordPipeline
     _checkpoints: CheckpointWatch
     _run: RunRecorder | None
     evaluations: dict[str, EvaluationRecorder]
-    _watched: Watched | None
+    _coverage: Coverage | None
     _has_receipt: bool
     _every_n: int | None
 
@@ -175,7 +175,7 @@ class StatisticsCallback(EvaluationCallback):
         self.max_overhead = max_overhead
         self.statistics = checked_statistics(statistics)
         check_bool("histograms", histograms)
-        self.keeping = Keeping(
+        self.output_options = OutputOptions(
             dump=dump,
             dump_when=dump_when,
             max_total_bytes=max_total_bytes,
@@ -202,12 +202,12 @@ class StatisticsCallback(EvaluationCallback):
         tags = "-".join(filter(None, [self.group, self.name]))
         by_path = self.group == "parameters"
         budget = TagBudget(self.max_tags, str(self), stages=len(self.stages), by_path=by_path)
-        report = Report(tags, self.statistics, histograms=self.histograms, budget=budget)
+        report = SinkFormatter(tags, self.statistics, histograms=self.histograms, budget=budget)
         return {
             **super().idle(),
-            "_kept": KeptState(self._settings),
+            "_kept": ResumeState(self._settings),
             "loss_scale": LossScale(),
-            "_results": Results(
+            "_results": RecordPipeline(
                 report, name=str(self), say=rank_zero_info, summarize=self.summarize, strict=self.strict
             ),
             "_checkpoints": CheckpointWatch(
@@ -215,13 +215,13 @@ class StatisticsCallback(EvaluationCallback):
             ),
             "_run": None,
             "evaluations": {},
-            "_watched": None,
+            "_coverage": None,
             "_has_receipt": False,
             "_every_n": None,
         }
 
     @abstractmethod
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
+    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         """Return a recorder for the modules in a stage."""
 
     def choose(self, pl_module: LightningModule) -> SelectedModules:
@@ -267,23 +267,23 @@ class StatisticsCallback(EvaluationCallback):
         if exchange is not None and self.evaluations and getattr(pl_module, _MAY_BE_EMPTY, False):
             # A rank without batches runs no evaluation and would never respond.
             if trainer.is_global_zero:
-                tell(f"{self}: evaluations are those of rank 0 alone, since {_MAY_BE_EMPTY} is set")
+                warn(f"{self}: evaluations are those of rank 0 alone, since {_MAY_BE_EMPTY} is set")
             for evaluation in self.evaluations.values():
                 evaluation.exchange = None
         if error is not None:
             raise error
         if modules is None and trainer.is_global_zero:
-            tell(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
-        if modules is not None and "checkpoints" in self.keeping.dumps.at and self._run is not None:
+            warn(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
+        if modules is not None and "checkpoints" in self.output_options.dumps.at and self._run is not None:
             self._checkpoints.begin(trainer)
 
     def _begin_results(self, trainer: Trainer, directory: Path | None) -> None:
         label = self.label(trainer)
-        self._results.begin(self._sink, directory, label, keepers=self._keepers)
+        self._results.begin(self._sink, directory, label, artifact_sinks=self._artifact_sinks)
         why = why_no_files(trainer, directory)
         self._results.note = f"; {why}" if why else ""
         if trainer.is_global_zero:
-            self._results.outlets = self.keeping.outlets(
+            self._results.consumers = self.output_options.consumers(
                 self._results,
                 directory,
                 group=self.group,
@@ -299,15 +299,15 @@ class StatisticsCallback(EvaluationCallback):
         for stage in self.stages:
             if stage != "train":
                 recorder = self.make_recorder(modules, stage)
-                self.evaluations[stage] = EvaluationRecorder(recorder, stage, self._conclude, **options)
+                self.evaluations[stage] = EvaluationRecorder(recorder, stage, self._on_record, **options)
             elif trainer.state.fn == "fit":
                 self._run = RunRecorder(
                     self.make_recorder(modules, stage),
                     self.sampling.with_default(trainer.log_every_n_steps),  # type: ignore[attr-defined]  # set in Trainer.__init__
-                    self._conclude,
+                    self._on_record,
                     reduce=self.reduce,
                     announce=self._announce,
-                    budget=None if self.max_overhead is None else Budget(self.max_overhead),
+                    budget=None if self.max_overhead is None else OverheadLimit(self.max_overhead),
                     device=pl_module.device,
                     **options,
                 )
@@ -315,7 +315,7 @@ class StatisticsCallback(EvaluationCallback):
         self._has_receipt = False
 
     @property
-    def _workers(self) -> list[Worker]:
+    def _workers(self) -> list[RankMergingRecorder]:
         return [*self.evaluations.values(), *([] if self._run is None else [self._run])]
 
     @override
@@ -337,7 +337,7 @@ class StatisticsCallback(EvaluationCallback):
         except OSError as error:
             if self.strict:
                 raise
-            tell(f"{self} writes no files, since their folder cannot be made: {describe_error(error)}")
+            warn(f"{self} writes no files, since their folder cannot be made: {describe_error(error)}")
             return None
         return directory
 
@@ -350,9 +350,9 @@ class StatisticsCallback(EvaluationCallback):
         for other in self.alike(trainer):
             if other is self:
                 return
-            if not isinstance(other, StatisticsCallback) or other.name != self.name or other._watched is None:
+            if not isinstance(other, StatisticsCallback) or other.name != self.name or other._coverage is None:
                 continue
-            shared = [name for name in modules if name in other._watched.modules]
+            shared = [name for name in modules if name in other._coverage.modules]
             if shared and self.tags & other.tags:
                 kind = type(self).__name__
                 more = f" and {len(shared) - 1} more modules" if shared[1:] else ""
@@ -374,7 +374,7 @@ class StatisticsCallback(EvaluationCallback):
         for name in skipped:
             del modules[name]
         is_default = self.selection.is_default
-        self._watched = Watched(pl_module, modules, (), skipped=skipped, of=self.group, is_default=is_default)
+        self._coverage = Coverage(pl_module, modules, (), skipped=skipped, of=self.group, is_default=is_default)
         return modules or None
 
     @override
@@ -399,17 +399,17 @@ class StatisticsCallback(EvaluationCallback):
                     self._kept.keep(
                         {**run.state_dict(), "tags": self._results.report.state_dict()}, trainer.global_step
                     )
-        self._watched = None
+        self._coverage = None
         # After a failure, a second error is not reported.
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():
             self._results.end()
         if trainer is None or not trainer.interrupted:  # otherwise the exception's checkpoint follows
-            self.keeping.dumps.end()
+            self.output_options.dumps.end()
 
     # Batches.
 
-    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
+    def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         """Prepare the recorder for a recorded batch."""
 
     @guarded
@@ -425,13 +425,13 @@ class StatisticsCallback(EvaluationCallback):
             report, at = self._results.report, trainer.global_step
             why_not = self._kept.hand_over(self._run, report, global_step=at, step=step, epoch=epoch)
             if why_not and trainer.is_global_zero:
-                tell(f"{self} begins anew: {why_not}")
+                warn(f"{self} begins anew: {why_not}")
         self._run.enabled = self._enabled
         if not self._run.pass_over(step, epoch):
             prepare = partial(self._prepare, trainer, pl_module, self._run.recorder)
             self._run.start_batch(step, epoch, prepare)
 
-    def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: SiteRecorder) -> None:
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         self.loss_scale.begin_batch(trainer)
         self.prepare(trainer, pl_module, recorder)
 
@@ -447,9 +447,9 @@ class StatisticsCallback(EvaluationCallback):
             return
         if not pl_module.automatic_optimization:  # another optimiser may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
-        if not self._has_receipt and self._watched is not None:
-            trained = with_gradients(self._watched.modules) | set(self._watched.trained)
-            self._watched = self._watched.having(trained=trained)
+        if not self._has_receipt and self._coverage is not None:
+            trained = with_gradients(self._coverage.modules) | set(self._coverage.trained)
+            self._coverage = self._coverage.having(trained=trained)
 
     @guarded
     @override
@@ -517,7 +517,7 @@ class StatisticsCallback(EvaluationCallback):
                 yield Silence("it is disabled", "", what)
             elif function == "fit" and (self._run is None or self._run.has_recorded):  # else it was reported above
                 yield self._why_no_validation(trainer)._replace(what=what)
-        if recorded["train"] and self.keeping.waits_for_checkpoints:
+        if recorded["train"] and self.output_options.waits_for_checkpoints:
             no_files = why_no_files(trainer, self._directory)
             why = no_files or why_no_checkpoint(trainer)
             fix = "" if no_files else "Save checkpoints, or give dump='records'."
@@ -555,7 +555,7 @@ class StatisticsCallback(EvaluationCallback):
         """Return the statistics of a record, by site."""
         return record.snapshot.statistics()
 
-    def _conclude(self, record: Record) -> None:
+    def _on_record(self, record: Record) -> None:
         """Queue a record for writing. A training record also carries the data for the receipt."""
         about = None
         if record.stage == "train" and record.steps and self._run is not None and self._run.is_covered:
@@ -568,30 +568,30 @@ class StatisticsCallback(EvaluationCallback):
             about = self._about(self._run, self._run.recorder.traces())
             self._results.announce(step, recording_ms, self._run.recorder.states.sites, about)
 
-    def _about(self, run: RunRecorder, traces: Mapping[str, Any]) -> tuple[Watched, Sampling, Reduce]:
+    def _about(self, run: RunRecorder, traces: Mapping[str, Any]) -> tuple[Coverage, Sampling, Reduce]:
         """Return the data for a receipt."""
-        watched = self._watched if self._watched is not None else Watched(nn.Module(), {}, ())
+        watched = self._coverage if self._coverage is not None else Coverage(nn.Module(), {}, ())
         return watched.having(**traces), run.sampling, self.reduce
 
     # Checkpoints.
 
     def checkpoint_saved(self, path: Path) -> None:
         """Dump the latest record beside a checkpoint."""
-        job = partial(self.keeping.dumps.write_beside, path)
+        job = partial(self.output_options.dumps.write_beside, path)
         if self._run is None:  # a checkpoint for an exception is saved after the run has ended
             job()
             return
         with self._run.contained():
-            self._results.submit(self.keeping.dumps, job)
+            self._results.submit(self.output_options.dumps, job)
 
     def checkpoint_removed(self, path: Path) -> None:
         """Remove the dump beside a removed checkpoint."""
-        job = partial(self.keeping.dumps.remove_beside, path)
+        job = partial(self.output_options.dumps.remove_beside, path)
         job() if self._run is None else self._results.remove(job)
 
     def _no_more(self) -> None:
         if self._run is None:  # the run failed, and the checkpoint for its exception is saved
-            self.keeping.dumps.end()
+            self.output_options.dumps.end()
 
     @fixed_in_run
     def state_key(self) -> str:
@@ -615,7 +615,7 @@ class StatisticsCallback(EvaluationCallback):
                     state = self._run.merged_state_dict()
                 else:  # the other ranks are out of step and cannot be reached
                     if trainer.world_size > 1 and trainer.is_global_zero and self._run.holds_states:
-                        tell(
+                        warn(
                             f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 alone"
                         )
                     self._run.abort()
@@ -633,6 +633,6 @@ class StatisticsCallback(EvaluationCallback):
             self._kept.load(deepcopy(state))
             self._resumed = weakref.ref(trainer), str(state.get("label", ""))
         elif trainer.state.fn == "fit" and trainer.is_global_zero:
-            tell(
+            warn(
                 f"{self} begins anew: the checkpoint has nothing of it, or was saved with another selection or cadence"
             )

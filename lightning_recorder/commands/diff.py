@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, TextIO
 
 from lightning_recorder.commands.text import module, printable, table
-from lightning_recorder.recordings import Comparison, Difference, Parting, Tolerance, compare, open_recording
+from lightning_recorder.recordings import Comparison, Difference, Divergence, Tolerance, compare, open_recording
 
 __all__ = ["run"]
 
@@ -53,14 +53,14 @@ def _headline(found: Comparison, *, exact: bool) -> str:
     return f"{until}part at step {found.first.step} in {_place(found.first)}{_cause(found, found.first)}"
 
 
-def _place(parting: Parting) -> str:
-    one, other = _apart(parting.one, parting.other)
-    values = "" if parting.statistic == "histogram" else f" {one} vs {other}"
-    stage = "" if parting.stage == "train" else f" {_stage(parting)}"
-    return f"{_site(parting)} ({printable(parting.recorder)}{stage}, {printable(parting.statistic)}{values})"
+def _place(divergence: Divergence) -> str:
+    one, other = _written_apart(divergence.one, divergence.other)
+    values = "" if divergence.statistic == "histogram" else f" {one} vs {other}"
+    stage = "" if divergence.stage == "train" else f" {_stage(divergence)}"
+    return f"{_site(divergence)} ({printable(divergence.recorder)}{stage}, {printable(divergence.statistic)}{values})"
 
 
-def _apart(one: float, other: float) -> tuple[str, str]:
+def _written_apart(one: float, other: float) -> tuple[str, str]:
     """Format two numbers with enough digits to distinguish them."""
     for digits in (3, 4, 6, 9, 17):
         texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
@@ -69,16 +69,16 @@ def _apart(one: float, other: float) -> tuple[str, str]:
     return texts
 
 
-def _stage(parting: Parting) -> str:
-    return printable(parting.stage) + ("" if parting.loader is None else f"/{parting.loader}")
+def _stage(divergence: Divergence) -> str:
+    return printable(divergence.stage) + ("" if divergence.loader is None else f"/{divergence.loader}")
 
 
-def _site(parting: Parting) -> str:
-    name, path = parting.site
+def _site(divergence: Divergence) -> str:
+    name, path = divergence.site
     return module(name) + ("" if path == "out" else f" {printable(path)}")
 
 
-def _cause(found: Comparison, first: Parting) -> str:
+def _cause(found: Comparison, first: Divergence) -> str:
     """Return a note about the dtype of the first diverging site, if it differs between the runs."""
     name, path = first.site
     what = (name or "(root)") + ("" if path == "out" else f" {path}")
@@ -93,7 +93,7 @@ def _table(found: Comparison) -> list[str]:
     for each in found.sites[:_MOST_SITES]:
         first, worst = each.first, each.furthest
         where = [_site(first), printable(first.recorder), _stage(first), str(first.step), str(each.steps)]
-        values = _apart(worst.one, worst.other)
+        values = _written_apart(worst.one, worst.other)
         rows.append([*where, f"{worst.distance:.2g}", str(worst.step), printable(worst.statistic), *values])
     more = len(found.sites) - _MOST_SITES
     return [*table(rows, right=(3, 4, 5, 6, 8, 9)), *([f"and {more} more sites"] if more > 0 else [])]
@@ -123,10 +123,10 @@ def _plain(found: Comparison) -> dict[str, Any]:
         "same": found.same,
         "steps": found.steps,
         "last_same": found.last_same,
-        "first": _parting(found.first),
-        "first_bits": _parting(found.first_bits),
+        "first": _divergence(found.first),
+        "first_bits": _divergence(found.first_bits),
         "sites": [
-            {"first": _parting(each.first), "furthest": _parting(each.furthest), "steps": each.steps}
+            {"first": _divergence(each.first), "furthest": _divergence(each.furthest), "steps": each.steps}
             for each in found.sites
         ],
         "differences": [asdict(each) for each in found.differences],
@@ -134,10 +134,10 @@ def _plain(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _parting(parting: Parting | None) -> dict[str, Any] | None:
-    if parting is None:
+def _divergence(divergence: Divergence | None) -> dict[str, Any] | None:
+    if divergence is None:
         return None
-    about = {**asdict(parting), "module": parting.site.name, "path": parting.site.path}
+    about = {**asdict(divergence), "module": divergence.site.name, "path": divergence.site.path}
     del about["site"]
     return {key: _number(value) if isinstance(value, float) else value for key, value in about.items()}
 

@@ -85,7 +85,7 @@ class GraphPicture:
         This does not block. After a failed attempt it starts the next one.
         """
         if self._layout is not None and self._layout.done():
-            self._conclude(self._layout, 0.0)
+            self._finish(self._layout, 0.0)
         return self._layout is None
 
     def finish(self, wait_s: float | None = None) -> list[Path]:
@@ -99,12 +99,12 @@ class GraphPicture:
         """
         deadline = self._deadline if wait_s is None else min(self._deadline, time.monotonic() + wait_s)
         while self._layout is not None:
-            self._conclude(self._layout, max(0.0, deadline - time.monotonic()), last=time.monotonic() >= deadline)
+            self._finish(self._layout, max(0.0, deadline - time.monotonic()), last=time.monotonic() >= deadline)
         if isinstance(self._result, RenderError):
             raise self._result
         return self._result
 
-    def _conclude(self, layout: Layout, wait_s: float, *, last: bool = False) -> None:
+    def _finish(self, layout: Layout, wait_s: float, *, last: bool = False) -> None:
         self._layout = None
         try:
             self._result = layout.finish(wait_s)

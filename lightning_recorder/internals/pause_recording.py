@@ -8,7 +8,7 @@ import torch
 
 from lightning_recorder.internals.autograd import set_grad_enabled
 
-__all__ = ["is_unrecorded", "unrecorded"]
+__all__ = ["is_paused", "pause_recording"]
 
 
 class _Depth(threading.local):
@@ -18,7 +18,7 @@ class _Depth(threading.local):
 _depth = _Depth()
 
 
-class unrecorded:  # noqa: N801 - reads like a verb: with unrecorded()
+class pause_recording:  # noqa: N801 - reads like a verb: with unrecorded()
     """Disable autograd and graph capture in this thread.
 
     Otherwise a reduction that runs inside a hook would appear in a graph that is captured at the same step. A class and
@@ -39,6 +39,6 @@ class unrecorded:  # noqa: N801 - reads like a verb: with unrecorded()
             set_grad_enabled(True)
 
 
-def is_unrecorded() -> bool:
+def is_paused() -> bool:
     """Return True if this thread is inside :func:`unrecorded`."""
     return _depth.value > 0

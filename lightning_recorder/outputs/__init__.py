@@ -1,10 +1,10 @@
 """Writers of records: to sinks, record files, dumps, pictures and the coverage report."""
 
-from lightning_recorder.outputs.consumer import Outlet
-from lightning_recorder.outputs.coverage import Receipt, Watched, paths_by_module, with_gradients, write_receipt
+from lightning_recorder.outputs.consumer import RecordConsumer
+from lightning_recorder.outputs.coverage import Coverage, CoverageReport, paths_by_module, with_gradients, write_receipt
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
-from lightning_recorder.outputs.formatter import Report
-from lightning_recorder.outputs.pipeline import Results
+from lightning_recorder.outputs.formatter import SinkFormatter
+from lightning_recorder.outputs.pipeline import RecordPipeline
 from lightning_recorder.outputs.plotter import Plotter
 from lightning_recorder.outputs.record_file import RecordFile
 from lightning_recorder.outputs.statistics_dumps import DUMP_TIMES, Event, StatisticsDumps, check_dump
@@ -14,19 +14,19 @@ from lightning_recorder.outputs.tensor_dumps import TENSOR_DUMP_TIMES, TensorDum
 __all__ = [
     "DUMP_TIMES",
     "TENSOR_DUMP_TIMES",
+    "Coverage",
+    "CoverageReport",
     "DumpContent",
     "DumpFolder",
     "Event",
-    "Outlet",
     "Plotter",
-    "Receipt",
+    "RecordConsumer",
     "RecordFile",
-    "Report",
-    "Results",
+    "RecordPipeline",
+    "SinkFormatter",
     "StatisticsDumps",
     "TagBudget",
     "TensorDumps",
-    "Watched",
     "check_dump",
     "paths_by_module",
     "with_gradients",

@@ -9,10 +9,10 @@ from lightning_recorder.statistics.record import Record
 from lightning_recorder.statistics.sites import SiteStatistics
 from lightning_recorder.taps import Site
 
-__all__ = ["Outlet"]
+__all__ = ["RecordConsumer"]
 
 
-class Outlet(ABC):
+class RecordConsumer(ABC):
     """A consumer of records and their statistics, called in the writer thread.
 
     If it raises, it causes one warning and receives no further records. The run continues.

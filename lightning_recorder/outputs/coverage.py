@@ -19,7 +19,7 @@ from lightning_recorder.names import named_submodules, own_parameters
 from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole
 
-__all__ = ["RECEIPT", "Change", "Receipt", "Watched", "listed", "with_gradients", "write_receipt"]
+__all__ = ["RECEIPT", "Change", "Coverage", "CoverageReport", "listed", "with_gradients", "write_receipt"]
 
 RECEIPT = "receipt.json"
 
@@ -42,7 +42,7 @@ _REASONS = (
 
 
 @dataclass(frozen=True)
-class Watched:
+class Coverage:
     """The facts about the selected modules after a recorded step.
 
     Args:
@@ -81,7 +81,7 @@ class Watched:
     ran_eagerly: Collection[str] = ()
     compiled_calls: Collection[str] = ()
 
-    def having(self, **known: Any) -> Watched:
+    def having(self, **known: Any) -> Coverage:
         """Return a copy with additional facts."""
         return replace(self, **known)
 
@@ -221,7 +221,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Receipt:
+class CoverageReport:
     """A summary of the recorded modules of a run so far, and of the costs of recording.
 
     Args:

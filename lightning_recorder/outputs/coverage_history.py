@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from lightning_recorder.outputs.coverage import Change, Receipt, Watched, listed, paths_by_module
+from lightning_recorder.outputs.coverage import Change, Coverage, CoverageReport, listed, paths_by_module
 from lightning_recorder.taps import Site
 
-__all__ = ["Coverage", "RunCoverage"]
+__all__ = ["CoverageHistory", "PresenceHistory"]
 
 Unit = TypeVar("Unit", bound=Hashable)
 
@@ -41,7 +41,7 @@ class _Presence:
     """True if the stop has already been returned."""
 
 
-class Coverage(Generic[Unit]):
+class PresenceHistory(Generic[Unit]):
     """Track the presence of units, such as modules, in the records of a run.
 
     A unit has *started* late if at least 3 records came before its first one.
@@ -55,7 +55,7 @@ class Coverage(Generic[Unit]):
     Each unit starts late or stops at most once.
 
     Example:
-        >>> coverage = Coverage()
+        >>> coverage = PresenceHistory()
         >>> [coverage.update(step, ["a", "b"]) for step in range(5)][-1]
         ([], [])
         >>> [step for step in range(5, 50) if coverage.update(step, ["a"])[1] == ["b"]]
@@ -88,7 +88,7 @@ class Coverage(Generic[Unit]):
             self._units[unit].has_stopped = True
         return started, stopped
 
-    def conclude(self) -> list[Unit]:
+    def finish(self) -> list[Unit]:
         """Return the units that count as stopped when the run ends."""
         stopped = [unit for unit in self._absent if self._has_stopped(self._units[unit], at_end=True)]
         self._absent.clear()
@@ -144,18 +144,19 @@ def _log_beta(a: int, b: int) -> float:
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
-class RunCoverage:
+class CoverageHistory:
     """Keep a receipt up to date over the records of a run, and report each change once.
 
-    A change means that the recording of a module has stopped or started late, as defined by :class:`Coverage`. If the
-    gradients of parameters are recorded, it means that the gradient of a parameter has stopped or started late.
+    A change means that the recording of a module has stopped or started late, as defined by
+    :class:`PresenceHistory`. If the gradients of parameters are recorded, it means that the gradient of a parameter has
+    stopped or started late.
     """
 
     def __init__(self) -> None:
-        self._watched = Watched(nn.Module(), {}, ())
+        self._coverage = Coverage(nn.Module(), {}, ())
         self._sites: dict[Site, None] = {}
-        self._modules: Coverage[str] = Coverage()
-        self._gradients: Coverage[Site] = Coverage()
+        self._modules: PresenceHistory[str] = PresenceHistory()
+        self._gradients: PresenceHistory[Site] = PresenceHistory()
         self._called: set[str] = set()
         self._changes: list[Change] = []
 
@@ -164,7 +165,7 @@ class RunCoverage:
         """The number of records."""
         return self._modules.records
 
-    def take(self, step: int, found: Iterable[Site], watched: Watched) -> list[Change]:
+    def take(self, step: int, found: Iterable[Site], watched: Coverage) -> list[Change]:
         """Add a record.
 
         Args:
@@ -175,7 +176,7 @@ class RunCoverage:
         Returns:
             The changes to report.
         """
-        self._watched = watched
+        self._coverage = watched
         self._called.update(watched.called)
         sites = dict.fromkeys(found)
         self._sites.update(sites)
@@ -186,18 +187,18 @@ class RunCoverage:
             return self._gradients_changed(step, late, lost)
         return self._modules_changed(step, started, stopped)
 
-    def conclude(self) -> list[Change]:
+    def finish(self) -> list[Change]:
         """Return the changes to report when the run ends."""
         step = self._modules.last_step
         if self._has_gradients:
-            return self._gradients_changed(step, [], self._gradients.conclude())
-        return self._modules_changed(step, [], self._modules.conclude())
+            return self._gradients_changed(step, [], self._gradients.finish())
+        return self._modules_changed(step, [], self._modules.finish())
 
-    def filled(self, receipt: Receipt) -> Receipt:
+    def filled(self, receipt: CoverageReport) -> CoverageReport:
         """Return the receipt with the current facts."""
         by_module = paths_by_module(self._sites)
-        order = [name for name in self._watched.modules if name in by_module]
-        watched = self._watched.having(fired=tuple(by_module), called=frozenset(self._called))
+        order = [name for name in self._coverage.modules if name in by_module]
+        watched = self._coverage.having(fired=tuple(by_module), called=frozenset(self._called))
         return replace(
             receipt,
             sites={name: by_module[name] for name in dict.fromkeys([*order, *by_module])},
@@ -210,10 +211,10 @@ class RunCoverage:
 
     @property
     def _has_gradients(self) -> bool:
-        return "gradients" in self._watched.parts
+        return "gradients" in self._coverage.parts
 
     def _modules_changed(self, step: int, started: list[str], stopped: list[str]) -> list[Change]:
-        watched = self._watched
+        watched = self._coverage
         gone = {
             name: (watched.why_stopped(name), self._modules.steps(name)[1])
             for name in stopped
@@ -222,7 +223,7 @@ class RunCoverage:
         return self._stated(step, started, gone, "record", "modules")
 
     def _gradients_changed(self, step: int, started: list[Site], stopped: list[Site]) -> list[Change]:
-        watched = self._watched
+        watched = self._coverage
         gone = {
             _shown(site): (watched.why_no_gradient(*site), self._gradients.steps(site)[1])
             for site in stopped

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_recorder.disk import attempt
 from lightning_recorder.dumps import file_bytes, remove_dump, write_dump
-from lightning_recorder.errors import tell
+from lightning_recorder.errors import warn
 from lightning_recorder.sinks import Sink
 
 __all__ = ["DumpContent", "DumpFolder"]
@@ -187,4 +187,4 @@ class DumpFolder:
     def _tell(self, what: str, message: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            tell(f"{self._name} {message}")
+            warn(f"{self._name} {message}")

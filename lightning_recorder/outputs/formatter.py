@@ -12,12 +12,12 @@ from lightning_recorder.statistics.sites import SHOWN_STATISTICS, SiteStatistics
 from lightning_recorder.tags import make_tag
 from lightning_recorder.taps import Site
 
-__all__ = ["Report"]
+__all__ = ["SinkFormatter"]
 
 _BAD = ("nan_count", "inf_count")
 
 
-class Report:
+class SinkFormatter:
     """Write records to a sink.
 
     The tags are ``<group>/<module>/<statistic>``. The group of an evaluation ends with its stage, as in

@@ -8,26 +8,26 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from lightning_recorder.errors import describe_error, tell
-from lightning_recorder.outputs.consumer import Outlet
-from lightning_recorder.outputs.coverage import Change, Receipt, Watched, paths_by_module
-from lightning_recorder.outputs.coverage_history import RunCoverage
-from lightning_recorder.outputs.formatter import Report
+from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.outputs.consumer import RecordConsumer
+from lightning_recorder.outputs.coverage import Change, Coverage, CoverageReport, paths_by_module
+from lightning_recorder.outputs.coverage_history import CoverageHistory
+from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.schedule import Reduce, Sampling
 from lightning_recorder.sinks import BackgroundQueue, DeferredSink, Image, MultiSink, Sink
 from lightning_recorder.statistics.record import Record
 from lightning_recorder.statistics.sites import SiteStatistics
 from lightning_recorder.taps import Site
 
-__all__ = ["Results"]
+__all__ = ["RecordPipeline"]
 
 _SOME_RECORDS = 10  # enough records to estimate their mean size
 
 # The arguments of a receipt.
-About = tuple[Watched, Sampling, Reduce]
+About = tuple[Coverage, Sampling, Reduce]
 
 
-class Results:
+class RecordPipeline:
     """Compute the statistics of records and write them in the background.
 
     Args:
@@ -35,15 +35,15 @@ class Results:
         name: The name of the recorder in messages.
         say: A callback that receives the summary line of the receipt.
         summarize: A function that computes the statistics of a record.
-        strict: Raise the errors of outlets.
+        strict: Raise the errors of consumers.
     """
 
     def __init__(
         self,
-        report: Report,
+        report: SinkFormatter,
         *,
         name: str = "the recorder",
-        say: Callable[[str], object] = tell,
+        say: Callable[[str], object] = warn,
         summarize: Callable[[Record], dict[Site, SiteStatistics]] = lambda record: record.snapshot.statistics(),
         strict: bool = False,
     ) -> None:
@@ -58,17 +58,17 @@ class Results:
         self._say = say
         self._summarize = summarize
         self._strict = strict
-        self.outlets: list[Outlet] = []
+        self.consumers: list[RecordConsumer] = []
         """The additional consumers of records."""
-        self.keepers: Sink | None = None
+        self.artifact_sinks: Sink | None = None
         """The sink for files, or None."""
         self._deferred: list[DeferredSink] = []  # the deferred sinks inside the sink
         self._latest: dict[str, dict[Site, SiteStatistics]] = {}
         self._latest_step: int | None = None
         self._queue = BackgroundQueue()
         self._was_announced = False
-        self._receipt: Receipt | None = None
-        self._coverage: RunCoverage | None = None
+        self._report: CoverageReport | None = None
+        self._coverage: CoverageHistory | None = None
         self._records = self._bytes = 0
         self.recorded: Counter[str] = Counter()
         """The number of nonempty records of each stage. Read it only after :meth:`wait`."""
@@ -77,22 +77,24 @@ class Results:
         self.note = ""
         """A text that is appended to the summary line of the receipt."""
 
-    def begin(self, sink: Sink | None, directory: Path | None, label: str, *, keepers: Sink | None = None) -> None:
+    def begin(
+        self, sink: Sink | None, directory: Path | None, label: str, *, artifact_sinks: Sink | None = None
+    ) -> None:
         """Begin a run.
 
         Args:
             sink: The sink for the records, which must accept writes from any thread.
             directory: The folder of the run's recordings.
             label: The name of the recorder in files.
-            keepers: The sink for files.
+            artifact_sinks: The sink for files.
         """
         self.sink, self.directory, self.label = sink, directory, label
-        self.keepers = keepers
+        self.artifact_sinks = artifact_sinks
         self._deferred = sink.deferred() if isinstance(sink, MultiSink) else []
         self.report.begin(label)
-        self.outlets = []
+        self.consumers = []
         self._was_announced = False
-        self._receipt, self._records, self._bytes, self._coverage = None, 0, 0, None
+        self._report, self._records, self._bytes, self._coverage = None, 0, 0, None
         self.recorded, self.empty, self.note = Counter(), Counter(), ""
 
     def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
@@ -121,17 +123,17 @@ class Results:
         try:
             self._finish()
             self._average()
-            self._conclude()
+            self._finish_coverage()
             self.replay()
             self._queue.drain()
         finally:
-            self.sink = self.keepers = self._receipt = self._coverage = None
+            self.sink = self.artifact_sinks = self._report = self._coverage = None
             self._deferred = []
-            self.outlets = []
+            self.consumers = []
 
     def _finish(self) -> None:
-        for outlet in list(self.outlets):
-            self._contained(outlet, outlet.finish)
+        for consumer in list(self.consumers):
+            self._contained(consumer, consumer.finish)
 
     def add(self, record: Record, about: About | None = None) -> None:
         """Queue a record for writing.
@@ -149,17 +151,17 @@ class Results:
             self._queue.submit(partial(self.sink.write_scalars, step, {tag: value}))
 
     def end_epoch(self) -> None:
-        """Queue the outlets' work at the end of an epoch."""
-        for outlet in self.outlets:
-            self._queue.submit(partial(self._contained, outlet, outlet.end_epoch))
+        """Queue the consumers' work at the end of an epoch."""
+        for consumer in self.consumers:
+            self._queue.submit(partial(self._contained, consumer, consumer.end_epoch))
 
     def remove(self, job: Callable[[], object]) -> None:
-        """Queue a removal after all previous jobs. It runs even if an outlet has failed."""
+        """Queue a removal after all previous jobs. It runs even if a consumer has failed."""
         self._queue.put(job)
 
-    def submit(self, outlet: Outlet, job: Callable[[], object]) -> None:
-        """Queue a job of an outlet after all previous jobs. Pending errors are not raised here."""
-        self._queue.put(partial(self._contained, outlet, job))
+    def submit(self, consumer: RecordConsumer, job: Callable[[], object]) -> None:
+        """Queue a job of a consumer after all previous jobs. Pending errors are not raised here."""
+        self._queue.put(partial(self._contained, consumer, job))
 
     def show(self, step: int, images: Mapping[str, Image]) -> int | None:
         """Write images from any thread. Return the number of bytes written, or None if the sink does not count them."""
@@ -173,7 +175,7 @@ class Results:
 
     def announce(self, step: int, recording_ms: float, sites: list[Site], about: About) -> None:
         """Report the receipt of a step that is not a record yet. Its record completes the receipt."""
-        receipt = replace(_receipt(step, sites, *about), recording_ms=recording_ms)
+        receipt = replace(_coverage_report(step, sites, *about), recording_ms=recording_ms)
         self._say(f"{self._name}: {receipt.summary}{self.note}")
         self._was_announced = True
         self._queue.submit(partial(self._keep, receipt))
@@ -190,11 +192,11 @@ class Results:
             self.report.write(self.sink, record, found)
         after = None if self.sink is None else self.sink.written_bytes
         written = None if after is None else after - (before or 0)
-        for outlet in list(self.outlets):
-            size = outlet.written_bytes
-            self._contained(outlet, partial(outlet.take, record, found))
-            if outlet.written_bytes > size:
-                written = (written or 0) + outlet.written_bytes - size
+        for consumer in list(self.consumers):
+            size = consumer.written_bytes
+            self._contained(consumer, partial(consumer.take, record, found))
+            if consumer.written_bytes > size:
+                written = (written or 0) + consumer.written_bytes - size
         if about is not None:
             self._cover(record, found, written, about)
         if written is not None and record.stage == "train":
@@ -203,44 +205,44 @@ class Results:
             if self._records == _SOME_RECORDS:
                 self._average()
 
-    def _contained(self, outlet: Outlet, job: Callable[[], object]) -> None:
-        """Run a job of an outlet, and remove the outlet if the job fails."""
-        if outlet not in self.outlets:
+    def _contained(self, consumer: RecordConsumer, job: Callable[[], object]) -> None:
+        """Run a job of a consumer, and remove the consumer if the job fails."""
+        if consumer not in self.consumers:
             return
         try:
             job()
         except Exception as error:
-            self.outlets.remove(outlet)
+            self.consumers.remove(consumer)
             if self._strict:
                 raise
-            tell(f"{self._name} writes no more {outlet}: {describe_error(error)}")
+            warn(f"{self._name} writes no more {consumer}: {describe_error(error)}")
 
     def _average(self) -> None:
         """Update the receipt with the mean size of a record."""
-        if self._receipt is not None and self._records:
-            size = self._forecast(self._bytes / self._records, self._receipt.records_per_1000_steps)
-            self._keep(replace(self._receipt, event_bytes_per_1000_steps=size))
+        if self._report is not None and self._records:
+            size = self._forecast(self._bytes / self._records, self._report.records_per_1000_steps)
+            self._keep(replace(self._report, event_bytes_per_1000_steps=size))
 
     def _forecast(self, record_bytes: float, records: int) -> int:
         """Return the estimated number of bytes written to the loggers for this many records."""
-        return int(record_bytes * records) + sum(outlet.logged_bytes(records) for outlet in self.outlets)
+        return int(record_bytes * records) + sum(consumer.logged_bytes(records) for consumer in self.consumers)
 
     def _cover(self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, about: About) -> None:
         """Update the receipt with the recorded and the missing modules of a record."""
         if self._coverage is None:
-            self._coverage = RunCoverage()
+            self._coverage = CoverageHistory()
             self._coverage.take(record.step, found, about[0])
             self._complete(record, found, written, about)
             return
         changes = self._coverage.take(record.step, found, about[0])
-        self._tell(changes)
-        if self._receipt is not None and (changes or _is_round(self._coverage.records)):
-            self._keep(self._coverage.filled(self._receipt))
+        self._log_changes(changes)
+        if self._report is not None and (changes or _is_round(self._coverage.records)):
+            self._keep(self._coverage.filled(self._report))
 
     def _complete(
         self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, about: About
     ) -> None:
-        receipt = _receipt(record.step, found, *about)
+        receipt = _coverage_report(record.step, found, *about)
         receipt = replace(
             receipt,
             recording_ms=record.recording_ms,
@@ -256,29 +258,29 @@ class Results:
         if self.sink is not None:
             self.sink.write_text(record.step, {f"recorder/{self.label}/receipt": receipt.markdown})
 
-    def _conclude(self) -> None:
+    def _finish_coverage(self) -> None:
         """Update the receipt at the end of the run, and write it to the sink again if it has changed."""
-        coverage, before = self._coverage, self._receipt
+        coverage, before = self._coverage, self._report
         if coverage is None or before is None:
             return
-        self._tell(coverage.conclude())
+        self._log_changes(coverage.finish())
         receipt = coverage.filled(before)
         self._keep(receipt)
         if self.sink is not None and receipt.last_step > receipt.step:
             self.sink.write_text(receipt.last_step, {f"recorder/{self.label}/receipt": receipt.markdown})
 
-    def _tell(self, changes: list[Change]) -> None:
+    def _log_changes(self, changes: list[Change]) -> None:
         for change in changes:
             self._say(f"{self._name}: {change.text}")
 
-    def _keep(self, receipt: Receipt) -> None:
-        self._receipt = receipt
+    def _keep(self, receipt: CoverageReport) -> None:
+        self._report = receipt
         if self.directory is not None:
             try:
                 receipt.write(self.directory, self.label)
             except OSError as error:
                 self.directory = None
-                tell(f"{self._name} could not write its receipt: {describe_error(error)}")
+                warn(f"{self._name} could not write its receipt: {describe_error(error)}")
 
 
 def _is_round(records: int) -> bool:
@@ -287,17 +289,19 @@ def _is_round(records: int) -> bool:
     return not rest and not tens & (tens - 1)
 
 
-def _receipt(step: int, sites: Iterable[Site], watched: Watched, sampling: Sampling, reduce: Reduce) -> Receipt:
+def _coverage_report(
+    step: int, sites: Iterable[Site], coverage: Coverage, sampling: Sampling, reduce: Reduce
+) -> CoverageReport:
     found = dict.fromkeys(sites)
     paths = paths_by_module(found)
-    return Receipt(
+    return CoverageReport(
         step=step,
         sites=paths,
-        missing=watched.having(fired=tuple(paths)).why_not(),
-        state_bytes=watched.state_bytes,
+        missing=coverage.having(fired=tuple(paths)).why_not(),
+        state_bytes=coverage.state_bytes,
         every_n_train_steps=sampling.every_n_train_steps or 0,
         records_per_1000_steps=sampling.count_records(reduce, 1000),
         last_step=step,
-        without_gradient=tuple(watched.without_gradients(found)),
-        ran_eagerly=tuple(watched.ran_eagerly),
+        without_gradient=tuple(coverage.without_gradients(found)),
+        ran_eagerly=tuple(coverage.ran_eagerly),
     )

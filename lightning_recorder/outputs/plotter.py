@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from typing_extensions import override
 
-from lightning_recorder.outputs.consumer import Outlet
+from lightning_recorder.outputs.consumer import RecordConsumer
 from lightning_recorder.plots import History, overview
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.statistics.record import Record
@@ -29,7 +29,7 @@ _HEAT_MAPS = {
 _FLOW = ("rms", "min", "max")
 
 
-class Plotter(Outlet):
+class Plotter(RecordConsumer):
     """Draw plots of the recorded history.
 
     The plots are drawn after 10, 20, 40, … records, and once more at the end of the run.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from lightning_recorder.outputs.consumer import Outlet
+from lightning_recorder.outputs.consumer import RecordConsumer
 from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
 from lightning_recorder.statistics.record import Record
 from lightning_recorder.statistics.sites import SiteStatistics
@@ -31,7 +31,7 @@ _ABOUT = (
 )
 
 
-class RecordFile(Outlet):
+class RecordFile(RecordConsumer):
     """Append each record to the file that :func:`~lightning_recorder.open_recording` reads.
 
     Args:

@@ -17,9 +17,9 @@ from lightning_recorder.errors import (
     check_some,
     describe_call,
     imported,
-    tell,
+    warn,
 )
-from lightning_recorder.outputs.consumer import Outlet
+from lightning_recorder.outputs.consumer import RecordConsumer
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.statistics.record import Record
@@ -80,11 +80,11 @@ class Event:
             )
             if self._strict:
                 raise RecordingError(message) from error
-            tell(message)
+            warn(message)
             return []
 
 
-class StatisticsDumps(Outlet):
+class StatisticsDumps(RecordConsumer):
     """Dump the statistics of records.
 
     Args:

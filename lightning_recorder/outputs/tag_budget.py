@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lightning_recorder.errors import tell
+from lightning_recorder.errors import warn
 from lightning_recorder.statistics.sites import SiteStatistics
 from lightning_recorder.taps import Site
 
@@ -151,13 +151,13 @@ class TagBudget:
         if self._left_out and not self._is_told:
             self._is_told = True
             if not self._shown:
-                tell(
+                warn(
                     f"{self._name} shows no module in the loggers, because each has more than max_tags={self.max_tags} "
                     "tags. <log_dir>/recorder/records and open_recording have all modules. Show fewer statistics, or "
                     "raise max_tags"
                 )
                 return
-            tell(
+            warn(
                 f"{self._name} shows {len(self._shown)} of {len(self._shown) + len(self._left_out)} modules in the "
                 f"loggers, because all of them have more than max_tags={self.max_tags} tags: those with unusual "
                 "statistics, and the others evenly spread. A module that becomes unusual later is shown from then on. "

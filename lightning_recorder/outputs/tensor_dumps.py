@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lightning_recorder.errors import describe_error, tell
+from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
 from lightning_recorder.outputs.statistics_dumps import Event
 from lightning_recorder.sinks import BackgroundQueue
@@ -73,7 +73,7 @@ class TensorDumps:
         """Queue the tensors of a step."""
         if captured.left_out and not self._is_told:
             self._is_told = True
-            tell(
+            warn(
                 f"{self._name}: {len(captured.left_out)} tensors of step {step} are left out, {captured.left_out[0]!r} "
                 "is the first: a larger max_bytes, or fewer samples, has room for them"
             )
@@ -139,7 +139,7 @@ class TensorDumps:
             self._failed = True
             if self._strict:
                 raise
-            tell(f"{self._name} writes no more dumps: {describe_error(error)}")
+            warn(f"{self._name} writes no more dumps: {describe_error(error)}")
 
     def wait(self) -> None:
         """Wait until everything is written.

@@ -1,7 +1,7 @@
 """Recorded statistics on disk: records written line by line, read back as tensors, and compared between runs."""
 
 from lightning_recorder.recordings.comparison import Comparison, Difference, compare
-from lightning_recorder.recordings.divergence import Parting, SiteParting, Tolerance
+from lightning_recorder.recordings.divergence import Divergence, SiteDivergence, Tolerance
 from lightning_recorder.recordings.dumped import DumpEntry
 from lightning_recorder.recordings.files import records_path
 from lightning_recorder.recordings.history import Session
@@ -15,14 +15,14 @@ from lightning_recorder.recordings.writer import RecordWriter
 __all__ = [
     "Comparison",
     "Difference",
+    "Divergence",
     "DumpEntry",
-    "Parting",
     "RecordWriter",
     "Recording",
     "Run",
     "Series",
     "Session",
-    "SiteParting",
+    "SiteDivergence",
     "SiteRecord",
     "SiteSeries",
     "Tolerance",

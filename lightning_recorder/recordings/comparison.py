@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_recorder.errors import ArgumentError, check_number
-from lightning_recorder.recordings.divergence import Parting, SeriesPair, SiteParting, Tolerance
+from lightning_recorder.recordings.divergence import Divergence, SeriesPair, SiteDivergence, Tolerance
 from lightning_recorder.recordings.run import Run
 from lightning_recorder.recordings.series import Series
 
@@ -54,12 +54,12 @@ class Comparison:
         notes: Possible causes that are not differences themselves: versions, number of ranks, damaged lines.
     """
 
-    first: Parting | None = None
+    first: Divergence | None = None
     last_same: int | None = None
-    sites: list[SiteParting] = field(default_factory=list)
+    sites: list[SiteDivergence] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     steps: int = 0
-    first_bits: Parting | None = None
+    first_bits: Divergence | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -98,7 +98,7 @@ def compare(
     pairs = list(_pairs(one, other, recorder, stage, differences))
     for pair in pairs:
         differences += _differences(pair)
-    ordered = [(pair, [*_initial(pair), *pair.partings(tolerance)]) for pair in pairs]
+    ordered = [(pair, [*_initial(pair), *pair.divergences(tolerance)]) for pair in pairs]
     first = _earliest(ordered)
     bits = Tolerance(exact=True, histograms=False)
     steps = sorted({step for pair in pairs for step in pair.steps})
@@ -112,7 +112,7 @@ def compare(
         sites=sites,
         differences=differences,
         steps=len(steps),
-        first_bits=first if tolerance.exact else _earliest([(pair, pair.partings(bits)) for pair in pairs]),
+        first_bits=first if tolerance.exact else _earliest([(pair, pair.divergences(bits)) for pair in pairs]),
         notes=list(_notes(one, other, pairs)),
     )
 
@@ -157,23 +157,23 @@ def _group(series: Series) -> str:
     return said if isinstance(said, str) else series.path.stem.partition("-")[0]
 
 
-def _initial(pair: SeriesPair) -> list[SiteParting]:
+def _initial(pair: SeriesPair) -> list[SiteDivergence]:
     """Return the parameters that differ at step 0, before any computation could introduce rounding."""
     if not pair.held or pair.steps[:1] != [0]:
         return []
     values = SeriesPair(pair.recorder, pair.one, pair.other, group=pair.group, without=[_UPDATE_RATIO])
-    return [each for each in values.partings(_UNTOUCHED) if each.first.step == 0 and each.first.site in pair.held]
+    return [each for each in values.divergences(_UNTOUCHED) if each.first.step == 0 and each.first.site in pair.held]
 
 
-def _once(found: Iterable[SiteParting]) -> list[SiteParting]:
+def _once(found: Iterable[SiteDivergence]) -> list[SiteDivergence]:
     """Return each site once; for a site that differs from step 0 on, keep that first entry."""
-    sites: dict[tuple[str, str], SiteParting] = {}
+    sites: dict[tuple[str, str], SiteDivergence] = {}
     for each in found:
         sites.setdefault(each.first.site, each)
     return list(sites.values())
 
 
-def _earliest(ordered: Iterable[tuple[SeriesPair, list[SiteParting]]]) -> Parting | None:
+def _earliest(ordered: Iterable[tuple[SeriesPair, list[SiteDivergence]]]) -> Divergence | None:
     # Pairs, and the sites within them, are in execution order; min returns the first of equal keys.
     firsts = [
         (each.first.step, each.first.site not in pair.held or each.first.statistic == _UPDATE_RATIO, each.first)

@@ -13,7 +13,7 @@ from lightning_recorder.recordings.counts import unpack_counts
 from lightning_recorder.recordings.series import Series
 from lightning_recorder.taps import Site
 
-__all__ = ["Parting", "SeriesPair", "SiteParting", "Tolerance", "in_execution_order"]
+__all__ = ["Divergence", "SeriesPair", "SiteDivergence", "Tolerance", "in_execution_order"]
 
 _OF_VALUES = ("mean", "std", "rms", "min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _HISTOGRAM = "histogram"
@@ -42,7 +42,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """A difference of one site between two runs at one step.
 
     Args:
@@ -70,7 +70,7 @@ class Parting:
 
 
 @dataclass(frozen=True)
-class SiteParting:
+class SiteDivergence:
     """The divergence of one site over all steps.
 
     Args:
@@ -80,8 +80,8 @@ class SiteParting:
         steps: The number of steps at which the site differs.
     """
 
-    first: Parting
-    furthest: Parting
+    first: Divergence
+    furthest: Divergence
     steps: int
 
 
@@ -145,13 +145,13 @@ class SeriesPair:
         one, other = self.values.get("rms", (unknown, unknown))
         return torch.where(one.isnan() | other.isnan(), torch.inf, torch.fmax(one, other))
 
-    def partings(self, tolerance: Tolerance) -> list[SiteParting]:
+    def divergences(self, tolerance: Tolerance) -> list[SiteDivergence]:
         """Return the sites that diverge beyond the tolerance, in execution order."""
         with_histograms = tolerance.exact and tolerance.histograms
         shape = len(self.statistics) + with_histograms, len(self.steps), len(self.sites)
         excess, distance = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
         for index, name in enumerate(self.statistics):
-            excess[index], distance[index] = self._apart(name, tolerance)
+            excess[index], distance[index] = self._difference(name, tolerance)
         excess = torch.where(self.both, excess, 0.0)
         excess = torch.where(excess > 1, excess, 0.0)
         if with_histograms:
@@ -164,7 +164,7 @@ class SeriesPair:
         parted = excess.amax(0) > 0
         return [self._site(place, excess, distance, parted[:, place]) for place in _places(parted.any(0))]
 
-    def _site(self, place: int, excess: Tensor, distance: Tensor, parted: Tensor) -> SiteParting:
+    def _site(self, place: int, excess: Tensor, distance: Tensor, parted: Tensor) -> SiteDivergence:
         first = _places(parted)[0]
         furthest, statistic = int(distance[..., place].amax(0).argmax()), 0
         statistic = int(distance[:, furthest, place].argmax())
@@ -173,9 +173,9 @@ class SeriesPair:
             self._at(name, step, place, distance[name, step, place].item())
             for name, step in ((cited, first), (statistic, furthest))
         ]
-        return SiteParting(parts[0], parts[1], int(parted.sum()))
+        return SiteDivergence(parts[0], parts[1], int(parted.sum()))
 
-    def _at(self, index: int, step: int, place: int, distance: float) -> Parting:
+    def _at(self, index: int, step: int, place: int, distance: float) -> Divergence:
         site = self.sites[place]
         where = self.steps[step], self.recorder, self.one.stage, self.one.loader, site
         if index < len(self.statistics):
@@ -184,9 +184,9 @@ class SeriesPair:
         else:
             name = _HISTOGRAM
             one, other = (float(series[site].bins(self.steps[step]).sum()) for series in (self.one, self.other))
-        return Parting(*where, name, one, other, distance)
+        return Divergence(*where, name, one, other, distance)
 
-    def _apart(self, name: str, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
+    def _difference(self, name: str, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
         """Return the difference as a multiple of the tolerance and the relative one, ``[steps, sites]`` each."""
         one, other = self.values[name]
         same = (one == other) | (one.isnan() & other.isnan())

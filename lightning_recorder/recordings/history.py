@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.errors import DumpError
-from lightning_recorder.recordings.lines import FORMAT, Layout, Row, parse, read_row
+from lightning_recorder.recordings.lines import FORMAT, RecordSchema, Row, parse, read_row
 from lightning_recorder.recordings.tail import Tail
 from lightning_recorder.taps import Site
 
@@ -75,7 +75,7 @@ class Part:
     """The number of records that a later line of the same step has replaced."""
 
     def __post_init__(self) -> None:
-        self._places: dict[Layout, Tensor] = {}
+        self._places: dict[RecordSchema, Tensor] = {}
 
     def add(self, entry: Entry) -> None:
         """Add a record; replace an earlier record of the same step."""
@@ -141,7 +141,7 @@ class History:
         self.skipped = 0
         self.is_read = False
         self._tail = Tail(self.path)
-        self._layouts: dict[Layout, Layout] = {}
+        self._layouts: dict[RecordSchema, RecordSchema] = {}
 
     def refresh(self) -> int:
         """Read the lines appended since the last call; read the whole file again if it was replaced.

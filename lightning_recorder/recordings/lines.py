@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_recorder.recordings.counts import pack_counts
 from lightning_recorder.taps import Site
 
-__all__ = ["FORMAT", "Layout", "Row", "SiteRecord", "header_line", "parse", "read_row", "record_line"]
+__all__ = ["FORMAT", "RecordSchema", "Row", "SiteRecord", "header_line", "parse", "read_row", "record_line"]
 
 FORMAT = "lightning_recorder.records/1"
 
@@ -44,7 +44,7 @@ class SiteRecord:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RecordSchema:
     """The schema of a record; the records of a run share a few schemas.
 
     Args:
@@ -77,7 +77,7 @@ class Row:
     """
 
     about: Mapping[str, Any]
-    layout: Layout
+    layout: RecordSchema
     values: array[float]
     further: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def read_row(found: dict[str, Any], known: dict[Layout, Layout]) -> Row:
+def read_row(found: dict[str, Any], known: dict[RecordSchema, RecordSchema]) -> Row:
     """Convert a parsed line to a record.
 
     Args:
@@ -162,7 +162,7 @@ def read_row(found: dict[str, Any], known: dict[Layout, Layout]) -> Row:
         _check_about(found)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"this is no record of ours: {error!r}") from error
-    layout = Layout(sites, dtypes, shapes, columns)
+    layout = RecordSchema(sites, dtypes, shapes, columns)
     if len(set(sites)) < len(sites) or len(set(columns)) < len(columns):
         raise ValueError("a site or a column is there twice")
     return Row(found, known.setdefault(layout, layout), values, further)

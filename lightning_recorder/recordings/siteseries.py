@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.recordings.counts import unpack_counts
 from lightning_recorder.recordings.history import Entry
-from lightning_recorder.recordings.lines import Layout
+from lightning_recorder.recordings.lines import RecordSchema
 from lightning_recorder.taps import Site
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class SiteSeries:
         layout = self._last_layout()
         return None if layout is None else layout.shapes[layout.places[self.site]]
 
-    def _last_layout(self) -> Layout | None:
+    def _last_layout(self) -> RecordSchema | None:
         entries = self._entries()
         return entries[-1].row.layout if entries else None
 

@@ -43,7 +43,7 @@ class _Row(NamedTuple):
     moves: bool
     """True if the tensors are on a device that cannot hold the state."""
     heads: list[Tensor]
-    """States that have not been merged into the first words of the state yet."""
+    """States that have not been merged into the first slots of the state yet."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class StateBank(Generic[Key]):
         row = self._rows.get((key, values.raw.device)) or self._allocate(key, values)
         if row.moves:
             values = Values(values.raw.to(row.state.device), values.factor)
-        head = row.reduction.begin(row.state, values)
+        head = row.reduction.update_deferred(row.state, values)
         if head is not None:
             row.heads.append(head)
             if len(row.heads) == _MOST_HEADS:
@@ -256,7 +256,7 @@ def row_state(reduction: Reduction, state: Tensor) -> dict[str, Tensor]:
 def _settle(rows: Sequence[_Row]) -> None:
     """Merge the deferred states of all rows in one batch."""
     rows = [row for row in rows if row.heads]
-    reduction = rows[0].reduction.head if rows else None
+    reduction = rows[0].reduction.partial if rows else None
     if reduction is None:
         return
     most = max(len(row.heads) for row in rows)
@@ -269,6 +269,6 @@ def _settle(rows: Sequence[_Row]) -> None:
     )
     own = torch.stack([row.state[: reduction.width] for row in rows])
     reduction.merge_states(own, merged)
-    for row, words in zip(rows, own, strict=True):
-        row.state[: reduction.width] = words
+    for row, slots in zip(rows, own, strict=True):
+        row.state[: reduction.width] = slots
         row.heads.clear()

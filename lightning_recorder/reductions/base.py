@@ -17,17 +17,17 @@ from lightning_recorder.reductions.values import Values
 
 __all__ = ["Reduction"]
 
-_ROWS = "state being [..., width]: write state[..., 0] for the first word"
+_ROWS = "state being [..., width]: write state[..., 0] for the first slot"
 
 
 class Reduction(ABC):
     """Base class of a statistic over a stream of tensors, with a state that is one row of float64 numbers.
 
     A reduction has settings and a state. The settings are its public attributes, which never change. The state is a
-    fixed number of float64 words on the device of the tensors, so that the rows of many sites can be packed into one
-    block and copied in one transfer. Counts are exact up to 2**53.
+    fixed number of slots (float64 numbers) on the device of the tensors, so that the rows of many sites form one
+    block and are copied in one transfer. Counts are exact up to 2**53.
 
-    A subclass defines :attr:`width`, :attr:`statistics`, :meth:`update_state` and :meth:`summarize`. If its words are
+    A subclass defines :attr:`width`, :attr:`statistics`, :meth:`update_state` and :meth:`summarize`. If its slots are
     not sums that start at zero, it sets ``additive = False`` and overrides :meth:`initial` and :meth:`merge_states`.
     Every reduction satisfies these laws, which the tests check:
 
@@ -59,11 +59,11 @@ class Reduction(ABC):
     """
 
     width: int
-    """Number of float64 words in the state; 0 while it is unknown."""
+    """Number of float64 slots in the state; 0 while it is unknown."""
     statistics: tuple[str, ...]
     """The names of the statistics that :meth:`summarize` returns."""
     additive: bool = True
-    """True if states are merged by adding them word by word. Such states are merged across ranks with one sum."""
+    """True if states are merged by adding them slot by slot. Such states are merged across ranks with one sum."""
     piecewise: bool = False
     """True if the result depends only on the values and not on their shape, so that they may be passed in pieces."""
     ordered: bool = False
@@ -91,7 +91,7 @@ class Reduction(ABC):
         for piece in values.pieces() if self.piecewise else (values,):
             self.update_state(state, piece)
 
-    def begin(self, state: Tensor, values: Values) -> Tensor | None:
+    def update_deferred(self, state: Tensor, values: Values) -> Tensor | None:
         """Update the state with values and return the part of the update that can be merged later.
 
         The returned state belongs to :attr:`head`. Merging takes many small operations, so merging the states of many
@@ -101,8 +101,8 @@ class Reduction(ABC):
         return None
 
     @property
-    def head(self) -> Reduction | None:
-        """The reduction for the first words, whose states :meth:`begin` returns for later merging, or ``None``."""
+    def partial(self) -> Reduction | None:
+        """The reduction for the first slots, whose states :meth:`update_deferred` returns, or ``None``."""
         return None
 
     def merge_states(self, state: Tensor, other: Tensor) -> None:
@@ -121,7 +121,7 @@ class Reduction(ABC):
     def summarize(self, state: Tensor) -> dict[str, Tensor]:
         """Return the statistics of the states, ``[..., width]``, by name, each ``[...]`` or ``[..., k]`` float64.
 
-        Recorders pass the states of all sites in one call. ``state[..., 0]`` is the first word of each state.
+        Recorders pass the states of all sites in one call. ``state[..., 0]`` is the first slot of each state.
         """
 
     @property
@@ -133,8 +133,8 @@ class Reduction(ABC):
         """Return this reduction sized for values of this shape, or itself if it does not depend on the shape."""
         return self
 
-    def additive_words(self) -> Tensor:
-        """Return a mask of the state words that are merged by addition, ``[width]`` bool."""
+    def additive_slots(self) -> Tensor:
+        """Return a mask of the state slots that are merged by addition, ``[width]`` bool."""
         return torch.full((self.width,), self.additive)
 
     @property
@@ -262,7 +262,7 @@ class Reduction(ABC):
             raise ArgumentError(
                 f"{name} is merged by adding, so it begins with zeros, or else has its own merge_states"
             )
-        rows = 3 if width == 2 else 2  # must differ from the width, so that rows are not mistaken for words
+        rows = 3 if width == 2 else 2  # must differ from the width, so that rows are not mistaken for slots
         try:
             found = self.summarize(state.repeat(rows, 1))
             shapes = {key: value.shape[:1] == (rows,) for key, value in found.items()}

@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.scalar import ScalarReduction, merged_along, words_of_all
+from lightning_recorder.reductions.scalar import ScalarReduction, merged_along, slots_of_all
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["Combined"]
@@ -43,7 +43,7 @@ class Combined(Reduction):
 
     def __init__(self, parts: Iterable[Reduction]) -> None:
         found = _checked(parts)
-        # Reductions of a few words come first, so that they can be merged in one operation.
+        # Reductions of a few slots come first, so that they can be merged in one operation.
         self.parts = tuple(sorted(found, key=lambda part: not isinstance(part, ScalarReduction)))
         self.statistics = tuple(name for part in self.parts for name in part.statistics)
         twice = [name for name, count in Counter(self.statistics).items() if count > 1]
@@ -72,7 +72,7 @@ class Combined(Reduction):
 
     @property
     @override
-    def head(self) -> Reduction | None:
+    def partial(self) -> Reduction | None:
         return self._head
 
     @override
@@ -96,9 +96,9 @@ class Combined(Reduction):
 
     @override
     def add(self, state: Tensor, values: Values) -> None:
-        words = self.begin(state, values)
-        if words is not None and self._head is not None:
-            self._head.merge_states(state[: self._head.width], words)
+        slots = self.update_deferred(state, values)
+        if slots is not None and self._head is not None:
+            self._head.merge_states(state[: self._head.width], slots)
 
     @override
     def check(self, values: Values) -> None:
@@ -106,24 +106,24 @@ class Combined(Reduction):
             part.check(values)
 
     @override
-    def begin(self, state: Tensor, values: Values) -> Tensor | None:
+    def update_deferred(self, state: Tensor, values: Values) -> Tensor | None:
         # Check before any update, so that a tensor that one part rejects is not added to any other part.
         self.check(values)
-        others = [(part, state[words]) for part, words in self._others]
-        words = []
+        others = [(part, state[slots]) for part, slots in self._others]
+        slots = []
         # Process one piece at a time for all piecewise parts, which share the passes over it.
         for piece in values.pieces():
-            if (found := words_of_all(self._scalars, piece)) is not None:
-                words.append(found)
+            if (found := slots_of_all(self._scalars, piece)) is not None:
+                slots.append(found)
             for part, row in others:
                 if part.piecewise:
                     part.update_state(row, piece)
         for part, row in others:
             if not part.piecewise:
                 part.add(row, values)
-        if len(words) > 1 and self._head is not None:
-            return merged_along(self._head, torch.stack(words))
-        return words[0] if words else None
+        if len(slots) > 1 and self._head is not None:
+            return merged_along(self._head, torch.stack(slots))
+        return slots[0] if slots else None
 
     @override
     def update_state(self, state: Tensor, values: Values) -> None:
@@ -147,8 +147,8 @@ class Combined(Reduction):
         return {name: value for part, row in self._split(state) for name, value in part.summarize(row).items()}
 
     @override
-    def additive_words(self) -> Tensor:
-        return torch.cat([part.additive_words() for part in self.parts])
+    def additive_slots(self) -> Tensor:
+        return torch.cat([part.additive_slots() for part in self.parts])
 
     @override
     def state_dict(self) -> dict[str, Tensor]:

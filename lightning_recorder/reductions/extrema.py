@@ -32,7 +32,7 @@ class Extrema(ScalarReduction):
         return torch.tensor([_INF, -_INF], dtype=torch.float64)
 
     @override
-    def words_of(self, values: Values) -> Sequence[Tensor]:
+    def slots_of(self, values: Values) -> Sequence[Tensor]:
         low = torch.nan_to_num(values.flat, nan=_INF, posinf=_INF, neginf=_INF).amin()
         high = torch.nan_to_num(values.flat, nan=-_INF, posinf=-_INF, neginf=-_INF).amax()
         return low, high

@@ -52,7 +52,7 @@ class RunningMoments(ScalarReduction):
         self.correction = correction
 
     @override
-    def words_of(self, values: Values) -> Sequence[Tensor]:
+    def slots_of(self, values: Values) -> Sequence[Tensor]:
         return moments_of(values)[:3]
 
     @override

@@ -34,7 +34,7 @@ class Norms(ScalarReduction):
         return torch.tensor([-torch.inf, 0, 0], dtype=torch.float64)
 
     @override
-    def words_of(self, values: Values) -> Sequence[Tensor]:
+    def slots_of(self, values: Values) -> Sequence[Tensor]:
         sizes = values.finite.abs()
         # Zero replaces values that are not finite, which would be wrong only if there is no finite value.
         largest = torch.where(values.finite_count > 0, sizes.amax().double(), -torch.inf)

@@ -12,47 +12,47 @@ from typing_extensions import override
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["ScalarReduction", "merged_along", "words_of_all"]
+__all__ = ["ScalarReduction", "merged_along", "slots_of_all"]
 
 
 class ScalarReduction(Reduction):
-    """Base class of reductions in which each word is one number that is computed from the values."""
+    """Base class of reductions in which each slot is one number that is computed from the values."""
 
     piecewise = True
 
     @abstractmethod
-    def words_of(self, values: Values) -> Sequence[Tensor]:
+    def slots_of(self, values: Values) -> Sequence[Tensor]:
         """Return the state of these values alone as ``width`` 0-d tensors."""
 
     @override
     def update_state(self, state: Tensor, values: Values) -> None:
         if values.numel:
-            self.merge_states(state, _stacked(self.words_of(values)))
+            self.merge_states(state, _stacked(self.slots_of(values)))
 
     @override
-    def begin(self, state: Tensor, values: Values) -> Tensor | None:
-        return words_of_all([self], values)
+    def update_deferred(self, state: Tensor, values: Values) -> Tensor | None:
+        return slots_of_all([self], values)
 
     @property
     @override
-    def head(self) -> Reduction | None:
+    def partial(self) -> Reduction | None:
         return self
 
 
-def words_of_all(reductions: Iterable[ScalarReduction], values: Values) -> Tensor | None:
+def slots_of_all(reductions: Iterable[ScalarReduction], values: Values) -> Tensor | None:
     """Return the concatenated states of several reductions for values, or ``None`` without reductions or values."""
-    words = [word for reduction in reductions for word in reduction.words_of(values)] if values.numel else []
-    return _stacked(words) if words else None
+    slots = [slot for reduction in reductions for slot in reduction.slots_of(values)] if values.numel else []
+    return _stacked(slots) if slots else None
 
 
-def _stacked(words: Sequence[Tensor]) -> Tensor:
+def _stacked(slots: Sequence[Tensor]) -> Tensor:
     """Stack the numbers to one float64 tensor, ``[k]``."""
     # Widen all float32 numbers in one operation: stacking different dtypes takes several times as long.
-    narrow = [word for word in words if word.dtype != torch.float64]
+    narrow = [slot for slot in slots if slot.dtype != torch.float64]
     if narrow:
         widened = iter(torch.stack(narrow).double().unbind())
-        words = [word if word.dtype == torch.float64 else next(widened) for word in words]
-    return torch.stack(tuple(words))
+        slots = [slot if slot.dtype == torch.float64 else next(widened) for slot in slots]
+    return torch.stack(tuple(slots))
 
 
 def merged_along(reduction: Reduction, states: Tensor) -> Tensor:

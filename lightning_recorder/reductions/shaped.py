@@ -28,7 +28,7 @@ class ShapedReduction(Reduction):
     blocks: ClassVar[int] = 1
     """Number of blocks, which is the number of values that are kept for each element."""
     lead: ClassVar[int] = 1
-    """Number of words before the blocks."""
+    """Number of slots before the blocks."""
 
     def __init__(self) -> None:
         self.shape: tuple[int, ...] | None = None
@@ -44,7 +44,7 @@ class ShapedReduction(Reduction):
     @property
     @override
     def width(self) -> int:  # type: ignore[override]  # read-only here, because the width follows from the shape
-        """Number of float64 words in the state; 0 before the first tensor."""
+        """Number of float64 slots in the state; 0 before the first tensor."""
         return 0 if self.shape is None else self.lead + self.blocks * torch.Size(self.shape).numel()
 
     def parts(self, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ _ROUNDING = 1e-10  # relative error of float64 sums that were added in a differe
 
 
 class Statistics(Combined):
-    """Moments, extrema, tallies and the histogram in one row of 2057 words (16.5 KB).
+    """Moments, extrema, tallies and the histogram in one row of 2057 slots (16.5 KB).
 
     Statistics: those of :class:`RunningMoments`, :class:`Extrema`, :class:`Tallies` and :class:`ExponentHistogram`,
     with the same names. On a CPU with a C compiler and on a GPU with Triton they are computed in one pass; see
@@ -61,10 +61,10 @@ class Statistics(Combined):
         prepare()
 
     @override
-    def begin(self, state: Tensor, values: Values) -> Tensor | None:
+    def update_deferred(self, state: Tensor, values: Values) -> Tensor | None:
         if any(add(state, values, self._sample) for add in _QUICK):
             return None
-        return super().begin(state, values)
+        return super().update_deferred(state, values)
 
     def means(self, state: Tensor) -> Tensor:
         """Return only the means of states, ``[..., width]``, each ``[...]``; NaN without a finite value."""

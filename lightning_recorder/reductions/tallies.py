@@ -25,7 +25,7 @@ class Tallies(ScalarReduction):
     statistics: tuple[str, ...] = ("zero_fraction", "nan_count", "inf_count")
 
     @override
-    def words_of(self, values: Values) -> Sequence[Tensor]:
+    def slots_of(self, values: Values) -> Sequence[Tensor]:
         numel = values.finite_count + values.nonfinite_count
         return numel, values.zero_count, values.nan_count, values.nonfinite_count - values.nan_count
 

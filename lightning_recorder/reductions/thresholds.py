@@ -35,7 +35,7 @@ class _Share(ScalarReduction):
         """The comparison of a magnitude with the threshold. It is always false for NaN."""
 
     @override
-    def words_of(self, values: Values) -> Sequence[Tensor]:
+    def slots_of(self, values: Values) -> Sequence[Tensor]:
         sizes = values.flat.abs()
         # A threshold beyond the range of the dtype would become infinite, and infinities would compare as equal to it.
         hits = count_where(self._comparison, sizes, min(self.threshold, torch.finfo(sizes.dtype).max))

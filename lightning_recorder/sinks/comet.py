@@ -12,7 +12,7 @@ from weakref import WeakSet
 import numpy as np
 from typing_extensions import override
 
-from lightning_recorder.errors import tell
+from lightning_recorder.errors import warn
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.files import picture_of
@@ -55,7 +55,7 @@ class CometSink(Sink):
         self._prefix = f"{prefix}_" if prefix else ""
         if experiment.disabled and experiment not in _TOLD:
             _TOLD.add(experiment)
-            tell(
+            warn(
                 "the Comet experiment is disabled and writes nothing: CometLogger(online=False) of Lightning makes it "
                 "so; to write to the disk instead, leave online out and set COMET_START_ONLINE=0 in the environment"
             )

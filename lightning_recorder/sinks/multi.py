@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from typing_extensions import override
 
 from lightning_recorder.disk import UNKNOWN_BYTES, has_room, is_full, warn_of_full
-from lightning_recorder.errors import tell
+from lightning_recorder.errors import warn
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.deferred import DeferredSink
@@ -128,7 +128,7 @@ class MultiSink(Sink):
                 if not self.strict and id(sink) not in self._failed:
                     cause = f"{type(error).__name__}: {error}"
                     what = sink.verb if isinstance(sink, DeferredSink) else verb
-                    tell(f"{sink}.{what} failed, nothing more is written there: {cause}")
+                    warn(f"{sink}.{what} failed, nothing more is written there: {cause}")
                 self._failed.add(id(sink))
         if errors and self.strict:
             raise errors[0]

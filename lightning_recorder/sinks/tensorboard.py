@@ -14,7 +14,7 @@ from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.dashboard import dashboard_of
 from lightning_recorder.sinks.eventfile import EventFile, event_file
-from lightning_recorder.sinks.tfrecord_crc import quicken_records
+from lightning_recorder.sinks.tfrecord_crc import patch_crc32c
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -59,7 +59,7 @@ class TensorBoardSink(Sink):
             self._dashboard = self._writer.dashboard
         else:
             self._dashboard = dashboard_of(self._writer)
-            quicken_records(self._writer)
+            patch_crc32c(self._writer)
 
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["framed", "quicken_records"]
+__all__ = ["framed", "patch_crc32c"]
 
 _ROTATION = 15  # of the masked checksum, a constant of the TFRecord format
 _ADDEND = 0xA282EAD8
@@ -22,7 +22,7 @@ def framed(data: bytes) -> bytes:
     return header + _masked(checksum(header)) + data + _masked(checksum(data))
 
 
-def quicken_records(writer: SummaryWriter) -> bool:
+def patch_crc32c(writer: SummaryWriter) -> bool:
     """Compute the checksums of a writer with ``google_crc32c``. Return True on success.
 
     TensorBoard computes the checksums byte by byte in Python, in a thread that blocks the training thread: 0.1 ms per

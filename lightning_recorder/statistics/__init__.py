@@ -1,11 +1,11 @@
 """Statistics of module tensors and of the optimizer, recorded step by step in any PyTorch loop."""
 
-from lightning_recorder.statistics.base import SiteRecorder
+from lightning_recorder.statistics.base import BaseStatisticsRecorder
 from lightning_recorder.statistics.evaluation import EvaluationRecorder
 from lightning_recorder.statistics.exchange import Exchange, Merged
 from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
-from lightning_recorder.statistics.overhead import Budget, check_overhead
-from lightning_recorder.statistics.rank_merging import Worker
+from lightning_recorder.statistics.overhead import OverheadLimit, check_overhead
+from lightning_recorder.statistics.rank_merging import RankMergingRecorder
 from lightning_recorder.statistics.record import Record
 from lightning_recorder.statistics.recorder import StatisticsRecorder
 from lightning_recorder.statistics.run import RunRecorder
@@ -15,19 +15,19 @@ __all__ = [
     "PARAMETER_PARTS",
     "RANK_STATISTICS",
     "SHOWN_STATISTICS",
-    "Budget",
+    "BaseStatisticsRecorder",
     "EvaluationRecorder",
     "Exchange",
     "Merged",
     "OptimizerRecorder",
+    "OverheadLimit",
+    "RankMergingRecorder",
     "Record",
     "RunRecorder",
-    "SiteRecorder",
     "SiteStates",
     "SiteStatistics",
     "Snapshot",
     "StatisticsRecorder",
-    "Worker",
     "check_overhead",
     "with_update_ratios",
 ]

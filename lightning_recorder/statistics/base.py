@@ -15,10 +15,10 @@ from lightning_recorder.reductions import prepare_device
 from lightning_recorder.statistics.sites import SiteStates, SiteStatistics, Snapshot
 from lightning_recorder.taps import Site
 
-__all__ = ["SiteRecorder"]
+__all__ = ["BaseStatisticsRecorder"]
 
 
-class SiteRecorder(ABC):
+class BaseStatisticsRecorder(ABC):
     """Base class of the statistics recorders, usable as a context manager.
 
     Leaving the context removes the hooks and keeps the recorded statistics. Entering it again continues the recording.
@@ -87,7 +87,7 @@ class SiteRecorder(ABC):
         return frozenset()
 
     def traces(self) -> dict[str, Any]:
-        """Return facts about the modules as fields of :class:`~lightning_recorder.outputs.Watched`."""
+        """Return facts about the modules as fields of :class:`~lightning_recorder.outputs.Coverage`."""
         return {"failed": self.failed, "state_bytes": self.nbytes, "ran_eagerly": self.ran_eagerly}
 
     @property

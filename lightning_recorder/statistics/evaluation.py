@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_recorder.statistics.base import SiteRecorder
-from lightning_recorder.statistics.rank_merging import Worker
+from lightning_recorder.statistics.base import BaseStatisticsRecorder
+from lightning_recorder.statistics.rank_merging import RankMergingRecorder
 from lightning_recorder.statistics.record import Record
 from lightning_recorder.statistics.sites import SiteStates
 
 __all__ = ["EvaluationRecorder"]
 
 
-class EvaluationRecorder(Worker):
+class EvaluationRecorder(RankMergingRecorder):
     """Record all batches of an evaluation, and merge those of each data loader into one record at the end.
 
     Args:
         recorder: The recorder that provides the tensors.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
         conclude: A callback that receives each record, on rank zero.
-        options: The arguments of :class:`Worker`.
+        options: The arguments of :class:`RankMergingRecorder`.
 
     Note:
         Ranks are merged when the evaluation ends, not between its loaders, because a rank may have no batch of a
         loader.
     """
 
-    def __init__(self, recorder: SiteRecorder, stage: str, conclude: Callable[[Record], None], **options: Any) -> None:
+    def __init__(
+        self, recorder: BaseStatisticsRecorder, stage: str, conclude: Callable[[Record], None], **options: Any
+    ) -> None:
         super().__init__(recorder, **options)
         self.stage = stage
         self._conclude = conclude

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_recorder.errors import tell
-from lightning_recorder.internals.pause_recording import unrecorded
-from lightning_recorder.statistics.packing import Key, Layout, MergedStates, States, Told
+from lightning_recorder.errors import warn
+from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.statistics.packing import Key, MergedStates, SharedReduction, StatePacking, States
 from lightning_recorder.statistics.sites import Snapshot
 from lightning_recorder.taps import Site
 
@@ -28,14 +28,14 @@ class Merged:
 
     Args:
         snapshot: The merged states of all ranks, on the CPU; ``None`` on the other ranks, and if nothing was recorded.
-        words: The numbers passed by each rank, of shape ``[ranks][words]``.
+        numbers: The numbers passed by each rank, of shape ``[ranks][numbers]``.
         absent: The ranks whose recorder has failed.
         ranks: The number of merged ranks.
         error: The error on this rank, if the ranks could nevertheless complete the exchange.
     """
 
     snapshot: Snapshot | None
-    words: list[list[float]] = field(default_factory=list)
+    numbers: list[list[float]] = field(default_factory=list)
     absent: tuple[int, ...] = ()
     ranks: int = 1
     error: Exception | None = None
@@ -64,7 +64,7 @@ class Exchange:
         """The device that the states must be on."""
         self.is_open = True
         """True if the ranks have agreed to merge and no transfer has failed."""
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, StatePacking] = {}
 
     @staticmethod
     def is_needed() -> bool:
@@ -97,7 +97,7 @@ class Exchange:
         snapshot: Snapshot | None,
         *,
         copies: Collection[Site] = (),
-        words: Sequence[float] = (),
+        numbers: Sequence[float] = (),
         scope: str = "",
     ) -> Merged:
         """Merge the states of all ranks.
@@ -105,17 +105,17 @@ class Exchange:
         Args:
             snapshot: The states of this rank on :attr:`device`, or ``None`` if its recorder has failed.
             copies: The sites that are copies of another rank's. They are not counted.
-            words: Numbers to send to the other ranks, the same number on each rank.
+            numbers: Numbers to send to the other ranks, the same number on each rank.
             scope: A name for the origin of the states. The same site may have another shape in another scope.
 
         Raises:
             RuntimeError: If the ranks can no longer communicate.
         """
-        with unrecorded(), torch.inference_mode(False), torch.no_grad():
-            return self._merge(snapshot, copies, words, self._layouts.setdefault(scope, Layout()))
+        with pause_recording(), torch.inference_mode(False), torch.no_grad():
+            return self._merge(snapshot, copies, numbers, self._layouts.setdefault(scope, StatePacking()))
 
     def _merge(
-        self, snapshot: Snapshot | None, copies: Collection[Site], words: Sequence[float], layout: Layout
+        self, snapshot: Snapshot | None, copies: Collection[Site], numbers: Sequence[float], layout: StatePacking
     ) -> Merged:
         error: Exception | None = None
         while True:
@@ -129,9 +129,9 @@ class Exchange:
                     raise
                 error, snapshot = caught, None  # the caller reports it; the other ranks must not wait forever
                 continue
-            said = [float(snapshot is None), float(len(unknown)), float(bool(own)), *words]
+            said = [float(snapshot is None), float(len(unknown)), float(bool(own)), *numbers]
             head = torch.tensor(said, dtype=torch.float64, device=self.device)
-            answers = self._gather(torch.cat([head, packed.apart])).cpu()
+            answers = self._gather(torch.cat([head, packed.gathered])).cpu()
             heads = answers[:, : len(said)].tolist()
             if not any(each[_UNKNOWN] for each in heads):
                 break
@@ -151,16 +151,16 @@ class Exchange:
             error = caught
         return Merged(merged, told, absent, present, error)
 
-    def _make_known(self, layout: Layout, unknown: list[tuple[Key, Told]]) -> None:
+    def _make_known(self, layout: StatePacking, unknown: list[tuple[Key, SharedReduction]]) -> None:
         """Send unknown sites to the other ranks."""
-        told: list[list[tuple[Key, Told]]] = [[] for _ in range(self.ranks)]
+        told: list[list[tuple[Key, SharedReduction]]] = [[] for _ in range(self.ranks)]
         with self._closing():
             dist.all_gather_object(told, unknown)
         for (_, site), about in layout.extend(told):
             if self.rank == 0:
                 why = "the tensor has another shape on each rank" if about.reduction else "its class cannot be pickled"
                 what = about.described.partition(" ")[0]
-                tell(f"{what} is not recorded at {site.path!r} of module {site.name!r}, since {why}")
+                warn(f"{what} is not recorded at {site.path!r} of module {site.name!r}, since {why}")
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, of shape ``[ranks, *shape]``."""
@@ -200,7 +200,7 @@ def _snapshot(own: Snapshot | None, merged: MergedStates) -> Snapshot:
     if own is None:  # this rank has failed, so the order of its sites is unknown
         own = Snapshot((), [], [frozenset()] * len(banks))
     banks += [[]] * (len(own.groups) - len(banks))
-    return replace(own, groups=banks, rank_means=merged.rank_means, apart=merged.apart)
+    return replace(own, groups=banks, rank_means=merged.rank_means, diverged=merged.diverged)
 
 
 def _left_out(snapshot: Snapshot | None) -> set[Key]:

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, tell
-from lightning_recorder.internals.pause_recording import unrecorded
+from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, warn
+from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import own_parameters
 from lightning_recorder.reductions import Reduction
-from lightning_recorder.statistics.base import SiteRecorder
+from lightning_recorder.statistics.base import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import SiteStates, SiteStatistics
 from lightning_recorder.taps import Site
 
@@ -46,7 +46,7 @@ class _Step(NamedTuple):
     before: list[Tensor | None]
 
 
-class OptimizerRecorder(SiteRecorder):
+class OptimizerRecorder(BaseStatisticsRecorder):
     """Record statistics of the parameters of modules at optimizer steps, usable as a context manager.
 
     The sites of a module's parameter ``weight`` are ``weight``, the values before the step; ``weight.grad``, the
@@ -183,7 +183,7 @@ class OptimizerRecorder(SiteRecorder):
         """
         if not self._attached or any(step.optimizer is optimizer for step in self._steps):
             return
-        with unrecorded(), _timed(self._stopwatch):
+        with pause_recording(), _timed(self._stopwatch):
             parameters = self._parameters_of(optimizer)
             for each in parameters:
                 self._add(each, "", each.tensor, wanted="values")
@@ -197,7 +197,7 @@ class OptimizerRecorder(SiteRecorder):
                 before = [each.tensor.detach().clone() for each in parameters]
             except torch.OutOfMemoryError as error:
                 self.parts = tuple(part for part in self.parts if part != "updates")
-                tell(f"updates of parameters are not recorded, a copy of them is too large: {describe_error(error)}")
+                warn(f"updates of parameters are not recorded, a copy of them is too large: {describe_error(error)}")
         after = getattr(optimizer, "register_step_post_hook", None)
         if after is not None and not any(each is optimizer for each in self._hooked):
             # Kept until remove(), because torch iterates over the optimizer's hooks while it calls this one.
@@ -214,7 +214,7 @@ class OptimizerRecorder(SiteRecorder):
 
     def _after(self, step: _Step) -> None:
         self._steps = [each for each in self._steps if each is not step]
-        with unrecorded(), _timed(self._stopwatch):
+        with pause_recording(), _timed(self._stopwatch):
             for each, before in zip(step.parameters, step.before, strict=True):
                 if before is not None:
                     self._add(each, _UPDATE, each.tensor.detach() - before, wanted="updates")
@@ -260,7 +260,7 @@ class OptimizerRecorder(SiteRecorder):
             if self.strict:
                 raise RecordingError(message) from error
             self._quiet.add(name)
-            tell(f"{message}. The module is left alone from now on; strict=True raises instead.")
+            warn(f"{message}. The module is left alone from now on; strict=True raises instead.")
 
 
 def is_own_part(tensor: Tensor) -> bool:

@@ -6,13 +6,13 @@ import math
 
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["Budget", "check_overhead"]
+__all__ = ["OverheadLimit", "check_overhead"]
 
 
 _LEAST_MS = 1e-3  # the minimum step time; on the CPU a step may take nearly no time compared with recording on a GPU
 
 
-class Budget:
+class OverheadLimit:
     """Widen the recording interval until recording takes at most a given share of the training time.
 
     The share is ``recording / (interval * step)``, with the mean recording time per recorded step and the mean step
@@ -25,7 +25,7 @@ class Budget:
         ArgumentError: If the share is not above 0 and at most 1.
 
     Example:
-        >>> budget = Budget(0.02)
+        >>> budget = OverheadLimit(0.02)
         >>> for spent_ms in 100.0, 12.0, 8.0:
         ...     budget.add_recorded(1, spent_ms + 10.0, spent_ms)
         >>> budget.interval(10)  # 10 ms for every step of 10 ms: a share of 0.02 is one step in 50

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_recorder.reductions import Collected, Reduction, Statistics
 from lightning_recorder.taps import Site
 
-__all__ = ["Key", "Layout", "MergedStates", "Packed", "States", "Told"]
+__all__ = ["Key", "MergedStates", "Packed", "SharedReduction", "StatePacking", "States"]
 
 Key = tuple[int, Site]
 """The index of the reduction and the site."""
@@ -28,10 +28,10 @@ _ABSENT, _COUNTS, _COPY, _LEFT_OUT = 0.0, 1.0, 2.0, 3.0
 class Packed(NamedTuple):
     """The packed states of one rank."""
 
-    apart: Tensor
-    """The data needed from each rank, 1-d float64: the status of each site, and the words that are not additive."""
+    gathered: Tensor
+    """The data needed from each rank, 1-d float64: the status of each site, and the slots that are not additive."""
     added: Tensor
-    """The additive words, 1-d float64."""
+    """The additive slots, 1-d float64."""
 
 
 class MergedStates(NamedTuple):
@@ -41,11 +41,11 @@ class MergedStates(NamedTuple):
     """The states by the index of the reduction."""
     rank_means: dict[Site, tuple[float, float]]
     """The smallest and the largest per-rank mean."""
-    apart: frozenset[Site]
+    diverged: frozenset[Site]
     """The sites whose values should be equal on all ranks but differ."""
 
 
-class Told(NamedTuple):
+class SharedReduction(NamedTuple):
     """The description of a site's reduction that is shared between ranks."""
 
     described: str
@@ -53,7 +53,7 @@ class Told(NamedTuple):
     initial: Tensor
     """The state of an empty stream, of shape ``[width]``."""
     additive: Tensor
-    """A mask of the words that are merged by addition, bool of shape ``[width]``."""
+    """A mask of the slots that are merged by addition, bool of shape ``[width]``."""
     reduction: Reduction | None
     """The reduction without a state, or None if it cannot be pickled."""
 
@@ -62,47 +62,47 @@ class _Kind(NamedTuple):
     """A group of sites with the same reduction, stored together."""
 
     bank: int
-    about: Told
+    about: SharedReduction
     sites: list[Site]
 
     @property
     def additive(self) -> Tensor:
-        """A mask of the words that are merged by addition, bool of shape ``[width]``."""
+        """A mask of the slots that are merged by addition, bool of shape ``[width]``."""
         return self.about.additive
 
 
-class Layout:
+class StatePacking:
     """The sites whose states are packed, in an order that is the same on all ranks."""
 
     def __init__(self) -> None:
-        self._known: dict[Key, Told] = {}
+        self._known: dict[Key, SharedReduction] = {}
         self._refused: set[Key] = set()
         self._own: dict[str, Reduction] = {}  # this rank's reductions by description
 
-    def unknown(self, own: States) -> list[tuple[Key, Told]]:
+    def unknown(self, own: States) -> list[tuple[Key, SharedReduction]]:
         """Return a rank's sites that are not in the layout, with the description for the other ranks."""
         found = []
         for key, (reduction, _) in own.items():
             if key not in self._known and key not in self._refused:
-                told = _told_of(reduction)
-                self._own.setdefault(told.described, reduction)
-                found.append((key, told))
+                shared = _shared(reduction)
+                self._own.setdefault(shared.described, reduction)
+                found.append((key, shared))
         return found
 
-    def extend(self, told: Sequence[Sequence[tuple[Key, Told]]]) -> list[tuple[Key, Told]]:
+    def extend(self, shared: Sequence[Sequence[tuple[Key, SharedReduction]]]) -> list[tuple[Key, SharedReduction]]:
         """Add sites to the layout.
 
         Args:
-            told: The new sites of all ranks in rank order, the same on each rank.
+            shared: The new sites of all ranks in rank order, the same on each rank.
 
         Returns:
             The rejected sites: those whose states differ in kind or size between ranks, and those that the first rank
             has not seen and whose reduction cannot be sent to it.
         """
-        by_key: dict[Key, list[Told]] = {}
-        for key, about in itertools.chain.from_iterable(told):
+        by_key: dict[Key, list[SharedReduction]] = {}
+        for key, about in itertools.chain.from_iterable(shared):
             by_key.setdefault(key, []).append(about)
-        seen_by_first = {key for key, _ in told[0]}
+        seen_by_first = {key for key, _ in shared[0]}
         left_out = []
         for key, abouts in by_key.items():
             known = self._known.get(key)
@@ -127,7 +127,7 @@ class Layout:
             copies: The sites that are copies of another rank's.
             left_out: The keys that this rank has skipped, so that they are not part of the record.
         """
-        apart, added = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64, device=device)]
+        gathered, added = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64, device=device)]
         parts = [torch.zeros(0, dtype=torch.float64, device=device)]
         for kind in self._kinds():
             there = torch.zeros(len(kind.sites), dtype=torch.float64)
@@ -141,24 +141,24 @@ class Layout:
             if places:
                 rows = [own[kind.bank, kind.sites[place]][1] for place in places]
                 states[torch.tensor(places, device=device)] = torch.stack(rows).to(device)
-            apart.append(there)
+            gathered.append(there)
             additive = kind.additive.to(device)
             parts.append(states[:, ~additive].flatten())
             added.append((states[:, additive] * (there == _COUNTS).to(device, torch.float64)[:, None]).flatten())
-        return Packed(torch.cat([torch.cat(apart).to(device), *parts]), torch.cat(added))
+        return Packed(torch.cat([torch.cat(gathered).to(device), *parts]), torch.cat(added))
 
-    def merge(self, apart: Sequence[Tensor], added: Tensor) -> MergedStates:
+    def merge(self, gathered: Sequence[Tensor], added: Tensor) -> MergedStates:
         """Merge the states of all ranks.
 
         Args:
-            apart: The ``apart`` part of each rank, on the CPU.
+            gathered: The ``gathered`` part of each rank, on the CPU.
             added: The sum of the ``added`` parts across ranks, on the CPU.
         """
         kinds = self._kinds()
         counts = [len(kind.sites) for kind in kinds]
         singles = [int((~kind.additive).sum()) for kind in kinds]
         sizes = [count * single for count, single in zip(counts, singles, strict=True)]
-        by_rank = [_split(each, counts, sizes) for each in apart]
+        by_rank = [_split(each, counts, sizes) for each in gathered]
         sums = added.split(
             [count * len(kind.additive) - size for count, kind, size in zip(counts, kinds, sizes, strict=True)]
         )
@@ -167,9 +167,9 @@ class Layout:
         differing: set[Site] = set()
         for place, kind in enumerate(kinds):
             ranks = []
-            for there, words in by_rank:
+            for there, slots in by_rank:
                 states = torch.zeros(counts[place], len(kind.additive), dtype=torch.float64)
-                states[:, ~kind.additive] = words[place].view(counts[place], -1)
+                states[:, ~kind.additive] = slots[place].view(counts[place], -1)
                 ranks.append((there[place], states))
             reduction = kind.about.reduction or self._own[kind.about.described]
             merged = _merged(reduction, ranks)
@@ -191,21 +191,21 @@ class Layout:
         return list(kinds.values())
 
 
-def _told_of(reduction: Reduction) -> Told:
+def _shared(reduction: Reduction) -> SharedReduction:
     bare = copy.copy(reduction)
     bare._state = None
-    told = Told(reduction.described, reduction.initial(), reduction.additive_words(), bare)
+    shared = SharedReduction(reduction.described, reduction.initial(), reduction.additive_slots(), bare)
     try:
         pickle.dumps(bare)
     except Exception:  # noqa: BLE001 - a local class cannot be pickled, and its parts may raise anything
-        return told._replace(reduction=None)
-    return told
+        return shared._replace(reduction=None)
+    return shared
 
 
-def _split(apart: Tensor, counts: list[int], sizes: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Split a rank's data into the status and the words of each kind."""
-    there, words = apart.split([sum(counts), sum(sizes)])
-    return there.split(counts), words.split(sizes)
+def _split(gathered: Tensor, counts: list[int], sizes: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Split a rank's data into the status and the slots of each kind."""
+    there, slots = gathered.split([sum(counts), sum(sizes)])
+    return there.split(counts), slots.split(sizes)
 
 
 def _merged(reduction: Reduction, ranks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

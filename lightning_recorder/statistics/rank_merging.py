@@ -8,15 +8,15 @@ from contextlib import contextmanager, suppress
 
 from torch import device as Device
 
-from lightning_recorder.errors import describe_error, tell
-from lightning_recorder.statistics.base import SiteRecorder
+from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.statistics.base import BaseStatisticsRecorder
 from lightning_recorder.statistics.exchange import Exchange, Merged
 from lightning_recorder.statistics.sites import Snapshot
 
-__all__ = ["Worker"]
+__all__ = ["RankMergingRecorder"]
 
 
-class Worker:
+class RankMergingRecorder:
     """A recorder that contains its errors and merges its states across ranks.
 
     After a failure on this rank, it keeps calling the :class:`Exchange` in step with the other ranks, without any
@@ -33,7 +33,7 @@ class Worker:
 
     def __init__(
         self,
-        recorder: SiteRecorder,
+        recorder: BaseStatisticsRecorder,
         *,
         name: str = "the recorder",
         exchange: Exchange | None = None,
@@ -70,7 +70,7 @@ class Worker:
             if self.strict:
                 raise
             if was_well:
-                tell(f"{self.name} is off for the rest of the run: {describe_error(error)}")
+                warn(f"{self.name} is off for the rest of the run: {describe_error(error)}")
 
     def fail(self) -> None:
         """Stop recording for good."""
@@ -83,27 +83,27 @@ class Worker:
         with self.contained():
             self.recorder.remove()
 
-    def merged(self, *, alone: bool = False, words: tuple[float, ...] = (), scope: str = "") -> Merged:
+    def merged(self, *, alone: bool = False, numbers: tuple[float, ...] = (), scope: str = "") -> Merged:
         """Return the states of all ranks, or those of this rank if ranks are not merged.
 
         Args:
             alone: Do not communicate with other ranks, for example after a failure. Rank zero then returns its own
                 states.
-            words: See :meth:`Exchange.merge`.
+            numbers: See :meth:`Exchange.merge`.
             scope: See :meth:`Exchange.merge`.
         """
         exchange = None if alone else self.exchange
         if exchange is None or not exchange.is_open:
-            return Merged(self._snapshot("cpu") if self._is_first else None, [list(words)])
+            return Merged(self._snapshot("cpu") if self._is_first else None, [list(numbers)])
         merged = exchange.merge(
-            self._snapshot(exchange.device), copies=self.recorder.replicated, words=words, scope=scope
+            self._snapshot(exchange.device), copies=self.recorder.replicated, numbers=numbers, scope=scope
         )
         if merged.error is not None:
             with self.contained():
                 raise merged.error
         new = set(merged.absent) - self._told_absent
         if new and self._is_first:
-            tell(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
+            warn(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
         self._told_absent |= new
         return merged
 

@@ -10,14 +10,14 @@ from typing_extensions import override
 
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.reductions import Reduction
-from lightning_recorder.statistics.base import SiteRecorder
+from lightning_recorder.statistics.base import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import SiteStates
 from lightning_recorder.taps import OutputTap, Site, Tap
 
 __all__ = ["StatisticsRecorder"]
 
 
-class StatisticsRecorder(SiteRecorder):
+class StatisticsRecorder(BaseStatisticsRecorder):
     """A tap with :class:`~lightning_recorder.Statistics` for each site, usable as a context manager.
 
     Leaving the context removes the hooks and keeps the recorded statistics. Entering it again continues the recording.
@@ -69,7 +69,7 @@ class StatisticsRecorder(SiteRecorder):
         """The factor that each tensor is multiplied by before the reduction: the inverse loss scale, for gradients."""
         self.tap = tap(modules, self._receive, condition=condition, strict=strict)
         """The tap that provides the tensors."""
-        self.tap.at_once = self._take_at_once
+        self.tap.fast_path = self._take_at_once
 
     def _take_at_once(self, site: Site, tensor: Tensor) -> bool:
         return self.states.add_at_once(site, tensor, self.factor)

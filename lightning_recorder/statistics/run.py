@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import device as Device
 
-from lightning_recorder.errors import describe_error, tell
+from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.schedule import Reduce, Sampling, ends_window
-from lightning_recorder.statistics.base import SiteRecorder
+from lightning_recorder.statistics.base import BaseStatisticsRecorder
 from lightning_recorder.statistics.exchange import Merged
-from lightning_recorder.statistics.overhead import Budget
-from lightning_recorder.statistics.rank_merging import Worker
+from lightning_recorder.statistics.overhead import OverheadLimit
+from lightning_recorder.statistics.rank_merging import RankMergingRecorder
 from lightning_recorder.statistics.record import Record
 
 __all__ = ["RunRecorder"]
 
 
-class RunRecorder(Worker):
+class RunRecorder(RankMergingRecorder):
     """Record the sampled steps of a training run and combine them into records.
 
     The training loop reports when a batch begins and ends; this class does not depend on a trainer. A step is an
@@ -35,7 +35,7 @@ class RunRecorder(Worker):
             step is not a record yet; on rank zero.
         budget: The overhead limit that widens the interval of the sampling.
         device: The device of the model's tensors.
-        options: The arguments of :class:`Worker`.
+        options: The arguments of :class:`RankMergingRecorder`.
 
     Note:
         The ranks are merged in the calls that complete a record, which are the same calls on all ranks. On one
@@ -45,13 +45,13 @@ class RunRecorder(Worker):
 
     def __init__(
         self,
-        recorder: SiteRecorder,
+        recorder: BaseStatisticsRecorder,
         sampling: Sampling,
         conclude: Callable[[Record], None],
         *,
         reduce: Reduce = "step",
         announce: Callable[[int, float], None] | None = None,
-        budget: Budget | None = None,
+        budget: OverheadLimit | None = None,
         device: Device | None = None,
         **options: Any,
     ) -> None:
@@ -71,7 +71,7 @@ class RunRecorder(Worker):
         self._step: int | None = None  # the step that is being recorded
         self._may_have_hooks = False
         self._open_steps = 0  # recorded steps that are not part of a record yet
-        self._untold_overflows = False
+        self._unreported_overflows = False
         self._next_step = 0
         self._epoch = 0
         self._before: list[Any] | None = None
@@ -123,7 +123,7 @@ class RunRecorder(Worker):
             return False
         self._kept = None
         self._next_step, self._epoch = step, epoch
-        self.is_idle = not self._open_steps and not self._untold_overflows
+        self.is_idle = not self._open_steps and not self._unreported_overflows
         return True
 
     def start_batch(self, step: int, epoch: int, prepare: Callable[[], None] | None = None) -> None:
@@ -252,7 +252,7 @@ class RunRecorder(Worker):
                     announce(step, self._watch.host_ms)
         else:
             self.overflow_steps += 1
-            self._untold_overflows = True
+            self._unreported_overflows = True
             if self.reduce == "step":
                 self._flush(step, overflowed=True)
             else:
@@ -262,7 +262,7 @@ class RunRecorder(Worker):
     @property
     def _has_news(self) -> bool:
         """True if there is something to write in a record. The same on all ranks."""
-        return self._open_steps > 0 or self._untold_overflows
+        return self._open_steps > 0 or self._unreported_overflows
 
     def _drop_step(self) -> None:
         """Discard a step that will not end, for example because its epoch was cut off. It will be repeated."""
@@ -283,13 +283,13 @@ class RunRecorder(Worker):
 
     def _flush(self, step: int, *, overflowed: bool = False) -> None:
         """Make a record from the statistics since the last one."""
-        steps, self._open_steps, self._untold_overflows = self._open_steps, 0, False
+        steps, self._open_steps, self._unreported_overflows = self._open_steps, 0, False
         began = self._clock()
         with self._watch:
             now = self.every_n_train_steps
             wanted = now if self._budget is None else self._budget.interval(now)
-            merged = self.merged(words=(float(wanted),))
-            self._widen(int(merged.words[0][0]))
+            merged = self.merged(numbers=(float(wanted),))
+            self._widen(int(merged.numbers[0][0]))
             with self.contained():
                 self.recorder.states.reset()
         flush_ms = 1000 * (self._clock() - began)
@@ -327,7 +327,7 @@ class RunRecorder(Worker):
             return None
         if self._has_share_of_all:  # the first rank holds merged states, so per-rank differences are meaningless
             self._has_share_of_all = False
-            snapshot = replace(snapshot, rank_means={}, apart=frozenset())
+            snapshot = replace(snapshot, rank_means={}, diverged=frozenset())
         return Record(
             step,
             self._epoch,
@@ -364,7 +364,7 @@ class RunRecorder(Worker):
         """Return the unwritten statistics merged across ranks, on rank zero. Every rank must call this."""
         if self._kept is not None or not self.holds_states or self.exchange is None or not self.exchange.is_open:
             return self.state_dict()
-        snapshot = self.merged(words=(float(self.every_n_train_steps),)).snapshot
+        snapshot = self.merged(numbers=(float(self.every_n_train_steps),)).snapshot
         return self._state(None if snapshot is None else snapshot.state_dict())
 
     def _state(self, states: dict[str, Any] | None) -> dict[str, Any]:
@@ -407,6 +407,6 @@ class RunRecorder(Worker):
             self.recorder.states.load_state_dict(states, self._device)
         except Exception as error:  # noqa: BLE001 - a file may contain anything
             # The other ranks resume the window, so this one does, too, with empty statistics.
-            tell(f"{self.name} begins anew, the saved statistics cannot be read: {describe_error(error)}")
+            warn(f"{self.name} begins anew, the saved statistics cannot be read: {describe_error(error)}")
             with self.contained():
                 self.recorder.states.forget()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recorder.errors import ArgumentError, describe_error, did_you_mean, tell
-from lightning_recorder.internals.pause_recording import unrecorded
+from lightning_recorder.errors import ArgumentError, describe_error, did_you_mean, warn
+from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.reductions import (
     SCALAR_STATISTICS,
     Collected,
@@ -89,9 +89,9 @@ class Snapshot:
         groups: The states of the sites for each reduction, starting with the default statistics.
         left_out: The sites at which each reduction is skipped.
         rank_means: The smallest and the largest per-rank mean of the sites that several ranks have seen.
-        apart: The sites whose values should be equal on all ranks but differ.
+        diverged: The sites whose values should be equal on all ranks but differ.
         kinds: The dtype and shape of the latest tensor of each site, in the order in which the sites were first seen.
-        told: The indices of the reductions that have caused a warning because summarizing them failed. Updated in
+        warned: The indices of the reductions that have caused a warning because summarizing them failed. Updated in
             place.
         strict: Raise the errors of extra reductions instead of warning and skipping the reduction.
     """
@@ -100,9 +100,9 @@ class Snapshot:
     groups: list[list[Collected[Site]]]
     left_out: Sequence[frozenset[Site]]
     rank_means: Mapping[Site, tuple[float, float]] = field(default_factory=dict)
-    apart: frozenset[Site] = frozenset()
+    diverged: frozenset[Site] = frozenset()
     kinds: Mapping[Site, tuple[torch.dtype, torch.Size | None]] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
+    warned: set[int] = field(default_factory=set)
     strict: bool = False
 
     @torch.no_grad()
@@ -135,9 +135,9 @@ class Snapshot:
         except Exception as error:
             if self.strict:
                 raise
-            if place not in self.told:
-                self.told.add(place)
-                tell(f"{groups[0].reduction} is left out, its summarize failed: {describe_error(error)}")
+            if place not in self.warned:
+                self.warned.add(place)
+                warn(f"{groups[0].reduction} is left out, its summarize failed: {describe_error(error)}")
             return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,13 +187,13 @@ class SiteStates:
         self.strict = strict
         self._reductions = reductions
         self._sample, self._quantiles = sample, tuple(statistics.parts[-1].settings["quantiles"])
-        with unrecorded():
+        with pause_recording():
             # One bank per reduction, so that a reduction that fails for a tensor does not affect the others.
             self._banks: list[StateBank[Site]] = [StateBank(reduction) for reduction in reductions]
         self._left_out: list[set[Site]] = [set() for _ in reductions]
         self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
         self._rows: dict[Site, Tensor] = {}
-        self._told: set[int] = set()
+        self._warned: set[int] = set()
 
     def fresh(self) -> SiteStates:
         """Return empty states of the same kind."""
@@ -257,7 +257,7 @@ class SiteStates:
             if self.strict:
                 raise
             if not self._left_out[place]:
-                tell(
+                warn(
                     f"{self._banks[place].reduction} could not take {site.path!r} of module {site.name!r}: "
                     f"{describe_error(error)}. It is left out there, and wherever else that happens."
                 )
@@ -278,7 +278,9 @@ class SiteStates:
         """
         groups = [bank.collect(device) for bank in self._banks]
         left_out = [frozenset(sites) for sites in self._left_out]
-        return Snapshot(tuple(names), groups, left_out, kinds=dict(self._kinds), told=self._told, strict=self.strict)
+        return Snapshot(
+            tuple(names), groups, left_out, kinds=dict(self._kinds), warned=self._warned, strict=self.strict
+        )
 
     @torch.no_grad()
     def saved(self) -> list[Any]:
@@ -330,14 +332,14 @@ class SiteStates:
             left_out.update(Site(*site) for site in sites)
 
 
-# torch parallelizes operations on more words than this. In the writer thread, its threads would compete with those of
-# the training.
-_FEW_WORDS = (1 << 15) - 1
+# torch parallelizes operations on more elements than this. In the writer thread, its threads would compete with the
+# threads of the training.
+_FEW_ELEMENTS = (1 << 15) - 1
 
 
 def _by_site(group: Collected[Site]) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
     """Yield the scalars and the tensors of each site, from states that are summarized together."""
-    some = max(1, _FEW_WORDS // max(1, group.reduction.width))
+    some = max(1, _FEW_ELEMENTS // max(1, group.reduction.width))
     for first in range(0, len(group.keys), some):
         summary = group.reduction.summarize(group.states[first : first + some])
         if _BINS in summary:

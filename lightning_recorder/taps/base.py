@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, tell
+from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, warn
 from lightning_recorder.internals.autograd import in_transform, is_tracing, is_transformed
 from lightning_recorder.internals.compiled import describe_compiled, observe_compiled_calls, stop_observing
 from lightning_recorder.internals.hooks import ModuleHook
-from lightning_recorder.internals.pause_recording import is_unrecorded, unrecorded
+from lightning_recorder.internals.pause_recording import is_paused, pause_recording
 from lightning_recorder.internals.stance import EagerStance
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.structure import describe_unknown, iter_tensors
@@ -101,7 +101,7 @@ class Tap(ABC):
         """Run compiled code eagerly while the hooks are attached."""
         self.stopwatch: Stopwatch | None = None
         """The stopwatch that measures the time inside the hooks, or None."""
-        self.at_once: Callable[[Site, Tensor], bool] | None = None
+        self.fast_path: Callable[[Site, Tensor], bool] | None = None
         """A fast path that is tried before ``receive`` with a plain tensor that is not detached. It processes the
         tensor without any torch operation and returns True, or returns False to fall back to ``receive``."""
         self.called: set[str] = set()
@@ -222,12 +222,12 @@ class Tap(ABC):
 
     def _guarded(self, name: str, function: Callable[..., None], *args: Any) -> None:
         """Call a function from a hook so that its errors do not reach the model."""
-        if name in self._quiet or not self._attached or in_transform() or is_unrecorded():
+        if name in self._quiet or not self._attached or in_transform() or is_paused():
             return
         watch = self.stopwatch
         started = None if watch is None else watch.start()
         try:
-            with unrecorded():
+            with pause_recording():
                 function(name, *args)
         except Exception as error:
             path = getattr(error, _PATH, None)
@@ -236,26 +236,26 @@ class Tap(ABC):
             if self.strict:
                 raise RecordingError(message) from error
             self._quiet.add(name)
-            tell(f"{message}. It is left alone from now on; strict=True raises instead.")
+            warn(f"{message}. It is left alone from now on; strict=True raises instead.")
         finally:
             if watch is not None and started is not None:
                 watch.stop(started)
 
-    def _taken_at_once(self, site: Site, tensor: Tensor) -> bool:
+    def _fast_path(self, site: Site, tensor: Tensor) -> bool:
         """Try the fast path; return False to fall back. Most of the overhead of a hook is in the fallback."""
         if (
-            self.at_once is None
+            self.fast_path is None
             or type(tensor) is not Tensor
             or self._condition is not None
             or self.stopwatch is not None
             or not self._attached
             or site.name in self._quiet
             or in_transform()
-            or is_unrecorded()
+            or is_paused()
         ):
             return False
         try:
-            return self.at_once(site, tensor)
+            return self.fast_path(site, tensor)
         except Exception:  # noqa: BLE001 - the fallback raises the same error again and reports it
             return False
 
@@ -286,7 +286,7 @@ class Tap(ABC):
     def _tell_unknown(self, name: str, path: str, found: object, error: Exception | None) -> None:
         if type(found) not in self._unknown:
             self._unknown.add(type(found))
-            tell(f"{type(self).__name__} passes over {describe_unknown(name, path, found, error)}")
+            warn(f"{type(self).__name__} passes over {describe_unknown(name, path, found, error)}")
 
 
 def _checked(modules: object) -> dict[str, nn.Module]:

@@ -96,7 +96,7 @@ class _OutputHook(TapHook):
     def __call__(self, module: nn.Module, *passed: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if not in_backward() and not is_tracing() and self._tap._taken_at_once(self._site, passed[-1]):
+        if not in_backward() and not is_tracing() and self._tap._fast_path(self._site, passed[-1]):
             self._tap.called.add(self._name)
             return
         super().__call__(module, *passed)

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_recorder.errors import tell
+from lightning_recorder.errors import warn
 from lightning_recorder.internals.autograd import hooks_of_leaf
 from lightning_recorder.taps.base import Receiver, Site, Tap
-from lightning_recorder.taps.graph_node_limit import LIVING_NODES, MOST_NODES
+from lightning_recorder.taps.graph_node_limit import GRAPH_NODE_LIMIT, MOST_NODES
 
 __all__ = ["GradientHook", "GradientTap"]
 
@@ -38,11 +38,11 @@ class GradientTap(Tap):
 
     def _may_look_at(self, nodes: int) -> bool:
         """Return True if that many more nodes of the autograd graph may be visited."""
-        if LIVING_NODES.has_room(nodes):
+        if GRAPH_NODE_LIMIT.has_room(nodes):
             return True
         if not self._told:
             self._told = True
-            tell(
+            warn(
                 f"{type(self).__name__} follows {MOST_NODES:,} operations of the graphs that there are at a time, and "
                 "records no gradients of further ones, since torch could not free longer graphs. Record fewer modules."
             )
@@ -50,7 +50,7 @@ class GradientTap(Tap):
 
     def _bring(self, name: str, function: Callable[..., None], *args: Any) -> None:
         """Call a function from a hook of the backward pass so that its errors do not reach the model."""
-        LIVING_NODES.expect_less()
+        GRAPH_NODE_LIMIT.expect_less()
         self._guarded(name, function, *args)
 
     def _put_on_tensor(self, tensor: Tensor, hook: Hook) -> Hook:
@@ -67,7 +67,7 @@ class GradientTap(Tap):
         handle = tensor.register_hook(hook)
         self._keep(handle)
         if not is_leaf:
-            LIVING_NODES.add(handle.hooks_dict_ref, 1)
+            GRAPH_NODE_LIMIT.add(handle.hooks_dict_ref, 1)
         return hook
 
 
@@ -92,7 +92,7 @@ class GradientHook:
         # torch calls the hook of an output that does not contribute to the loss with None.
         if grad is None:
             return
-        if self.tap._taken_at_once(self.site, grad):
-            LIVING_NODES.expect_less()
+        if self.tap._fast_path(self.site, grad):
+            GRAPH_NODE_LIMIT.expect_less()
             return
         self.tap._bring(self.site.name, self.tap._hand_over, [(self.site.path, grad)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["LIVING_NODES", "MOST_NODES", "LivingNodes"]
+__all__ = ["GRAPH_NODE_LIMIT", "MOST_NODES", "GraphNodeLimit"]
 
 # torch frees nodes that Python has visited recursively. With 45,000 of them in a row, such as from an unrolled loop,
 # the stack overflows and the process ends (torch 2.13, 8 MiB of stack; ``tensor.grad_fn`` alone is enough).
@@ -15,7 +15,7 @@ MOST_NODES = 20_000
 _REFUSALS = 1000
 
 
-class LivingNodes:
+class GraphNodeLimit:
     """A counter of visited nodes that drops them when their graph is freed.
 
     All taps share one counter, because they visit the same graph.
@@ -55,4 +55,4 @@ class LivingNodes:
         self._refusals = 0
 
 
-LIVING_NODES = LivingNodes()
+GRAPH_NODE_LIMIT = GraphNodeLimit()

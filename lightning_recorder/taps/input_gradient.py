@@ -22,7 +22,7 @@ from lightning_recorder.internals.autograd import (
 )
 from lightning_recorder.taps.base import TapHook
 from lightning_recorder.taps.gradient import GradientHook, GradientTap
-from lightning_recorder.taps.graph_node_limit import LIVING_NODES
+from lightning_recorder.taps.graph_node_limit import GRAPH_NODE_LIMIT
 from lightning_recorder.taps.total import Total
 from lightning_recorder.taps.view import Region, View
 
@@ -91,7 +91,7 @@ class InputGradientTap(GradientTap):
             call.looked_at = made
             alive = self._search(call, output)
             if alive is not None:
-                LIVING_NODES.add(alive, new)
+                GRAPH_NODE_LIMIT.add(alive, new)
         _OPEN_CALLS.look_at(call.looked_at)
 
     def _search(self, call: _Call, output: Any) -> Callable[[], object] | None:

@@ -17,7 +17,7 @@ from lightning_recorder.internals.autograd import (
 )
 from lightning_recorder.taps.base import Site, TapHook
 from lightning_recorder.taps.gradient import GradientHook, GradientTap
-from lightning_recorder.taps.graph_node_limit import LIVING_NODES
+from lightning_recorder.taps.graph_node_limit import GRAPH_NODE_LIMIT
 from lightning_recorder.taps.total import Total
 from lightning_recorder.taps.view import NEAR, BaseEdge, View, guard_of, is_unshared, unguarded, writer_of
 
@@ -143,7 +143,7 @@ class _SharedView(_OutputView):
             node, looked_at = found
             handle = node.register_hook(_WriterHook(self))
             self._tap._keep(handle)
-            LIVING_NODES.add(handle.hooks_dict_ref, looked_at)
+            GRAPH_NODE_LIMIT.add(handle.hooks_dict_ref, looked_at)
 
     def add_from_writer(self, grad: Tensor) -> None:
         """Add the part of the gradient that flows through the in-place operation."""

@@ -12,11 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_recorder.errors import ArgumentError, check_callable, check_integer, tell
+from lightning_recorder.errors import ArgumentError, check_callable, check_integer, warn
 from lightning_recorder.internals.storage import storage_of
 from lightning_recorder.reductions import Reduction
 
-__all__ = ["Budget", "Fold", "Metric", "Store", "make_store"]
+__all__ = ["Accumulator", "ByteBudget", "Fold", "Metric", "make_accumulator"]
 
 _WHOLE = ""
 """The name of a value that is the entire state."""
@@ -41,7 +41,7 @@ class Metric(Protocol):
         """Clear the state."""
 
 
-class Store(ABC):
+class Accumulator(ABC):
     """The accumulated tensors of one site.
 
     Nothing in it depends on a step: tensors that would share memory with the model are copied, and none is part of an
@@ -93,7 +93,7 @@ class Store(ABC):
         """Load a state of several parts, or of none."""
 
 
-def make_store(reduction: Fold | Reduction | Metric | type | None, budget: Budget) -> Store:
+def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget: ByteBudget) -> Accumulator:
     """Create the store of a new site.
 
     Args:
@@ -120,7 +120,7 @@ def make_store(reduction: Fold | Reduction | Metric | type | None, budget: Budge
     return _FoldStore(given)
 
 
-class Budget:
+class ByteBudget:
     """The limit in bytes for all lists of one recorder together.
 
     Args:
@@ -143,7 +143,7 @@ class Budget:
             return True
         if not self._told:
             self._told = True
-            tell(
+            warn(
                 f"a recorder without a reduction has kept {self.used:,} bytes, and a tensor of {nbytes:,} more would "
                 f"exceed max_bytes={self.max_bytes:,}: it keeps no further ones that do. Give it a reduction, or a "
                 "greater max_bytes."
@@ -155,10 +155,10 @@ class Budget:
         self.used -= nbytes
 
 
-class _ListStore(Store):
+class _ListStore(Accumulator):
     """All tensors, in order."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: ByteBudget) -> None:
         self._value: Any = []
         self._budget = budget
         self._nbytes = 0
@@ -194,7 +194,7 @@ class _ListStore(Store):
         self._budget.used += self._nbytes
 
 
-class _FoldStore(Store):
+class _FoldStore(Accumulator):
     """The result of a two-argument function applied to the tensors."""
 
     def __init__(self, function: Fold) -> None:
@@ -228,7 +228,7 @@ class _FoldStore(Store):
         self._value = {key: part.clone() for key, part in state.items()} or None
 
 
-class _ReplacedStore(Store):
+class _ReplacedStore(Accumulator):
     """A store with a computed value that accepts no tensors after the value was replaced."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from lightning_recorder.errors import ArgumentError, SelectionError, check_calla
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.selection import Selection, is_of_types
 from lightning_recorder.taps import Receiver, Tap
-from lightning_recorder.tensors.accumulators import Budget, Fold, Metric, Store, make_store
+from lightning_recorder.tensors.accumulators import Accumulator, ByteBudget, Fold, Metric, make_accumulator
 from lightning_recorder.tensors.saving import load_recording, save_recording
 from lightning_recorder.tensors.subrecorder import RecordedData, SubRecorder
 
@@ -70,15 +70,15 @@ class Recorder(ABC):
         self.reduction = reduction
         self.strict = strict
         self.subrecorders: list[SubRecorder] = []
-        self._budget = Budget(max_bytes)
+        self._budget = ByteBudget(max_bytes)
         self._make_store()  # fail at construction instead of in the first step
 
     @abstractmethod
     def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
         """Create the tap for the tensors that this recorder records."""
 
-    def _make_store(self) -> Store:
-        return make_store(self.reduction, self._budget)
+    def _make_store(self) -> Accumulator:
+        return make_accumulator(self.reduction, self._budget)
 
     def _make_nothing(self) -> Any:
         return [] if self.reduction is None else None

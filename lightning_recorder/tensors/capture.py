@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_recorder.dumps import can_hold
-from lightning_recorder.errors import tell
-from lightning_recorder.internals.pause_recording import unrecorded
+from lightning_recorder.errors import warn
+from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.statistics.sites import SiteStates, Snapshot
 from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap, Site, Tap
 from lightning_recorder.tensors.buffers import BufferPool
@@ -169,7 +169,7 @@ class TensorCapture:
             self._captured.left_out.append(name)
             return
         self._nbytes += nbytes
-        with torch.no_grad(), unrecorded():
+        with torch.no_grad(), pause_recording():
             copy = self._buffers.take(tensor.shape, dtype, tensor.device)
             self._captured.tensors[name] = copy.copy_(tensor)
 
@@ -177,7 +177,7 @@ class TensorCapture:
         self._captured.unheld.append(name)
         if not self._is_told:
             self._is_told = True
-            tell(f"{name!r} is not dumped, nor is what else is of {dtype}, which safetensors does not have")
+            warn(f"{name!r} is not dumped, nor is what else is of {dtype}, which safetensors does not have")
 
 
 def _plain(name: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError, did_you_mean
 from lightning_recorder.taps import Receiver, Site, Tap
-from lightning_recorder.tensors.accumulators import Store
+from lightning_recorder.tensors.accumulators import Accumulator
 
 __all__ = ["RecordedData", "SubRecorder"]
 
@@ -36,13 +36,13 @@ class SubRecorder:
         name: str,
         module: nn.Module,
         make_tap: Callable[[Mapping[str, nn.Module], Receiver], Tap],
-        make_store: Callable[[], Store],
+        make_accumulator: Callable[[], Accumulator],
         make_nothing: Callable[[], Any],
     ) -> None:
         self.name = name
         self.module = module
         self.tap = make_tap({name: module}, self._receive)
-        self._make_store = make_store
+        self._make_store = make_accumulator
         self._make_nothing = make_nothing
         self._sites: dict[str, _Recorded] = {}
         self._initial: Any = _MISSING  # data assigned before the first tensor
@@ -150,7 +150,7 @@ class SubRecorder:
             recorded.samples += tensor.size(0) if tensor.dim() else 1
             self._sites[site.path] = recorded
 
-    def _start(self, store: Store, path: str) -> None:
+    def _start(self, store: Accumulator, path: str) -> None:
         """Initialise the store of a new path with data that were assigned before its first tensor."""
         if isinstance(self._initial, Mapping) and path in self._initial:
             store.replace(self._initial[path])
@@ -231,6 +231,6 @@ def _precise(device: torch.device) -> AbstractContextManager[object]:
 class _Recorded:
     """The recorded data of one tensor of a module."""
 
-    store: Store
+    store: Accumulator
     samples: int = 0
     calls: int = 0

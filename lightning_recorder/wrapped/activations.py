@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.errors import tell
+from lightning_recorder.errors import warn
 from lightning_recorder.internals.autograd import version_of
-from lightning_recorder.internals.pause_recording import unrecorded
+from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.structure import describe_unknown, iter_tensors
 from lightning_recorder.wrapped.calls import Call, CallWatch, Label
 
-__all__ = ["Kept", "Postprocessor", "Recording"]
+__all__ = ["OutputRecorder", "Postprocessor", "SavedOutput"]
 
 Postprocessor = Callable[[Any], Any]
 """A function that takes a module's output and returns a replacement, or ``None`` to leave it unchanged."""
 
 
-class Kept:
+class SavedOutput:
     """A tensor as it was when a hook saw it."""
 
     def __init__(self, tensor: Tensor, version: int | None, copy: Tensor) -> None:
@@ -30,10 +30,10 @@ class Kept:
         self._copy = copy
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Kept:
+    def of(cls, tensor: Tensor) -> SavedOutput:
         """Save the current state of a tensor."""
         # Autograd is on in any mode, so that the copy requires a gradient exactly if the tensor does.
-        with unrecorded(), torch.enable_grad():
+        with pause_recording(), torch.enable_grad():
             return cls(tensor, version_of(tensor), tensor.clone())
 
     @property
@@ -48,10 +48,10 @@ class Kept:
 
 
 def _tell_unknown(name: str, path: str, value: object, error: Exception | None) -> None:
-    tell(f"RecordedNet passes over {describe_unknown(name, path, value, error)}")
+    warn(f"RecordedNet passes over {describe_unknown(name, path, value, error)}")
 
 
-class Recording(CallWatch):
+class OutputRecorder(CallWatch):
     """A watch of one recorded forward pass."""
 
     def __init__(
@@ -62,11 +62,11 @@ class Recording(CallWatch):
         keep: bool,
     ) -> None:
         super().__init__(modules)
-        self.records: dict[Label, Kept | dict[str, Kept]] = {}
+        self.records: dict[Label, SavedOutput | dict[str, SavedOutput]] = {}
         self._labels = labels
         self._postprocs = postprocs
         self._keep = keep
-        self._latest: dict[int, Kept] = {}
+        self._latest: dict[int, SavedOutput] = {}
 
     def end(self, call: Call, output: Any) -> Any:
         """Record and postprocess the output of a recorded call."""
@@ -82,9 +82,9 @@ class Recording(CallWatch):
         postproc = self._postprocs.get(label)
         return None if postproc is None else postproc(output)
 
-    def _kept(self, tensor: Tensor) -> Kept:
+    def _kept(self, tensor: Tensor) -> SavedOutput:
         # A parent often returns its last child's output: one copy serves both.
         kept = self._latest.get(id(tensor))
         if kept is None or not kept.is_of(tensor):
-            kept = self._latest[id(tensor)] = Kept.of(tensor)
+            kept = self._latest[id(tensor)] = SavedOutput.of(tensor)
         return kept

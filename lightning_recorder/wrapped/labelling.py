@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_recorder.errors import RecordingError
-from lightning_recorder.internals.pause_recording import unrecorded
+from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.wrapped.calls import CallWatch
@@ -31,7 +31,7 @@ def run_without_trace(
     Raises:
         RecordingError: If the net raises; names the module that raised.
     """
-    with unrecorded():
+    with pause_recording():
         copies = own_copies({**dict(enumerate(args)), **kwargs})
         args, kwargs = tuple(copies[index] for index in range(len(args))), {key: copies[key] for key in kwargs}
         tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))

@@ -16,10 +16,10 @@ from lightning_recorder.inputs import arguments, make_inputs
 from lightning_recorder.internals.autograd import in_backward
 from lightning_recorder.internals.preserve_state import ModuleState
 from lightning_recorder.names import named_submodules
-from lightning_recorder.wrapped.activations import Kept, Postprocessor, Recording
+from lightning_recorder.wrapped.activations import OutputRecorder, Postprocessor, SavedOutput
 from lightning_recorder.wrapped.calls import Label, differences, label_calls
 from lightning_recorder.wrapped.labelling import run_without_trace
-from lightning_recorder.wrapped.prefixes import NET, leave_level_out, name_as_in_net, put_level_in
+from lightning_recorder.wrapped.prefixes import NET, add_prefix, name_as_in_net, remove_prefix
 from lightning_recorder.wrapped.summary import Summary, SummaryWatch
 
 __all__ = ["RecordedNet"]
@@ -119,11 +119,11 @@ class RecordedNet(nn.Module):
         self._depth = depth
         self._static = force_static_flow
         self._recording: tuple[Label, ...] = ()
-        self._records: dict[Label, Kept | dict[str, Kept]] = {}
+        self._records: dict[Label, SavedOutput | dict[str, SavedOutput]] = {}
         data = make_inputs(net, input_size, dtypes) if input_size is not None else input_data
         self._label(*arguments(data, input_kwargs))
-        self.register_state_dict_post_hook(leave_level_out)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self.register_load_state_dict_pre_hook(put_level_in)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_state_dict_post_hook(remove_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_load_state_dict_pre_hook(add_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.register_load_state_dict_post_hook(name_as_in_net)  # type: ignore[no-untyped-call]  # torch has no annotations there
 
     def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -297,14 +297,14 @@ class RecordedNet(nn.Module):
         if not self._static:
             called = {call.name for call in labels}
             modules = {name: module for name, module in modules.items() if name in called}
-        with Recording(modules, labels, postprocs, keep) as recording:
+        with OutputRecorder(modules, labels, postprocs, keep) as recording:
             output = self._net(*args, **kwargs)
         self._check_flow(recording)
         if keep:
             self._records = recording.records
         return output
 
-    def _check_flow(self, recording: Recording) -> None:
+    def _check_flow(self, recording: OutputRecorder) -> None:
         if self._static:
             found = differences(self._calls, recording.calls)
             if found is not None:

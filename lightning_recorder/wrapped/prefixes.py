@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["NET", "leave_level_out", "name_as_in_net", "put_level_in"]
+__all__ = ["NET", "add_prefix", "name_as_in_net", "remove_prefix"]
 
 NET = "_net"
 """The name of the wrapped module in the wrapper, which is removed from keys."""
@@ -20,7 +20,7 @@ def _renamed(keys: Iterable[str], old: str, new: str) -> dict[str, str]:
     return {key: new + key[len(old) :] for key in keys if key.startswith(old)}
 
 
-def leave_level_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+def remove_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
     """Rename the entries of a state dictionary to the names in the net itself."""
     inner = f"{prefix}{NET}."
     _rename(state_dict, _renamed(state_dict, inner, prefix))
@@ -30,7 +30,7 @@ def leave_level_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
         metadata[(prefix + f"{key}."[len(inner) :])[:-1]] = metadata[key]
 
 
-def put_level_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: object) -> None:
+def add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: object) -> None:
     """Rename the entries of a state dictionary to the names that torch expects."""
     inner = f"{prefix}{NET}."
     _rename(state_dict, _renamed(state_dict, prefix, inner))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_recorder import StatisticsRecorder
-from lightning_recorder.outputs import DumpFolder, Plotter, RecordFile, Report, Results, TensorDumps
+from lightning_recorder.outputs import DumpFolder, Plotter, RecordFile, RecordPipeline, SinkFormatter, TensorDumps
 from lightning_recorder.sinks import MultiSink, TensorBoardSink
 from lightning_recorder.statistics import Record
 from lightning_recorder.tensors import BufferPool, TensorCapture
@@ -57,9 +57,9 @@ def flushing(repeats: int) -> list[str]:
     all_: list[float] = []
     steps: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        results = Results(Report("activations", STATISTICS), say=lambda line: None)
+        results = RecordPipeline(SinkFormatter("activations", STATISTICS), say=lambda line: None)
         results.begin(MultiSink([TensorBoardSink(folder)]), None, "activations")
-        results.outlets = [RecordFile(Path(folder), "activations", group="activations")]
+        results.consumers = [RecordFile(Path(folder), "activations", group="activations")]
         for number in range(repeats + 1):
             steps.append(milliseconds(lambda: [step() for _ in range(5)]) / 5)
             with recorder:
@@ -117,11 +117,11 @@ def dumping(repeats: int) -> list[str]:
             synced.append(milliseconds(lambda: save(sync=True)))
     here, saved, synced = here[2:], saved[2:], synced[2:]
     mine = statistics.median(here)
-    at_once, on_disk = (mine / statistics.median(each) for each in (saved, synced))
+    fast_path, on_disk = (mine / statistics.median(each) for each in (saved, synced))
     return [
         f"Dumping 100 tensors of 1 MB takes {spread(here)} of the training thread.",
         f"safetensors.torch.save_file takes {spread(saved)}, with the wait for the disk {spread(synced)}.",
-        f"That is {at_once:.2f} x and {on_disk:.2f} x the time of saving at once; a dump waits for the disk, too.",
+        f"That is {fast_path:.2f} x and {on_disk:.2f} x the time of saving at once; a dump waits for the disk, too.",
     ]
 
 

@@ -44,7 +44,7 @@ def is_large(seen: SiteStatistics) -> bool:
 
 
 def dumped(callback: StatisticsCallback) -> tuple[str, ...]:
-    return callback.keeping.dumps.at
+    return callback.output_options.dumps.at
 
 
 def condition(event: Any) -> Any:
@@ -52,7 +52,7 @@ def condition(event: Any) -> Any:
 
 
 def kept(field: str) -> Any:
-    return lambda callback: getattr(callback.keeping, f"_{field}")
+    return lambda callback: getattr(callback.output_options, f"_{field}")
 
 
 def reductions(callback: StatisticsCallback) -> list[str]:
@@ -116,7 +116,7 @@ STATISTICS: list[tuple[str, Any, Any, Any]] = [
     ("dump", False, dumped, ()),
     ("dump", "epochs", dumped, ("epochs",)),
     ("dump", ["records", "checkpoints"], dumped, ("records", "checkpoints")),
-    ("dump_when", f"{MODULE}.is_large", lambda callback: condition(callback.keeping.dumps._event), is_large),
+    ("dump_when", f"{MODULE}.is_large", lambda callback: condition(callback.output_options.dumps._event), is_large),
     ("max_total_bytes", 1000, kept("max_total_bytes"), 1000),
     ("upload", True, kept("upload"), True),
     ("max_upload_bytes", 2000, kept("max_upload_bytes"), 2000),

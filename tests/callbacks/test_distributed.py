@@ -41,7 +41,7 @@ from lightning_recorder import (
     read_dump,
 )
 from lightning_recorder.reductions import Change, Reduction, Statistics, Values, to_histogram
-from lightning_recorder.statistics import SHOWN_STATISTICS, SiteRecorder
+from lightning_recorder.statistics import SHOWN_STATISTICS, BaseStatisticsRecorder
 from tests.callbacks.models import LEAVES, Classifier, digits
 from tests.reductions.reference import Moments, values_of
 
@@ -372,7 +372,7 @@ for _rank in 0, 1:
 class Late(ActivationRecorder):
     """Fails on rank 1 after the ranks have agreed to record."""
 
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
+    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         if modules and this_rank() == 1:
             raise ValueError("injected")
         return super().make_recorder(modules, stage)

@@ -292,13 +292,13 @@ def test_hooks_are_on_for_the_first_batch_of_a_sampled_step_alone(tmp_path: Path
     """Only the first accumulated batch of a sampled step has hooks."""
     hooked: list[bool] = []
 
-    class Watched(Classifier):
+    class Coverage(Classifier):
         @override
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             hooked.append(bool(hooks_left(self)))
             return super().training_step(batch, batch_idx)
 
-    fit(Watched(), tmp_path, [dumper(every_n_train_steps=2)], accumulate_grad_batches=2, loader=digits(8))
+    fit(Coverage(), tmp_path, [dumper(every_n_train_steps=2)], accumulate_grad_batches=2, loader=digits(8))
     assert hooked == [True, False, True, False, False, False, True, False]
 
 

@@ -25,10 +25,10 @@ from lightning_recorder import (
 )
 from lightning_recorder.callbacks.base import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.outputs import Report
+from lightning_recorder.outputs import SinkFormatter
 from lightning_recorder.reductions import Change
 from lightning_recorder.sinks import MetricsSink, loggers
-from lightning_recorder.statistics import RunRecorder, SiteRecorder, SiteStates
+from lightning_recorder.statistics import BaseStatisticsRecorder, RunRecorder, SiteStates
 from lightning_recorder.taps import Site, Tap
 from tests.callbacks.models import hooks_left
 from tests.callbacks.small import BATCHES, Small, go, shown, small, told_by
@@ -183,8 +183,8 @@ INSIDE: dict[str, Callable[[Any], list[tuple[Any, str]]]] = {
 def failing_inside(kind: Any, place: str) -> Any:
     """Return a subclass in which a method of the recorder fails."""
 
-    def make_recorder(self: Any, modules: Mapping[str, nn.Module], stage: str) -> SiteRecorder:
-        recorder: SiteRecorder = kind.make_recorder(self, modules, stage)
+    def make_recorder(self: Any, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
+        recorder: BaseStatisticsRecorder = kind.make_recorder(self, modules, stage)
         if modules:  # not the recorder that validates the settings at construction
             for holder, name in INSIDE[place](recorder):
                 setattr(holder, name, fails)
@@ -238,7 +238,7 @@ def test_a_fault_of_the_callback_is_one_warning(
 
 
 PATCHED: list[tuple[Any, str, Callable[[Any], bool]]] = [
-    (Report, "write", lambda self: self.group == "gradients"),
+    (SinkFormatter, "write", lambda self: self.group == "gradients"),
     (RunRecorder, "start_batch", lambda self: self.name == "GradientRecorder"),
     (RunRecorder, "end_batch", lambda self: self.name == "GradientRecorder"),
     (RunRecorder, "end_epoch", lambda self: self.name == "GradientRecorder"),
@@ -424,7 +424,7 @@ def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-class Watched(Small):
+class Coverage(Small):
     """Stores the modules that have hooks at each step."""
 
     def __init__(self) -> None:
@@ -440,7 +440,7 @@ class Watched(Small):
 def test_the_environment_switches_all_off(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``LIGHTNING_RECORDER=off``, there are no hooks, files, records or errors, even for a wrong selection."""
     monkeypatch.setenv("LIGHTNING_RECORDER", value)
-    sink, model = MemorySink(), Watched()
+    sink, model = MemorySink(), Coverage()
     callbacks = [made(kind, sink) for kind in (*KINDS, GraphRecorder)] + [ActivationRecorder("no.such.module")]
     told = told_by(lambda: go(tmp_path, callbacks, model=model, validation=True, enable_checkpointing=False))
     assert told == []
@@ -466,7 +466,7 @@ class Switching(Callback):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_callback_is_switched_off_and_on_again(first: bool, tmp_path: Path) -> None:
     """From the next batch on, a disabled callback adds no hook and records nothing until it is enabled."""
-    sink, model = MemorySink(), Watched()
+    sink, model = MemorySink(), Coverage()
     recorders: list[Any] = [kind(every_n_train_steps=1, sinks=[sink]) for kind in KINDS]
     switching = Switching(recorders, 2, 5)
     go(tmp_path, [switching, *recorders] if first else [*recorders, switching], model=model)

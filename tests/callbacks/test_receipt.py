@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_recorder import ActivationRecorder, GradientRecorder, MemorySink, ParameterRecorder, StatisticsRecorder
 from lightning_recorder.reductions import Norms
 from lightning_recorder.schedule import Sampling
-from lightning_recorder.statistics import Budget, Record, RunRecorder
+from lightning_recorder.statistics import OverheadLimit, Record, RunRecorder
 from tests.callbacks.models import Classifier, digits, fit
 from tests.callbacks.small import Small, go, small
 
@@ -588,7 +588,7 @@ def test_all_callbacks_share_the_file(tmp_path: Path) -> None:
 )
 def test_the_interval_is_what_the_share_needs(share: float, step_ms: float, spent_ms: float, interval: int) -> None:
     """The interval is the smallest one for which ``recording / (interval * step)`` is within the limit."""
-    budget = Budget(share)
+    budget = OverheadLimit(share)
     budget.add_recorded(1, 10**6, 10**6)  # the first record does not count
     for _ in range(3):
         budget.add_step(step_ms)
@@ -623,7 +623,7 @@ def cadences(
     """
     clock, net, records = Clock(), nn.Linear(2, 2), list[Record]()
     recorder = StatisticsRecorder({"net": net})
-    run = RunRecorder(recorder, Sampling(every), records.append, budget=Budget(share), clock=clock)
+    run = RunRecorder(recorder, Sampling(every), records.append, budget=OverheadLimit(share), clock=clock)
     add, snapshot = recorder.states.add, recorder.states.snapshot
 
     def slow_add(*args: Any) -> None:

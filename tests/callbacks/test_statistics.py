@@ -76,12 +76,12 @@ def test_hooks_are_on_sampled_steps_alone(tmp_path: Path) -> None:
     """On an unrecorded step, the model has no hook of this package."""
     hooked: list[bool] = []
 
-    class Watched(Classifier):
+    class Coverage(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             hooked.append(bool(hooks_left(self)))
             return super().training_step(batch, batch_idx)
 
-    fit(Watched(), tmp_path, [ActivationRecorder(every_n_train_steps=3), GradientRecorder(every_n_train_steps=3)])
+    fit(Coverage(), tmp_path, [ActivationRecorder(every_n_train_steps=3), GradientRecorder(every_n_train_steps=3)])
     assert hooked == [True, False, True, False, False, True]
 
 
@@ -533,13 +533,13 @@ def test_compiled_models_are_recorded_and_not_compiled_again(tmp_path: Path, how
 def test_a_sink_says_in_which_thread_it_is_written(any_thread: bool, tmp_path: Path) -> None:
     """A sink that allows it is written in the background, any other in the training thread; nothing is lost."""
 
-    class Watched(MemorySink):
+    class Coverage(MemorySink):
         def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
             threads.add(threading.get_ident())
             return super().write_scalars(step, scalars)
 
     threads: set[int] = set()
-    sink = Watched()
+    sink = Coverage()
     sink.any_thread = any_thread
     fit(Classifier(), tmp_path, [ActivationRecorder(every_n_train_steps=1, sinks=[sink])], logger=False)
     assert (threading.get_ident() in threads) == (not any_thread)

@@ -7,31 +7,31 @@ import threading
 import pytest
 import torch
 
-from lightning_recorder.internals.pause_recording import is_unrecorded, unrecorded
+from lightning_recorder.internals.pause_recording import is_paused, pause_recording
 
 
 def test_it_is_on_inside_only() -> None:
     """The switch is on inside the block and off before and after it."""
-    seen = [is_unrecorded()]
-    with unrecorded():
-        seen.append(is_unrecorded())
-    assert [*seen, is_unrecorded()] == [False, True, False]
+    seen = [is_paused()]
+    with pause_recording():
+        seen.append(is_paused())
+    assert [*seen, is_paused()] == [False, True, False]
 
 
 def test_it_nests() -> None:
     """Leaving an inner block keeps the outer one active."""
-    with unrecorded():
-        with unrecorded():
+    with pause_recording():
+        with pause_recording():
             pass
-        assert is_unrecorded()
-    assert not is_unrecorded()
+        assert is_paused()
+    assert not is_paused()
 
 
 def test_it_ends_with_an_exception() -> None:
     """An exception propagates and turns the switch off."""
-    with pytest.raises(IndexError), unrecorded():
+    with pytest.raises(IndexError), pause_recording():
         [].pop()
-    assert not is_unrecorded()
+    assert not is_paused()
 
 
 def test_autograd_is_off_inside_and_as_before_after() -> None:
@@ -40,7 +40,7 @@ def test_autograd_is_off_inside_and_as_before_after() -> None:
     tracked: list[bool] = []
     for outside in (torch.enable_grad, torch.no_grad):
         with outside():
-            with unrecorded():
+            with pause_recording():
                 tracked.append((x * 2).requires_grad)
             tracked.append((x * 2).requires_grad)
     assert tracked == [False, True, False, False]
@@ -49,9 +49,9 @@ def test_autograd_is_off_inside_and_as_before_after() -> None:
 def test_it_is_a_matter_of_one_thread() -> None:
     """Other threads, such as that of a dataloader, are still recorded."""
     seen: list[bool] = []
-    with unrecorded():
-        thread = threading.Thread(target=lambda: seen.append(is_unrecorded()))
+    with pause_recording():
+        thread = threading.Thread(target=lambda: seen.append(is_paused()))
         thread.start()
         thread.join()
-        seen.append(is_unrecorded())
+        seen.append(is_paused())
     assert seen == [False, True]

@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_recorder.outputs.coverage_history import Coverage
+from lightning_recorder.outputs.coverage_history import PresenceHistory
 
 Present = Callable[[int], bool]
 
 
 def changes(present: Present, records: int) -> tuple[list[int], list[int], bool]:
     """Return the records at which a unit starts late and stops, and True if it counts as stopped at the end."""
-    coverage: Coverage[str] = Coverage()
+    coverage: PresenceHistory[str] = PresenceHistory()
     started, stopped = [], []
     for number in range(records):
         late, gone = coverage.update(number, ["always", *(["it"] if present(number) else [])])
         assert "always" not in [*late, *gone]
         started += [number] * len(late)
         stopped += [number] * len(gone)
-    return started, stopped, coverage.conclude() == ["it"]
+    return started, stopped, coverage.finish() == ["it"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_unit_that_comes_back_stops_once() -> None:
 
 def test_first_and_last_steps() -> None:
     """The steps of a unit are those of its first and its last record."""
-    coverage: Coverage[str] = Coverage()
+    coverage: PresenceHistory[str] = PresenceHistory()
     for step, seen in [(0, "a"), (49, "ab"), (99, "b"), (149, "b")]:
         coverage.update(step, seen)
     assert (coverage.steps("a"), coverage.steps("b"), coverage.records) == ((0, 49), (49, 149), 4)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_recorder import MemorySink, StatisticsRecorder
-from lightning_recorder.outputs import Report
+from lightning_recorder.outputs import SinkFormatter
 from lightning_recorder.reductions import Norms
 from lightning_recorder.statistics import Record
 
@@ -24,7 +24,7 @@ def record(*values: float, **about: Any) -> Record:
 
 def written(*records: Record, **options: Any) -> MemorySink:
     sink = MemorySink()
-    report = Report("activations", options.pop("statistics", ("mean", "max")), **options)
+    report = SinkFormatter("activations", options.pop("statistics", ("mean", "max")), **options)
     for each in records:
         report.write(sink, each, each.snapshot.statistics())
     return sink
@@ -50,7 +50,7 @@ def test_tags(about: dict[str, Any], group: str, end: str) -> None:
 
 def test_overflows_are_counted_under_the_label_of_the_recorder() -> None:
     """Two recorders of one group count overflowed steps under different tags."""
-    report, sink = Report("gradients", ["mean"]), MemorySink()
+    report, sink = SinkFormatter("gradients", ["mean"]), MemorySink()
     report.begin("gradients-2")
     about = record(1.0, overflowed=True, overflow_steps=3)
     report.write(sink, about, about.snapshot.statistics())

@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_recorder import MemorySink, RecorderWarning, StatisticsRecorder, open_recording
-from lightning_recorder.outputs import Outlet, Plotter, RecordFile, Report, Results
+from lightning_recorder.outputs import Plotter, RecordConsumer, RecordFile, RecordPipeline, SinkFormatter
 from lightning_recorder.sinks import MultiSink, for_any_thread
 from lightning_recorder.statistics import Record, SiteStatistics
 from lightning_recorder.taps import Site
@@ -30,28 +30,28 @@ def record(step: int, value: float = 1.0, names: tuple[str, ...] = ("m",), **abo
     return Record(step, 0, recorder.snapshot(), **about)
 
 
-class Noting(Outlet):
-    """An outlet that keeps its calls and their threads."""
+class Noting(RecordConsumer):
+    """A consumer that keeps its calls and their threads."""
 
     def __init__(self, fails_at: int = -1) -> None:
-        self.told: list[object] = []
+        self.seen: list[object] = []
         self.threads: set[int] = set()
         self.fails_at = fails_at
 
     @override
     def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         self.threads.add(threading.get_ident())
-        self.told.append(record.step)
+        self.seen.append(record.step)
         if record.step == self.fails_at:
             raise OSError("disk full")
 
     @override
     def end_epoch(self) -> None:
-        self.told.append("epoch")
+        self.seen.append("epoch")
 
     @override
     def finish(self) -> None:
-        self.told.append("end")
+        self.seen.append("end")
 
 
 class OfOneThread(MemorySink):
@@ -69,31 +69,31 @@ class OfOneThread(MemorySink):
         return super().write_scalars(step, scalars)
 
 
-def results(sink: MemorySink, *outlets: Outlet, **options: Any) -> Results:
-    made = Results(Report("activations", ("mean",)), name="it", **options)
+def results(sink: MemorySink, *consumers: RecordConsumer, **options: Any) -> RecordPipeline:
+    made = RecordPipeline(SinkFormatter("activations", ("mean",)), name="it", **options)
     made.begin(MultiSink([for_any_thread(sink)]), None, "activations")
-    made.outlets = list(outlets)
+    made.consumers = list(consumers)
     return made
 
 
 @pytest.mark.parametrize("kind", [MemorySink, OfOneThread])
-def test_outlets_are_given_every_record_off_the_training_thread(kind: type[MemorySink]) -> None:
-    """Outlets run in a background thread, whichever thread the sink needs, and receive all events in order."""
+def test_consumers_receive_every_record_off_the_training_thread(kind: type[MemorySink]) -> None:
+    """Consumers run in a background thread, whichever thread the sink needs, and receive all events in order."""
     sink, noting = kind(), Noting()
     made = results(sink, noting)
     made.add(record(0))
     made.end_epoch()
     made.add(record(1))
     made.end()
-    assert noting.told == [0, "epoch", 1, "end"]
+    assert noting.seen == [0, "epoch", 1, "end"]
     assert threading.get_ident() not in noting.threads
     assert list(sink.scalars["activations/m/mean"]) == [0, 1]
     if isinstance(sink, OfOneThread):
         assert sink.threads == {threading.get_ident()}
 
 
-def test_a_failing_outlet_costs_nothing_but_itself() -> None:
-    """A failing outlet causes one warning with its name; the sink and the other outlets receive all records."""
+def test_a_failing_consumer_costs_nothing_but_itself() -> None:
+    """A failing consumer causes one warning with its name; the sink and the other consumers receive all records."""
     sink, bad, good = MemorySink(), Noting(fails_at=1), Noting()
     made = results(sink, bad, good)
 
@@ -103,15 +103,15 @@ def test_a_failing_outlet_costs_nothing_but_itself() -> None:
             made.wait()
         made.end()
 
-    with pytest.warns(RecorderWarning, match="^it writes no more Noting: OSError: disk full$") as told:
+    with pytest.warns(RecorderWarning, match="^it writes no more Noting: OSError: disk full$") as seen:
         go()
-    assert len(told) == 1
-    assert (bad.told, good.told) == ([0, 1], [0, 1, 2, "end"])
+    assert len(seen) == 1
+    assert (bad.seen, good.seen) == ([0, 1], [0, 1, 2, "end"])
     assert list(sink.scalars["activations/m/mean"]) == [0, 1, 2]
 
 
-def test_a_failing_outlet_is_raised_if_strict() -> None:
-    """With ``strict``, the error of an outlet is raised when the next record is added or at the end."""
+def test_a_failing_consumer_is_raised_if_strict() -> None:
+    """With ``strict``, the error of a consumer is raised when the next record is added or at the end."""
     made = results(MemorySink(), Noting(fails_at=0), strict=True)
     made.add(record(0))
     with pytest.raises(OSError, match="disk full"):
@@ -120,7 +120,7 @@ def test_a_failing_outlet_is_raised_if_strict() -> None:
 
 @pytest.mark.parametrize("kind", [MemorySink, OfOneThread])
 def test_pictures_reach_the_sink(kind: type[MemorySink]) -> None:
-    """Images that an outlet writes in the background are in the sink at the end, whichever thread it needs."""
+    """Images that a consumer writes in the background are in the sink at the end, whichever thread it needs."""
     sink = kind()
     made = results(sink)
 
@@ -129,7 +129,7 @@ def test_pictures_reach_the_sink(kind: type[MemorySink]) -> None:
         def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
             made.show(record.step, {"picture": np.zeros((2, 2, 3), dtype=np.uint8)})
 
-    made.outlets = [Showing()]
+    made.consumers = [Showing()]
     made.add(record(4))
     made.end()
     assert list(sink.images["picture"]) == [4]

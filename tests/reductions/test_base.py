@@ -341,11 +341,11 @@ def test_what_is_left_to_be_merged_is_merged_right(make: Make) -> None:
     sized = make().sized_for(Values(MATRIX))
     state = sized.initial()
     for tensor in (MATRIX, MATRIX - 5):
-        rest = sized.begin(state, Values(tensor))
-        assert (rest is None) == (sized.head is None or isinstance(sized, Statistics))
-        if rest is not None and sized.head is not None:
-            assert rest.shape == (sized.head.width,)
-            sized.head.merge_states(state[: sized.head.width], rest)
+        rest = sized.update_deferred(state, Values(tensor))
+        assert (rest is None) == (sized.partial is None or isinstance(sized, Statistics))
+        if rest is not None and sized.partial is not None:
+            assert rest.shape == (sized.partial.width,)
+            sized.partial.merge_states(state[: sized.partial.width], rest)
     assert_bits(state, reduced(make, MATRIX, MATRIX - 5).state)
 
 
@@ -536,7 +536,7 @@ def test_two_methods_make_a_reduction() -> None:
     state = reduced(AbsoluteSum, torch.tensor([-1.0, 2.0, float("inf")]))
     state.merge(reduced(AbsoluteSum, torch.tensor([4])))
     assert float(state.compute()["absolute_sum"]) == 7.0
-    assert state.additive_words().tolist() == [True]
+    assert state.additive_slots().tolist() == [True]
     other = AbsoluteSum()
     other.load_state_dict(state.state_dict())
     assert other.state.tolist() == [7.0]

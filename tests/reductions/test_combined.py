@@ -189,7 +189,7 @@ def test_two_collectives_merge_everything() -> None:
     streams_of_ranks = (SAMPLES, SAMPLES[1:], (torch.ones(1, 2), torch.full((3, 2), 0.25)))
     states = [reduced(combined(*ALL, Tallied), *stream) for stream in streams_of_ranks]
     whole = merged(combined(*ALL, Tallied), *states)
-    additive = whole.additive_words()
+    additive = whole.additive_slots()
     assert (additive.shape, additive.dtype) == ((whole.width,), torch.bool)
     by_sum = torch.stack([state.state for state in states]).sum(0)
     assert_equal(by_sum[additive], whole.state[additive])
@@ -243,19 +243,19 @@ class Loud(Extrema):
         (Reservoir, False),
     ],
 )
-def test_the_additive_words_are_those_of_the_parts(make: Make, additive: bool) -> None:
+def test_the_additive_slots_are_those_of_the_parts(make: Make, additive: bool) -> None:
     """Words of a part are additive in a combination exactly if they are additive alone."""
     state = combined(make)() if make in (Extrema, Tallies) else combined(make, Quiet, Loud)()
     expected = {"loud": False, "quiet": True}
-    found = {part.statistics: words for part, words in zip_words(state)}
-    for names, words in found.items():
-        assert words == [expected.get(names[0], additive)] * len(words)
+    found = {part.statistics: slots for part, slots in zip_words(state)}
+    for names, slots in found.items():
+        assert slots == [expected.get(names[0], additive)] * len(slots)
 
 
 def zip_words(state: Combined) -> list[tuple[Reduction, list[bool]]]:
     """Return the parts with the list of their additive words."""
-    words = state.additive_words().split([part.width for part in state.parts])
-    return [(part, each.tolist()) for part, each in zip(state.parts, words, strict=True)]
+    slots = state.additive_slots().split([part.width for part in state.parts])
+    return [(part, each.tolist()) for part, each in zip(state.parts, slots, strict=True)]
 
 
 # Restarts

@@ -13,7 +13,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder.sinks import TensorBoardSink
-from lightning_recorder.sinks.tfrecord_crc import framed, quicken_records
+from lightning_recorder.sinks.tfrecord_crc import framed, patch_crc32c
 from tests.sinks.events import read_events
 
 
@@ -48,7 +48,7 @@ def test_without_the_library_all_stays_as_it_was(tmp_path: Path, monkeypatch: py
     """If the library cannot be imported, the writer writes as TensorBoard does."""
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     with SummaryWriter(str(tmp_path)) as writer:
-        assert not quicken_records(writer)
+        assert not patch_crc32c(writer)
         with TensorBoardSink(writer) as sink:
             sink.write_scalars(3, {"a": 1.0})
     assert [event.value for event in read_events(tmp_path).Scalars("a")] == [1.0]
@@ -60,4 +60,4 @@ def test_a_writer_of_another_make_is_left_alone() -> None:
     class Other:
         pass
 
-    assert not quicken_records(Other())  # type: ignore[arg-type]
+    assert not patch_crc32c(Other())  # type: ignore[arg-type]

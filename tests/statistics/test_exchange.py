@@ -45,7 +45,7 @@ def seen(merged: Merged) -> Any:
     found = None
     if merged.snapshot is not None:
         found = {site: (dict(each.scalars), each.bins) for site, each in merged.snapshot.statistics().items()}
-    return {"found": found, "words": merged.words, "absent": merged.absent}
+    return {"found": found, "numbers": merged.numbers, "absent": merged.absent}
 
 
 # The work of the processes. Each function runs on every rank and returns the data to check.
@@ -56,7 +56,7 @@ def merged_twice(rank: int, calls: Counter[str]) -> Any:
     results = []
     for number in 1, 2:
         calls.clear()
-        merged = exchange.merge(snapshot_of(a=tensor_of(rank)), words=(float(number), float(rank)))
+        merged = exchange.merge(snapshot_of(a=tensor_of(rank)), numbers=(float(number), float(rank)))
         results.append({**seen(merged), "calls": dict(calls)})
     return results
 
@@ -79,7 +79,7 @@ def one_failed(rank: int, calls: Counter[str]) -> Any:
     exchange = Exchange(torch.device("cpu"))
     ranks = range(exchange.ranks)
     return [
-        seen(exchange.merge(None if rank == failed else snapshot_of(a=tensor_of(rank)), words=(1.0,)))
+        seen(exchange.merge(None if rank == failed else snapshot_of(a=tensor_of(rank)), numbers=(1.0,)))
         for failed in ranks
     ]
 
@@ -209,13 +209,13 @@ def check_statistics(found: tuple[dict[str, float], Tensor], tensors: Sequence[T
 
 
 def test_rank_zero_has_what_one_reduction_gives(ranks: list[dict[str, Any]]) -> None:
-    """Rank zero has the merged states of all ranks, the others have none, and every rank has the words of all."""
+    """Rank zero has the merged states of all ranks, the others have none, and every rank has the numbers of all."""
     tensors = [tensor_of(rank) for rank in range(len(ranks))]
     for number, result in enumerate(ranks[0]["merged_twice"], start=1):
         check_statistics(result["found"][A], tensors)
         for rank in ranks:
             other = rank["merged_twice"][number - 1]
-            assert other["words"] == [[float(number), float(each)] for each in range(len(ranks))]
+            assert other["numbers"] == [[float(number), float(each)] for each in range(len(ranks))]
             assert other["absent"] == ()
     assert [result["found"] for rank in ranks[1:] for result in rank["merged_twice"]] == [None] * 2 * (len(ranks) - 1)
 
@@ -243,7 +243,7 @@ def test_a_rank_that_has_failed_costs_its_share(ranks: list[dict[str, Any]]) -> 
         check_statistics(ranks[0]["one_failed"][failed]["found"][A], others)
         for rank in ranks:
             result = rank["one_failed"][failed]
-            assert (result["absent"], result["words"]) == ((failed,), [[1.0]] * len(ranks))
+            assert (result["absent"], result["numbers"]) == ((failed,), [[1.0]] * len(ranks))
 
 
 @pytest.mark.parametrize("act", ["all_failed", "nothing_seen"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.reductions import BatchSum, ChannelMoments, Norms, Reduction, RunningMoments, Statistics, Values
-from lightning_recorder.statistics.packing import Key, Layout, MergedStates
+from lightning_recorder.statistics.packing import Key, MergedStates, StatePacking
 from lightning_recorder.taps import Site
 
 CPU = torch.device("cpu")
@@ -31,9 +31,9 @@ def rank_of(**tensors: Tensor) -> dict[Key, tuple[Reduction, Tensor]]:
     return {(0, Site(name, "out")): state_of(Statistics(), tensor) for name, tensor in tensors.items()}
 
 
-def layouts(ranks: Sequence[Rank]) -> list[Layout]:
+def layouts(ranks: Sequence[Rank]) -> list[StatePacking]:
     """Return the layout of each rank after all have announced their sites."""
-    found = [Layout() for _ in ranks]
+    found = [StatePacking() for _ in ranks]
     told = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
     for layout in found:
         layout.extend(told)
@@ -45,7 +45,7 @@ def merge(ranks: Sequence[Rank], copies: Sequence[Collection[Site]] = ()) -> Mer
     found = layouts(ranks)
     owned = zip(found, ranks, copies or [()] * len(ranks), strict=True)
     packed = [layout.pack(own, CPU, copies=its) for layout, own, its in owned]
-    return found[0].merge([each.apart for each in packed], torch.stack([each.added for each in packed]).sum(0))
+    return found[0].merge([each.gathered for each in packed], torch.stack([each.added for each in packed]).sum(0))
 
 
 def by_site(merged: MergedStates, bank: int = 0) -> dict[Site, Tensor]:
@@ -58,7 +58,7 @@ def random(seed: int, size: int = 50) -> Tensor:
 
 
 def test_merged_states_are_those_of_one_stream() -> None:
-    """Three ranks merge to the state of one stream: additive words exactly, moments approximately."""
+    """Three ranks merge to the state of one stream: additive slots exactly, moments approximately."""
     tensors = [random(seed, 20 * (seed + 1)) for seed in range(3)]
     found = by_site(merge([rank_of(a=each) for each in tensors]))[A]
     _, expected = state_of(Statistics(), torch.cat(tensors))
@@ -77,13 +77,13 @@ def test_a_site_of_one_rank_is_there_as_it_was() -> None:
         assert torch.equal(found[site], rank[0, site][1])
     layout = layouts([first, second])[0]
     nothing = layout.pack({}, CPU)
-    assert by_site(layout.merge([nothing.apart] * 2, nothing.added)) == {}
+    assert by_site(layout.merge([nothing.gathered] * 2, nothing.added)) == {}
 
 
 def test_ranks_without_anything_merge_to_nothing() -> None:
     """An empty layout packs to empty tensors and merges to nothing."""
     merged = merge([{}, {}])
-    assert (merged.groups, merged.rank_means, merged.apart) == ({}, {}, frozenset())
+    assert (merged.groups, merged.rank_means, merged.diverged) == ({}, {}, frozenset())
 
 
 def test_the_order_in_which_a_rank_has_seen_its_sites_does_not_matter() -> None:
@@ -102,7 +102,7 @@ def test_a_copy_counts_once() -> None:
     _, once = state_of(Statistics(), tensor)
     assert torch.equal(found[A], once)
     assert float(found[B][0]) == 2 * 50
-    assert merged.apart == frozenset()
+    assert merged.diverged == frozenset()
 
 
 @pytest.mark.parametrize("spoil", [lambda x: x + 1e-6, lambda x: -x, lambda x: x[:-1], lambda x: x * torch.nan])
@@ -110,7 +110,7 @@ def test_copies_that_differ_are_named(spoil: Callable[[Tensor], Tensor]) -> None
     """A replicated site with different copies is reported, even if one has nothing but NaN."""
     tensor = random(3)
     ranks = [rank_of(a=tensor, b=tensor), rank_of(a=spoil(tensor), b=spoil(tensor))]
-    assert merge(ranks, [(), (A,)]).apart == {A}
+    assert merge(ranks, [(), (A,)]).diverged == {A}
 
 
 def test_copies_that_were_added_up_in_another_order_are_the_same() -> None:
@@ -118,7 +118,7 @@ def test_copies_that_were_added_up_in_another_order_are_the_same() -> None:
     values = random(5, 1000)
     whole, pieces = state_of(Statistics(), values), state_of(Statistics(), *values.split(77))
     assert not torch.equal(whole[1][:3], pieces[1][:3])
-    assert merge([{(0, A): whole}, {(0, A): pieces}], [(), (A,)]).apart == frozenset()
+    assert merge([{(0, A): whole}, {(0, A): pieces}], [(), (A,)]).diverged == frozenset()
 
 
 def test_means_of_the_ranks_are_told_apart() -> None:
@@ -167,20 +167,20 @@ def test_states_of_another_size_on_each_rank_are_refused() -> None:
         {(0, A): state_of(BatchSum(), torch.ones(2, size)), (0, B): state_of(BatchSum(), torch.ones(2, 4))}
         for size in (3, 5)
     ]
-    found = [Layout() for _ in ranks]
+    found = [StatePacking() for _ in ranks]
     told = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
     refused = [[key for key, _ in layout.extend(told)] for layout in found]
     assert refused == [[(0, A)]] * 2
     assert [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)] == [[], []]
     packed = [layout.pack(own, CPU) for layout, own in zip(found, ranks, strict=True)]
-    merged = found[0].merge([each.apart for each in packed], packed[0].added + packed[1].added)
+    merged = found[0].merge([each.gathered for each in packed], packed[0].added + packed[1].added)
     assert list(by_site(merged)) == [B]
 
 
 def test_what_is_told_of_a_site_has_no_state() -> None:
     """An announced reduction has its settings but no state, and the original keeps its state."""
     reduction, state = state_of(RunningMoments(correction=1), torch.ones(3))
-    ((key, told),) = Layout().unknown({(0, A): (reduction, state)})
+    ((key, told),) = StatePacking().unknown({(0, A): (reduction, state)})
     assert (key, repr(told.reduction)) == ((0, A), repr(reduction))
     assert told.reduction is not None
     assert not told.reduction.state.any()
@@ -211,7 +211,7 @@ def test_a_reduction_that_cannot_be_sent_is_that_of_the_first_rank() -> None:
 
     own = {(0, A): state_of(Local(1), torch.ones(2))}
     assert by_site(merge([own, own]))[A].tolist() == [4.0]
-    found = [Layout(), Layout()]
+    found = [StatePacking(), StatePacking()]
     told = [[], found[1].unknown(own)]
     assert [[key for key, _ in layout.extend(told)] for layout in found] == [[(0, A)]] * 2
 

@@ -209,7 +209,7 @@ def test_collecting_changes_nothing() -> None:
 
 
 def test_the_size_is_known_in_bytes() -> None:
-    """State is allocated in blocks of 64 sites of 2057 words, regardless of tensor sizes and step count."""
+    """State is allocated in blocks of 64 sites of 2057 slots, regardless of tensor sizes and step count."""
     modules = {str(position): nn.Identity() for position in range(65)}
     recorder = StatisticsRecorder(modules)
     sizes = [recorder.nbytes]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_recorder import RecorderWarning, StatisticsRecorder
 from lightning_recorder.schedule import Reduce, Sampling
-from lightning_recorder.statistics import Budget, Record, RunRecorder
+from lightning_recorder.statistics import OverheadLimit, Record, RunRecorder
 from lightning_recorder.taps import Site
 
 SITE = Site("m", "out")
@@ -210,7 +210,7 @@ class Ticking(nn.Module):
 def test_the_budget_widens_the_cadence() -> None:
     """If the hooks take half as long as a step, an overhead of 0.1 means recording every fifth step."""
     module = Ticking()
-    loop = Loop(Sampling(1), options={"budget": Budget(0.1), "clock": lambda: module.now}, module=module)
+    loop = Loop(Sampling(1), options={"budget": OverheadLimit(0.1), "clock": lambda: module.now}, module=module)
     states = loop.run.recorder.states
     add = states.add
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recorder.errors import ArgumentError, RecorderWarning, RecordingError
-from lightning_recorder.internals.pause_recording import is_unrecorded
+from lightning_recorder.internals.pause_recording import is_paused
 from lightning_recorder.internals.stance import EagerStance
 from lightning_recorder.selection import Selection
 from lightning_recorder.structure import iter_tensors
@@ -379,7 +379,7 @@ def test_a_receiver_works_without_autograd_and_unrecorded(kind: type[Tap]) -> No
     states: set[tuple[bool, bool, bool]] = set()
 
     def receive(site: Site, tensor: Tensor) -> None:
-        states.add((tensor.requires_grad, torch.is_grad_enabled(), is_unrecorded()))
+        states.add((tensor.requires_grad, torch.is_grad_enabled(), is_paused()))
 
     with put_on(kind, module, receive):
         module(x).backward()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder import StatisticsRecorder
-from lightning_recorder.internals.pause_recording import unrecorded
+from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.reductions import Norms
 from lightning_recorder.taps import OutputGradientTap, OutputTap, Site, Tap
@@ -27,11 +27,11 @@ class Seen:
         self.received: list[Site] = []
         self.tap = kind({"m": module}, lambda site, tensor: self.received.append(site), **options)
 
-        def at_once(site: Site, tensor: Tensor) -> bool:
+        def fast_path(site: Site, tensor: Tensor) -> bool:
             self.asked.append(site)
             return answer()
 
-        self.tap.at_once = at_once
+        self.tap.fast_path = fast_path
 
     def step(self, module: nn.Module, give: Callable[[Any], Tensor] = lambda output: output) -> None:
         """Run a training step with the tap attached."""
@@ -156,7 +156,7 @@ def test_a_recomputed_forward_pass_is_taken_once() -> None:
 def test_our_own_arithmetic_is_not_taken() -> None:
     """Calls while a recorder computes do not belong to the model and are ignored."""
     seen = Seen(OutputTap, module := nn.Linear(2, 2))
-    with seen.tap, unrecorded():
+    with seen.tap, pause_recording():
         module(torch.ones(2, 2))
     assert (seen.asked, seen.received) == ([], [])
 

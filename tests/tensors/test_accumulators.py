@@ -15,15 +15,15 @@ from torch import Tensor
 
 from lightning_recorder import ArgumentError, RecorderWarning
 from lightning_recorder.reductions import Extrema, Reduction, RunningMoments, Statistics
-from lightning_recorder.tensors.accumulators import Budget, Store, make_store
+from lightning_recorder.tensors.accumulators import Accumulator, ByteBudget, make_accumulator
 
 PLENTY = 2**20
 BATCHES = [torch.tensor([[1.0, -2.0]]), torch.tensor([[4.0, 8.0], [0.5, 3.0]]), torch.tensor([[7.0, 7.0]])]
 
 
-def keep(reduction: Any, tensors: list[Tensor], max_bytes: int = PLENTY) -> Store:
+def keep(reduction: Any, tensors: list[Tensor], max_bytes: int = PLENTY) -> Accumulator:
     """Return a store updated with the tensors."""
-    store = make_store(reduction, Budget(max_bytes))
+    store = make_accumulator(reduction, ByteBudget(max_bytes))
     for tensor in tensors:
         store.update(tensor)
     return store
@@ -104,7 +104,7 @@ def test_what_is_given_is_a_template(template: Any) -> None:
 def test_another_reduction_is_refused(wrong: Any) -> None:
     """A value that is not a function, a reduction or a metric is rejected with the allowed kinds."""
     with pytest.raises(ArgumentError, match=r"^reduction takes a function of two arguments, a Reduction, a torchm"):
-        make_store(wrong, Budget(PLENTY))
+        make_accumulator(wrong, ByteBudget(PLENTY))
 
 
 # Independence from the step.
@@ -172,8 +172,8 @@ def test_a_function_may_write_to_what_it_is_given() -> None:
 
 def test_what_is_loaded_counts() -> None:
     """A loaded list counts towards the byte limit."""
-    budget = Budget(100)
-    store = make_store(None, budget)
+    budget = ByteBudget(100)
+    store = make_accumulator(None, budget)
     store.load_state_dict(keep(None, [torch.zeros(20)]).state_dict())
     with pytest.warns(RecorderWarning, match="has kept 80 bytes"):
         assert not store.update(torch.zeros(10))
@@ -184,8 +184,8 @@ def test_what_is_loaded_counts() -> None:
 
 def test_a_list_ends_at_its_limit() -> None:
     """The list accepts tensors that fit, returns False for the rest, and warns once with the remedy."""
-    budget = Budget(100)
-    store = make_store(None, budget)
+    budget = ByteBudget(100)
+    store = make_accumulator(None, budget)
     with pytest.warns(RecorderWarning, match="max_bytes=100.*Give it a reduction") as told:
         taken = [store.update(torch.zeros(10)) for _ in range(5)]  # 40 bytes each
     assert (taken, len(store.value), len(told)) == ([True, True, False, False, False], 2, 1)
@@ -193,8 +193,8 @@ def test_a_list_ends_at_its_limit() -> None:
 
 def test_the_limit_is_that_of_all_lists_together() -> None:
     """Two lists share the limit, and bytes that one returns are available to the other."""
-    budget = Budget(100)
-    one, other = make_store(None, budget), make_store(None, budget)
+    budget = ByteBudget(100)
+    one, other = make_accumulator(None, budget), make_accumulator(None, budget)
     assert [one.update(torch.zeros(10)), one.update(torch.zeros(10))] == [True, True]
     with pytest.warns(RecorderWarning):
         assert not other.update(torch.zeros(10))
@@ -206,7 +206,7 @@ def test_the_limit_is_that_of_all_lists_together() -> None:
 def test_the_limit_is_a_positive_integer(wrong: Any) -> None:
     """A limit that is not a positive integer is rejected."""
     with pytest.raises(ArgumentError, match="max_bytes must be an integer of at least 1"):
-        Budget(wrong)
+        ByteBudget(wrong)
 
 
 # State.
@@ -244,7 +244,7 @@ def test_a_state_goes_on_where_it_was_saved(reduction: Any, before: int) -> None
 def test_a_state_is_independent_of_what_follows() -> None:
     """Updates after loading do not change the saved state, even with an in-place function."""
     saved = keep(torch.add, BATCHES[:1]).state_dict()
-    store = make_store(lambda total, new: total.add_(new), Budget(PLENTY))
+    store = make_accumulator(lambda total, new: total.add_(new), ByteBudget(PLENTY))
     store.load_state_dict(saved)
     store.update(torch.ones(1, 2))
     assert equal(saved, {"": BATCHES[0]})

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.errors import ForwardError, RecordingError, describe_error, tell
+from lightning_recorder.errors import ForwardError, RecordingError, describe_error, warn
 from lightning_recorder.graph.capture.functions import versions
-from lightning_recorder.graph.capture.step import Recording, is_fused, is_opaque
+from lightning_recorder.graph.capture.step import StepRecording, is_fused, is_opaque
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.internals.autograd import current_function_mode, in_backward, remove_hook, without_functions
 from lightning_recorder.internals.compiled import (
@@ -28,7 +28,7 @@ from lightning_recorder.internals.compiled import (
     stop_observing,
 )
 from lightning_recorder.internals.hooks import ModuleHook
-from lightning_recorder.internals.pause_recording import is_unrecorded, unrecorded
+from lightning_recorder.internals.pause_recording import is_paused, pause_recording
 from lightning_recorder.internals.stance import EagerStance
 from lightning_recorder.names import named_submodules
 
@@ -97,7 +97,7 @@ class GraphCapture:
             module = inner
         self.module = module
         self._scope = scope
-        self._recording = Recording(module, times=times)
+        self._recording = StepRecording(module, times=times)
         self._handles: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []  # the hooks on modules
         self._mode: _CaptureMode | None = None
@@ -108,7 +108,7 @@ class GraphCapture:
         self._eager = eager
         self._stance = EagerStance()
         self._broken = False
-        with unrecorded():
+        with pause_recording():
             self._guarded(self._recording.note_inputs, inputs, name)
 
     def __enter__(self) -> Self:
@@ -212,7 +212,7 @@ class GraphCapture:
         return (
             self._active
             and threading.get_ident() == self._thread
-            and not is_unrecorded()
+            and not is_paused()
             and not in_backward()
             # torch.jit.trace runs the model to record it itself, with tensors in place of shapes.
             and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # public, though not declared so
@@ -227,7 +227,7 @@ class GraphCapture:
             self._active = False
             self._broken = True
             self.stop()
-            tell(f"the graph could not be recorded to its end: {describe_error(error)}")
+            warn(f"the graph could not be recorded to its end: {describe_error(error)}")
             return None
 
     def _is_part(self, module: nn.Module) -> bool:

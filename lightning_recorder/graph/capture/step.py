@@ -21,7 +21,7 @@ from lightning_recorder.internals.autograd import is_view, unwrapped, version_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
-__all__ = ["Recording", "is_fused", "is_opaque"]
+__all__ = ["StepRecording", "is_fused", "is_opaque"]
 
 # In eval mode these modules compute everything in one fused function, unless a function mode is active. Then they take
 # another path, whose results differ in the last bits and in padded rows. So the mode is removed while one of them runs.
@@ -40,7 +40,7 @@ class _Failure:
     source: str
 
 
-class Recording:
+class StepRecording:
     """Builds a graph from notifications, in the order of time.
 
     The recording is notified at the beginning and end of each module call, and after each function. It finds the node

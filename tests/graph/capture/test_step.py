@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder import StatisticsRecorder
 from lightning_recorder.graph import GraphCapture, capture_graph
-from lightning_recorder.internals.pause_recording import unrecorded
+from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.taps import OutputGradientTap, OutputTap
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline, text
@@ -306,7 +306,7 @@ def test_unrecorded() -> None:
     """Inside ``unrecorded``, neither functions nor module calls are recorded."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
-        with unrecorded():
+        with pause_recording():
             net.fc(x.cos())
         return x.exp()
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from lightning_recorder.reductions import Combined, Statistics, Values
 from lightning_recorder.reductions.kernels.fused_cuda import add_statistics_on_device, launch, prepare_device
+from tests.reductions.kernels.test_fused import SHAPES, Subclass, assert_equal, numbers, plain
 from tests.reductions.reference import assert_statistics
 from tests.reductions.strategies import streams
-from tests.reductions.test_fused import SHAPES, Subclass, assert_equal, numbers, plain
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TILE = 2048
@@ -347,8 +347,8 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def instructions(ptx: str, *parts: str) -> list[str]:
     """Return the instructions, without operands, whose name contains all the parts."""
-    words = (line.split()[1 if line.lstrip().startswith("@") else 0] for line in ptx.splitlines() if line.strip())
-    return [word for word in words if all(part in word.split(".") for part in parts)]
+    slots = (line.split()[1 if line.lstrip().startswith("@") else 0] for line in ptx.splitlines() if line.strip())
+    return [slot for slot in slots if all(part in slot.split(".") for part in parts)]
 
 
 @needs_triton

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from lightning_recorder.reductions import Statistics, Values
 from lightning_recorder.reductions.kernels.host import add_statistics_on_host
+from tests.reductions.kernels.test_fused import (
+    SHAPES,
+    SPECIAL,
+    assert_equal,
+    assert_small_variances_are_kept,
+    numbers,
+    plain,
+)
 from tests.reductions.strategies import streams
-from tests.reductions.test_fused import SHAPES, SPECIAL, assert_equal, assert_small_variances_are_kept, numbers, plain
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 PIECE = 1 << 16
