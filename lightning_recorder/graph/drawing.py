@@ -18,7 +18,7 @@ from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRende
 from lightning_recorder.graph.views.gather import gather
 from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.tensors import show_tensors
-from lightning_recorder.graph.views.views import collapse, drop_isolated, fit, fold_repeats, without
+from lightning_recorder.graph.views.views import collapse, drop_isolated, fit_view, fold_repeats, without
 from lightning_recorder.inputs import shapes_in
 from lightning_recorder.temporary import TemporaryFolder, copy_whole
 
@@ -174,7 +174,8 @@ def draw(
         parameters: Show parameters and buffers.
         roll: Draw a module that is called several times once, with the number of calls.
         fold: Draw equal siblings once, with their number.
-        max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit`, which also folds.
+        max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`, which also
+            folds.
         show_shapes: Write shapes into the nodes.
         legend: Add a legend that explains the colours and shapes of the nodes.
         styler: The styler that decides how nodes and edges look.
@@ -204,7 +205,7 @@ def draw(
             model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode
         )
     if max_nodes is not None:
-        view = fit(graph, max_nodes, depth)
+        view = fit_view(graph, max_nodes, depth)
     else:
         shown = graph if parameters else without(graph, ("parameter", "buffer"))
         view = drop_isolated(collapse(shown, depth, leaves=hide_module_functions))

@@ -10,7 +10,7 @@ from lightning_recorder.errors import RenderError
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler
-from lightning_recorder.graph.views.views import fit
+from lightning_recorder.graph.views.views import fit_view
 
 __all__ = ["GraphPicture"]
 
@@ -29,8 +29,8 @@ class GraphPicture:
         graph: The whole graph.
         document: The path of the ``.dot`` file; the pictures are written beside it.
         formats: Graphviz formats; if empty, only the document is written.
-        depth: As for :func:`fit`.
-        max_nodes: As for :func:`fit`.
+        depth: As for :func:`fit_view`.
+        max_nodes: As for :func:`fit_view`.
         styler: The styler that decides how nodes and edges look.
         direction: The direction of the data flow.
         legend: Add a legend that explains colours and shapes.
@@ -70,7 +70,7 @@ class GraphPicture:
 
     def _try_next(self) -> None:
         budget = self._budgets.pop(0)
-        view = fit(self._graph, budget, self._depth)
+        view = fit_view(self._graph, budget, self._depth)
         renderer = GraphvizRenderer(view, self._styler, direction=self._direction, legend=self._legend)
         self._document.write_text(renderer.render().source, encoding="utf-8")
         if not self._formats:

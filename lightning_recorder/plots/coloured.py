@@ -42,8 +42,8 @@ class StatisticStyler(GraphvizStyler):
         caption: The description in the legend; by default the statistic.
         log: If True or False, force or forbid a logarithmic scale. By default, positive values that span more than a
             factor of 50 have a logarithmic scale. The scale of signed values is always symmetric around 0.
-        shapes: As for :class:`~lightning_recorder.GraphvizStyler`.
-        attributes: As for :class:`~lightning_recorder.GraphvizStyler`.
+        shapes: As for :class:`~lightning_recorder.graph.GraphvizStyler`.
+        attributes: As for :class:`~lightning_recorder.graph.GraphvizStyler`.
 
     Raises:
         ArgumentError: If the values are not a mapping from names to numbers.

@@ -45,8 +45,8 @@ def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str =
 
     Args:
         steps: The steps in ascending order, ``[steps]``.
-        histograms: One :class:`~lightning_recorder.Histogram` per step, or counts of the fixed bins, ``[steps, 2048]``;
-            see ``ExponentHistogram``.
+        histograms: One :class:`~lightning_recorder.reductions.Histogram` per step, or counts of the fixed bins,
+            ``[steps, 2048]``; see ``ExponentHistogram``.
         title: The title of the image.
         value: The name of the values, with a unit if they have one.
 

@@ -26,7 +26,7 @@ def to_histograms(histograms: Any) -> list[Histogram]:
     """Return histograms unchanged, or build them from counts of the fixed bins.
 
     Args:
-        histograms: A sequence of :class:`~lightning_recorder.Histogram`, or counts, ``[n, 2048]``.
+        histograms: A sequence of :class:`~lightning_recorder.reductions.Histogram`, or counts, ``[n, 2048]``.
 
     Raises:
         ArgumentError: If the argument is neither.

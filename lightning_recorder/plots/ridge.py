@@ -51,8 +51,8 @@ def ridge(
 
     Args:
         names: The names of the layers, in order.
-        histograms: One :class:`~lightning_recorder.Histogram` per layer, or counts of the fixed bins, ``[layers,
-            2048]``.
+        histograms: One :class:`~lightning_recorder.reductions.Histogram` per layer, or counts of the fixed bins,
+            ``[layers, 2048]``.
         title: The title of the image.
         step: The step at which the histograms were recorded.
         value: The name of the values, with a unit if they have one.

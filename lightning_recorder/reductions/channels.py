@@ -38,9 +38,9 @@ class ChannelMoments(_ChannelReduction):
     """Mean, standard deviation and root mean square of the finite values of each channel, in float64.
 
     State: ``[3, channels]`` with the count, the mean and the sum of squared deviations, 24 bytes per channel. States
-    are merged as in :class:`~lightning_recorder.RunningMoments`, with the same error bounds. Statistics, each
-    ``[channels]``: ``channel_mean``, ``channel_std`` (correction 0) and ``channel_rms``, which are NaN for a channel
-    without a finite value.
+    are merged as in :class:`~lightning_recorder.reductions.RunningMoments`, with the same error bounds. Statistics,
+    each ``[channels]``: ``channel_mean``, ``channel_std`` (correction 0) and ``channel_rms``, which are NaN for a
+    channel without a finite value.
 
     Args:
         dim: The channel dimension: 1 for convolutions and for linear layers on ``[batch, channels]``, -1 for the

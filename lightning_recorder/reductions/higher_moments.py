@@ -30,7 +30,7 @@ class HigherMoments(ScalarReduction):
                          + 6 * d**2 * (a**2 * m2_b + b**2 * m2_a) + 4 * d * (a * m3_b - b * m3_a)
 
     (Pébay, "Formulas for Robust, One-Pass Parallel Computation of Covariances and Arbitrary-Order Statistical Moments",
-    2008). The other slots are merged as in :class:`~lightning_recorder.RunningMoments`.
+    2008). The other slots are merged as in :class:`~lightning_recorder.reductions.RunningMoments`.
 
     Statistics: ``skewness``, ``sqrt(n) * m3 / m2**1.5``, 0 for a symmetric distribution; ``kurtosis``,
     ``n * m4 / m2**2 - 3``, 0 for a normal distribution and larger with outliers. For any split of the stream they agree

@@ -21,8 +21,8 @@ class Norms(ScalarReduction):
     State: ``[abs_max, sum |x|, sum x**2]``, or ``[-inf, 0, 0]`` for an empty stream. Statistics: ``abs_max``, NaN for a
     stream without a finite value; ``l1_norm``, ``sum |x|``; ``l2_norm``, ``sqrt(sum x**2)``. The ``l2_norm`` is
     infinite with values above 1e154 and ignores values below 1e-154. The norms cover all values of the stream, so they
-    grow with the number of batches. The ``rms`` of :class:`~lightning_recorder.RunningMoments` is the norm per value.
-    The sums have a relative error of at most 1e-12, for any order of merging.
+    grow with the number of batches. The ``rms`` of :class:`~lightning_recorder.reductions.RunningMoments` is the norm
+    per value. The sums have a relative error of at most 1e-12, for any order of merging.
     """
 
     width = 3

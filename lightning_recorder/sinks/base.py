@@ -37,8 +37,8 @@ class Sink:
     a call at once if the back end supports that.
 
     Errors of the back end are raised to the caller, including those of a flush or a close.
-    :class:`~lightning_recorder.MultiSink` isolates the sinks from each other's errors and closes all of them in any
-    case.
+    :class:`~lightning_recorder.sinks.MultiSink` isolates the sinks from each other's errors and closes all of them in
+    any case.
 
     The step is the one that ``self.log`` uses in Lightning: the number of optimizer steps done before this one. All
     values are on the CPU.

@@ -18,21 +18,21 @@ __all__ = ["StatisticsRecorder"]
 
 
 class StatisticsRecorder(BaseStatisticsRecorder):
-    """A tap with :class:`~lightning_recorder.Statistics` for each site, usable as a context manager.
+    """A tap with :class:`~lightning_recorder.reductions.Statistics` for each site, usable as a context manager.
 
     Leaving the context removes the hooks and keeps the recorded statistics. Entering it again continues the recording.
     All calls of a module are merged into the same sites.
 
     Args:
         modules: The modules by name, as returned by ``Selection.resolve``.
-        tap: The class of the :class:`~lightning_recorder.Tap`, which determines the tensors to record.
+        tap: The class of the :class:`~lightning_recorder.taps.Tap`, which determines the tensors to record.
         extra: Additional reductions of the same tensors. A reduction that fails for a tensor, for example because of
             its shape, is skipped at that site with one warning.
         sample: The number of values of a tensor that are counted in the histogram. By default, all values are counted.
         quantiles: The quantiles to estimate from the histogram, between 0 and 1. Their scalars are named
             ``quantile_<share>``.
-        condition: See :class:`~lightning_recorder.Tap`.
-        strict: See :class:`~lightning_recorder.Tap`.
+        condition: See :class:`~lightning_recorder.taps.Tap`.
+        strict: See :class:`~lightning_recorder.taps.Tap`.
 
     Raises:
         ArgumentError: If an argument is invalid, or if two reductions have a statistic of the same name.

@@ -156,7 +156,7 @@ class Snapshot:
 
 
 class SiteStates:
-    """A :class:`~lightning_recorder.Statistics` state and the states of the extra reductions for each site.
+    """A :class:`~lightning_recorder.reductions.Statistics` state and the states of the extra reductions for each site.
 
     Args:
         extra: Additional reductions of the same tensors. A reduction that fails for a tensor, for example because of

@@ -20,11 +20,11 @@ class InputTap(Tap):
 
     Args:
         modules: The modules by name.
-        receive: The receiver, as for :class:`~lightning_recorder.Tap`.
+        receive: The receiver, as for :class:`~lightning_recorder.taps.Tap`.
         after: Record the arguments after the module has returned, in their state at that time. After an in-place
             module they contain its results. Nothing is recorded if the module raises.
-        condition: The condition, as for :class:`~lightning_recorder.Tap`.
-        strict: The error handling, as for :class:`~lightning_recorder.Tap`.
+        condition: The condition, as for :class:`~lightning_recorder.taps.Tap`.
+        strict: The error handling, as for :class:`~lightning_recorder.taps.Tap`.
 
     Example:
         >>> import torch

@@ -18,7 +18,7 @@ Hook = TypeVar("Hook", bound="GradientHook")
 
 
 class GradientTap(Tap):
-    """A tap that records tensors in the backward pass; arguments as for :class:`~lightning_recorder.Tap`."""
+    """A tap that records tensors in the backward pass; arguments as for :class:`~lightning_recorder.taps.Tap`."""
 
     def __init__(
         self,

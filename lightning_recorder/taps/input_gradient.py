@@ -48,7 +48,7 @@ class InputGradientTap(GradientTap):
         first of their paths. The gradient of an input is not found if its results leave the module in another way than
         through its output, or if another thread computes it. It is also not found for a view that the module changes in
         place, if the module also receives the base or another view of the base. Checkpointing, repeated backward passes
-        and the removal of the tap are handled as in :class:`~lightning_recorder.OutputGradientTap`.
+        and the removal of the tap are handled as in :class:`~lightning_recorder.taps.OutputGradientTap`.
 
     Example:
         >>> import torch

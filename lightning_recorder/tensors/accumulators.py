@@ -97,8 +97,8 @@ def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget:
     """Create the store of a new site.
 
     Args:
-        reduction: A function of two arguments, a :class:`~lightning_recorder.Reduction` or a metric, or the class of
-            one; ``None`` keeps every tensor.
+        reduction: A function of two arguments, a :class:`~lightning_recorder.reductions.Reduction` or a metric, or the
+            class of one; ``None`` keeps every tensor.
         budget: The limit in bytes for all sites together without a reduction.
 
     Raises:
@@ -263,7 +263,7 @@ class _ReplacedStore(Accumulator):
 
 
 class _ReductionStore(_ReplacedStore):
-    """The statistics of a :class:`~lightning_recorder.Reduction`."""
+    """The statistics of a :class:`~lightning_recorder.reductions.Reduction`."""
 
     def __init__(self, reduction: Reduction) -> None:
         super().__init__()

@@ -16,8 +16,9 @@ __all__ = ["BackwardInput", "BackwardOutput"]
 class BackwardInput(Recorder):
     """Record the gradients of module inputs that flow through these modules.
 
-    See :class:`~lightning_recorder.InputGradientTap` for the exact definition and :class:`~lightning_recorder.Recorder`
-    for the arguments. An input that does not require a gradient, such as the batch itself, has none.
+    See :class:`~lightning_recorder.taps.InputGradientTap` for the exact definition and
+    :class:`~lightning_recorder.tensors.Recorder` for the arguments. An input that does not require a gradient, such as
+    the batch itself, has none.
 
     Example:
         >>> import torch
@@ -36,8 +37,8 @@ class BackwardInput(Recorder):
 class BackwardOutput(Recorder):
     """Record the gradients of module outputs.
 
-    See :class:`~lightning_recorder.OutputGradientTap` for the exact definition and
-    :class:`~lightning_recorder.Recorder` for the arguments.
+    See :class:`~lightning_recorder.taps.OutputGradientTap` for the exact definition and
+    :class:`~lightning_recorder.tensors.Recorder` for the arguments.
 
     Example:
         >>> import torch

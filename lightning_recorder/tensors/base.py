@@ -39,8 +39,9 @@ class Recorder(ABC):
         condition: A function without arguments that is called once per module call, or once per gradient. If it returns
             a falsy value, nothing is recorded or counted.
         reduction: The operation that combines the tensors of a site. A function of two arguments, as for
-            ``functools.reduce``; a :class:`~lightning_recorder.Reduction` or its class; or a ``torchmetrics.Metric``,
-            which is computed on each rank separately. By default all tensors are kept in a list.
+            ``functools.reduce``; a :class:`~lightning_recorder.reductions.Reduction` or its class; or a
+            ``torchmetrics.Metric``, which is computed on each rank separately. By default all tensors are kept in a
+            list.
         max_bytes: The limit in bytes of the lists of all modules together. Tensors that would exceed it are not
             recorded, with a single warning.
         strict: Raise errors of the condition or the reduction instead of warning once and no longer recording that

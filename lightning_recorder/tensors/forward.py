@@ -14,7 +14,9 @@ __all__ = ["ForwardInput", "ForwardOutput", "ForwardPre"]
 
 
 class ForwardPre(Recorder):
-    """Record module inputs as they are before the call. Takes the arguments of :class:`~lightning_recorder.Recorder`.
+    """Record module inputs as they are before the call.
+
+    Takes the arguments of :class:`~lightning_recorder.tensors.Recorder`.
 
     Example:
         >>> import torch
@@ -33,7 +35,9 @@ class ForwardPre(Recorder):
 
 
 class ForwardInput(Recorder):
-    """Record module inputs as they are after the call. Takes the arguments of :class:`~lightning_recorder.Recorder`.
+    """Record module inputs as they are after the call.
+
+    Takes the arguments of :class:`~lightning_recorder.tensors.Recorder`.
 
     It differs from :class:`ForwardPre` for a module that changes its input in place, and for one that raises: the
     inputs of the latter are not recorded.
@@ -45,7 +49,9 @@ class ForwardInput(Recorder):
 
 
 class ForwardOutput(Recorder):
-    """Record module outputs as they are after the call. Takes the arguments of :class:`~lightning_recorder.Recorder`.
+    """Record module outputs as they are after the call.
+
+    Takes the arguments of :class:`~lightning_recorder.tensors.Recorder`.
 
     Example:
         >>> import torch

@@ -49,7 +49,7 @@ class SubRecorder:
 
     @property
     def paths(self) -> dict[str, Any]:
-        """The data by the path of the tensor at the module; see :class:`~lightning_recorder.Site`.
+        """The data by the path of the tensor at the module; see :class:`~lightning_recorder.taps.Site`.
 
         Assigning to a path replaces its recorded data.
         """

@@ -81,7 +81,10 @@ def option(field: str) -> Any:
 
 SAMPLED = ("every_n_train_steps", "every_n_epochs", "first_n_steps", "step_window")
 MEMORY = {"class_path": "lightning_recorder.MemorySink"}
-EXTRA = [{"class_path": "lightning_recorder.Norms"}, {"class_path": "lightning_recorder.DeadChannels"}]
+EXTRA = [
+    {"class_path": "lightning_recorder.reductions.Norms"},
+    {"class_path": "lightning_recorder.reductions.DeadChannels"},
+]
 
 SHARED: list[tuple[str, Any, Any, Any]] = [
     ("name", "mine", plain("name"), "mine"),

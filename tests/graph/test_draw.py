@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder import ArgumentError, ForwardError, RenderError
-from lightning_recorder.graph import Direction, Drawing, GraphvizStyler, draw, fit, record
+from lightning_recorder.graph import Direction, Drawing, GraphvizStyler, draw, fit_view, record
 from lightning_recorder.graph.views.views import drawn_nodes
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline, text
@@ -186,12 +186,12 @@ def test_fold() -> None:
 
 
 def test_a_limit_of_nodes() -> None:
-    """With ``max_nodes`` the view is that of ``fit``, starting from the depth."""
+    """With ``max_nodes`` the view is that of ``fit_view``, starting from the depth."""
     net = nn.Sequential(*(nn.Sequential(nn.Linear(w, w + 1), nn.ReLU()) for w in range(4, 12)))
     drawing = draw(net, X, max_nodes=10)
-    assert drawing.view == fit(drawing.graph, 10, 3)
+    assert drawing.view == fit_view(drawing.graph, 10, 3)
     assert len(drawn_nodes(drawing.view)) == 10
-    assert draw(net, X, max_nodes=100, depth=1).view == fit(drawing.graph, 100, 1)
+    assert draw(net, X, max_nodes=100, depth=1).view == fit_view(drawing.graph, 100, 1)
 
 
 # The run of the model.

@@ -140,10 +140,10 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
     Example:
         >>> import torch
-        >>> from lightning_recorder.graph import capture_graph, fit
-        >>> dot = GraphvizRenderer(fit(capture_graph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2)))).render()
-        >>> [line.split("[")[0].strip() for line in dot.body[-5:]]
-        ['n1', 'n2', 'n4', 'n1 -> n2', 'n2 -> n4']
+        >>> from lightning_recorder.graph import capture_graph, fit_view
+        >>> dot = GraphvizRenderer(fit_view(capture_graph(torch.nn.Sequential(torch.nn.ReLU()),
+        torch.ones(2)))).render() >>> [line.split("[")[0].strip() for line in dot.body[-5:]] ['n1', 'n2', 'n4', 'n1 ->
+        n2', 'n2 -> n4']
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
 
     Note:
         Mermaid rejects flowcharts with more than 500 edges or 50,000 characters, and these limits cannot be changed on
-        GitHub. Render a view made by :func:`fit`.
+        GitHub. Render a view made by :func:`fit_view`.
     """
 
     def __init__(self, graph: Graph, *, direction: Direction = "TB") -> None:
@@ -125,8 +125,8 @@ def to_mermaid(graph: Graph, direction: Direction = "TB") -> str:
 
     Example:
         >>> import torch
-        >>> from lightning_recorder.graph import capture_graph, fit
-        >>> view = fit(capture_graph(torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.ones(2, 4)))
+        >>> from lightning_recorder.graph import capture_graph, fit_view
+        >>> view = fit_view(capture_graph(torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.ones(2, 4)))
         >>> print("\n".join(to_mermaid(view).splitlines()[:10]))
         ---
         title: "Sequential.forward \u00b7 15 parameters"

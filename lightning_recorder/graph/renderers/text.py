@@ -138,13 +138,13 @@ def to_text(graph: Graph) -> str:
     """Convert a graph to a text tree; see :class:`TextRenderer` for its contents.
 
     Args:
-        graph: The graph to render; it is not reduced further. A view made by :func:`fit` is the most readable.
+        graph: The graph to render; it is not reduced further. A view made by :func:`fit_view` is the most readable.
 
     Example:
         >>> import torch
-        >>> from lightning_recorder.graph import capture_graph, fit
+        >>> from lightning_recorder.graph import capture_graph, fit_view
         >>> net = torch.nn.Sequential(torch.nn.Linear(784, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-        >>> print(to_text(fit(capture_graph(net, torch.ones(8, 784)))))
+        >>> print(to_text(fit_view(capture_graph(net, torch.ones(8, 784)))))
         Sequential.forward · 102 k parameters
         ├─ input  8×784
         ├─ 0  Linear · 100 k parameters  8×128

@@ -15,7 +15,7 @@ __all__ = [
     "drawn_nodes",
     "drop_dead_ends",
     "drop_isolated",
-    "fit",
+    "fit_view",
     "fold_repeats",
     "hide",
     "truncate",
@@ -284,7 +284,7 @@ def drawn_nodes(graph: Graph) -> list[Node]:
     ]
 
 
-def fit(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
+def fit_view(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
     """Return the most detailed view with a limited number of nodes.
 
     Parameters, buffers and isolated tensors are removed and repeated blocks are folded. Then the greatest depth at

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.graph import BaseRenderer, Edge, Graph, Node, capture_graph, fit
+from lightning_recorder.graph import BaseRenderer, Edge, Graph, Node, capture_graph, fit_view
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import text
 
@@ -38,7 +38,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
 def test_another_format() -> None:
     """A renderer gets each node, frame and edge once, the edges after the nodes."""
     inner = nn.Sequential(linear(), nn.ReLU())
-    graph = fit(capture_graph(Net(lambda net, x: x + net.inner(x).exp(), inner=inner), X))
+    graph = fit_view(capture_graph(Net(lambda net, x: x + net.inner(x).exp(), inner=inner), X))
     assert "\n".join(MermaidRenderer(graph).render()) == text(
         """
         flowchart TB
@@ -63,7 +63,7 @@ def test_another_format() -> None:
 def test_nested_frames() -> None:
     """Frames are nested like the calls."""
     net = nn.Sequential(nn.Sequential(nn.Sequential(linear(), nn.ReLU())))
-    assert MermaidRenderer(fit(capture_graph(net, X))).render() == [
+    assert MermaidRenderer(fit_view(capture_graph(net, X))).render() == [
         "flowchart TB",
         "n1[input]",
         "subgraph n2[0]",

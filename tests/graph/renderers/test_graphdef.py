@@ -10,7 +10,7 @@ from hypothesis import given
 from torch import nn
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.graph import Graph, Node, TensorMeta, capture_graph, collapse, fit, to_graph_def
+from lightning_recorder.graph import Graph, Node, TensorMeta, capture_graph, collapse, fit_view, to_graph_def
 from lightning_recorder.graph.views.views import drawn_nodes
 from tests.graph.nets import Net, X, linear
 from tests.graph.random_nets import graphs
@@ -175,7 +175,7 @@ def test_closed_calls_are_nodes() -> None:
 @given(graphs)
 def test_the_same_graph(graph: Graph) -> None:
     """For any model there is one uniquely named node for each drawn node, and the edges are the same."""
-    for view in (graph, fit(graph)):
+    for view in (graph, fit_view(graph)):
         definition = to_graph_def(view)
         drawn = walk(view, view.root)
         place = dict(zip(names(definition), drawn, strict=True))

@@ -29,7 +29,7 @@ from lightning_recorder.graph import (
     TensorMeta,
     capture_graph,
     collapse,
-    fit,
+    fit_view,
     fold_repeats,
     without,
 )
@@ -80,16 +80,16 @@ def _gpt2() -> Graph:
     net = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=20, n_positions=8, n_embd=12, n_layer=12, n_head=2))
     with GraphCapture(net, {"input_ids": torch.tensor([[1, 2]])}, name="batch", scope="training_step") as recording:
         net(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
-    return fit(recording.graph())
+    return fit_view(recording.graph())
 
 
 OUTSIDE = torch.ones(4)
 PICTURES = {
-    "fitted step": lambda: fit(_step()),
+    "fitted step": lambda: fit_view(_step()),
     "whole step": _step,
     "folded step": lambda: fold_repeats(collapse(_step())),
     "GPT-2": _gpt2,
-    "small": lambda: fit(capture_graph(nn.Sequential(nn.ReLU()), X)),
+    "small": lambda: fit_view(capture_graph(nn.Sequential(nn.ReLU()), X)),
 }
 
 
@@ -98,7 +98,7 @@ PICTURES = {
 
 def test_document_of_a_small_model() -> None:
     """A node is named by its id; its label has name, class with size, and shape, each escaped in one place."""
-    graph = fit(capture_graph(nn.Sequential(nn.Linear(4, 3)), X))
+    graph = fit_view(capture_graph(nn.Sequential(nn.Linear(4, 3)), X))
     body = GraphvizRenderer(graph).render().body
     nodes = [line.strip() for line in body if re.match(r"\s*n\d", line)]
     assert [line.split(" [")[0] for line in nodes] == ["n1", "n2", "n6", "n1 -> n2", "n2 -> n6"]
@@ -114,7 +114,7 @@ def test_document_of_a_small_model() -> None:
 @pytest.mark.parametrize("direction", ["TB", "LR", "BT", "RL"])
 def test_direction(direction: Direction, tmp_path: Path) -> None:
     """The data flows in the requested direction."""
-    picture = draw(fit(capture_graph(nn.Sequential(linear(), nn.ReLU()), X)), tmp_path, direction=direction)
+    picture = draw(fit_view(capture_graph(nn.Sequential(linear(), nn.ReLU()), X)), tmp_path, direction=direction)
     first, last = picture.named("n1"), picture.named("n6")
     gone = {
         "TB": last.top - first.bottom,
@@ -182,7 +182,7 @@ def test_nodes_do_not_cover_each_other(make: Any, tmp_path: Path) -> None:
 
 def test_labels_say_what_there_is(tmp_path: Path) -> None:
     """A node shows name, class, size and shape; a frame the rest of its name; a repetition its number."""
-    graph = fit(_step())
+    graph = fit_view(_step())
     picture = draw(graph, tmp_path)
     lines = {item.name: item.lines for item in picture.items}
     assert lines[f"n{only(graph, 'batch').id}"] == ["batch", "1×2×4"]
@@ -195,7 +195,7 @@ def test_labels_say_what_there_is(tmp_path: Path) -> None:
 
 def test_the_title_is_the_model(tmp_path: Path) -> None:
     """The title shows the model's class, the recorded method, and all of the model's parameters."""
-    picture = draw(fit(_step()), tmp_path)
+    picture = draw(fit_view(_step()), tmp_path)
     # Attention 3 * (16 + 4) + 16 + 4, norm 8, blocks 5 * 20, scale 4.
     assert [text.content for text in picture.texts[:2]] == ["Step", ".training_step · 192 parameters"]
 
@@ -221,7 +221,7 @@ def test_large_numbers_are_short(number: int, shown: str) -> None:
 
 def test_second_call_is_numbered(tmp_path: Path) -> None:
     """The second call of a module shows its number."""
-    graph = fit(capture_graph(Net(lambda net, x: net.fc(net.act(net.fc(x))), fc=linear(), act=nn.ReLU()), X))
+    graph = fit_view(capture_graph(Net(lambda net, x: net.fc(net.act(net.fc(x))), fc=linear(), act=nn.ReLU()), X))
     assert [item.lines[0] for item in draw(graph, tmp_path).nodes()] == [
         "input",
         "fc",
@@ -235,11 +235,11 @@ def test_edges_with_several_tensors_say_so(tmp_path: Path) -> None:
     """Two tensors on one edge are shown as a number, unless they are one tensor in each of several repetitions."""
     twice = Net(lambda _, x: torch.add(*x.exp().chunk(2, dim=1)))
     (edge,) = (
-        item for item in draw(fit(capture_graph(twice, X)), tmp_path).items if item.kind == "edge" and item.texts
+        item for item in draw(fit_view(capture_graph(twice, X)), tmp_path).items if item.kind == "edge" and item.texts
     )
     assert [line.strip() for line in edge.lines] == ["×2"]
     repeated = nn.Sequential(*(block() for _ in range(5)))
-    picture = draw(fit(capture_graph(repeated, X)), tmp_path)
+    picture = draw(fit_view(capture_graph(repeated, X)), tmp_path)
     assert [item.lines for item in picture.items if item.kind == "edge" and item.texts] == []
     assert [item.lines for item in picture.items if "×5" in "".join(item.lines)] != []
 
@@ -250,7 +250,7 @@ def test_pointer_shows_the_rest(tmp_path: Path) -> None:
     line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]  # CPython has frames
     graph = capture_graph(net, X)
     here = f"tests/graph/test_graphviz.py:{line}"
-    assert [item.tooltip for item in draw(fit(graph), tmp_path).nodes()] == [
+    assert [item.tooltip for item in draw(fit_view(graph), tmp_path).nodes()] == [
         "input · float32 2×4",
         f"0.0 · Linear · float32 2×4 · {here}",
         f"0.1 · ReLU · float32 2×4 · {here}",
@@ -265,7 +265,7 @@ def test_pointer_shows_the_rest(tmp_path: Path) -> None:
 
 def test_svg_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     """The SVG loads, links and runs nothing, so it can be shown anywhere."""
-    draw(fit(_step()), tmp_path)
+    draw(fit_view(_step()), tmp_path)
     source = (tmp_path / "graph.svg").read_text(encoding="utf-8")
     root = ET.fromstring(source)
     tags = {element.tag.rpartition("}")[2] for element in root.iter()}
@@ -281,7 +281,7 @@ def test_svg_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 def test_shapes_on_the_edges(tmp_path: Path) -> None:
     """Shapes may be on the edges or nowhere instead of in the nodes."""
-    graph = fit(capture_graph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), X))
+    graph = fit_view(capture_graph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), X))
     shown = {}
     for shapes in get_args(Shapes):
         picture = draw(graph, tmp_path, GraphvizStyler(shapes=shapes))
@@ -296,7 +296,7 @@ def test_legend_names_the_kinds_that_are_there(tmp_path: Path) -> None:
     """On request, a legend has one example of each kind of node in the picture."""
     with GraphCapture(nn.Sequential(linear()), X) as recording:
         recording.module(X).sum().backward()
-    graph = fit(recording.graph())
+    graph = fit_view(recording.graph())
     source = GraphvizRenderer(graph, legend=True).render().source
     (tmp_path / "graph.dot").write_text(source, encoding="utf-8")
     Layout(tmp_path / "graph.dot", ["svg"]).finish()
@@ -313,7 +313,7 @@ def test_legend_names_the_kinds_that_are_there(tmp_path: Path) -> None:
 
 def test_without_frames(tmp_path: Path) -> None:
     """Without frames the same nodes and edges are drawn."""
-    graph = fit(capture_graph(nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.Tanh()), X))
+    graph = fit_view(capture_graph(nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.Tanh()), X))
     framed, bare = (GraphvizRenderer(graph, frames=frames).render().source for frames in (True, False))
     assert ("cluster_" in framed, "cluster_" in bare) == (True, False)
     lines = [{line.strip() for line in source.splitlines() if re.match(r"\s*n\d", line)} for source in (framed, bare)]
@@ -326,7 +326,7 @@ def test_the_loss_has_a_frame(tmp_path: Path) -> None:
     with GraphCapture(net, X, scope="training_step") as recording:
         for _round in range(2):
             (net(X).square().sum() / 2).backward()
-    picture = draw(fit(recording.graph()), tmp_path)
+    picture = draw(fit_view(recording.graph()), tmp_path)
     frames = [item for item in picture.items if item.kind == "cluster"]
     assert [(item.name, item.lines) for item in frames] == [("cluster_loss", ["loss"]), ("cluster_loss_2", ["loss 2"])]
     for frame in frames:
@@ -337,7 +337,7 @@ def test_the_loss_has_a_frame(tmp_path: Path) -> None:
 def test_the_main_path_is_kept_straight() -> None:
     """The edges of the longer branch of a residual block weigh more, so that the shorter one is drawn around it."""
     net = Net(lambda net, x: x + net.fc(x).exp(), fc=linear())
-    graph = fit(capture_graph(net, X))
+    graph = fit_view(capture_graph(net, X))
     body = GraphvizRenderer(graph).render().body
     heavy = {line.split(" [")[0].strip() for line in body if "weight=12" in line}
     ids = {node.name: f"n{node.id}" for node in graph.nodes}
@@ -399,7 +399,7 @@ def test_hostile_names_are_shown_as_they_are(name: str, tmp_path: Path) -> None:
     net.add_module(name, part)
     with GraphCapture(net, {name: X}, name="batch") as recording:
         net(X)
-    picture = draw(without_sources(fit(recording.graph())), tmp_path)
+    picture = draw(without_sources(fit_view(recording.graph())), tmp_path)
     assert [item.name for item in picture.items if item.kind != "edge"] == ["cluster_2", "n1", "n3", "n7", "n9"]
     assert picture.named("n9").lines == [name, "Tanh", "2×4"]
     assert picture.named("cluster_2").lines == [name, "Sequential"]
@@ -418,7 +418,7 @@ def test_a_long_name_is_shortened(tmp_path: Path) -> None:
     name = f"{'a' * 200}{'b' * 200}"
     net = nn.Sequential()
     net.add_module(name, nn.Sequential(nn.Tanh(), nn.ReLU()))
-    picture = draw(fit(capture_graph(net, X)), tmp_path)
+    picture = draw(fit_view(capture_graph(net, X)), tmp_path)
     assert picture.named("cluster_2").lines[0] == f"{'a' * 30}…{'b' * 30}"
     assert picture.named("cluster_2").tooltip.startswith(f"{name} · Sequential")
     assert picture.width < 1000
@@ -436,7 +436,7 @@ def test_what_cannot_be_printed_is_replaced(name: str, tmp_path: Path) -> None:
     net = nn.Sequential()
     net.add_module(name, nn.Tanh())
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
-    node = draw(without_sources(fit(capture_graph(net, X))), tmp_path).named("n2")
+    node = draw(without_sources(fit_view(capture_graph(net, X))), tmp_path).named("n2")
     assert (node.lines[0], node.tooltip) == (shown, f"{shown} · Tanh · float32 2×4")
 
 
@@ -444,7 +444,7 @@ def test_hostile_class_names(tmp_path: Path) -> None:
     """Class names of the model and its modules are also escaped."""
     part = type("Part<\\N>", (nn.Tanh,), {})()
     model = type('Mod"&el', (nn.Sequential,), {})(part)
-    picture = draw(fit(capture_graph(model, X)), tmp_path)
+    picture = draw(fit_view(capture_graph(model, X)), tmp_path)
     assert picture.texts[0].content == 'Mod"&el'
     assert picture.named("n2").lines == ["0", "Part<\\N>", "2×4"]
 
@@ -475,7 +475,7 @@ class _ByClass(GraphvizStyler):
 
 def test_a_styler_of_ones_own(tmp_path: Path) -> None:
     """A subclass of the styler decides how nodes, edges, frames and the title look."""
-    graph = fit(capture_graph(nn.Sequential(nn.Sequential(nn.LayerNorm(4), nn.ReLU())), X))
+    graph = fit_view(capture_graph(nn.Sequential(nn.Sequential(nn.LayerNorm(4), nn.ReLU())), X))
     picture = draw(graph, tmp_path, _ByClass())
     source = (tmp_path / "graph.svg").read_text(encoding="utf-8")
     assert (source.count("#ffff00"), source.count("#00ff00")) == (1, 1)
@@ -486,7 +486,7 @@ def test_a_styler_of_ones_own(tmp_path: Path) -> None:
 
 def test_attributes_for_all_nodes(tmp_path: Path) -> None:
     """The attributes of a styler apply to every node and override those of its kind."""
-    graph = fit(capture_graph(nn.Sequential(linear(), nn.ReLU()), X))
+    graph = fit_view(capture_graph(nn.Sequential(linear(), nn.ReLU()), X))
     draw(graph, tmp_path, GraphvizStyler(fillcolor="#123456", shape="octagon"))
     source = (tmp_path / "graph.svg").read_text(encoding="utf-8")
     assert source.count("#123456") == len(drawn_nodes(graph))

@@ -19,7 +19,7 @@ from lightning_recorder.graph import (
     MermaidRenderer,
     Node,
     capture_graph,
-    fit,
+    fit_view,
     to_mermaid,
 )
 from lightning_recorder.graph.model import Kind
@@ -98,7 +98,7 @@ def test_other_directions(direction: Any) -> None:
 @given(graphs)
 def test_everything_is_drawn_once(graph: Graph) -> None:
     """For any model, each node occurs once inside the frames of its calls, and each edge once."""
-    for view in (graph, fit(graph)):
+    for view in (graph, fit_view(graph)):
         chart = read(view)
         drawn = {node.id for node in drawn_nodes(view)}
         assert set(chart.nodes) == drawn
@@ -176,7 +176,7 @@ def test_nothing_to_say() -> None:
 def test_a_view_of_gpt2_is_small_enough() -> None:
     """A view of GPT-2 is far below Mermaid's limits of 500 edges and 50,000 characters."""
     net = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=20, n_positions=8, n_embd=12, n_layer=12, n_head=2))
-    document = to_mermaid(fit(capture_graph(net, torch.tensor([[1, 2]]))))
+    document = to_mermaid(fit_view(capture_graph(net, torch.tensor([[1, 2]]))))
     chart = read_flowchart(document)
     assert len(chart.edges) < 100
     assert len(document) < 10_000
@@ -185,7 +185,7 @@ def test_a_view_of_gpt2_is_small_enough() -> None:
 
 def test_a_captured_model() -> None:
     """The flowchart of a captured model has names, classes with sizes, and shapes."""
-    chart = read(fit(capture_graph(nn.Sequential(linear(), nn.ReLU()), X)))
+    chart = read(fit_view(capture_graph(nn.Sequential(linear(), nn.ReLU()), X)))
     assert [item.lines for item in chart.nodes.values()] == [
         ["input", "2×4"],
         ["0", "Linear · 20 parameters", "2×4"],

@@ -8,7 +8,7 @@ import transformers as hf
 from hypothesis import given
 from torch import nn
 
-from lightning_recorder.graph import Graph, Node, TextRenderer, capture_graph, fit, to_text
+from lightning_recorder.graph import Graph, Node, TextRenderer, capture_graph, fit_view, to_text
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import text
 from tests.graph.random_nets import graphs
@@ -326,7 +326,7 @@ def test_nothing_reaches_the_terminal_but_text(name: str) -> None:
 @given(graphs)
 def test_each_node_has_one_line(graph: Graph) -> None:
     """There is a line for every node, in the order of the tree, indented by the calls around it."""
-    for view in (graph, fit(graph)):
+    for view in (graph, fit_view(graph)):
         lines = TextRenderer(view).render()
         assert len(lines) == len(view.nodes)
         depths = sorted(len(list(view.ancestors(node))) for node in view.nodes)
@@ -337,7 +337,7 @@ def test_gpt2_is_readable() -> None:
     """A view of GPT-2 with its 12 layers has fewer than 60 lines, none wider than a terminal of 100 characters."""
     torch.manual_seed(0)
     net = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=20, n_positions=8, n_embd=12, n_layer=12, n_head=2))
-    lines = to_text(fit(capture_graph(net, torch.tensor([[1, 2]])))).splitlines()
+    lines = to_text(fit_view(capture_graph(net, torch.tensor([[1, 2]])))).splitlines()
     assert len(lines) < 60
     assert max(map(len, lines)) < 100
     blocks = [line for line in lines if "GPT2Block" in line]
@@ -349,7 +349,7 @@ def test_gpt2_is_readable() -> None:
 def test_residual_block() -> None:
     """In a captured residual block, the sum lists the block and the skip connection."""
     net = Net(lambda net, x: x + net.inner(x), inner=nn.Sequential(linear(), nn.ReLU()))
-    assert to_text(fit(capture_graph(net, X))) == text(
+    assert to_text(fit_view(capture_graph(net, X))) == text(
         """
         Net.forward · 20 parameters
         ├─ input  2×4

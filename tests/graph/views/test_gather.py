@@ -17,7 +17,7 @@ from lightning_recorder.graph import (
     capture_graph,
     collapse,
     draw,
-    fit,
+    fit_view,
     focus,
     gather,
     hide,
@@ -41,7 +41,7 @@ def test_a_cache_is_one_output() -> None:
     (cache,) = (node for node in view.nodes if node.name == "output.cache")
     assert sum(edge.multiplicity for edge in view.into(cache)) == 6
     assert Graph.from_json(view.to_json()) == view
-    assert [node.name for node in fit(graph).nodes if node.kind == "output"] == list(outputs)
+    assert [node.name for node in fit_view(graph).nodes if node.kind == "output"] == list(outputs)
 
 
 def test_without_large_containers_nothing_changes() -> None:
@@ -53,7 +53,7 @@ def test_without_large_containers_nothing_changes() -> None:
 def test_a_focus_can_be_fitted() -> None:
     """A view of a focused part keeps its inputs and outputs."""
     net = nn.Sequential(linear(), nn.Sequential(nn.ReLU(), linear()), nn.Tanh())
-    assert outline(fit(focus(capture_graph(net, X), "1")), outputs=True) == text(
+    assert outline(fit_view(focus(capture_graph(net, X), "1")), outputs=True) == text(
         """
         0
         1.0: ReLU <- 0

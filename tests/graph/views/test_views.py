@@ -22,7 +22,7 @@ from lightning_recorder.graph import (
     collapse,
     drop_dead_ends,
     drop_isolated,
-    fit,
+    fit_view,
     fold_repeats,
     hide,
     truncate,
@@ -123,7 +123,7 @@ def test_depth_must_be_an_integer_of_at_least_one(depth: Any) -> None:
     with pytest.raises(ArgumentError, match="depth"):
         collapse(graph, depth)
     with pytest.raises(ArgumentError, match="depth"):
-        fit(graph, depth=depth)
+        fit_view(graph, depth=depth)
 
 
 def _closed(graph: Graph, depth: int | None) -> dict[int, int]:
@@ -502,7 +502,7 @@ def test_truncate_of_a_nested_model(max_nodes: int) -> None:
     assert len(drawn_nodes(truncate(capture_graph(stack(30), X), max_nodes))) <= max_nodes
 
 
-@pytest.mark.parametrize("view", [truncate, fit])
+@pytest.mark.parametrize("view", [truncate, fit_view])
 @pytest.mark.parametrize("max_nodes", [0, -1, 2.5, True, None])
 def test_max_nodes_must_be_an_integer_of_at_least_one(view: Callable[[Graph, Any], Graph], max_nodes: Any) -> None:
     """A limit that is below 1 or not an integer is rejected."""
@@ -516,7 +516,7 @@ def test_max_nodes_must_be_an_integer_of_at_least_one(view: Callable[[Graph, Any
 def test_fit_of_a_small_model() -> None:
     """If the whole model fits, all modules are open, without parameters and unused inputs."""
     graph = capture_graph(Net(lambda net, x, y: net.block(x).view(-1), block=block()), X, X.clone())
-    assert outline(fit(graph), model_tensors=True) == text(
+    assert outline(fit_view(graph), model_tensors=True) == text(
         """
         input[0]
         block: Net
@@ -535,13 +535,13 @@ def test_fit_takes_the_greatest_depth_that_fits() -> None:
     inner = (nn.Sequential(linear(4, width), nn.ReLU(), linear(width, 4)) for width in (1, 2, 3, 5))
     net = nn.Sequential(*(Net(lambda net, x: x + net.inner(x), inner=each) for each in inner))
     graph = without(capture_graph(net, X), ["output"])
-    sizes = {limit: len(drawn_nodes(fit(graph, limit))) for limit in (17, 16, 9, 8, 5)}
+    sizes = {limit: len(drawn_nodes(fit_view(graph, limit))) for limit in (17, 16, 9, 8, 5)}
     assert sizes == {17: 17, 16: 9, 9: 9, 8: 5, 5: 5}
 
 
 def test_fit_takes_a_depth() -> None:
     """With a depth no deeper level is opened, even if it would fit."""
-    assert [node.name for node in fit(capture_graph(stack(1), X), depth=1).module_calls()] == ["0"]
+    assert [node.name for node in fit_view(capture_graph(stack(1), X), depth=1).module_calls()] == ["0"]
 
 
 def test_fit_hides_plumbing_in_larger_views() -> None:
@@ -552,7 +552,7 @@ def test_fit_hides_plumbing_in_larger_views() -> None:
             x = x.exp().view(2, 4)
         return x
 
-    small, large = (fit(capture_graph(Net(lambda net, x, n=n: forward(net, x, n)), X)) for n in (29, 30))
+    small, large = (fit_view(capture_graph(Net(lambda net, x, n=n: forward(net, x, n)), X)) for n in (29, 30))
     assert [node.name for node in small.nodes].count("view") == 29  # 59 nodes with the input
     assert [node.name for node in large.nodes].count("view") == 0  # there would be 61 nodes
 
@@ -584,19 +584,19 @@ def test_fit_holds_its_limit(make: Callable[[], Graph]) -> None:
     """A view of any model has at most the allowed number of nodes."""
     graph = make()
     for limit in (1, 2, 7, 40, 150):
-        view = fit(graph, limit)
+        view = fit_view(graph, limit)
         assert len(drawn_nodes(view)) <= limit
         _assert_sound(view)
 
 
 def test_fit_of_equal_layers_is_one_layer() -> None:
     """300 equal consecutive layers are one, with their number."""
-    assert outline(fit(LARGE["300 equal layers"]())) == "input\n0: Linear [300 times] <- input"
+    assert outline(fit_view(LARGE["300 equal layers"]())) == "input\n0: Linear [300 times] <- input"
 
 
 def test_fit_of_gpt2_shows_one_block() -> None:
     """Twelve transformer blocks are drawn as one open block, from the tokens to the loss."""
-    view = fit(LARGE["GPT-2"]())
+    view = fit_view(LARGE["GPT-2"]())
     (block_,) = (node for node in view.module_calls() if node.type_name == "GPT2Block")
     assert block_.repeats == 12
     assert {"ln_1", "attn", "ln_2", "mlp"} <= {node.name.rpartition(".")[2] for node in view.children(block_)}
@@ -612,7 +612,7 @@ VIEWS: dict[str, Callable[[Graph], Graph]] = {
     "drop_dead_ends": drop_dead_ends,
     "fold_repeats": lambda graph: fold_repeats(collapse(without(graph, ("parameter", "buffer")))),
     "truncate": lambda graph: truncate(graph, 4),
-    "fit": lambda graph: fit(graph, 5),
+    "fit": lambda graph: fit_view(graph, 5),
 }
 
 
@@ -651,14 +651,14 @@ def test_every_view_is_a_sound_graph(view: Callable[[Graph], Graph], graph: Grap
 @given(graph=graphs, max_nodes=st.integers(1, 30), depth=st.none() | st.integers(1, 4))
 def test_fit_holds_its_limit_for_every_model(graph: Graph, max_nodes: int, depth: int | None) -> None:
     """The limit holds for any model and depth."""
-    view = fit(graph, max_nodes, depth)
+    view = fit_view(graph, max_nodes, depth)
     assert len(drawn_nodes(view)) <= max_nodes
     assert depth is None or all(node.depth <= depth for node in view.module_calls())
 
 
 def test_edges_of_a_view_say_what_flows() -> None:
     """An edge of a view has the shape of its tensor."""
-    view = fit(capture_graph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), X))
+    view = fit_view(capture_graph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), X))
     assert [(str(edge.tensor), edge) for edge in view.edges] == [
         ("2×4", Edge(1, 2)),
         ("2×3", Edge(2, 6)),
