@@ -11,7 +11,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -189,7 +188,9 @@ def is_unshared(view: Tensor, outputs: Iterable[Tensor]) -> bool:
         view: A view that a module has just returned.
         outputs: All tensors that the module returned.
     """
-    if _counts_of_base(view) != _unshared_counts():
+    # The counts depend on how Python makes the call: torch.compile can replace the interpreter's evaluation of frames.
+    found, unshared = [_counts_of_base(each) for each in (view, _unshared_view())]
+    if found != unshared:
         return False
     base = base_of(view)
     edge = None if base is None else BaseEdge.of(base)
@@ -210,9 +211,18 @@ def _counts_of_base(view: Tensor) -> tuple[int, int]:
     return reference_counts(base_of(view))  # type: ignore[arg-type]  # the caller knows that this is a view
 
 
-@cache
-def _unshared_counts() -> tuple[int, int]:
-    return _counts_of_base(torch.zeros(1).view(1))
+def _unshared_view() -> Tensor:
+    """Return a view whose base has no other use, the same one at each call."""
+    global _UNSHARED  # noqa: PLW0603 - a cache must not keep a view that was made under a mode of the caller
+    if _UNSHARED is None:
+        view = torch.zeros(1, device="cpu").view(1)
+        if type(view) is not Tensor or base_of(view) is None:
+            return view
+        _UNSHARED = view
+    return _UNSHARED
+
+
+_UNSHARED: Tensor | None = None
 
 
 def _users_since(edge: BaseEdge, roots: list[Node | None]) -> dict[Node, int]:

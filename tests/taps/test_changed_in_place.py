@@ -211,6 +211,30 @@ def test_other_uses_of_the_base_do_not_count() -> None:
     assert seen == [[[6.0, 6.0]]]
 
 
+def test_an_error_in_compiled_code_loses_no_later_gradient() -> None:
+    """After an error in compiled code, gradients are recorded as before.
+
+    torch then evaluates Python calls in another way, which adds a reference to each argument.
+    """
+
+    def recorded() -> Tensor:
+        seen: list[Tensor] = []
+        with OutputGradientTap({"linear": linear}, lambda site, grad: seen.append(grad), strict=True):
+            rows = linear(x)
+            flat = rows.flatten(1)
+            flat[:, :4].mul_(2)
+            flat.sum().backward()
+        return seen[0]
+
+    torch.manual_seed(0)
+    linear, x = nn.Linear(4, 4), torch.randn(2, 3, 4)
+    before = recorded()
+    failing = torch.compile(lambda x: x @ torch.ones(3, 1), backend="eager")
+    with pytest.raises(RuntimeError):
+        failing(torch.ones(2, 2))
+    assert torch.equal(recorded(), before)
+
+
 def test_a_change_of_the_base_after_the_last_use_does_not_count() -> None:
     """In ``x += branch(view(x))`` the view has only the gradient through the branch."""
     seen: list[list[list[float]]] = []
