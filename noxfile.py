@@ -12,6 +12,8 @@ nox.options.reuse_venv = "yes"
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 # All sessions use the same torch, so that timings are comparable and a new release cannot break CI.
 TORCH = "torch==2.13.0"
+# Two processes with one thread each. The tests of a file run in the same process, because they share runs.
+PARALLEL = ("-n", "2", "--dist", "loadfile")
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -51,9 +53,7 @@ def tests(session: nox.Session) -> None:
     # This module imports Triton, which is not available on all platforms.
     doctests.append("--ignore=lightning_recorder/reductions/kernels/triton_kernels.py")
     session.run("python", "-m", "pytest", *doctests)
-    # Two processes with one thread each. The tests of a file run in the same process, because they share runs.
-    parallel = ["-n", "2", "--dist", "loadfile"]
-    session.run("python", "-m", "pytest", *parallel, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
@@ -89,10 +89,12 @@ def minimums(session: nox.Session) -> None:
     """Run the quick tests with every dependency except torch at its lower bound in pyproject.toml."""
     requirements = [Requirement(text) for text in PYPROJECT["project"]["dependencies"]]
     bounds = tuple(lowest(requirement) for requirement in requirements if requirement.name != "torch")
-    # The TensorBoard viewer before 2.21 imports pkg_resources, which setuptools 82 removed.
+    # TensorBoard before 2.21 imports pkg_resources, which setuptools 82 removed and setuptools 81 warns about.
     install(session, *group("test"), "setuptools<82", constraints=bounds)
     # Old releases emit deprecation warnings, because newer dependencies deprecate what they use.
     quiet = ["-W", "default::DeprecationWarning", "-W", "default::FutureWarning"]
+    quiet += ["-W", "default:pkg_resources is deprecated:UserWarning"]
     # These tests use libraries that require newer dependencies.
     without = [f"--ignore=tests/sinks/test_{name}.py" for name in ("comet", "contract", "loggers", "mlflow", "wandb")]
-    session.run("python", "-m", "pytest", "-m", "not slow and not browser", *quiet, *without, *session.posargs)
+    options = ["-m", "not slow and not browser", *PARALLEL, *quiet, *without]
+    session.run("python", "-m", "pytest", *options, *session.posargs, env={"OMP_NUM_THREADS": "1"})
