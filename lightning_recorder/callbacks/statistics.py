@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -121,6 +121,9 @@ class StatisticsCallback(EvaluationCallback):
 
     keeps_state = True
 
+    derive: ClassVar[Callable[[Mapping[Site, SiteStatistics]], dict[Site, SiteStatistics]] | None] = None
+    """A function that adds statistics derived from those of several sites."""
+
     _kept: ResumeState
     loss_scale: LossScale
     _results: RecordPipeline
@@ -208,7 +211,7 @@ class StatisticsCallback(EvaluationCallback):
             "_kept": ResumeState(self._settings),
             "loss_scale": LossScale(),
             "_results": RecordPipeline(
-                report, name=str(self), say=rank_zero_info, summarize=self.summarize, strict=self.strict
+                report, name=str(self), say=rank_zero_info, derive=self.derive, strict=self.strict
             ),
             "_checkpoints": CheckpointWatch(
                 self.checkpoint_saved, self.checkpoint_removed, self._no_more, name=str(self)
@@ -291,7 +294,7 @@ class StatisticsCallback(EvaluationCallback):
                 name=self.name,
                 called=str(self),
                 ranks=trainer.world_size,
-                shown=self._sink is not None and not self._sink.is_empty,
+                shown=self._sink is not None and bool(self._sink.sinks),
             )
 
     def _make_workers(self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules) -> None:
@@ -550,10 +553,6 @@ class StatisticsCallback(EvaluationCallback):
     def latest_step(self) -> int | None:
         """The step of :attr:`latest`, as counted by ``self.log``, or ``None`` before the first record."""
         return self._results.latest_step
-
-    def summarize(self, record: Record) -> dict[Site, SiteStatistics]:
-        """Return the statistics of a record, by site."""
-        return record.snapshot.statistics()
 
     def _on_record(self, record: Record) -> None:
         """Queue a record for writing. A training record also carries the data for the receipt."""

@@ -14,7 +14,7 @@ from lightning_recorder.outputs.coverage import Change, Coverage, CoverageReport
 from lightning_recorder.outputs.coverage_history import CoverageHistory
 from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.schedule import Reduce, Sampling
-from lightning_recorder.sinks import BackgroundQueue, DeferredSink, Image, MultiSink, Sink
+from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
 from lightning_recorder.statistics.record import Record
 from lightning_recorder.statistics.sites import SiteStatistics
 from lightning_recorder.taps import Site
@@ -34,7 +34,7 @@ class RecordPipeline:
         report: The formatter that writes records to the sink.
         name: The name of the recorder in messages.
         say: A callback that receives the summary line of the receipt.
-        summarize: A function that computes the statistics of a record.
+        derive: A function that adds statistics derived from those of several sites.
         strict: Raise the errors of consumers.
     """
 
@@ -44,7 +44,7 @@ class RecordPipeline:
         *,
         name: str = "the recorder",
         say: Callable[[str], object] = warn,
-        summarize: Callable[[Record], dict[Site, SiteStatistics]] = lambda record: record.snapshot.statistics(),
+        derive: Callable[[Mapping[Site, SiteStatistics]], dict[Site, SiteStatistics]] | None = None,
         strict: bool = False,
     ) -> None:
         self.report = report
@@ -56,13 +56,13 @@ class RecordPipeline:
         """The folder of the receipt, or None."""
         self._name = name
         self._say = say
-        self._summarize = summarize
+        self._derive = derive
+        self._has_warned_of_divergence = False
         self._strict = strict
         self.consumers: list[RecordConsumer] = []
         """The additional consumers of records."""
         self.artifact_sinks: Sink | None = None
         """The sink for files, or None."""
-        self._deferred: list[DeferredSink] = []  # the deferred sinks inside the sink
         self._latest: dict[str, dict[Site, SiteStatistics]] = {}
         self._latest_step: int | None = None
         self._queue = BackgroundQueue()
@@ -90,7 +90,6 @@ class RecordPipeline:
         """
         self.sink, self.directory, self.label = sink, directory, label
         self.artifact_sinks = artifact_sinks
-        self._deferred = sink.deferred() if isinstance(sink, MultiSink) else []
         self.report.begin(label)
         self.consumers = []
         self._was_announced = False
@@ -114,7 +113,7 @@ class RecordPipeline:
 
     def replay(self) -> None:
         """Run the queued writes of sinks that are bound to this thread."""
-        if isinstance(self.sink, MultiSink) and any(not each.is_idle for each in self._deferred):
+        if isinstance(self.sink, MultiSink) and not self.sink.is_idle:
             self.sink.replay()
 
     def end(self) -> None:
@@ -128,7 +127,6 @@ class RecordPipeline:
             self._queue.drain()
         finally:
             self.sink = self.artifact_sinks = self._report = self._coverage = None
-            self._deferred = []
             self.consumers = []
 
     def _finish(self) -> None:
@@ -181,7 +179,11 @@ class RecordPipeline:
         self._queue.submit(partial(self._keep, receipt))
 
     def _write(self, record: Record, about: About | None) -> None:
-        found = self._summarize(record)
+        found = record.snapshot.statistics()
+        if record.snapshot.diverged:
+            self._warn_of_divergence(record, found)
+        if self._derive is not None:
+            found = self._derive(found)
         (self.recorded if found else self.empty)[record.stage] += 1
         if found and not record.overflowed:
             self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
@@ -204,6 +206,16 @@ class RecordPipeline:
             self._bytes += written
             if self._records == _SOME_RECORDS:
                 self._average()
+
+    def _warn_of_divergence(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        diverged = sorted(record.snapshot.diverged & found.keys())
+        if diverged and not self._has_warned_of_divergence:
+            self._has_warned_of_divergence = True
+            name = ".".join(filter(None, diverged[0]))
+            warn(
+                f"the ranks have diverged: {name!r} and {len(diverged) - 1} other parameters or gradients differ "
+                f"between ranks at step {record.step}"
+            )
 
     def _contained(self, consumer: RecordConsumer, job: Callable[[], object]) -> None:
         """Run a job of a consumer, and remove the consumer if the job fails."""

@@ -11,7 +11,7 @@ from lightning_recorder.sinks.loggers import register_sink, sink_for_logger, sin
 from lightning_recorder.sinks.memory import MemorySink
 from lightning_recorder.sinks.metrics import MetricsSink
 from lightning_recorder.sinks.mlflow import MlflowSink
-from lightning_recorder.sinks.multi import MultiSink
+from lightning_recorder.sinks.multi import Destination, MultiSink
 from lightning_recorder.sinks.tensorboard import TensorBoardSink
 from lightning_recorder.sinks.wandb import WandbSink
 
@@ -20,6 +20,7 @@ __all__ = [
     "CometSink",
     "CsvSink",
     "DeferredSink",
+    "Destination",
     "FilesSink",
     "Image",
     "LitLoggerSink",
