@@ -19,6 +19,7 @@ from lightning_recorder.statistics import (
     PARAMETER_PARTS,
     BaseStatisticsRecorder,
     OptimizerRecorder,
+    RunPhase,
     with_update_ratios,
 )
 
@@ -112,7 +113,7 @@ class ParameterRecorder(StatisticsCallback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         run = self._run
-        if run is None or run.is_idle:
+        if run is None or run.phase is RunPhase.IDLE:
             return
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         # The call above may fail and release the run.

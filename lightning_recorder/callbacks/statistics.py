@@ -46,6 +46,7 @@ from lightning_recorder.statistics import (
     OverheadLimit,
     RankMergingRecorder,
     Record,
+    RunPhase,
     RunRecorder,
     SiteStatistics,
     check_overhead,
@@ -430,7 +431,7 @@ class StatisticsCallback(EvaluationCallback):
             if why_not and trainer.is_global_zero:
                 warn(f"{self} begins anew: {why_not}")
         self._run.enabled = self._enabled
-        if not self._run.pass_over(step, epoch):
+        if not self._run.skip_batch(step, epoch):
             prepare = partial(self._prepare, trainer, pl_module, self._run.recorder)
             self._run.start_batch(step, epoch, prepare)
 
@@ -446,7 +447,7 @@ class StatisticsCallback(EvaluationCallback):
     @guarded
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._run is None or self._run.is_idle or not self._run.records:
+        if self._run is None or self._run.phase is not RunPhase.RECORDING:
             return
         if not pl_module.automatic_optimization:  # another optimiser may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
@@ -459,8 +460,8 @@ class StatisticsCallback(EvaluationCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._run is not None and not self._run.is_idle:
-            if self._run.records:
+        if self._run is not None and self._run.phase is not RunPhase.IDLE:
+            if self._run.phase is RunPhase.RECORDING:
                 self._end_step(trainer, pl_module, self._run)
             self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self.loss_scale.overflowed)
             self.say_ran_eagerly(trainer, self._run.recorder.ran_eagerly)

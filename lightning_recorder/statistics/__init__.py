@@ -8,7 +8,7 @@ from lightning_recorder.statistics.overhead import OverheadLimit, check_overhead
 from lightning_recorder.statistics.rank_merging import RankMergingRecorder
 from lightning_recorder.statistics.record import Record
 from lightning_recorder.statistics.recorder import StatisticsRecorder
-from lightning_recorder.statistics.run import RunRecorder
+from lightning_recorder.statistics.run import RunPhase, RunRecorder
 from lightning_recorder.statistics.sites import RANK_STATISTICS, SHOWN_STATISTICS, SiteStates, SiteStatistics, Snapshot
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "OverheadLimit",
     "RankMergingRecorder",
     "Record",
+    "RunPhase",
     "RunRecorder",
     "SiteStates",
     "SiteStatistics",

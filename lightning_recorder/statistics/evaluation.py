@@ -19,7 +19,7 @@ class EvaluationRecorder(RankMergingRecorder):
     Args:
         recorder: The recorder that provides the tensors.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
-        conclude: A callback that receives each record, on rank zero.
+        on_record: A callback that receives each record, on rank zero.
         options: The arguments of :class:`RankMergingRecorder`.
 
     Note:
@@ -28,18 +28,18 @@ class EvaluationRecorder(RankMergingRecorder):
     """
 
     def __init__(
-        self, recorder: BaseStatisticsRecorder, stage: str, conclude: Callable[[Record], None], **options: Any
+        self, recorder: BaseStatisticsRecorder, stage: str, on_record: Callable[[Record], None], **options: Any
     ) -> None:
         super().__init__(recorder, **options)
         self.stage = stage
-        self._conclude = conclude
+        self._on_record = on_record
         self._states: dict[int, SiteStates] = {0: recorder.states}
 
     def start_batch(self, loader: int = 0) -> None:
         """Begin and record a batch of a data loader."""
         with self.contained():
             self.recorder.states = self._of(loader)
-            if self.works:
+            if self.is_active:
                 self.recorder.attach()
             else:
                 self.recorder.remove()
@@ -66,7 +66,7 @@ class EvaluationRecorder(RankMergingRecorder):
                 self.recorder.states.forget()  # the next evaluation does not continue the stream of this one
                 if merged.snapshot is not None:
                     record = Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, ranks=merged.ranks)
-                    self._conclude(record)
+                    self._on_record(record)
 
     def _of(self, loader: int) -> SiteStates:
         if loader not in self._states:

@@ -51,10 +51,10 @@ class RankMergingRecorder:
         """True if recording has stopped because of an error."""
         self._is_first = rank == 0
         self._clock = clock
-        self._told_absent: set[int] = set()
+        self._absent_ranks: set[int] = set()  # those that have caused a warning
 
     @property
-    def works(self) -> bool:
+    def is_active(self) -> bool:
         """True if this rank records the steps that are due."""
         merges = self.exchange is not None and self.exchange.is_open
         return self.enabled and not self.failed and (self._is_first or merges)
@@ -65,11 +65,11 @@ class RankMergingRecorder:
         try:
             yield
         except Exception as error:
-            was_well = not self.failed
+            is_first_error = not self.failed
             self.fail()
             if self.strict:
                 raise
-            if was_well:
+            if is_first_error:
                 warn(f"{self.name} is off for the rest of the run: {describe_error(error)}")
 
     def fail(self) -> None:
@@ -101,10 +101,10 @@ class RankMergingRecorder:
         if merged.error is not None:
             with self.contained():
                 raise merged.error
-        new = set(merged.absent) - self._told_absent
+        new = set(merged.absent) - self._absent_ranks
         if new and self._is_first:
             warn(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
-        self._told_absent |= new
+        self._absent_ranks |= new
         return merged
 
     def _snapshot(self, device: Device | str) -> Snapshot | None:

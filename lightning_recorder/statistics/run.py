@@ -3,21 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from torch import device as Device
 
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.schedule import Reduce, Sampling, ends_window
 from lightning_recorder.statistics.base import BaseStatisticsRecorder
 from lightning_recorder.statistics.exchange import Merged
-from lightning_recorder.statistics.overhead import OverheadLimit
+from lightning_recorder.statistics.overhead import OverheadLimit, StepTiming
 from lightning_recorder.statistics.rank_merging import RankMergingRecorder
 from lightning_recorder.statistics.record import Record
 
-__all__ = ["RunRecorder"]
+__all__ = ["RunPhase", "RunRecorder"]
+
+
+class RunPhase(Enum):
+    """The phases of a :class:`RunRecorder`, which documents the transitions."""
+
+    IDLE = "idle"
+    """The current step is not recorded, and there are no unwritten statistics. :meth:`RunRecorder.end_batch` is not
+    needed.
+    """
+    WAITING = "waiting"
+    """No step is being recorded, and there are no hooks."""
+    ARMED = "armed"
+    """No step is being recorded, but the next one is due. The hooks may still be registered, but are paused."""
+    RECORDING = "recording"
+    """A step is being recorded. There are hooks if this rank records."""
+    ENDED = "ended"
+    """The run has ended, and its state is final."""
+
+
+@dataclass
+class _Window:
+    """The recorded steps since the last record."""
+
+    steps: int = 0
+    """The number of steps whose statistics are in the states. The same on all ranks."""
+    has_overflow: bool = False
+    """True if a step overflowed. The same on all ranks."""
+    is_covered: bool = False
+    """True if the hooks were registered in one of the steps."""
+    is_merged: bool = False
+    """True if this rank holds the statistics of all ranks, from a checkpoint."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to write in a record. The same on all ranks."""
+        return not self.steps and not self.has_overflow
 
 
 class RunRecorder(RankMergingRecorder):
@@ -26,10 +62,29 @@ class RunRecorder(RankMergingRecorder):
     The training loop reports when a batch begins and ends; this class does not depend on a trainer. A step is an
     optimizer step, with one batch or with several if gradients are accumulated.
 
+    The phases and their transitions are::
+
+        phase      event                                  action                          next phase
+        ---------  -------------------------------------  ------------------------------  ------------------
+        any        a batch of a step that is due          save the states, attach         RECORDING
+        any        a batch of a step that is not due      remove the hooks                WAITING
+        IDLE,      a batch of a step that is not due      none, see skip_batch            IDLE, or WAITING
+        WAITING                                                                           in an open window
+        RECORDING  a batch ends without a step            pause                           RECORDING
+        RECORDING  a step ends                            add it to the window            ARMED or WAITING
+        RECORDING  a step overflows                       discard it, or write it alone   ARMED or WAITING
+        RECORDING  its step will not end                  discard it                      WAITING
+        not ENDED  a step, an epoch or the run ends,      write the window as a record    unchanged
+                   and with it a window
+        not ENDED  finish                                 write the window                ENDED
+        not ENDED  abort                                  write the window of this rank   ENDED
+
+    After a step, the recorder is ARMED if the next step is due, and WAITING otherwise.
+
     Args:
         recorder: The recorder that provides the tensors.
         sampling: The schedule of the recorded steps, including the interval.
-        conclude: A callback that receives each record, on rank zero.
+        on_record: A callback that receives each record, on rank zero.
         reduce: The steps that form a record.
         announce: A callback that receives the first recorded step and the time its hooks took, in milliseconds, if that
             step is not a record yet; on rank zero.
@@ -47,7 +102,7 @@ class RunRecorder(RankMergingRecorder):
         self,
         recorder: BaseStatisticsRecorder,
         sampling: Sampling,
-        conclude: Callable[[Record], None],
+        on_record: Callable[[Record], None],
         *,
         reduce: Reduce = "step",
         announce: Callable[[int, float], None] | None = None,
@@ -58,33 +113,22 @@ class RunRecorder(RankMergingRecorder):
         super().__init__(recorder, **options)
         self.sampling = sampling
         self.reduce = reduce
+        self.phase = RunPhase.WAITING
+        """The current phase. An attribute, because the training loop reads it in every step."""
         self.overflow_steps = 0
         """The number of recorded steps whose gradients overflowed."""
-        self._conclude = conclude
+        self.has_recorded = False
+        """True if the hooks were registered in any step."""
+        self._on_record: Callable[[Record], None] | None = on_record
         self._announce = announce
-        self._budget = budget
         self._device = device or Device("cpu")
-        self._watch = Stopwatch(self._device, clock=self._clock)
-        self.recorder.watch(self._watch)
-        self.is_idle = False
-        """True if the batch is not recorded and there are no unwritten statistics; then the batch need not be ended."""
-        self._step: int | None = None  # the step that is being recorded
-        self._may_have_hooks = False
-        self._open_steps = 0  # recorded steps that are not part of a record yet
-        self._unreported_overflows = False
-        self._next_step = 0
+        self._timing = StepTiming(self._device, self._clock, budget)
+        self.recorder.watch(self._timing.stopwatch)
+        self._step = 0  # the current step, or the next one between two steps
         self._epoch = 0
-        self._before: list[Any] | None = None
-        self._batch_began = 0.0
-        self._step_ms = 0.0
-        self._timed_steps = 0  # recorded steps whose time has not been passed to the budget yet
-        self._timed_ms = 0.0
-        self._is_mute = False
-        self._has_recorded = False
-        self.is_covered = False
-        """True if the hooks were registered in a step of the current record; False while recording is disabled."""
-        self._has_share_of_all = False  # True after loading a checkpoint with the merged states of all ranks
-        self._kept: dict[str, Any] | None = None
+        self._window = _Window()
+        self._savepoint: list[Any] | None = None  # the states before the current step; None if they were empty
+        self._final_state: dict[str, Any] | None = None  # of a run that has ended
 
     @property
     def every_n_train_steps(self) -> int:
@@ -92,24 +136,19 @@ class RunRecorder(RankMergingRecorder):
         return self.sampling.every_n_train_steps or 0
 
     @property
-    def records(self) -> bool:
-        """True while a step is being recorded."""
-        return self._step is not None
-
-    @property
-    def has_recorded(self) -> bool:
-        """True if the hooks were registered in any step."""
-        return self._has_recorded
+    def is_covered(self) -> bool:
+        """True if the hooks were registered in a step of the current record; False while recording is disabled."""
+        return self._window.is_covered
 
     @property
     def last_step(self) -> int:
         """The step that ended last."""
-        return max(0, self._next_step - 1)
+        return max(0, self._step - 1)
 
-    # Batches
+    # Transitions
 
-    def pass_over(self, step: int, epoch: int) -> bool:
-        """Begin a batch that is not recorded, at little cost.
+    def skip_batch(self, step: int, epoch: int) -> bool:
+        """Try to begin a batch that is not recorded, at little cost.
 
         Args:
             step: The 0-based optimizer step.
@@ -118,12 +157,12 @@ class RunRecorder(RankMergingRecorder):
         Returns:
             False if the batch needs :meth:`start_batch` instead.
         """
-        self.is_idle = False
-        if self._step is not None or self._may_have_hooks or self._budget is not None or self.sampling(step, epoch):
+        is_unhooked = self.phase is RunPhase.IDLE or self.phase is RunPhase.WAITING
+        if not is_unhooked or self._timing.limit is not None or self.sampling(step, epoch):
             return False
-        self._kept = None
-        self._next_step, self._epoch = step, epoch
-        self.is_idle = not self._open_steps and not self._unreported_overflows
+        self._step, self._epoch = step, epoch
+        is_open = self._window.steps or self._window.has_overflow
+        self.phase = RunPhase.WAITING if is_open else RunPhase.IDLE
         return True
 
     def start_batch(self, step: int, epoch: int, prepare: Callable[[], None] | None = None) -> None:
@@ -134,25 +173,24 @@ class RunRecorder(RankMergingRecorder):
             epoch: The epoch.
             prepare: A callback that is called before a batch whose step is due, even if this rank records nothing.
         """
-        self._batch_began = self._clock()
-        self._kept = None
-        self.is_idle = False
-        if self._step != step:  # the previous batch was started but not ended
+        self._timing.start_batch()
+        self._final_state = None
+        if step != self._step:  # the step of the previous batch was not ended
             self._drop_step()
-        self._next_step, self._epoch = step, epoch
+        self._step, self._epoch = step, epoch
         is_due = self.sampling(step, epoch)
-        if is_due and self._step is None:
-            self._begin_step(step)
+        if self.phase is not RunPhase.RECORDING:
+            if is_due:
+                self._save_states()
+            self.phase = RunPhase.RECORDING if is_due else RunPhase.WAITING
         with self.contained():
             if is_due and prepare is not None:
                 prepare()
-            if is_due and self.works:
-                self._has_recorded = self.is_covered = True
-                self._may_have_hooks = True
+            if is_due and self.is_active:
+                self.has_recorded = self._window.is_covered = True
                 self.recorder.attach()
             else:
                 self.recorder.remove()
-                self._may_have_hooks = False
 
     def end_batch(self, *, stepped: bool, overflowed: bool = False) -> None:
         """End a batch.
@@ -161,33 +199,24 @@ class RunRecorder(RankMergingRecorder):
             stepped: True if the batch ended with an optimizer step.
             overflowed: True if the optimizer skipped the step because gradients were not finite.
         """
-        step = self._next_step
-        with self.contained():
-            if self.works and self._may_be_due(step + stepped):
-                self.recorder.pause()
-            else:
-                self.recorder.remove()
-                self._may_have_hooks = False
-        self._step_ms += 1000 * (self._clock() - self._batch_began)
-        if not stepped:
-            return
-        self._next_step = step + 1
-        step_ms, self._step_ms = self._step_ms, 0.0
-        if self._step is not None:
-            self._timed_steps += 1
-            self._timed_ms += step_ms
-        elif self._budget is not None:
-            self._budget.add_step(step_ms)
-        self._end_step(overflowed=overflowed)
-        if self._has_news and ends_window(self.reduce, step):
-            self._flush(step)
+        is_armed = self._pause(self._step + stepped)
+        self._timing.end_batch()
+        if stepped:
+            self._end_step(RunPhase.ARMED if is_armed else RunPhase.WAITING, overflowed=overflowed)
 
-    def _may_be_due(self, step: int) -> bool:
-        """Return True if the step will be recorded. An error of the schedule is reported when the step begins."""
-        try:
-            return self.sampling(step, self._epoch)
-        except Exception:  # noqa: BLE001 - it will raise again
-            return False
+    def _end_step(self, next_phase: RunPhase, *, overflowed: bool) -> None:
+        """End a step. Every step runs through this sequence."""
+        step, self._step = self._step, self._step + 1
+        was_recorded, self.phase = self.phase is RunPhase.RECORDING, next_phase
+        self._timing.end_step(recorded=was_recorded)
+        if was_recorded and overflowed:
+            self._add_overflow(step)
+        elif was_recorded:
+            self._window.steps += 1
+            self._announce_first(step)
+        self._savepoint = None
+        if not self._window.is_empty and ends_window(self.reduce, step):
+            self._write_record(step)
 
     def end_epoch(self, step: int) -> None:
         """End an epoch.
@@ -197,17 +226,18 @@ class RunRecorder(RankMergingRecorder):
         """
         self.interrupt()
         self._drop_step()
-        if self._has_news and (self.reduce == "epoch" or ends_window(self.reduce, self._next_step - 1)):
-            self._flush(step)
+        if not self._window.is_empty and (self.reduce == "epoch" or ends_window(self.reduce, self._step - 1)):
+            self._write_record(step)
 
     def finish(self) -> None:
         """End the run: write the remaining statistics as a record, and also keep them in the state."""
         self.interrupt()
         self._drop_step()
-        kept = self.merged_state_dict()
-        if self._has_news:
-            self._flush(self.last_step)
-        self._kept = kept
+        final_state = self.merged_state_dict()
+        if not self._window.is_empty:
+            self._write_record(self.last_step)
+        self._final_state = final_state
+        self.phase = RunPhase.ENDED
 
     def abort(self) -> None:
         """End a failed run: make a record of the remaining statistics without the other ranks.
@@ -215,146 +245,147 @@ class RunRecorder(RankMergingRecorder):
         The state is then the one before the interrupted step, because a resumed run repeats that step.
         """
         self.interrupt()
-        if self._kept is not None:
+        if self._final_state is not None:
             return
-        is_torn = self._step is not None
+        is_interrupted = self.phase is RunPhase.RECORDING
+        steps = self._window.steps + is_interrupted
         record = None
-        if self._open_steps or is_torn:
-            steps = self._open_steps + is_torn
-            record = self._record(self._next_step - (not is_torn), self.merged(alone=True), steps)
-        self._step = None
-        if is_torn:
-            self._put_back()
-        self._kept = self._state(None)
+        if steps:
+            step = self._step if is_interrupted else self._step - 1
+            record = self._record(step, self.merged(alone=True), steps)
+        if is_interrupted:
+            self._roll_back()
+        self.phase = RunPhase.ENDED
+        self._final_state = self._state(None)
         with self.contained():
-            self._kept = self._local_state()
-        if record is not None and not self._is_mute:
+            self._final_state = self._local_state()
+        if record is not None:
             with self.contained():
-                self._hand_out(record)
+                self._deliver(record)
 
-    def _begin_step(self, step: int) -> None:
-        self._step = step
-        self._before = None
-        if self.works and (self._open_steps or self.recorder.states.carries):
-            with self.contained():
-                self._before = self.recorder.states.saved()
+    # Steps
 
-    def _end_step(self, *, overflowed: bool) -> None:
-        if self._step is None:
-            return
-        step, self._step = self._step, None
-        if not overflowed:
-            self._open_steps += 1
-            announce = self._announce
-            if announce is not None and self.reduce != "step" and self._is_first and self.is_covered:
-                self._announce = None
-                with self.contained():
-                    announce(step, self._watch.host_ms)
-        else:
-            self.overflow_steps += 1
-            self._unreported_overflows = True
-            if self.reduce == "step":
-                self._flush(step, overflowed=True)
+    def _pause(self, next_step: int) -> bool:
+        """Pause recording and return True if the next batch will probably be recorded; otherwise remove the hooks."""
+        is_paused = False
+        with self.contained():
+            is_paused = self.is_active and self._may_be_due(next_step)
+            if is_paused:
+                self.recorder.pause()
             else:
-                self._put_back()
-        self._before = None
+                self.recorder.remove()
+        return is_paused
 
-    @property
-    def _has_news(self) -> bool:
-        """True if there is something to write in a record. The same on all ranks."""
-        return self._open_steps > 0 or self._unreported_overflows
+    def _may_be_due(self, step: int) -> bool:
+        """Return True if the step will be recorded. An error of the schedule is reported when the step begins."""
+        try:
+            return self.sampling(step, self._epoch)
+        except Exception:  # noqa: BLE001 - it will raise again
+            return False
+
+    def _save_states(self) -> None:
+        """Save the states at the beginning of a step, so that the step can be discarded."""
+        self._savepoint = None
+        if self.is_active and (self._window.steps or self.recorder.states.carries):
+            with self.contained():
+                self._savepoint = self.recorder.states.saved()
+
+    def _roll_back(self) -> None:
+        """Discard what was recorded in the current step."""
+        with self.contained():
+            if self._savepoint is None:
+                self.recorder.states.reset()
+            else:
+                self.recorder.states.restore(self._savepoint)
 
     def _drop_step(self) -> None:
         """Discard a step that will not end, for example because its epoch was cut off. It will be repeated."""
-        if self._step is not None:
-            self._step, self._step_ms = None, 0.0
-            self._put_back()
-            self._before = None
+        if self.phase is RunPhase.RECORDING:
+            self.phase = RunPhase.WAITING
+            self._timing.drop_step()
+            self._roll_back()
+            self._savepoint = None
 
-    def _put_back(self) -> None:
-        """Discard what was recorded in the last step."""
-        with self.contained():
-            if self._before is None:
-                self.recorder.states.reset()
-            else:
-                self.recorder.states.restore(self._before)
+    def _add_overflow(self, step: int) -> None:
+        """Count a step that the optimizer skipped. Its statistics are in no record, or in one of their own."""
+        self.overflow_steps += 1
+        self._window.has_overflow = True
+        if self.reduce == "step":
+            self._write_record(step, overflowed=True)
+        else:
+            self._roll_back()
+
+    def _announce_first(self, step: int) -> None:
+        """Announce the first recorded step, if it is not a record of its own."""
+        announce = self._announce
+        if announce is not None and self.reduce != "step" and self._is_first and self._window.is_covered:
+            self._announce = None
+            with self.contained():
+                announce(step, self._timing.stopwatch.host_ms)
 
     # Records
 
-    def _flush(self, step: int, *, overflowed: bool = False) -> None:
-        """Make a record from the statistics since the last one."""
-        steps, self._open_steps, self._unreported_overflows = self._open_steps, 0, False
-        began = self._clock()
-        with self._watch:
-            now = self.every_n_train_steps
-            wanted = now if self._budget is None else self._budget.interval(now)
+    def _write_record(self, step: int, *, overflowed: bool = False) -> None:
+        """Make a record of the window, deliver it, and open a new window."""
+        steps = self._window.steps + overflowed
+        self._window.steps, self._window.has_overflow = 0, False
+        with self._timing.flush():
+            wanted = self._timing.interval(self.every_n_train_steps)
             merged = self.merged(numbers=(float(wanted),))
             self._widen(int(merged.numbers[0][0]))
             with self.contained():
                 self.recorder.states.reset()
-        flush_ms = 1000 * (self._clock() - began)
-        recording_ms = max(0.0, self._watch.take_ms() - flush_ms)
-        if self._budget is not None and self._timed_steps:
-            self._budget.add_recorded(self._timed_steps, self._timed_ms + flush_ms, recording_ms + flush_ms)
-        self._timed_steps, self._timed_ms = 0, 0.0
-        steps += overflowed
-        record = self._record(step, merged, steps, overflowed=overflowed, ms=(recording_ms, flush_ms))
-        if record is not None and not self._is_mute:
-            began = self._clock()
-            with self._watch, self.contained():
-                self._hand_out(record)
-            self._timed_ms += 1000 * (self._clock() - began)
-        self.is_covered = False
-        if self._budget is None:
+        about = {"recording_ms": self._timing.recording_ms, "flush_ms": self._timing.flush_ms, "overflowed": overflowed}
+        record = self._record(step, merged, steps, **about)
+        if record is not None:
+            with self._timing.delivery(), self.contained():
+                self._deliver(record)
+        self._window = _Window()
+        if self._timing.limit is None:
             self.recorder.watch(None)
 
-    def _hand_out(self, record: Record) -> None:
-        self._is_mute = True  # if the callback raises: do not call it again
-        self._conclude(record)
-        self._is_mute = False
+    def _deliver(self, record: Record) -> None:
+        on_record, self._on_record = self._on_record, None  # if the callback raises, it is not called again
+        if on_record is not None:
+            on_record(record)
+        self._on_record = on_record
 
-    def _record(
-        self,
-        step: int,
-        merged: Merged,
-        steps: int,
-        *,
-        overflowed: bool = False,
-        ms: tuple[float, float] = (0.0, 0.0),
-    ) -> Record | None:
+    def _record(self, step: int, merged: Merged, steps: int, **about: Any) -> Record | None:
         snapshot = merged.snapshot
         if snapshot is None:
             return None
-        if self._has_share_of_all:  # the first rank holds merged states, so per-rank differences are meaningless
-            self._has_share_of_all = False
+        if self._window.is_merged:  # per-rank differences are meaningless
             snapshot = replace(snapshot, rank_means={}, diverged=frozenset())
         return Record(
             step,
             self._epoch,
             snapshot,
             steps,
-            overflowed=overflowed,
             overflow_steps=self.overflow_steps,
-            recording_ms=ms[0],
-            flush_ms=ms[1],
             every_n_train_steps=self.every_n_train_steps,
             ranks=merged.ranks,
+            **about,
         )
 
-    def _widen(self, cadence: int) -> None:
-        if cadence != self.every_n_train_steps:
-            self.sampling = self.sampling.widened(cadence)
+    def _widen(self, every_n_train_steps: int) -> None:
+        if every_n_train_steps != self.every_n_train_steps:
+            self.sampling = self.sampling.widened(every_n_train_steps)
 
     # State
 
     @property
     def holds_states(self) -> bool:
         """True if there are unwritten statistics, or states that survive a reset. The same on all ranks."""
-        return self._open_steps > 0 or self._step is not None or self.recorder.states.carries
+        return self._open_steps > 0 or self.recorder.states.carries
+
+    @property
+    def _open_steps(self) -> int:
+        """The number of steps in the states, including the current one."""
+        return self._window.steps + (self.phase is RunPhase.RECORDING)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unwritten statistics of this rank as plain Python objects and tensors."""
-        return self._local_state() if self._kept is None else self._kept
+        return self._local_state() if self._final_state is None else self._final_state
 
     def _local_state(self) -> dict[str, Any]:
         holds = self.holds_states and not self.failed
@@ -362,7 +393,8 @@ class RunRecorder(RankMergingRecorder):
 
     def merged_state_dict(self) -> dict[str, Any]:
         """Return the unwritten statistics merged across ranks, on rank zero. Every rank must call this."""
-        if self._kept is not None or not self.holds_states or self.exchange is None or not self.exchange.is_open:
+        is_alone = self.exchange is None or not self.exchange.is_open
+        if self._final_state is not None or not self.holds_states or is_alone:
             return self.state_dict()
         snapshot = self.merged(numbers=(float(self.every_n_train_steps),)).snapshot
         return self._state(None if snapshot is None else snapshot.state_dict())
@@ -370,7 +402,7 @@ class RunRecorder(RankMergingRecorder):
     def _state(self, states: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "epoch": self._epoch,
-            "open_steps": self._open_steps + (self._step is not None),
+            "open_steps": self._open_steps,
             "every_n_train_steps": self.every_n_train_steps,
             "overflow_steps": self.overflow_steps,
             **({} if states is None else {"states": states}),
@@ -388,21 +420,21 @@ class RunRecorder(RankMergingRecorder):
             KeyError, TypeError, ValueError: If the state is invalid.
         """
         open_steps, of_epoch = int(state_dict["open_steps"]), int(state_dict["epoch"])
-        cadence, overflow_steps = int(state_dict["every_n_train_steps"]), int(state_dict["overflow_steps"])
+        interval, overflow_steps = int(state_dict["every_n_train_steps"]), int(state_dict["overflow_steps"])
         self.overflow_steps = overflow_steps
-        if self._budget is not None:
-            self._widen(max(self.every_n_train_steps, cadence))
+        if self._timing.limit is not None:
+            self._widen(max(self.every_n_train_steps, interval))
         # The same on all ranks, because it determines when a record is due.
-        self._open_steps = open_steps
+        self._window.steps = open_steps
         if self._is_first and "states" in state_dict:
             self._load(state_dict["states"])
         # A state saved after the last batch of an epoch was saved before the epoch ended.
-        if self._open_steps and self.reduce == "epoch" and of_epoch != epoch:
-            self._next_step, self._epoch = step, of_epoch
-            self._flush(self.last_step)
+        if open_steps and self.reduce == "epoch" and of_epoch != epoch:
+            self._step, self._epoch = step, of_epoch
+            self._write_record(self.last_step)
 
     def _load(self, states: Any) -> None:
-        self._has_share_of_all = True
+        self._window.is_merged = True
         try:
             self.recorder.states.load_state_dict(states, self._device)
         except Exception as error:  # noqa: BLE001 - a file may contain anything
