@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_recorder.disk import append, attempt
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
-from lightning_recorder.sinks.naming import file_of_tag, keep_file, path_below
+from lightning_recorder.sinks.safe_names import copy_file, path_below, path_of_tag
 from lightning_recorder.temporary import write_whole
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class FilesSink(Sink):
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
         for name, source in files.items():
             target = path_below(self.directory, name)
-            attempt(target, source.stat().st_size, partial(keep_file, source, target))
+            attempt(target, source.stat().st_size, partial(copy_file, source, target))
         return True
 
     @override
@@ -98,7 +98,7 @@ class FilesSink(Sink):
 
     def _write(self, folder: str, tag: str, step: int, suffix: str, data: bytes) -> None:
         def put() -> None:
-            path = file_of_tag(self.directory / folder, tag, step, suffix)
+            path = path_of_tag(self.directory / folder, tag, step, suffix)
             write_whole(path, lambda file: file.write(data))
             self.written_bytes += len(data)
 

@@ -15,8 +15,7 @@ from lightning_recorder.sinks.base import Sink
 from lightning_recorder.sinks.comet import CometSink
 from lightning_recorder.sinks.csv import CsvSink
 from lightning_recorder.sinks.deferred import for_any_thread
-from lightning_recorder.sinks.litlogger import LitLoggerSink
-from lightning_recorder.sinks.metrics import MetricsSink
+from lightning_recorder.sinks.metrics import LitLoggerSink, MetricsSink
 from lightning_recorder.sinks.mlflow import MlflowSink
 from lightning_recorder.sinks.multi import Destination
 from lightning_recorder.sinks.tensorboard import TensorBoardSink

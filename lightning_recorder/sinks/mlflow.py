@@ -15,7 +15,7 @@ from lightning_recorder.disk import has_room
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.files import FilesSink, histogram_as_json
-from lightning_recorder.sinks.naming import digest, harmless, shortened
+from lightning_recorder.sinks.safe_names import digest, safe_segment, shortened
 from lightning_recorder.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
@@ -115,12 +115,12 @@ class MlflowSink(Sink):
         return True
 
     def _key(self, tag: str, longest: int) -> str:
-        parts = (harmless(part, _UNWANTED, longest) for part in f"{self._prefix}{tag}".split("/"))
+        parts = (safe_segment(part, _UNWANTED, longest) for part in f"{self._prefix}{tag}".split("/"))
         return shortened("/".join(parts), longest)
 
 
 def _name_of(tags: list[str], step: int) -> str:
     """Return the histogram file name for these tags and this step. Another set of tags gets another name."""
-    group = harmless(tags[0].split("/")[0], _UNWANTED)
+    group = safe_segment(tags[0].split("/")[0], _UNWANTED)
     others = digest("\n".join(sorted(tags)))
     return f"{group}/step{step:08d}-{others}.json"

@@ -13,7 +13,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder.sinks import TensorBoardSink
-from lightning_recorder.sinks.tfrecord_crc import framed, patch_crc32c
+from lightning_recorder.sinks.event_file import framed, patch_crc32c
 from tests.sinks.events import read_events
 
 
