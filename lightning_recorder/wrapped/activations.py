@@ -26,7 +26,7 @@ class SavedOutput:
 
     def __init__(self, tensor: Tensor, version: int | None, copy: Tensor) -> None:
         self._tensor = tensor
-        self._writes = version
+        self._version = version
         self._copy = copy
 
     @classmethod
@@ -39,15 +39,15 @@ class SavedOutput:
     @property
     def value(self) -> Tensor:
         """The tensor itself if it has not been modified since, else the copy."""
-        unchanged = self._writes is not None and version_of(self._tensor) == self._writes
+        unchanged = self._version is not None and version_of(self._tensor) == self._version
         return self._tensor if unchanged else self._copy
 
     def is_of(self, tensor: Tensor) -> bool:
         """Return True if this is the same tensor with the same values."""
-        return self._tensor is tensor and self._writes is not None and version_of(tensor) == self._writes
+        return self._tensor is tensor and self._version is not None and version_of(tensor) == self._version
 
 
-def _tell_unknown(name: str, path: str, value: object, error: Exception | None) -> None:
+def _warn_unknown(name: str, path: str, value: object, error: Exception | None) -> None:
     warn(f"RecordedNet passes over {describe_unknown(name, path, value, error)}")
 
 
@@ -77,7 +77,7 @@ class OutputRecorder(CallWatch):
             if isinstance(output, Tensor):
                 self.records[label] = self._kept(output)
             else:
-                tensors = iter_tensors(output, unknown=partial(_tell_unknown, call.name))
+                tensors = iter_tensors(output, unknown=partial(_warn_unknown, call.name))
                 self.records[label] = {path: self._kept(tensor) for path, tensor in tensors}
         postproc = self._postprocs.get(label)
         return None if postproc is None else postproc(output)
