@@ -11,11 +11,10 @@ from torch import device as Device
 
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.schedule import Reduce, Sampling, ends_window
-from lightning_recorder.statistics.base import BaseStatisticsRecorder
-from lightning_recorder.statistics.exchange import Merged
 from lightning_recorder.statistics.overhead import OverheadLimit, StepTiming
-from lightning_recorder.statistics.rank_merging import RankMergingRecorder
-from lightning_recorder.statistics.record import Record
+from lightning_recorder.statistics.rank_merging import Merged, RankMergingRecorder
+from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
+from lightning_recorder.statistics.sites import Record
 
 __all__ = ["RunPhase", "RunRecorder"]
 
@@ -286,7 +285,7 @@ class RunRecorder(RankMergingRecorder):
     def _save_states(self) -> None:
         """Save the states at the beginning of a step, so that the step can be discarded."""
         self._savepoint = None
-        if self.is_active and (self._window.steps or self.recorder.states.carries):
+        if self.is_active and (self._window.steps or self.recorder.states.survives_reset):
             with self.contained():
                 self._savepoint = self.recorder.states.saved()
 
@@ -376,7 +375,7 @@ class RunRecorder(RankMergingRecorder):
     @property
     def holds_states(self) -> bool:
         """True if there are unwritten statistics, or states that survive a reset. The same on all ranks."""
-        return self._open_steps > 0 or self.recorder.states.carries
+        return self._open_steps > 0 or self.recorder.states.survives_reset
 
     @property
     def _open_steps(self) -> int:
@@ -441,4 +440,4 @@ class RunRecorder(RankMergingRecorder):
             # The other ranks resume the window, so this one does, too, with empty statistics.
             warn(f"{self.name} begins anew, the saved statistics cannot be read: {describe_error(error)}")
             with self.contained():
-                self.recorder.states.forget()
+                self.recorder.states.reset_all()
