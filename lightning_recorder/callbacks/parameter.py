@@ -20,7 +20,6 @@ from lightning_recorder.statistics import (
     BaseStatisticsRecorder,
     OptimizerRecorder,
     RunPhase,
-    with_update_ratios,
 )
 
 __all__ = ["ParameterRecorder"]
@@ -71,8 +70,6 @@ class ParameterRecorder(StatisticsCallback):
     """
 
     group = "parameters"
-
-    derive = staticmethod(with_update_ratios)
 
     @checked_arguments
     def __init__(

@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -50,6 +50,7 @@ from lightning_recorder.statistics import (
     RunRecorder,
     SiteStatistics,
     check_overhead,
+    with_update_ratios,
 )
 from lightning_recorder.taps import Site
 
@@ -121,9 +122,6 @@ class StatisticsCallback(EvaluationCallback):
     """
 
     keeps_state = True
-
-    derive: ClassVar[Callable[[Mapping[Site, SiteStatistics]], dict[Site, SiteStatistics]] | None] = None
-    """A function that adds statistics derived from those of several sites."""
 
     _kept: ResumeState
     loss_scale: LossScale
@@ -212,7 +210,11 @@ class StatisticsCallback(EvaluationCallback):
             "_kept": ResumeState(self._settings),
             "loss_scale": LossScale(),
             "_results": RecordPipeline(
-                report, name=str(self), say=rank_zero_info, derive=self.derive, strict=self.strict
+                report,
+                name=str(self),
+                log=rank_zero_info,
+                derive=with_update_ratios if by_path else None,
+                strict=self.strict,
             ),
             "_checkpoints": CheckpointWatch(
                 self.checkpoint_saved, self.checkpoint_removed, self._no_more, name=str(self)

@@ -18,7 +18,7 @@ from lightning_recorder.sinks.shared_files import SharedFiles
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["EVENT_FILES", "EventFile", "framed", "patch_crc32c"]
+__all__ = ["EVENT_FILES", "EventFile", "frame_record", "patch_crc32c"]
 
 _ROTATION = 15  # of the masked checksum, a constant of the TFRecord format
 _ADDEND = 0xA282EAD8
@@ -53,9 +53,9 @@ class EventFile:
 
     def add(self, event: bytes) -> int:
         """Append a serialized event, and return its size in bytes, or 0 if it was skipped."""
-        record = framed(event)
+        record = frame_record(event)
         with self._lock:
-            data = record if self._has_begun else framed(_version(time.time())) + record
+            data = record if self._has_begun else frame_record(_version(time.time())) + record
             if not attempt(self.path, len(data), lambda: append(self.path, data)):
                 return 0
             self._has_begun = True
@@ -77,7 +77,7 @@ EVENT_FILES: SharedFiles[EventFile] = SharedFiles(EventFile)
 """The event files by folder."""
 
 
-def framed(data: bytes) -> bytes:
+def frame_record(data: bytes) -> bytes:
     """Return data as a TFRecord: with its length and the checksums of the length and of the data."""
     from google_crc32c import value as checksum
 
@@ -93,12 +93,12 @@ def patch_crc32c(writer: SummaryWriter) -> bool:
     unknown structure.
     """
     try:
-        framed(b"")
+        frame_record(b"")
         records: Any = writer._get_file_writer().event_writer._async_writer._writer
         file = records._writer
     except (AttributeError, ImportError):
         return False
-    records.write = lambda data: file.write(framed(data))
+    records.write = lambda data: file.write(frame_record(data))
     return True
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from lightning_recorder.graph.model import Graph
 
-__all__ = ["FilesSink", "histogram_as_json", "picture_of"]
+__all__ = ["FilesSink", "histogram_to_json", "to_pillow"]
 
 
 class FilesSink(Sink):
@@ -59,7 +59,7 @@ class FilesSink(Sink):
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
         self._append(
             "histograms.jsonl",
-            {"step": step, "histograms": {tag: histogram_as_json(each) for tag, each in histograms.items()}},
+            {"step": step, "histograms": {tag: histogram_to_json(each) for tag, each in histograms.items()}},
         )
         return True
 
@@ -67,7 +67,7 @@ class FilesSink(Sink):
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
         for tag, pixels in images.items():
             file = io.BytesIO()
-            picture_of(pixels).save(file, "png")
+            to_pillow(pixels).save(file, "png")
             self._write("images", tag, step, ".png", file.getvalue())
         return True
 
@@ -109,14 +109,14 @@ def _plain(value: float) -> float | str:
     return float(value) if math.isfinite(value) else repr(float(value))
 
 
-def picture_of(pixels: Image) -> Picture:
+def to_pillow(pixels: Image) -> Picture:
     """Return the pixels as a Pillow image, which several back ends accept."""
     from PIL import Image as Pictures
 
     return Pictures.fromarray(pixels)
 
 
-def histogram_as_json(histogram: Histogram) -> dict[str, Any]:
+def histogram_to_json(histogram: Histogram) -> dict[str, Any]:
     """Return a histogram as JSON-compatible data. NaN and infinities become strings."""
     return {
         "edges": histogram.edges.tolist(),

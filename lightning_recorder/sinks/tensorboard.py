@@ -52,7 +52,7 @@ class TensorBoardSink(Sink):
 
     def __init__(self, writer: SummaryWriter | str | Path) -> None:
         self._owned = isinstance(writer, (str, Path))
-        self._writer = _opened(writer) if isinstance(writer, (str, Path)) else writer
+        self._writer = _open_writer(writer) if isinstance(writer, (str, Path)) else writer
         self.written_bytes: int = 0
         if isinstance(self._writer, EventFile):
             self._dashboard = self._writer.dashboard
@@ -156,7 +156,7 @@ class TensorBoardSink(Sink):
             self.flush()
 
 
-def _opened(folder: str | Path) -> EventFile | SummaryWriter:
+def _open_writer(folder: str | Path) -> EventFile | SummaryWriter:
     """Return a writer for a folder, which may be on a remote file system."""
     if "://" not in str(folder):
         return EVENT_FILES[folder]
