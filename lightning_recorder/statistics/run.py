@@ -59,26 +59,26 @@ class RunRecorder(RankMergingRecorder):
     """Record the sampled steps of a training run and combine them into records.
 
     The training loop reports when a batch begins and ends; this class does not depend on a trainer. A step is an
-    optimizer step, with one batch or with several if gradients are accumulated.
+    optimizer step, with one batch or with several if gradients are accumulated. The recorded steps since the last record
+    are the window.
 
     The phases and their transitions are::
 
-        phase      event                                  action                          next phase
-        ---------  -------------------------------------  ------------------------------  ------------------
-        any        a batch of a step that is due          save the states, attach         RECORDING
-        any        a batch of a step that is not due      remove the hooks                WAITING
-        IDLE,      a batch of a step that is not due      none, see skip_batch            IDLE, or WAITING
-        WAITING                                                                           in an open window
-        RECORDING  a batch ends without a step            pause                           RECORDING
-        RECORDING  a step ends                            add it to the window            ARMED or WAITING
-        RECORDING  a step overflows                       discard it, or write it alone   ARMED or WAITING
-        RECORDING  its step will not end                  discard it                      WAITING
-        not ENDED  a step, an epoch or the run ends,      write the window as a record    unchanged
-                   and with it a window
-        not ENDED  finish                                 write the window                ENDED
-        not ENDED  abort                                  write the window of this rank   ENDED
+        phase          event                                       action                        next phase
+        -------------  ------------------------------------------  ----------------------------  ----------------
+        IDLE, WAITING  skip_batch, the step is not due             none                          IDLE or WAITING
+        any            start_batch, the step is due                save the states, attach       RECORDING
+        not RECORDING  start_batch, the step is not due            remove the hooks              WAITING
+        RECORDING      end_batch without an optimizer step         pause                         RECORDING
+        RECORDING      end_batch with an optimizer step            add the step to the window    ARMED or WAITING
+        RECORDING      end_batch with a step that overflowed       discard or write the step     ARMED or WAITING
+        WAITING        end_batch with an optimizer step            none                          ARMED or WAITING
+        RECORDING      another step, end_epoch or finish           discard the step              WAITING
+        any            finish                                      write the window              ENDED
+        not ENDED      abort                                       write the window of the rank  ENDED
 
-    After a step, the recorder is ARMED if the next step is due, and WAITING otherwise.
+    A step ends in ARMED if the next step is due. A skipped batch is WAITING if the window has unwritten statistics. The
+    window is written as a record by the end of a step or of an epoch with which it ends.
 
     Args:
         recorder: The recorder that provides the tensors.
