@@ -5,7 +5,7 @@ from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRe
 from lightning_recorder.statistics.overhead import OverheadLimit, check_overhead
 from lightning_recorder.statistics.rank_merging import Exchange, Merged, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder, StatisticsRecorder
-from lightning_recorder.statistics.run import RunPhase, RunRecorder
+from lightning_recorder.statistics.run_recorder import RunPhase, RunRecorder
 from lightning_recorder.statistics.sites import (
     RANK_STATISTICS,
     SHOWN_STATISTICS,

@@ -59,8 +59,8 @@ class RunRecorder(RankMergingRecorder):
     """Record the sampled steps of a training run and combine them into records.
 
     The training loop reports when a batch begins and ends; this class does not depend on a trainer. A step is an
-    optimizer step, with one batch or with several if gradients are accumulated. The recorded steps since the last record
-    are the window.
+    optimizer step, with one batch or with several if gradients are accumulated. The window is the recorded steps since
+    the last record.
 
     The phases and their transitions are::
 
