@@ -320,12 +320,13 @@ class RecorderCallback(Callback):
                 Scalars and histograms are not written there, since the records contain them.
         """
         if trainer.is_global_zero:
-            loggers = MultiSink(sinks_for_loggers(trainer.loggers, strict=self.strict), strict=self.strict)
-            own = [for_any_thread(sink) for sink in self._own_sinks]
-            files = None if directory is None else _Folder(directory)
-            all_shown = MultiSink([loggers], fallback=files, strict=self.strict)
-            self._sink = MultiSink([all_shown, *own], strict=self.strict)
-            self._artifact_sinks = MultiSink([loggers, *own], strict=self.strict)
+            self._sink = MultiSink(
+                sinks_for_loggers(trainer.loggers),
+                fallback=None if directory is None else _Folder(directory),
+                additional=[for_any_thread(sink) for sink in self._own_sinks],
+                strict=self.strict,
+            )
+            self._artifact_sinks = self._sink.without_fallback()
 
     def say_ran_eagerly(self, trainer: Trainer, names: Collection[str]) -> None:
         """Log the names of compiled code that ran eagerly, each name once per trainer."""

@@ -12,18 +12,15 @@ from typing_extensions import override
 from lightning_recorder.callbacks.arguments import checked_arguments
 from lightning_recorder.callbacks.base import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.errors import SelectionError, check_some, warn
+from lightning_recorder.errors import SelectionError, check_some
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.statistics import (
     PARAMETER_PARTS,
     BaseStatisticsRecorder,
     OptimizerRecorder,
-    Record,
-    SiteStatistics,
-    with_update_ratios,
+    RunPhase,
 )
-from lightning_recorder.taps import Site
 
 __all__ = ["ParameterRecorder"]
 
@@ -74,8 +71,6 @@ class ParameterRecorder(StatisticsCallback):
 
     group = "parameters"
 
-    _warned_of_divergence: bool
-
     @checked_arguments
     def __init__(
         self,
@@ -86,10 +81,6 @@ class ParameterRecorder(StatisticsCallback):
     ) -> None:
         self.parts = check_some("parts", parts, PARAMETER_PARTS, _SYNONYMS)
         super().__init__(names, **options)
-
-    @override
-    def idle(self) -> dict[str, Any]:
-        return {**super().idle(), "_warned_of_divergence": False}
 
     @override
     def choose(self, pl_module: LightningModule) -> SelectedModules:
@@ -119,7 +110,7 @@ class ParameterRecorder(StatisticsCallback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         run = self._run
-        if run is None or run.is_idle:
+        if run is None or run.phase is RunPhase.IDLE:
             return
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         # The call above may fail and release the run.
@@ -139,20 +130,6 @@ class ParameterRecorder(StatisticsCallback):
     @override
     def counts_overflow(self) -> bool:
         return True
-
-    @override
-    def summarize(self, record: Record) -> dict[Site, SiteStatistics]:
-        found = super().summarize(record)
-        if not self._warned_of_divergence:
-            diverged = sorted(record.snapshot.diverged & found.keys())
-            if diverged:
-                self._warned_of_divergence = True
-                name = ".".join(part for part in diverged[0] if part)
-                warn(
-                    f"the ranks have diverged: {name!r} and {len(diverged) - 1} other parameters or gradients differ "
-                    f"between ranks at step {record.step}"
-                )
-        return with_update_ratios(found)
 
 
 def _owners(root: nn.Module) -> set[nn.Module]:

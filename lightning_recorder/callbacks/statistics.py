@@ -46,9 +46,11 @@ from lightning_recorder.statistics import (
     OverheadLimit,
     RankMergingRecorder,
     Record,
+    RunPhase,
     RunRecorder,
     SiteStatistics,
     check_overhead,
+    with_update_ratios,
 )
 from lightning_recorder.taps import Site
 
@@ -208,7 +210,11 @@ class StatisticsCallback(EvaluationCallback):
             "_kept": ResumeState(self._settings),
             "loss_scale": LossScale(),
             "_results": RecordPipeline(
-                report, name=str(self), say=rank_zero_info, summarize=self.summarize, strict=self.strict
+                report,
+                name=str(self),
+                log=rank_zero_info,
+                derive=with_update_ratios if by_path else None,
+                strict=self.strict,
             ),
             "_checkpoints": CheckpointWatch(
                 self.checkpoint_saved, self.checkpoint_removed, self._no_more, name=str(self)
@@ -291,7 +297,7 @@ class StatisticsCallback(EvaluationCallback):
                 name=self.name,
                 called=str(self),
                 ranks=trainer.world_size,
-                shown=self._sink is not None and not self._sink.is_empty,
+                shown=self._sink is not None and bool(self._sink.sinks),
             )
 
     def _make_workers(self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules) -> None:
@@ -427,7 +433,7 @@ class StatisticsCallback(EvaluationCallback):
             if why_not and trainer.is_global_zero:
                 warn(f"{self} begins anew: {why_not}")
         self._run.enabled = self._enabled
-        if not self._run.pass_over(step, epoch):
+        if not self._run.skip_batch(step, epoch):
             prepare = partial(self._prepare, trainer, pl_module, self._run.recorder)
             self._run.start_batch(step, epoch, prepare)
 
@@ -443,7 +449,7 @@ class StatisticsCallback(EvaluationCallback):
     @guarded
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._run is None or self._run.is_idle or not self._run.records:
+        if self._run is None or self._run.phase is not RunPhase.RECORDING:
             return
         if not pl_module.automatic_optimization:  # another optimiser may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
@@ -456,8 +462,8 @@ class StatisticsCallback(EvaluationCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._run is not None and not self._run.is_idle:
-            if self._run.records:
+        if self._run is not None and self._run.phase is not RunPhase.IDLE:
+            if self._run.phase is RunPhase.RECORDING:
                 self._end_step(trainer, pl_module, self._run)
             self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self.loss_scale.overflowed)
             self.say_ran_eagerly(trainer, self._run.recorder.ran_eagerly)
@@ -550,10 +556,6 @@ class StatisticsCallback(EvaluationCallback):
     def latest_step(self) -> int | None:
         """The step of :attr:`latest`, as counted by ``self.log``, or ``None`` before the first record."""
         return self._results.latest_step
-
-    def summarize(self, record: Record) -> dict[Site, SiteStatistics]:
-        """Return the statistics of a record, by site."""
-        return record.snapshot.statistics()
 
     def _on_record(self, record: Record) -> None:
         """Queue a record for writing. A training record also carries the data for the receipt."""

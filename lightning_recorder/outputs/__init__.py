@@ -1,11 +1,11 @@
 """Writers of records: to sinks, record files, dumps, pictures and the coverage report."""
 
-from lightning_recorder.outputs.consumer import RecordConsumer
-from lightning_recorder.outputs.coverage import Coverage, CoverageReport, paths_by_module, with_gradients, write_receipt
+from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
 from lightning_recorder.outputs.formatter import SinkFormatter
-from lightning_recorder.outputs.pipeline import RecordPipeline
+from lightning_recorder.outputs.pipeline import RecordConsumer, RecordPipeline
 from lightning_recorder.outputs.plotter import Plotter
+from lightning_recorder.outputs.receipt import CoverageReport, write_receipt
 from lightning_recorder.outputs.record_file import RecordFile
 from lightning_recorder.outputs.statistics_dumps import DUMP_TIMES, Event, StatisticsDumps, check_dump
 from lightning_recorder.outputs.tag_budget import TagBudget
@@ -28,7 +28,6 @@ __all__ = [
     "TagBudget",
     "TensorDumps",
     "check_dump",
-    "paths_by_module",
     "with_gradients",
     "write_receipt",
 ]

@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from lightning_recorder.outputs.coverage import Change, Coverage, CoverageReport, listed, paths_by_module
+from lightning_recorder.outputs.coverage import Coverage
+from lightning_recorder.outputs.receipt import Change, CoverageReport, listed, paths_by_module
 from lightning_recorder.taps import Site
 
 __all__ = ["CoverageHistory", "PresenceHistory"]
@@ -165,19 +166,19 @@ class CoverageHistory:
         """The number of records."""
         return self._modules.records
 
-    def take(self, step: int, found: Iterable[Site], watched: Coverage) -> list[Change]:
+    def add(self, step: int, found: Iterable[Site], coverage: Coverage) -> list[Change]:
         """Add a record.
 
         Args:
             step: The step of the record.
             found: The sites with statistics in the record.
-            watched: The facts about the modules since the previous record.
+            coverage: The facts about the modules since the previous record.
 
         Returns:
             The changes to report.
         """
-        self._coverage = watched
-        self._called.update(watched.called)
+        self._coverage = coverage
+        self._called.update(coverage.called)
         sites = dict.fromkeys(found)
         self._sites.update(sites)
         started, stopped = self._modules.update(step, (site.name for site in sites))
@@ -194,18 +195,18 @@ class CoverageHistory:
             return self._gradients_changed(step, [], self._gradients.finish())
         return self._modules_changed(step, [], self._modules.finish())
 
-    def filled(self, receipt: CoverageReport) -> CoverageReport:
+    def complete(self, receipt: CoverageReport) -> CoverageReport:
         """Return the receipt with the current facts."""
         by_module = paths_by_module(self._sites)
         order = [name for name in self._coverage.modules if name in by_module]
-        watched = self._coverage.having(fired=tuple(by_module), called=frozenset(self._called))
+        coverage = self._coverage.having(fired=tuple(by_module), called=frozenset(self._called))
         return replace(
             receipt,
             sites={name: by_module[name] for name in dict.fromkeys([*order, *by_module])},
-            missing=watched.why_not(),
+            missing=coverage.missing_reasons(),
             last_step=self._modules.last_step,
             steps={name: self._modules.steps(name) for name in by_module},
-            without_gradient=tuple(watched.without_gradients(self._sites)),
+            without_gradient=tuple(coverage.without_gradients(self._sites)),
             changes=tuple(self._changes),
         )
 
@@ -214,24 +215,24 @@ class CoverageHistory:
         return "gradients" in self._coverage.parts
 
     def _modules_changed(self, step: int, started: list[str], stopped: list[str]) -> list[Change]:
-        watched = self._coverage
+        coverage = self._coverage
         gone = {
-            name: (watched.why_stopped(name), self._modules.steps(name)[1])
+            name: (coverage.stop_reason(name), self._modules.steps(name)[1])
             for name in stopped
-            if name in watched.modules and name not in watched.failed  # a failed module has already caused a warning
+            if name in coverage.modules and name not in coverage.failed  # a failed module has already caused a warning
         }
-        return self._stated(step, started, gone, "record", "modules")
+        return self._make_changes(step, started, gone, "record", "modules")
 
     def _gradients_changed(self, step: int, started: list[Site], stopped: list[Site]) -> list[Change]:
-        watched = self._coverage
+        coverage = self._coverage
         gone = {
-            _shown(site): (watched.why_no_gradient(*site), self._gradients.steps(site)[1])
+            _dotted(site): (coverage.gradient_stop_reason(*site), self._gradients.steps(site)[1])
             for site in stopped
-            if site.name in watched.modules and site.name not in watched.failed
+            if site.name in coverage.modules and site.name not in coverage.failed
         }
-        return self._stated(step, list(map(_shown, started)), gone, "gradient", "parameters")
+        return self._make_changes(step, list(map(_dotted, started)), gone, "gradient", "parameters")
 
-    def _stated(
+    def _make_changes(
         self, step: int, started: list[str], gone: dict[str, tuple[str, int]], what: str, noun: str
     ) -> list[Change]:
         """Group the modules or parameters that changed in the same way into one change each."""
@@ -250,5 +251,5 @@ class CoverageHistory:
         return changes
 
 
-def _shown(site: Site) -> str:
+def _dotted(site: Site) -> str:
     return ".".join(filter(None, site))

@@ -30,14 +30,14 @@ class DumpContent:
         epoch: The epoch.
         tensors: The tensors by name, on any device.
         samples: For dumps of statistics, the number of values of each site; otherwise ``None``.
-        about: Further entries of the manifest.
+        entries: Further entries of the manifest.
     """
 
     step: int
     epoch: int
     tensors: Mapping[str, Tensor]
     samples: Mapping[str, int] | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)
+    entries: Mapping[str, Any] = field(default_factory=dict)
 
 
 class DumpFolder:
@@ -75,12 +75,12 @@ class DumpFolder:
         self.written = 0
         """The number of dumps written."""
         self._name = name
-        self._place = f"{label}-rank{rank}" if rank else label
+        self._file_label = f"{label}-rank{rank}" if rank else label
         self._upload = upload
         self._max_total_bytes, self._max_upload_bytes = max_total_bytes, max_upload_bytes
         self._total_bytes = self._uploaded_bytes = 0
         self._uploaded: dict[str, Path] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._rows: list[str] = []
 
     def write(self, content: DumpContent, reason: str) -> Path | None:
@@ -99,16 +99,18 @@ class DumpFolder:
         """
         if self.directory is None:
             if not self.quiet:
-                self._tell("folder", "writes no dumps but those beside checkpoints, since the run has no folder")
+                self._warn_once("folder", "writes no dumps but those beside checkpoints, since the run has no folder")
             return None
-        if "total" in self._told:
+        if "total" in self._warned:
             return None
-        path = self.directory / f"{self._place}-step={content.step}.safetensors"
+        path = self.directory / f"{self._file_label}-step={content.step}.safetensors"
         replaced = path.stat().st_size if path.is_file() else 0
-        size = file_bytes(content.tensors, self._about(content, reason=reason)) - replaced
+        size = file_bytes(content.tensors, self._manifest_entries(content, reason=reason)) - replaced
         if self._max_total_bytes is not None and self._total_bytes + size > self._max_total_bytes:
             limit = f"max_total_bytes={self._max_total_bytes}"
-            self._tell("total", f"writes no more dumps from step {content.step} on, which would be more than {limit}")
+            self._warn_once(
+                "total", f"writes no more dumps from step {content.step} on, which would be more than {limit}"
+            )
             return None
         written = self._write(path, content, reason=reason)
         if written is None:
@@ -134,44 +136,52 @@ class DumpFolder:
         remove_dump(self._beside(checkpoint))
 
     def _beside(self, checkpoint: Path) -> Path:
-        return checkpoint.with_name(f"{checkpoint.name.removesuffix('.ckpt')}.{self._place}.safetensors")
+        return checkpoint.with_name(f"{checkpoint.name.removesuffix('.ckpt')}.{self._file_label}.safetensors")
 
     def _write(self, path: Path, content: DumpContent, **why: Any) -> int | None:
         """Write a dump if the disk has room. Return its size in bytes, or None if it was skipped."""
-        about = self._about(content, **why)
-        write = partial(write_dump, path, content.tensors, content.samples, **about)
+        entries = self._manifest_entries(content, **why)
+        write = partial(write_dump, path, content.tensors, content.samples, **entries)
         # A replaced file exists until the new one is complete, so the whole new size is needed.
         nbytes = sum(each.numel() * each.dtype.itemsize + _ABOUT_BYTES for each in content.tensors.values())
         if not attempt(path, nbytes + _ABOUT_BYTES, write):
-            self._told.add("disk")
+            self._warned.add("disk")
             return None
         size = path.stat().st_size
         self.written += 1
         if self._upload is not None:
-            self._give(self._upload, path, size, content, why["reason"])
+            self._upload_dump(self._upload, path, size, content, why["reason"])
         return size
 
-    def _about(self, content: DumpContent, **why: Any) -> dict[str, Any]:
-        about = {"step": content.step, "epoch": content.epoch, "stage": "train", "rank": self.rank, "group": self.group}
-        return {**about, **why, **content.about}
+    def _manifest_entries(self, content: DumpContent, **why: Any) -> dict[str, Any]:
+        entries = {
+            "step": content.step,
+            "epoch": content.epoch,
+            "stage": "train",
+            "rank": self.rank,
+            "group": self.group,
+        }
+        return {**entries, **why, **content.entries}
 
     @property
     def is_full(self) -> bool:
         """True if a dump was skipped for lack of space, which causes a warning."""
-        return bool({"total", "disk"} & self._told)
+        return bool({"total", "disk"} & self._warned)
 
-    def _give(self, sink: Sink, path: Path, size: int, content: DumpContent, reason: str) -> None:
+    def _upload_dump(self, sink: Sink, path: Path, size: int, content: DumpContent, reason: str) -> None:
         """Upload a dump to the loggers that support files, and write the table of dumps as text."""
-        kept = "-"
+        uploaded = "-"
         most = self._max_upload_bytes
-        if sink.supports("write_files") and "upload" not in self._told:
+        if sink.supports("write_files") and "upload" not in self._warned:
             if most is not None and self._uploaded_bytes + size > most:
                 limit = f"max_upload_bytes={most}"
-                self._tell("upload", f"uploads no dumps from step {content.step} on, which would be more than {limit}")
+                self._warn_once(
+                    "upload", f"uploads no dumps from step {content.step} on, which would be more than {limit}"
+                )
             elif sink.write_files(content.step, {self._upload_name(path): path}):
                 self._uploaded_bytes += size
-                kept = "yes"
-        row = f"| {content.step} | `{path.name}` | {reason} | {len(content.tensors)} | {size:,} | {kept} |"
+                uploaded = "yes"
+        row = f"| {content.step} | `{path.name}` | {reason} | {len(content.tensors)} | {size:,} | {uploaded} |"
         self._rows = [*self._rows, row][-_ROWS:]
         head = "| step | file | why | tensors | bytes | uploaded |\n|---:|---|---|---:|---:|---|"
         sink.write_text(content.step, {f"recorder/{self.label}/dumps": "\n".join([head, *self._rows])})
@@ -184,7 +194,7 @@ class DumpFolder:
             name = f"dumps/{number}/{path.name}"
         return name
 
-    def _tell(self, what: str, message: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             warn(f"{self._name} {message}")

@@ -7,8 +7,7 @@ from typing import Any
 
 from lightning_recorder.outputs.tag_budget import TagBudget
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.record import Record
-from lightning_recorder.statistics.sites import SHOWN_STATISTICS, SiteStatistics
+from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record, SiteStatistics
 from lightning_recorder.tags import make_tag
 from lightning_recorder.taps import Site
 
@@ -66,7 +65,7 @@ class SinkFormatter:
         if record.overflowed:
             self._write_overflow(sink, record, found)
             return
-        found = self._within_budget(found)
+        found = self._select(found)
         scalars: dict[str, float] = {}
         for site, seen in found.items():
             if any(seen.scalars[name] for name in _BAD):
@@ -85,10 +84,10 @@ class SinkFormatter:
             }
             sink.write_histograms(record.step, histograms)
 
-    def _within_budget(self, found: Mapping[Site, SiteStatistics]) -> Mapping[Site, SiteStatistics]:
+    def _select(self, found: Mapping[Site, SiteStatistics]) -> Mapping[Site, SiteStatistics]:
         if self._budget is None or not found:
             return found
-        return self._budget.within(found, self._count_tags)
+        return self._budget.select(found, self._count_tags)
 
     def _count_tags(self, seen: SiteStatistics) -> int:
         """Return the number of tags of a site whose values are finite."""

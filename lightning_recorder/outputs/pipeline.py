@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -9,22 +10,56 @@ from functools import partial
 from pathlib import Path
 
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.outputs.consumer import RecordConsumer
-from lightning_recorder.outputs.coverage import Change, Coverage, CoverageReport, paths_by_module
+from lightning_recorder.outputs.coverage import Coverage
 from lightning_recorder.outputs.coverage_history import CoverageHistory
 from lightning_recorder.outputs.formatter import SinkFormatter
+from lightning_recorder.outputs.receipt import Change, CoverageReport, paths_by_module
 from lightning_recorder.schedule import Reduce, Sampling
-from lightning_recorder.sinks import BackgroundQueue, DeferredSink, Image, MultiSink, Sink
-from lightning_recorder.statistics.record import Record
-from lightning_recorder.statistics.sites import SiteStatistics
+from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
+from lightning_recorder.statistics.sites import Record, SiteStatistics
 from lightning_recorder.taps import Site
 
-__all__ = ["RecordPipeline"]
+__all__ = ["RecordConsumer", "RecordPipeline"]
 
 _SOME_RECORDS = 10  # enough records to estimate their mean size
 
 # The arguments of a receipt.
-About = tuple[Coverage, Sampling, Reduce]
+ReceiptFacts = tuple[Coverage, Sampling, Reduce]
+
+
+class RecordConsumer(ABC):
+    """A consumer of records and their statistics, called in the writer thread.
+
+    If it raises, it causes one warning and receives no further records. The run continues.
+    """
+
+    def __str__(self) -> str:
+        """Return the name for warnings, such as ``"the file of records"``."""
+        return type(self).__name__
+
+    @abstractmethod
+    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        """Receive a record.
+
+        Args:
+            record: The record.
+            found: The statistics of its sites in module order, possibly empty.
+        """
+
+    @property
+    def written_bytes(self) -> int:
+        """The number of bytes of records written to files of this consumer."""
+        return 0
+
+    def logged_bytes(self, records: int) -> int:
+        """Return the estimated number of bytes passed to the loggers after this many records."""
+        return 0
+
+    def end_epoch(self) -> None:  # noqa: B027 - most have nothing to do
+        """Run at the end of an epoch."""
+
+    def finish(self) -> None:  # noqa: B027 - most have nothing to do
+        """Run at the end of the run."""
 
 
 class RecordPipeline:
@@ -33,8 +68,8 @@ class RecordPipeline:
     Args:
         report: The formatter that writes records to the sink.
         name: The name of the recorder in messages.
-        say: A callback that receives the summary line of the receipt.
-        summarize: A function that computes the statistics of a record.
+        log: A callback that receives the summary line of the receipt.
+        derive: A function that adds statistics derived from those of several sites.
         strict: Raise the errors of consumers.
     """
 
@@ -43,8 +78,8 @@ class RecordPipeline:
         report: SinkFormatter,
         *,
         name: str = "the recorder",
-        say: Callable[[str], object] = warn,
-        summarize: Callable[[Record], dict[Site, SiteStatistics]] = lambda record: record.snapshot.statistics(),
+        log: Callable[[str], object] = warn,
+        derive: Callable[[Mapping[Site, SiteStatistics]], dict[Site, SiteStatistics]] | None = None,
         strict: bool = False,
     ) -> None:
         self.report = report
@@ -55,19 +90,19 @@ class RecordPipeline:
         self.directory: Path | None = None
         """The folder of the receipt, or None."""
         self._name = name
-        self._say = say
-        self._summarize = summarize
+        self._log = log
+        self._derive = derive
+        self._has_warned_of_divergence = False
         self._strict = strict
         self.consumers: list[RecordConsumer] = []
         """The additional consumers of records."""
         self.artifact_sinks: Sink | None = None
         """The sink for files, or None."""
-        self._deferred: list[DeferredSink] = []  # the deferred sinks inside the sink
         self._latest: dict[str, dict[Site, SiteStatistics]] = {}
         self._latest_step: int | None = None
         self._queue = BackgroundQueue()
-        self._was_announced = False
-        self._report: CoverageReport | None = None
+        self._is_announced = False
+        self._receipt: CoverageReport | None = None
         self._coverage: CoverageHistory | None = None
         self._records = self._bytes = 0
         self.recorded: Counter[str] = Counter()
@@ -90,11 +125,10 @@ class RecordPipeline:
         """
         self.sink, self.directory, self.label = sink, directory, label
         self.artifact_sinks = artifact_sinks
-        self._deferred = sink.deferred() if isinstance(sink, MultiSink) else []
         self.report.begin(label)
         self.consumers = []
-        self._was_announced = False
-        self._report, self._records, self._bytes, self._coverage = None, 0, 0, None
+        self._is_announced = False
+        self._receipt, self._records, self._bytes, self._coverage = None, 0, 0, None
         self.recorded, self.empty, self.note = Counter(), Counter(), ""
 
     def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
@@ -114,7 +148,7 @@ class RecordPipeline:
 
     def replay(self) -> None:
         """Run the queued writes of sinks that are bound to this thread."""
-        if isinstance(self.sink, MultiSink) and any(not each.is_idle for each in self._deferred):
+        if isinstance(self.sink, MultiSink) and not self.sink.is_idle:
             self.sink.replay()
 
     def end(self) -> None:
@@ -122,28 +156,27 @@ class RecordPipeline:
         self._queue.wait()
         try:
             self._finish()
-            self._average()
+            self._update_mean_size()
             self._finish_coverage()
             self.replay()
             self._queue.drain()
         finally:
-            self.sink = self.artifact_sinks = self._report = self._coverage = None
-            self._deferred = []
+            self.sink = self.artifact_sinks = self._receipt = self._coverage = None
             self.consumers = []
 
     def _finish(self) -> None:
         for consumer in list(self.consumers):
             self._contained(consumer, consumer.finish)
 
-    def add(self, record: Record, about: About | None = None) -> None:
+    def add(self, record: Record, facts: ReceiptFacts | None = None) -> None:
         """Queue a record for writing.
 
         Args:
             record: The record.
-            about: The arguments of the receipt, with the facts since the previous record, or ``None`` for an
+            facts: The arguments of the receipt, with the facts since the previous record, or ``None`` for an
                 evaluation.
         """
-        self._queue.submit(partial(self._write, record, about))
+        self._queue.submit(partial(self._write, record, facts))
 
     def add_scalar(self, step: int, tag: str, value: float) -> None:
         """Write a single scalar."""
@@ -173,15 +206,19 @@ class RecordPipeline:
         after = sink.written_bytes
         return None if after is None else after - (before or 0)
 
-    def announce(self, step: int, recording_ms: float, sites: list[Site], about: About) -> None:
+    def announce(self, step: int, recording_ms: float, sites: list[Site], facts: ReceiptFacts) -> None:
         """Report the receipt of a step that is not a record yet. Its record completes the receipt."""
-        receipt = replace(_coverage_report(step, sites, *about), recording_ms=recording_ms)
-        self._say(f"{self._name}: {receipt.summary}{self.note}")
-        self._was_announced = True
-        self._queue.submit(partial(self._keep, receipt))
+        receipt = replace(_make_receipt(step, sites, *facts), recording_ms=recording_ms)
+        self._log(f"{self._name}: {receipt.summary}{self.note}")
+        self._is_announced = True
+        self._queue.submit(partial(self._write_receipt, receipt))
 
-    def _write(self, record: Record, about: About | None) -> None:
-        found = self._summarize(record)
+    def _write(self, record: Record, facts: ReceiptFacts | None) -> None:
+        found = record.snapshot.statistics()
+        if record.snapshot.diverged:
+            self._warn_of_divergence(record, found)
+        if self._derive is not None:
+            found = self._derive(found)
         (self.recorded if found else self.empty)[record.stage] += 1
         if found and not record.overflowed:
             self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
@@ -194,16 +231,26 @@ class RecordPipeline:
         written = None if after is None else after - (before or 0)
         for consumer in list(self.consumers):
             size = consumer.written_bytes
-            self._contained(consumer, partial(consumer.take, record, found))
+            self._contained(consumer, partial(consumer.on_record, record, found))
             if consumer.written_bytes > size:
                 written = (written or 0) + consumer.written_bytes - size
-        if about is not None:
-            self._cover(record, found, written, about)
+        if facts is not None:
+            self._update_coverage(record, found, written, facts)
         if written is not None and record.stage == "train":
             self._records += 1
             self._bytes += written
             if self._records == _SOME_RECORDS:
-                self._average()
+                self._update_mean_size()
+
+    def _warn_of_divergence(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        diverged = sorted(record.snapshot.diverged & found.keys())
+        if diverged and not self._has_warned_of_divergence:
+            self._has_warned_of_divergence = True
+            name = ".".join(filter(None, diverged[0]))
+            warn(
+                f"the ranks have diverged: {name!r} and {len(diverged) - 1} other parameters or gradients differ "
+                f"between ranks at step {record.step}"
+            )
 
     def _contained(self, consumer: RecordConsumer, job: Callable[[], object]) -> None:
         """Run a job of a consumer, and remove the consumer if the job fails."""
@@ -217,32 +264,34 @@ class RecordPipeline:
                 raise
             warn(f"{self._name} writes no more {consumer}: {describe_error(error)}")
 
-    def _average(self) -> None:
+    def _update_mean_size(self) -> None:
         """Update the receipt with the mean size of a record."""
-        if self._report is not None and self._records:
-            size = self._forecast(self._bytes / self._records, self._report.records_per_1000_steps)
-            self._keep(replace(self._report, event_bytes_per_1000_steps=size))
+        if self._receipt is not None and self._records:
+            size = self._forecast(self._bytes / self._records, self._receipt.records_per_1000_steps)
+            self._write_receipt(replace(self._receipt, event_bytes_per_1000_steps=size))
 
     def _forecast(self, record_bytes: float, records: int) -> int:
         """Return the estimated number of bytes written to the loggers for this many records."""
         return int(record_bytes * records) + sum(consumer.logged_bytes(records) for consumer in self.consumers)
 
-    def _cover(self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, about: About) -> None:
+    def _update_coverage(
+        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, facts: ReceiptFacts
+    ) -> None:
         """Update the receipt with the recorded and the missing modules of a record."""
         if self._coverage is None:
             self._coverage = CoverageHistory()
-            self._coverage.take(record.step, found, about[0])
-            self._complete(record, found, written, about)
+            self._coverage.add(record.step, found, facts[0])
+            self._write_first_receipt(record, found, written, facts)
             return
-        changes = self._coverage.take(record.step, found, about[0])
+        changes = self._coverage.add(record.step, found, facts[0])
         self._log_changes(changes)
-        if self._report is not None and (changes or _is_round(self._coverage.records)):
-            self._keep(self._coverage.filled(self._report))
+        if self._receipt is not None and (changes or _is_round(self._coverage.records)):
+            self._write_receipt(self._coverage.complete(self._receipt))
 
-    def _complete(
-        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, about: About
+    def _write_first_receipt(
+        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, facts: ReceiptFacts
     ) -> None:
-        receipt = _coverage_report(record.step, found, *about)
+        receipt = _make_receipt(record.step, found, *facts)
         receipt = replace(
             receipt,
             recording_ms=record.recording_ms,
@@ -252,29 +301,29 @@ class RecordPipeline:
             else self._forecast(written, receipt.records_per_1000_steps),
             merged_ranks=record.ranks,
         )
-        if not self._was_announced:
-            self._say(f"{self._name}: {receipt.summary}{self.note}")
-        self._keep(receipt)
+        if not self._is_announced:
+            self._log(f"{self._name}: {receipt.summary}{self.note}")
+        self._write_receipt(receipt)
         if self.sink is not None:
             self.sink.write_text(record.step, {f"recorder/{self.label}/receipt": receipt.markdown})
 
     def _finish_coverage(self) -> None:
         """Update the receipt at the end of the run, and write it to the sink again if it has changed."""
-        coverage, before = self._coverage, self._report
+        coverage, before = self._coverage, self._receipt
         if coverage is None or before is None:
             return
         self._log_changes(coverage.finish())
-        receipt = coverage.filled(before)
-        self._keep(receipt)
+        receipt = coverage.complete(before)
+        self._write_receipt(receipt)
         if self.sink is not None and receipt.last_step > receipt.step:
             self.sink.write_text(receipt.last_step, {f"recorder/{self.label}/receipt": receipt.markdown})
 
     def _log_changes(self, changes: list[Change]) -> None:
         for change in changes:
-            self._say(f"{self._name}: {change.text}")
+            self._log(f"{self._name}: {change.text}")
 
-    def _keep(self, receipt: CoverageReport) -> None:
-        self._report = receipt
+    def _write_receipt(self, receipt: CoverageReport) -> None:
+        self._receipt = receipt
         if self.directory is not None:
             try:
                 receipt.write(self.directory, self.label)
@@ -289,7 +338,7 @@ def _is_round(records: int) -> bool:
     return not rest and not tens & (tens - 1)
 
 
-def _coverage_report(
+def _make_receipt(
     step: int, sites: Iterable[Site], coverage: Coverage, sampling: Sampling, reduce: Reduce
 ) -> CoverageReport:
     found = dict.fromkeys(sites)
@@ -297,7 +346,7 @@ def _coverage_report(
     return CoverageReport(
         step=step,
         sites=paths,
-        missing=coverage.having(fired=tuple(paths)).why_not(),
+        missing=coverage.having(fired=tuple(paths)).missing_reasons(),
         state_bytes=coverage.state_bytes,
         every_n_train_steps=sampling.every_n_train_steps or 0,
         records_per_1000_steps=sampling.count_records(reduce, 1000),

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 
 from typing_extensions import override
 
-from lightning_recorder.outputs.consumer import RecordConsumer
+from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.plots import History, overview
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.statistics.record import Record
-from lightning_recorder.statistics.sites import SiteStatistics
+from lightning_recorder.statistics.sites import Record, SiteStatistics
 from lightning_recorder.taps import Site
 
 __all__ = ["Plotter"]
@@ -73,7 +72,7 @@ class Plotter(RecordConsumer):
         return "plots"
 
     @override
-    def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         if record.stage != "train" or record.overflowed or not found:
             return
         sites = record.in_order_of_execution(found, backward=self._group == "gradients")

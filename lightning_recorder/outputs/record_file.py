@@ -8,15 +8,14 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from lightning_recorder.outputs.consumer import RecordConsumer
+from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
-from lightning_recorder.statistics.record import Record
-from lightning_recorder.statistics.sites import SiteStatistics
+from lightning_recorder.statistics.sites import Record, SiteStatistics
 from lightning_recorder.taps import Site
 
 __all__ = ["RecordFile"]
 
-_ABOUT = (
+_FIELDS = (
     "step",
     "epoch",
     "stage",
@@ -58,14 +57,14 @@ class RecordFile(RecordConsumer):
         return self._writer.written_bytes - self._header_bytes
 
     @override
-    def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         if not self._has_begun:  # with the first record, so that a run without any leaves no file
             self._has_begun = True
             self._begin()
             self._header_bytes = self._writer.written_bytes
         sites = record.in_order_of_execution(found, backward=self._is_backward)
-        about = {name: getattr(record, name) for name in _ABOUT}
-        self._writer.write(about, (_line(site, found[site]) for site in sites))
+        fields = {name: getattr(record, name) for name in _FIELDS}
+        self._writer.write(fields, (_line(site, found[site]) for site in sites))
 
 
 def _line(site: Site, seen: SiteStatistics) -> SiteRecord:

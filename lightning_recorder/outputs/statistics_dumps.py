@@ -19,11 +19,10 @@ from lightning_recorder.errors import (
     imported,
     warn,
 )
-from lightning_recorder.outputs.consumer import RecordConsumer
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
+from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.portable import Portable, unwrap
-from lightning_recorder.statistics.record import Record
-from lightning_recorder.statistics.sites import SiteStatistics
+from lightning_recorder.statistics.sites import Record, SiteStatistics
 from lightning_recorder.tags import make_tag
 from lightning_recorder.taps import Site
 
@@ -120,7 +119,7 @@ class StatisticsDumps(RecordConsumer):
         return {**self.__dict__, "folder": None, "_latest": None}  # these belong to the run
 
     @override
-    def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         if record.stage != "train" or record.overflowed or not found or self.folder is None:
             return
         self._latest = record, found
@@ -163,7 +162,7 @@ def check_dump(value: object) -> tuple[str, ...]:
 
 
 def _content(
-    record: Record, found: Mapping[Site, SiteStatistics], about: Mapping[str, object] | None = None
+    record: Record, found: Mapping[Site, SiteStatistics], entries: Mapping[str, object] | None = None
 ) -> DumpContent:
     """Return the statistics of a record as tensors named ``<site>/<statistic>``."""
     tensors: dict[str, Tensor] = {}
@@ -173,4 +172,4 @@ def _content(
         for statistic, tensor in {**values, **seen.tensors, "histogram": seen.bins}.items():
             tensors[make_tag("", *site, statistic)] = tensor
         samples[make_tag("", *site)] = int(seen.scalars["count"])
-    return DumpContent(record.step, record.epoch, tensors, samples, about or {})
+    return DumpContent(record.step, record.epoch, tensors, samples, entries or {})

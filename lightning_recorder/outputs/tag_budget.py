@@ -46,14 +46,14 @@ class TagBudget:
         self._sites: dict[Site, int] = {}  # the shown sites with their number of tags
         self._shown: set[str] = set()
         self._left_out: set[str] = set()
-        self._is_told = False
+        self._has_warned = False
 
     def clear(self) -> None:
         """Discard the choice, for another run."""
         self._sites.clear()
         self._shown.clear()
         self._left_out.clear()
-        self._is_told = False
+        self._has_warned = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice, for a checkpoint."""
@@ -66,9 +66,9 @@ class TagBudget:
         self._sites.update((Site(name, path), tags) for name, path, tags in state.get("shown", ()))
         self._shown.update(site.name for site in self._sites)
         self._left_out.update(state.get("left_out", ()))
-        self._is_told = bool(self._left_out)
+        self._has_warned = bool(self._left_out)
 
-    def within(
+    def select(
         self, found: Mapping[Site, SiteStatistics], tags_of: Callable[[SiteStatistics], int]
     ) -> Mapping[Site, SiteStatistics]:
         """Return the sites of the chosen modules.
@@ -119,7 +119,7 @@ class TagBudget:
                 room -= cost[name]
         rest = [name for name in new if name not in self._shown]
         room = without_reserve - self._used
-        for name in _evenly(rest, [cost[name] for name in rest], room):
+        for name in _evenly_spaced(rest, [cost[name] for name in rest], room):
             self._show(modules[name], tags)
         self._left_out |= modules.keys() - self._shown
 
@@ -143,13 +143,13 @@ class TagBudget:
             kinds[site.path if self._by_path else ""].append(site)
         degrees: dict[str, float] = {}
         for sites in kinds.values():
-            for site, degree in zip(sites, _degrees([found[site] for site in sites]), strict=True):
+            for site, degree in zip(sites, _outlier_degrees([found[site] for site in sites]), strict=True):
                 degrees[site.name] = max(degree, degrees.get(site.name, 0.0))
         return sorted((name for name, degree in degrees.items() if degree >= 1), key=lambda name: -degrees[name])
 
     def _tell(self) -> None:
-        if self._left_out and not self._is_told:
-            self._is_told = True
+        if self._left_out and not self._has_warned:
+            self._has_warned = True
             if not self._shown:
                 warn(
                     f"{self._name} shows no module in the loggers, because each has more than max_tags={self.max_tags} "
@@ -166,7 +166,7 @@ class TagBudget:
             )
 
 
-def _evenly(names: Sequence[str], costs: Sequence[int], room: int) -> list[str]:
+def _evenly_spaced(names: Sequence[str], costs: Sequence[int], room: int) -> list[str]:
     """Return evenly spaced modules, as many as fit into the room."""
     for count in range(min(len(names), max(0, room) // max(1, min(costs, default=1))), 0, -1):
         places = [place * len(names) // count for place in range(count)]
@@ -175,7 +175,7 @@ def _evenly(names: Sequence[str], costs: Sequence[int], room: int) -> list[str]:
     return []
 
 
-def _degrees(sites: Sequence[SiteStatistics]) -> list[float]:
+def _outlier_degrees(sites: Sequence[SiteStatistics]) -> list[float]:
     """Return a degree for each of the comparable sites. A site is unusual if its degree is at least 1."""
     degrees = [math.inf if seen.scalars["nan_count"] or seen.scalars["inf_count"] else 0.0 for seen in sites]
     empty = [seen.scalars["zero_fraction"] >= _MOSTLY_ZERO for seen in sites]

@@ -11,8 +11,7 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
 from lightning_recorder.outputs.statistics_dumps import Event
 from lightning_recorder.sinks import BackgroundQueue
-from lightning_recorder.tensors.buffers import BufferPool
-from lightning_recorder.tensors.capture import Captured
+from lightning_recorder.tensors import BufferPool, Captured
 
 __all__ = ["TENSOR_DUMP_TIMES", "TensorDumps"]
 
@@ -65,20 +64,20 @@ class TensorDumps:
         self._queue = BackgroundQueue(_WAITING)
         self._latest: _Step | None = None
         self._failed = False
-        self._is_told = False
+        self._has_warned = False
         self.steps = self.tensors = 0
         """The number of captured steps, and the number of their tensors."""
 
     def add(self, step: int, epoch: int, captured: Captured) -> None:
         """Queue the tensors of a step."""
-        if captured.left_out and not self._is_told:
-            self._is_told = True
+        if captured.left_out and not self._has_warned:
+            self._has_warned = True
             warn(
                 f"{self._name}: {len(captured.left_out)} tensors of step {step} are left out, {captured.left_out[0]!r} "
                 "is the first: a larger max_bytes, or fewer samples, has room for them"
             )
         self.steps += 1
-        self.tensors += len(captured.tensors) + len(captured.left_out) + len(captured.unheld)
+        self.tensors += len(captured.tensors) + len(captured.left_out) + len(captured.unsupported)
         self._submit(partial(self._take, _Step(step, epoch, captured)))
 
     @property
@@ -150,9 +149,9 @@ class TensorDumps:
         self._queue.drain()
 
 
-def _content(taken: _Step, **about: object) -> DumpContent:
+def _content(taken: _Step, **entries: object) -> DumpContent:
     captured = taken.captured
-    missing = [*captured.left_out, *captured.unheld]
+    missing = [*captured.left_out, *captured.unsupported]
     if missing:
-        about["left_out"] = missing
-    return DumpContent(taken.step, taken.epoch, captured.tensors, None, about)
+        entries["left_out"] = missing
+    return DumpContent(taken.step, taken.epoch, captured.tensors, None, entries)

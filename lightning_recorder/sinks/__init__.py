@@ -6,12 +6,11 @@ from lightning_recorder.sinks.comet import CometSink
 from lightning_recorder.sinks.csv import CsvSink
 from lightning_recorder.sinks.deferred import DeferredSink, for_any_thread
 from lightning_recorder.sinks.files import FilesSink
-from lightning_recorder.sinks.litlogger import LitLoggerSink
 from lightning_recorder.sinks.loggers import register_sink, sink_for_logger, sinks_for_loggers
 from lightning_recorder.sinks.memory import MemorySink
-from lightning_recorder.sinks.metrics import MetricsSink
+from lightning_recorder.sinks.metrics import LitLoggerSink, MetricsSink
 from lightning_recorder.sinks.mlflow import MlflowSink
-from lightning_recorder.sinks.multi import MultiSink
+from lightning_recorder.sinks.multi import Destination, MultiSink
 from lightning_recorder.sinks.tensorboard import TensorBoardSink
 from lightning_recorder.sinks.wandb import WandbSink
 
@@ -20,6 +19,7 @@ __all__ = [
     "CometSink",
     "CsvSink",
     "DeferredSink",
+    "Destination",
     "FilesSink",
     "Image",
     "LitLoggerSink",

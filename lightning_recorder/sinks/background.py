@@ -39,7 +39,7 @@ class BackgroundQueue:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._doing: int | None = None  # the identifier of the thread that is running a job
+        self._working_thread: int | None = None  # the identifier of the thread that is running a job
 
     def __getstate__(self) -> dict[str, float]:
         return {"limit": self.limit, "idle_s": self.idle_s}
@@ -63,15 +63,15 @@ class BackgroundQueue:
 
     def put(self, job: Job) -> None:
         """Queue a job without raising the exception of an earlier one, which stays pending."""
-        self._leave_parent()
+        self._reset_after_fork()
         self._jobs.put(job)
-        self._see_to_it()
+        self._ensure_thread()
 
     def wait(self) -> None:
         """Wait until all jobs are done. Return at once when called from inside a job."""
-        self._leave_parent()
-        if threading.get_ident() != self._doing:
-            self._see_to_it()
+        self._reset_after_fork()
+        if threading.get_ident() != self._working_thread:
+            self._ensure_thread()
             self._jobs.join()
 
     def drain(self) -> None:
@@ -85,12 +85,12 @@ class BackgroundQueue:
         if error is not None:
             raise error
 
-    def _leave_parent(self) -> None:
+    def _reset_after_fork(self) -> None:
         """Reset the queue after a fork: the thread and the jobs belong to the parent process."""
         if self._process != os.getpid():
             self._begin()
 
-    def _see_to_it(self) -> None:
+    def _ensure_thread(self) -> None:
         """Start a thread if there are jobs; run the jobs here if no thread can be started."""
         with self._lock:
             if self._jobs.unfinished_tasks == 0 or (self._thread is not None and self._thread.is_alive()):
@@ -103,7 +103,7 @@ class BackgroundQueue:
             except RuntimeError:  # too many threads, or the interpreter is ending
                 pass
         while not self._jobs.empty():
-            self._do(self._jobs.get())
+            self._run_job(self._jobs.get())
 
     def _work(self) -> None:
         while True:
@@ -115,15 +115,15 @@ class BackgroundQueue:
                         self._thread = None
                         return
                 continue
-            self._do(job)
+            self._run_job(job)
             del job  # do not keep its memory alive while waiting for the next one
 
-    def _do(self, job: Job) -> None:
-        self._doing = threading.get_ident()
+    def _run_job(self, job: Job) -> None:
+        self._working_thread = threading.get_ident()
         try:
             job()
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             self._error = self._error or error
         finally:
-            self._doing = None
+            self._working_thread = None
             self._jobs.task_done()

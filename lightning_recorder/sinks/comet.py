@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_recorder.errors import warn
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
-from lightning_recorder.sinks.files import picture_of
-from lightning_recorder.sinks.naming import path_below, shortened
+from lightning_recorder.sinks.files import to_pillow
+from lightning_recorder.sinks.safe_names import path_below, shortened
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
@@ -27,7 +27,7 @@ _LONGEST_KEY = 100  # characters; Comet truncates longer keys and logs a line to
 _FOLDER = "recorder"  # the folder among the assets of the experiment
 
 # Disabled experiments that the user has been warned about, to warn only once.
-_TOLD: WeakSet[Any] = WeakSet()
+_WARNED: WeakSet[Any] = WeakSet()
 
 
 class CometSink(Sink):
@@ -53,8 +53,8 @@ class CometSink(Sink):
     def __init__(self, experiment: Any, prefix: str | None = None) -> None:
         self._experiment = experiment
         self._prefix = f"{prefix}_" if prefix else ""
-        if experiment.disabled and experiment not in _TOLD:
-            _TOLD.add(experiment)
+        if experiment.disabled and experiment not in _WARNED:
+            _WARNED.add(experiment)
             warn(
                 "the Comet experiment is disabled and writes nothing: CometLogger(online=False) of Lightning makes it "
                 "so; to write to the disk instead, leave online out and set COMET_START_ONLINE=0 in the environment"
@@ -70,13 +70,13 @@ class CometSink(Sink):
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
         for tag, histogram in self._items(histograms):
             if histogram.count:
-                self._experiment.log_histogram_3d(self._in_its_bins(histogram), self._key(tag), step=step)
+                self._experiment.log_histogram_3d(self._to_comet_bins(histogram), self._key(tag), step=step)
         return self._is_enabled
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
         for tag, pixels in self._items(images):
-            self._experiment.log_image(picture_of(pixels), name=self._key(tag), step=step)
+            self._experiment.log_image(to_pillow(pixels), name=self._key(tag), step=step)
         return self._is_enabled
 
     @override
@@ -130,7 +130,7 @@ class CometSink(Sink):
         library: Any = data_structure  # its annotations do not cover the calls made here
         return library.Histogram()
 
-    def _in_its_bins(self, histogram: Histogram) -> Any:
+    def _to_comet_bins(self, histogram: Histogram) -> Any:
         """Return the histogram's counts in Comet's bins."""
         occupied = histogram.counts > 0
         edges = np.clip(histogram.edges, histogram.min, histogram.max)

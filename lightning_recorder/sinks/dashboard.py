@@ -34,8 +34,8 @@ class Dashboard:
         self._directory = None if directory is None else Path(directory)
         self._charts: dict[str, dict[str, str]] = {}
         self._seen: set[str] = set()
-        self._is_ours: bool | None = None
-        self._is_due = False
+        self._may_write: bool | None = None
+        self._is_changed = False
         self._lock = threading.Lock()  # recorders write in their own threads, and the last layout wins
 
     def update(self, tags: Collection[str], write: Callable[[dict[str, dict[str, str]]], bool]) -> None:
@@ -48,11 +48,11 @@ class Dashboard:
         with self._lock:
             if not self._seen.issuperset(tags):  # False in nearly every call
                 self._seen.update(tags)
-                self._is_due |= self._take(tags)
-            if self._is_due:
-                self._is_due = not write(dict(sorted(self._charts.items())))
+                self._is_changed |= self._add_charts(tags)
+            if self._is_changed:
+                self._is_changed = not write(dict(sorted(self._charts.items())))
 
-    def _take(self, tags: Iterable[str]) -> bool:
+    def _add_charts(self, tags: Iterable[str]) -> bool:
         """Add the charts of these tags. Return True if the layout has changed and may be written."""
         is_new = False
         for tag in tags:
@@ -61,9 +61,9 @@ class Dashboard:
             if pattern and title not in charts:
                 charts[title] = pattern
                 is_new = True
-        if is_new and self._is_ours is None:
-            self._is_ours = self._directory is None or not _has_layout(self._directory)
-        return is_new and bool(self._is_ours)
+        if is_new and self._may_write is None:
+            self._may_write = self._directory is None or not _has_layout(self._directory)
+        return is_new and bool(self._may_write)
 
 
 def _chart(tag: str) -> tuple[str, str, str]:

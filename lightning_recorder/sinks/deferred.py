@@ -35,7 +35,7 @@ class DeferredSink(Sink):
         self.verb = ""
         """The verb that is running or that ran last."""
         self._sink = sink
-        self._waiting: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
 
     def __str__(self) -> str:
         return str(self._sink)
@@ -52,41 +52,41 @@ class DeferredSink(Sink):
     @property
     def is_idle(self) -> bool:
         """True if no writes are queued."""
-        return self._waiting.empty()
+        return self._queue.empty()
 
     def replay(self) -> None:
         """Run the queued writes. Call this from the thread that may write to the wrapped sink."""
-        while not self._waiting.empty():
-            self.verb, write = self._waiting.get()
+        while not self._queue.empty():
+            self.verb, write = self._queue.get()
             write()
 
-    def _put_off(self, verb: str, step: int, values: Mapping[str, object]) -> bool:
+    def _defer(self, verb: str, step: int, values: Mapping[str, object]) -> bool:
         if not self.supports(verb):
             return False
-        self._waiting.put((verb, partial(getattr(self._sink, verb), step, values)))
+        self._queue.put((verb, partial(getattr(self._sink, verb), step, values)))
         return True
 
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
-        return self._put_off("write_scalars", step, scalars)
+        return self._defer("write_scalars", step, scalars)
 
     @override
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
-        return self._put_off("write_histograms", step, histograms)
+        return self._defer("write_histograms", step, histograms)
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
-        return self._put_off("write_images", step, images)
+        return self._defer("write_images", step, images)
 
     @override
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
-        return self._put_off("write_text", step, texts)
+        return self._defer("write_text", step, texts)
 
     @override
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
         if not self.supports("write_files"):
             return False
-        self._waiting.put(("write_files", partial(self._write_files, step, files)))
+        self._queue.put(("write_files", partial(self._write_files, step, files)))
         return True
 
     def _write_files(self, step: int, files: Mapping[str, Path]) -> None:
@@ -96,11 +96,11 @@ class DeferredSink(Sink):
 
     @override
     def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
-        return self._put_off("write_graph", step, graphs)
+        return self._defer("write_graph", step, graphs)
 
     @override
     def flush(self) -> None:
-        self._waiting.put(("flush", self._sink.flush))
+        self._queue.put(("flush", self._sink.flush))
 
     @override
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_recorder.disk import append, attempt
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
-from lightning_recorder.sinks.naming import file_of_tag, keep_file, path_below
+from lightning_recorder.sinks.safe_names import copy_file, path_below, path_of_tag
 from lightning_recorder.temporary import write_whole
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from lightning_recorder.graph.model import Graph
 
-__all__ = ["FilesSink", "histogram_as_json", "picture_of"]
+__all__ = ["FilesSink", "histogram_to_json", "to_pillow"]
 
 
 class FilesSink(Sink):
@@ -59,7 +59,7 @@ class FilesSink(Sink):
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
         self._append(
             "histograms.jsonl",
-            {"step": step, "histograms": {tag: histogram_as_json(each) for tag, each in histograms.items()}},
+            {"step": step, "histograms": {tag: histogram_to_json(each) for tag, each in histograms.items()}},
         )
         return True
 
@@ -67,7 +67,7 @@ class FilesSink(Sink):
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
         for tag, pixels in images.items():
             file = io.BytesIO()
-            picture_of(pixels).save(file, "png")
+            to_pillow(pixels).save(file, "png")
             self._write("images", tag, step, ".png", file.getvalue())
         return True
 
@@ -81,7 +81,7 @@ class FilesSink(Sink):
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
         for name, source in files.items():
             target = path_below(self.directory, name)
-            attempt(target, source.stat().st_size, partial(keep_file, source, target))
+            attempt(target, source.stat().st_size, partial(copy_file, source, target))
         return True
 
     @override
@@ -98,7 +98,7 @@ class FilesSink(Sink):
 
     def _write(self, folder: str, tag: str, step: int, suffix: str, data: bytes) -> None:
         def put() -> None:
-            path = file_of_tag(self.directory / folder, tag, step, suffix)
+            path = path_of_tag(self.directory / folder, tag, step, suffix)
             write_whole(path, lambda file: file.write(data))
             self.written_bytes += len(data)
 
@@ -109,14 +109,14 @@ def _plain(value: float) -> float | str:
     return float(value) if math.isfinite(value) else repr(float(value))
 
 
-def picture_of(pixels: Image) -> Picture:
+def to_pillow(pixels: Image) -> Picture:
     """Return the pixels as a Pillow image, which several back ends accept."""
     from PIL import Image as Pictures
 
     return Pictures.fromarray(pixels)
 
 
-def histogram_as_json(histogram: Histogram) -> dict[str, Any]:
+def histogram_to_json(histogram: Histogram) -> dict[str, Any]:
     """Return a histogram as JSON-compatible data. NaN and infinities become strings."""
     return {
         "edges": histogram.edges.tolist(),

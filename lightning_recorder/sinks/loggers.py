@@ -15,10 +15,9 @@ from lightning_recorder.sinks.base import Sink
 from lightning_recorder.sinks.comet import CometSink
 from lightning_recorder.sinks.csv import CsvSink
 from lightning_recorder.sinks.deferred import for_any_thread
-from lightning_recorder.sinks.litlogger import LitLoggerSink
-from lightning_recorder.sinks.metrics import MetricsSink
+from lightning_recorder.sinks.metrics import LitLoggerSink, MetricsSink
 from lightning_recorder.sinks.mlflow import MlflowSink
-from lightning_recorder.sinks.multi import MultiSink
+from lightning_recorder.sinks.multi import Destination
 from lightning_recorder.sinks.tensorboard import TensorBoardSink
 from lightning_recorder.sinks.wandb import WandbSink
 
@@ -84,22 +83,19 @@ def sink_for_logger(logger: Any) -> Sink | None:
     return MetricsSink(logger)
 
 
-def sinks_for_loggers(loggers: Iterable[Any], *, strict: bool = False) -> list[Sink]:
-    """Return a sink for each logger that is written to. Any thread may write to these sinks.
-
-    Args:
-        loggers: The loggers.
-        strict: Raise the errors of the sinks.
+def sinks_for_loggers(loggers: Iterable[Any]) -> list[Destination]:
+    """Return a destination for each logger that is written to. Any thread may write to their sinks.
 
     Note:
-        A sink that writes through its logger pauses while the disk of the logger's ``save_dir`` is full.
+        A sink that writes through its logger is skipped while the disk of the logger's ``save_dir`` is full.
     """
     sinks = [(logger, sink) for logger in loggers if (sink := sink_for_logger(logger)) is not None]
-    return [_pausing(sink, logger, strict=strict) for logger, sink in sinks]
+    return [Destination(for_any_thread(sink), _guarded_folder(sink, logger)) for logger, sink in sinks]
 
 
-def _pausing(sink: Sink, logger: Any, *, strict: bool) -> Sink:
+def _guarded_folder(sink: Sink, logger: Any) -> Path | None:
+    """Return the local folder that the logger writes to, or ``None`` if the sink checks its disk itself."""
     if isinstance(sink, (TensorBoardSink, CsvSink)) and _own_folder(logger) is not None:
-        return sink  # it knows its path and the sizes of its writes, so it checks the disk itself
+        return None  # it knows its path and the sizes of its writes
     save_dir = str(getattr(logger, "save_dir", None) or Path())
-    return MultiSink([for_any_thread(sink)], strict=strict, folder=None if "://" in save_dir else Path(save_dir))
+    return None if "://" in save_dir else Path(save_dir)

@@ -48,30 +48,30 @@ class MemorySink(Sink):
 
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
-        return _keep(self.scalars, step, scalars)
+        return _add(self.scalars, step, scalars)
 
     @override
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
-        return _keep(self.histograms, step, histograms)
+        return _add(self.histograms, step, histograms)
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
-        return _keep(self.images, step, images)
+        return _add(self.images, step, images)
 
     @override
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
-        return _keep(self.texts, step, texts)
+        return _add(self.texts, step, texts)
 
     @override
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
-        return _keep(self.files, step, files)
+        return _add(self.files, step, files)
 
     @override
     def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
-        return _keep(self.graphs, step, graphs)
+        return _add(self.graphs, step, graphs)
 
 
-def _keep(kept: dict[str, dict[int, Value]], step: int, values: Mapping[str, Value]) -> bool:
+def _add(kept: dict[str, dict[int, Value]], step: int, values: Mapping[str, Value]) -> bool:
     for tag, value in values.items():
         kept.setdefault(tag, {})[step] = value
     return True

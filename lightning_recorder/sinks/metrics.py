@@ -1,15 +1,19 @@
-"""A sink for loggers that support only ``log_metrics``."""
+"""Sinks for loggers through ``log_metrics``, which every Lightning logger has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from typing_extensions import override
 
 from lightning_recorder.sinks.base import Sink
+from lightning_recorder.sinks.safe_names import copy_file, path_below
 
-__all__ = ["MetricsLogger", "MetricsSink"]
+__all__ = ["LitLoggerSink", "MetricsLogger", "MetricsSink"]
+
+_FOLDER = "recorder"  # the folder inside the folder of a run
 
 
 class MetricsLogger(Protocol):
@@ -43,3 +47,42 @@ class MetricsSink(Sink):
         save = getattr(self._logger, "save", None)
         if callable(save):
             save()
+
+
+class FileLogger(MetricsLogger, Protocol):
+    """The part of Lightning's ``LitLogger`` that is used here."""
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of the run."""
+
+    def log_file(self, path: str) -> None:
+        """Upload a file."""
+
+
+class LitLoggerSink(MetricsSink):
+    """Write to ``LitLogger``, the logger of the Lightning platform: scalars as series, and files as uploads.
+
+    A file is copied to ``<log_dir>/recorder`` first, because the logger names it by its path relative to the working
+    directory, or by its last component if it is elsewhere. The copy has the same path in each run.
+
+    Args:
+        logger: The logger. The sink does not close it.
+
+    Note:
+        Not thread-safe: the logger does not document that two threads may use it. An upload blocks until it is done.
+    """
+
+    _logger: FileLogger
+
+    def __init__(self, logger: FileLogger) -> None:
+        super().__init__(logger)
+
+    @override
+    def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
+        folder = Path(self._logger.log_dir) / _FOLDER
+        for name, source in files.items():
+            target = path_below(folder, name)
+            copy_file(source, target)
+            self._logger.log_file(str(target))
+        return True

@@ -14,8 +14,8 @@ from typing_extensions import override
 from lightning_recorder.disk import has_room
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
-from lightning_recorder.sinks.files import FilesSink, histogram_as_json
-from lightning_recorder.sinks.naming import digest, harmless, shortened
+from lightning_recorder.sinks.files import FilesSink, histogram_to_json
+from lightning_recorder.sinks.safe_names import digest, safe_segment, shortened
 from lightning_recorder.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class MlflowSink(Sink):
     @override
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
         if histograms:
-            data = {tag: histogram_as_json(each.coarsened(_MAX_BINS)) for tag, each in histograms.items()}
-            self._client.log_dict(self._run_id, data, f"{_FOLDER}/histograms/{_name_of(list(data), step)}")
+            data = {tag: histogram_to_json(each.coarsened(_MAX_BINS)) for tag, each in histograms.items()}
+            self._client.log_dict(self._run_id, data, f"{_FOLDER}/histograms/{_histogram_file_name(list(data), step)}")
         return True
 
     @override
@@ -115,12 +115,12 @@ class MlflowSink(Sink):
         return True
 
     def _key(self, tag: str, longest: int) -> str:
-        parts = (harmless(part, _UNWANTED, longest) for part in f"{self._prefix}{tag}".split("/"))
+        parts = (safe_segment(part, _UNWANTED, longest) for part in f"{self._prefix}{tag}".split("/"))
         return shortened("/".join(parts), longest)
 
 
-def _name_of(tags: list[str], step: int) -> str:
+def _histogram_file_name(tags: list[str], step: int) -> str:
     """Return the histogram file name for these tags and this step. Another set of tags gets another name."""
-    group = harmless(tags[0].split("/")[0], _UNWANTED)
+    group = safe_segment(tags[0].split("/")[0], _UNWANTED)
     others = digest("\n".join(sorted(tags)))
     return f"{group}/step{step:08d}-{others}.json"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from typing_extensions import override
@@ -21,9 +21,35 @@ from lightning_recorder.sinks.deferred import DeferredSink
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
 
-__all__ = ["MultiSink"]
+__all__ = ["Destination", "MultiSink"]
 
 _log = logging.getLogger("lightning_recorder")
+
+
+@dataclass(eq=False)
+class Destination:
+    """A sink of a :class:`MultiSink`, with its state.
+
+    Args:
+        sink: The sink.
+        folder: A folder on the disk that the back end writes to. While that disk is full, the sink is skipped, with one
+            warning. ``None`` if the sink checks its disk itself or writes elsewhere.
+    """
+
+    sink: Sink
+    folder: Path | None = None
+    has_failed: bool = False
+    """True if the sink has raised. It is then only closed."""
+    lock: threading.RLock = field(init=False, repr=False)
+    """The lock that a thread holds while it writes. All destinations of a sink share it."""
+
+    def __post_init__(self) -> None:
+        self.lock = _lock_of(self.sink)
+
+    def has_room(self, verb: str, values: Mapping[str, Any]) -> bool:
+        """Return True if the disk has room for the values; otherwise warn, once per disk and run."""
+        nbytes = sum(Path(path).stat().st_size for path in values.values()) if verb == "write_files" else 0
+        return self.folder is None or has_room(self.folder, UNKNOWN_BYTES + nbytes)
 
 
 class MultiSink(Sink):
@@ -35,156 +61,174 @@ class MultiSink(Sink):
 
     Args:
         sinks: The sinks in writing order.
-        fallback: A sink for the kinds that none of the sinks supports. Its first use for each kind is logged.
+        fallback: A sink for the kinds that none of ``sinks`` supports. Its first use for each kind is logged.
+        additional: Sinks that receive everything, whether or not ``sinks`` support it. They are written last.
         strict: Raise the first error instead of warning.
-        folder: A folder on the disk that the back ends of the sinks write to. While that disk is full, nothing is
-            written to the sinks, with one warning.
     """
 
     def __init__(
         self,
-        sinks: Iterable[Sink],
+        sinks: Iterable[Sink | Destination],
         *,
-        fallback: Sink | None = None,
+        fallback: Sink | Destination | None = None,
+        additional: Iterable[Sink | Destination] = (),
         strict: bool = False,
-        folder: Path | None = None,
     ) -> None:
-        self.sinks = list(sinks)
-        self.fallback = fallback
         self.strict = strict
-        self.folder = folder
-        self._failed: set[int] = set()
+        self._sinks = [_as_destination(each) for each in sinks]
+        self._fallback = [] if fallback is None else [_as_destination(fallback)]
+        self._additional = [_as_destination(each) for each in additional]
+        self._all = [*self._sinks, *self._fallback, *self._additional]
+        self._deferred = [each for each in self._all if isinstance(each.sink, (DeferredSink, MultiSink))]
         self._fallen_back: set[str] = set()
 
     @property
-    def is_empty(self) -> bool:
-        """True if there is no sink, including inside nested sinks."""
-        return all(isinstance(sink, MultiSink) and sink.is_empty for sink in self._all())
+    def sinks(self) -> list[Sink]:
+        """All sinks in writing order."""
+        return [each.sink for each in self._all]
+
+    def without_fallback(self) -> MultiSink:
+        """Return a sink for the same destinations without the fallback. A failure in either one counts for both."""
+        return MultiSink(self._sinks, additional=self._additional, strict=self.strict)
 
     @property
     def any_thread(self) -> bool:  # type: ignore[override]  # read-only here: derived from the sinks
         """True if all sinks accept writes from any thread."""
-        return all(sink.any_thread for sink in self._all())
+        return all(sink.any_thread for sink in self.sinks)
 
     @property
     def written_bytes(self) -> int | None:  # type: ignore[override]  # read-only here: derived from the sinks
         """The bytes written by the sinks that count them, or ``None`` if none of them does."""
-        counted = [each.written_bytes for each in self._all() if each.written_bytes is not None]
-        return sum(counted) if counted else None
+        total = None
+        for each in self._all:  # a loop, because this is read twice per record
+            written = each.sink.written_bytes
+            if written is not None:
+                total = (total or 0) + written
+        return total
 
     @override
     def supports(self, verb: str) -> bool:
-        return any(sink.supports(verb) for sink in self._all())
+        return any(sink.supports(verb) for sink in self.sinks)
 
-    def deferred(self) -> list[DeferredSink]:
-        """Return the deferred sinks, including those inside nested sinks."""
-        found: list[DeferredSink] = []
-        for sink in self._all():
-            if isinstance(sink, DeferredSink):
-                found.append(sink)
-            elif isinstance(sink, MultiSink):
-                found += sink.deferred()
-        return found
+    @property
+    def is_idle(self) -> bool:
+        """True if no sink has queued writes."""
+        return not self._deferred or all(_is_idle(each.sink) for each in self._deferred)
 
     def replay(self) -> None:
         """Run the queued writes of the deferred sinks. Call this from the thread that may write to them."""
-        # Without locks: another thread may be inside a long write, and this thread must not wait for it.
-        putting_off = [sink for sink in self._all() if isinstance(sink, (DeferredSink, MultiSink))]
-        self._each("replay", _replay, putting_off, in_turn=False)
-
-    def _write(self, verb: str, call: Callable[[Sink], bool], nbytes: int = 0) -> bool:
-        if self.folder is not None and not has_room(self.folder, UNKNOWN_BYTES + nbytes):
-            return self.supports(verb)
-        shown = self._each(verb, call, self.sinks)
-        if not shown and self.fallback is not None:
-            shown = self._each(verb, call, [self.fallback])
-            if shown and verb not in self._fallen_back:
-                self._fallen_back.add(verb)
-                _log.info("no logger takes what %s gives; it is written by %s", verb, type(self.fallback).__name__)
-        return shown
-
-    def _each(
-        self,
-        verb: str,
-        call: Callable[[Sink], bool | None],
-        sinks: Iterable[Sink],
-        *,
-        closing: bool = False,
-        in_turn: bool = True,
-    ) -> bool:
-        shown, errors = False, []
-        for sink in sinks:
-            if id(sink) in self._failed and not closing:
+        errors: list[Exception] = []
+        for each in self._deferred:
+            if each.has_failed:
                 continue
             try:
-                with _turn(sink) if in_turn else nullcontext():
-                    shown |= bool(call(sink))
+                # Without the lock: another thread may be inside a long write, and this thread must not wait for it.
+                each.sink.replay()  # type: ignore[attr-defined]  # only sinks that have it are listed
             except Exception as error:  # noqa: BLE001 - a back end may raise anything
-                if is_full(error) and not self.strict:
-                    warn_of_full(self.folder or Path(), error)
-                    shown = True
-                    continue
-                errors.append(error)
-                if not self.strict and id(sink) not in self._failed:
-                    cause = f"{type(error).__name__}: {error}"
-                    what = sink.verb if isinstance(sink, DeferredSink) else verb
-                    warn(f"{sink}.{what} failed, nothing more is written there: {cause}")
-                self._failed.add(id(sink))
-        if errors and self.strict:
+                self._on_error(each, getattr(each.sink, "verb", "replay"), error, errors)
+        if errors:
             raise errors[0]
-        return shown
+
+    def _write(self, verb: str, step: int, values: Mapping[str, Any]) -> bool:
+        errors: list[Exception] = []
+        is_written = self._call(self._sinks, errors, verb, step, values)
+        if not is_written and not errors and self._fallback:
+            is_written = self._call(self._fallback, errors, verb, step, values)
+            if is_written and verb not in self._fallen_back:
+                self._fallen_back.add(verb)
+                name = type(self._fallback[0].sink).__name__
+                _log.info("no logger supports %s; %s writes the results instead", verb, name)
+        if self._additional:
+            is_written |= self._call(self._additional, errors, verb, step, values)
+        if errors:
+            raise errors[0]
+        return is_written
+
+    def _call(self, destinations: Iterable[Destination], errors: list[Exception], verb: str, *args: Any) -> bool:
+        """Call a verb of each sink. Return True if any of them returned True, and collect the errors to raise."""
+        result = False
+        for each in destinations:
+            if each.has_failed and verb != "close":
+                continue
+            try:
+                if each.folder is None or not args or each.has_room(verb, args[1]):
+                    with each.lock:
+                        result |= bool(getattr(each.sink, verb)(*args))
+                else:
+                    result |= each.sink.supports(verb)
+            except Exception as error:  # noqa: BLE001 - a back end may raise anything
+                result |= self._on_error(each, verb, error, errors)
+        return result
+
+    def _on_error(self, destination: Destination, verb: str, error: Exception, errors: list[Exception]) -> bool:
+        """Handle the error of a sink. Return True if the disk is full, in which case no other sink should be tried."""
+        if self.strict:
+            errors.append(error)
+        elif is_full(error):
+            warn_of_full(destination.folder or Path(), error)
+            return True
+        elif not destination.has_failed:
+            cause = f"{type(error).__name__}: {error}"
+            warn(f"{destination.sink}.{verb} failed, nothing more is written there: {cause}")
+        destination.has_failed = True
+        return False
 
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
-        return self._write("write_scalars", lambda sink: sink.write_scalars(step, scalars))
+        return self._write("write_scalars", step, scalars)
 
     @override
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
-        return self._write("write_histograms", lambda sink: sink.write_histograms(step, histograms))
+        return self._write("write_histograms", step, histograms)
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
-        return self._write("write_images", lambda sink: sink.write_images(step, images))
+        return self._write("write_images", step, images)
 
     @override
     def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
-        return self._write("write_text", lambda sink: sink.write_text(step, texts))
+        return self._write("write_text", step, texts)
 
     @override
     def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
-        nbytes = 0 if self.folder is None else sum(Path(path).stat().st_size for path in files.values())
-        return self._write("write_files", lambda sink: sink.write_files(step, files), nbytes)
+        return self._write("write_files", step, files)
 
     @override
     def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
-        return self._write("write_graph", lambda sink: sink.write_graph(step, graphs))
+        return self._write("write_graph", step, graphs)
 
     @override
     def flush(self) -> None:
-        self._each("flush", lambda sink: sink.flush(), self._all())
+        self._call_all("flush")
 
     @override
     def close(self) -> None:
-        self._each("close", lambda sink: sink.close(), self._all(), closing=True)
+        self._call_all("close")
 
-    def _all(self) -> list[Sink]:
-        return self.sinks if self.fallback is None else [*self.sinks, self.fallback]
+    def _call_all(self, verb: str) -> None:
+        errors: list[Exception] = []
+        self._call(self._all, errors, verb)
+        if errors:
+            raise errors[0]
 
 
-def _replay(sink: Sink) -> None:
-    if isinstance(sink, (DeferredSink, MultiSink)):
-        sink.replay()
+def _as_destination(sink: Sink | Destination) -> Destination:
+    return sink if isinstance(sink, Destination) else Destination(sink)
+
+
+def _is_idle(sink: Sink) -> bool:
+    return not isinstance(sink, (DeferredSink, MultiSink)) or sink.is_idle
 
 
 # Two callbacks with the same sink write to it from their own threads.
-_TURNS: WeakKeyDictionary[Sink, threading.RLock] = WeakKeyDictionary()
+_LOCKS: WeakKeyDictionary[Sink, threading.RLock] = WeakKeyDictionary()
 _LOCK = threading.RLock()
 
 
-def _turn(sink: Sink) -> threading.RLock:
-    """Return the lock that a thread holds while it writes to the sink."""
+def _lock_of(sink: Sink) -> threading.RLock:
+    """Return the lock for writes to a sink."""
     with _LOCK:
         try:
-            return _TURNS.setdefault(sink, threading.RLock())
+            return _LOCKS.setdefault(sink, threading.RLock())
         except TypeError:  # an unhashable or not weakly referenceable sink shares one lock with others of its kind
             return _LOCK

@@ -13,8 +13,7 @@ from lightning_recorder.graph.renderers.graphdef import to_graph_def
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.dashboard import dashboard_of
-from lightning_recorder.sinks.eventfile import EventFile, event_file
-from lightning_recorder.sinks.tfrecord_crc import patch_crc32c
+from lightning_recorder.sinks.event_file import EVENT_FILES, EventFile, patch_crc32c
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -53,7 +52,7 @@ class TensorBoardSink(Sink):
 
     def __init__(self, writer: SummaryWriter | str | Path) -> None:
         self._owned = isinstance(writer, (str, Path))
-        self._writer = _opened(writer) if isinstance(writer, (str, Path)) else writer
+        self._writer = _open_writer(writer) if isinstance(writer, (str, Path)) else writer
         self.written_bytes: int = 0
         if isinstance(self._writer, EventFile):
             self._dashboard = self._writer.dashboard
@@ -157,10 +156,10 @@ class TensorBoardSink(Sink):
             self.flush()
 
 
-def _opened(folder: str | Path) -> EventFile | SummaryWriter:
+def _open_writer(folder: str | Path) -> EventFile | SummaryWriter:
     """Return a writer for a folder, which may be on a remote file system."""
     if "://" not in str(folder):
-        return event_file(folder)
+        return EVENT_FILES[folder]
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder))

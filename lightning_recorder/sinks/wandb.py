@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.sinks.base import Image, Sink
-from lightning_recorder.sinks.naming import file_of_tag, keep_file, path_below, shortened
+from lightning_recorder.sinks.safe_names import copy_file, path_below, path_of_tag, shortened
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
@@ -91,7 +91,7 @@ class WandbSink(Sink):
         pages = {}
         for name, source in files.items():
             target = path_below(self._folder, name)
-            keep_file(source, target)
+            copy_file(source, target)
             self._upload(target)
             if target.suffix.lower() in _SHOWN_AS_PAGE:
                 pages[f"{_FOLDER}/{name}"] = target.read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ class WandbSink(Sink):
         if self._run.disabled:
             return False
         for tag, graph in graphs.items():
-            path = file_of_tag(self._folder / "graphs", tag, step, ".json")
+            path = path_of_tag(self._folder / "graphs", tag, step, ".json")
             path.write_text(json.dumps(graph.to_json()), encoding="utf-8")
             self._upload(path)
         return True

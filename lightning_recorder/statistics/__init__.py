@@ -1,15 +1,19 @@
 """Statistics of module tensors and of the optimizer, recorded step by step in any PyTorch loop."""
 
-from lightning_recorder.statistics.base import BaseStatisticsRecorder
 from lightning_recorder.statistics.evaluation import EvaluationRecorder
-from lightning_recorder.statistics.exchange import Exchange, Merged
 from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
 from lightning_recorder.statistics.overhead import OverheadLimit, check_overhead
-from lightning_recorder.statistics.rank_merging import RankMergingRecorder
-from lightning_recorder.statistics.record import Record
-from lightning_recorder.statistics.recorder import StatisticsRecorder
-from lightning_recorder.statistics.run import RunRecorder
-from lightning_recorder.statistics.sites import RANK_STATISTICS, SHOWN_STATISTICS, SiteStates, SiteStatistics, Snapshot
+from lightning_recorder.statistics.rank_merging import Exchange, Merged, RankMergingRecorder
+from lightning_recorder.statistics.recorder import BaseStatisticsRecorder, StatisticsRecorder
+from lightning_recorder.statistics.run_recorder import RunPhase, RunRecorder
+from lightning_recorder.statistics.sites import (
+    RANK_STATISTICS,
+    SHOWN_STATISTICS,
+    Record,
+    SiteStates,
+    SiteStatistics,
+    Snapshot,
+)
 
 __all__ = [
     "PARAMETER_PARTS",
@@ -23,6 +27,7 @@ __all__ = [
     "OverheadLimit",
     "RankMergingRecorder",
     "Record",
+    "RunPhase",
     "RunRecorder",
     "SiteStates",
     "SiteStatistics",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_recorder.statistics.base import BaseStatisticsRecorder
 from lightning_recorder.statistics.rank_merging import RankMergingRecorder
-from lightning_recorder.statistics.record import Record
-from lightning_recorder.statistics.sites import SiteStates
+from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
+from lightning_recorder.statistics.sites import Record, SiteStates
 
 __all__ = ["EvaluationRecorder"]
 
@@ -19,7 +18,7 @@ class EvaluationRecorder(RankMergingRecorder):
     Args:
         recorder: The recorder that provides the tensors.
         stage: ``"validate"``, ``"test"`` or ``"predict"``.
-        conclude: A callback that receives each record, on rank zero.
+        on_record: A callback that receives each record, on rank zero.
         options: The arguments of :class:`RankMergingRecorder`.
 
     Note:
@@ -28,18 +27,18 @@ class EvaluationRecorder(RankMergingRecorder):
     """
 
     def __init__(
-        self, recorder: BaseStatisticsRecorder, stage: str, conclude: Callable[[Record], None], **options: Any
+        self, recorder: BaseStatisticsRecorder, stage: str, on_record: Callable[[Record], None], **options: Any
     ) -> None:
         super().__init__(recorder, **options)
         self.stage = stage
-        self._conclude = conclude
+        self._on_record = on_record
         self._states: dict[int, SiteStates] = {0: recorder.states}
 
     def start_batch(self, loader: int = 0) -> None:
         """Begin and record a batch of a data loader."""
         with self.contained():
-            self.recorder.states = self._of(loader)
-            if self.works:
+            self.recorder.states = self._states_of(loader)
+            if self.is_active:
                 self.recorder.attach()
             else:
                 self.recorder.remove()
@@ -59,16 +58,16 @@ class EvaluationRecorder(RankMergingRecorder):
         """
         self.interrupt()
         for loader in range(loaders):
-            self.recorder.states = self._of(loader)
+            self.recorder.states = self._states_of(loader)
             merged = self.merged(scope=f"{self.stage} {loader}")
             place = loader if loaders > 1 else None
             with self.contained():
-                self.recorder.states.forget()  # the next evaluation does not continue the stream of this one
+                self.recorder.states.reset_all()  # the next evaluation does not continue the stream of this one
                 if merged.snapshot is not None:
                     record = Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, ranks=merged.ranks)
-                    self._conclude(record)
+                    self._on_record(record)
 
-    def _of(self, loader: int) -> SiteStates:
+    def _states_of(self, loader: int) -> SiteStates:
         if loader not in self._states:
-            self._states[loader] = self.recorder.states.fresh()
+            self._states[loader] = self.recorder.states.new_empty()
         return self._states[loader]

@@ -19,7 +19,7 @@ from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import own_parameters
 from lightning_recorder.reductions import Reduction
-from lightning_recorder.statistics.base import BaseStatisticsRecorder
+from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import SiteStates, SiteStatistics
 from lightning_recorder.taps import Site
 
@@ -115,7 +115,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         self._handles: list[RemovableHandle] = []
         self._hooked: list[Optimizer] = []  # the optimizers with a post-step hook
         self._steps: list[_Step] = []
-        self._quiet: set[str] = set()
+        self._failed: set[str] = set()
 
     @property
     @override
@@ -134,11 +134,11 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     @property
     @override
     def failed(self) -> frozenset[str]:
-        return frozenset(self._quiet)
+        return frozenset(self._failed)
 
     @override
     def revive(self) -> None:
-        self._quiet.clear()
+        self._failed.clear()
         super().revive()
 
     @override
@@ -218,11 +218,11 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             for each, before in zip(step.parameters, step.before, strict=True):
                 if before is not None:
                     self._add(each, _UPDATE, each.tensor.detach() - before, wanted="updates")
-                for name, kept in self._kept(step.optimizer, each.tensor):
+                for name, kept in self._moments(step.optimizer, each.tensor):
                     self._add(each, f".{name}", kept, wanted="moments")
 
     @staticmethod
-    def _kept(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
+    def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
         """Return the optimizer states that have the shape of the parameter."""
         kept: Any = optimizer.state.get(parameter)
         if not isinstance(kept, Mapping):
@@ -248,7 +248,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         self, parameter: _Parameter, suffix: str, tensor: Tensor | None, *, wanted: str, factor: float = 1.0
     ) -> None:
         name, path = parameter.site
-        if tensor is None or wanted not in self.parts or name in self._quiet:
+        if tensor is None or wanted not in self.parts or name in self._failed:
             return
         site = Site(name, path + suffix)
         if not parameter.counts:
@@ -259,7 +259,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             message = f"recording {site.path!r} of module {name!r} failed: {describe_error(error)}"
             if self.strict:
                 raise RecordingError(message) from error
-            self._quiet.add(name)
+            self._failed.add(name)
             warn(f"{message}. The module is left alone from now on; strict=True raises instead.")
 
 

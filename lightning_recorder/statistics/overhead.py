@@ -1,13 +1,17 @@
-"""An overhead limit that widens the recording interval."""
+"""The time that recording takes, and a limit on it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import device as Device
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.internals.stopwatch import Stopwatch
 
-__all__ = ["OverheadLimit", "check_overhead"]
-
+__all__ = ["OverheadLimit", "StepTiming", "check_overhead"]
 
 _LEAST_MS = 1e-3  # the minimum step time; on the CPU a step may take nearly no time compared with recording on a GPU
 
@@ -65,6 +69,74 @@ class OverheadLimit:
         step_ms = max(self._steps_ms / self._steps, _LEAST_MS)
         needed = (self._spent_ms / self._recorded) / (self.max_overhead * step_ms)
         return max(now, math.ceil(needed - 1e-9))
+
+
+class StepTiming:
+    """Measure the time of the steps of a run and the part of it that recording takes.
+
+    Args:
+        device: The device of the model's tensors.
+        clock: A function that returns the time in seconds.
+        limit: The overhead limit that receives the measured times.
+    """
+
+    def __init__(self, device: Device, clock: Callable[[], float], limit: OverheadLimit | None = None) -> None:
+        self.stopwatch = Stopwatch(device, clock=clock)
+        """Measures the time inside the hooks."""
+        self.limit = limit
+        self.recording_ms = self.flush_ms = 0.0
+        """The time inside the hooks and the time of copying and merging, for the latest record, in milliseconds."""
+        self._clock = clock
+        self._batch_began = 0.0
+        self._step_ms = 0.0
+        self._recorded = 0  # recorded steps since the last record
+        self._recorded_ms = 0.0
+
+    def start_batch(self) -> None:
+        """Start a batch."""
+        self._batch_began = self._clock()
+
+    def end_batch(self) -> None:
+        """Add the time since the start of the batch to the step."""
+        self._step_ms += 1000 * (self._clock() - self._batch_began)
+
+    def end_step(self, *, recorded: bool) -> None:
+        """End a step, after its last batch."""
+        step_ms, self._step_ms = self._step_ms, 0.0
+        if recorded:
+            self._recorded += 1
+            self._recorded_ms += step_ms
+        elif self.limit is not None:
+            self.limit.add_step(step_ms)
+
+    def drop_step(self) -> None:
+        """Discard the time of the current step."""
+        self._step_ms = 0.0
+
+    @contextmanager
+    def flush(self) -> Iterator[None]:
+        """Measure the copying and merging for a record, and pass the times since the last record to the limit."""
+        began = self._clock()
+        with self.stopwatch:
+            yield
+        self.flush_ms = 1000 * (self._clock() - began)
+        self.recording_ms = max(0.0, self.stopwatch.take_ms() - self.flush_ms)
+        if self.limit is not None and self._recorded:
+            spent_ms = self.recording_ms + self.flush_ms
+            self.limit.add_recorded(self._recorded, self._recorded_ms + self.flush_ms, spent_ms)
+        self._recorded, self._recorded_ms = 0, 0.0
+
+    @contextmanager
+    def delivery(self) -> Iterator[None]:
+        """Measure the delivery of a record, which counts for the next one."""
+        began = self._clock()
+        with self.stopwatch:
+            yield
+        self._recorded_ms += 1000 * (self._clock() - began)
+
+    def interval(self, now: int) -> int:
+        """Return the interval to use from now on, in steps. It is never smaller than the current interval."""
+        return now if self.limit is None else self.limit.interval(now)
 
 
 def check_overhead(value: object) -> None:

@@ -62,13 +62,13 @@ class _Kind(NamedTuple):
     """A group of sites with the same reduction, stored together."""
 
     bank: int
-    about: SharedReduction
+    description: SharedReduction
     sites: list[Site]
 
     @property
     def additive(self) -> Tensor:
         """A mask of the slots that are merged by addition, bool of shape ``[width]``."""
-        return self.about.additive
+        return self.description.additive
 
 
 class StatePacking:
@@ -100,20 +100,20 @@ class StatePacking:
             has not seen and whose reduction cannot be sent to it.
         """
         by_key: dict[Key, list[SharedReduction]] = {}
-        for key, about in itertools.chain.from_iterable(shared):
-            by_key.setdefault(key, []).append(about)
+        for key, description in itertools.chain.from_iterable(shared):
+            by_key.setdefault(key, []).append(description)
         seen_by_first = {key for key, _ in shared[0]}
         left_out = []
-        for key, abouts in by_key.items():
+        for key, descriptions in by_key.items():
             known = self._known.get(key)
-            alike = {about.described for about in (*abouts, *([] if known is None else [known]))}
-            sent = [about for about in abouts if about.reduction is not None]
+            alike = {description.described for description in (*descriptions, *([] if known is None else [known]))}
+            sent = [description for description in descriptions if description.reduction is not None]
             if len(alike) > 1 or (known is None and not sent and key not in seen_by_first):
                 self._refused.add(key)
                 self._known.pop(key, None)
-                left_out.append((key, abouts[0]))
+                left_out.append((key, descriptions[0]))
             elif known is None:
-                self._known[key] = (sent or abouts)[0]
+                self._known[key] = (sent or descriptions)[0]
         return left_out
 
     def pack(
@@ -131,7 +131,7 @@ class StatePacking:
         parts = [torch.zeros(0, dtype=torch.float64, device=device)]
         for kind in self._kinds():
             there = torch.zeros(len(kind.sites), dtype=torch.float64)
-            states = kind.about.initial.repeat(len(kind.sites), 1).to(device)
+            states = kind.description.initial.repeat(len(kind.sites), 1).to(device)
             places = [place for place, site in enumerate(kind.sites) if (kind.bank, site) in own]
             for place in places:
                 there[place] = _COPY if kind.sites[place] in copies else _COUNTS
@@ -171,7 +171,7 @@ class StatePacking:
                 states = torch.zeros(counts[place], len(kind.additive), dtype=torch.float64)
                 states[:, ~kind.additive] = slots[place].view(counts[place], -1)
                 ranks.append((there[place], states))
-            reduction = kind.about.reduction or self._own[kind.about.described]
+            reduction = kind.description.reduction or self._own[kind.description.described]
             merged = _merged(reduction, ranks)
             merged[:, kind.additive] = sums[place].view(counts[place], -1)
             seen = torch.stack([there for there, _ in ranks]).amax(0)
@@ -186,8 +186,8 @@ class StatePacking:
     def _kinds(self) -> list[_Kind]:
         """Group the sites by the kind of their states."""
         kinds: dict[tuple[int, str], _Kind] = {}
-        for (bank, site), about in self._known.items():
-            kinds.setdefault((bank, about.described), _Kind(bank, about, [])).sites.append(site)
+        for (bank, site), description in self._known.items():
+            kinds.setdefault((bank, description.described), _Kind(bank, description, [])).sites.append(site)
         return list(kinds.values())
 
 

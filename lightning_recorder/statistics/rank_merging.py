@@ -1,19 +1,216 @@
-"""A recorder that contains its errors and merges its states across ranks."""
+"""The merging of recorded states across ranks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
 from torch import device as Device
+from torch import distributed as dist
 
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.statistics.base import BaseStatisticsRecorder
-from lightning_recorder.statistics.exchange import Exchange, Merged
+from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.statistics.packing import Key, MergedStates, SharedReduction, StatePacking, States
+from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import Snapshot
+from lightning_recorder.taps import Site
 
-__all__ = ["RankMergingRecorder"]
+__all__ = ["Exchange", "Merged", "RankMergingRecorder"]
+
+_FAILED, _UNKNOWN, _SEEN = range(3)  # the indices of the first numbers that a rank sends
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The result of an exchange.
+
+    Args:
+        snapshot: The merged states of all ranks, on the CPU; ``None`` on the other ranks, and if nothing was recorded.
+        numbers: The numbers passed by each rank, of shape ``[ranks][numbers]``.
+        absent: The ranks whose recorder has failed.
+        ranks: The number of merged ranks.
+        error: The error on this rank, if the ranks could nevertheless complete the exchange.
+    """
+
+    snapshot: Snapshot | None
+    numbers: list[list[float]] = field(default_factory=list)
+    absent: tuple[int, ...] = ()
+    ranks: int = 1
+    error: Exception | None = None
+
+
+class Exchange:
+    """Merge the states of all ranks on rank zero, in two packed transfers.
+
+    The ranks agree on the layout of the transfers: a rank announces new sites to the others before it sends their
+    states, so a module that runs on only one rank does not cause a deadlock. Words that are merged by addition are
+    summed across ranks. The others, a few numbers per site, are gathered and merged in rank order.
+
+    Every rank must call the same methods in the same order, even if its recorder has failed; it then sends a failure
+    flag and no states. If a transfer itself fails, :attr:`is_open` becomes False and nothing more is sent.
+
+    Args:
+        device: The device of the model's tensors, used if the backend communicates between GPUs.
+
+    Note:
+        ``torch.distributed`` must be initialized. Every call waits for the other ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cpu") if dist.get_backend() == "gloo" else device
+        """The device that the states must be on."""
+        self.is_open = True
+        """True if the ranks have agreed to merge and no transfer has failed."""
+        self._layouts: dict[str, StatePacking] = {}
+
+    @staticmethod
+    def is_needed() -> bool:
+        """Return True if there are several processes that can communicate."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+    def agree(self, ready: bool, description: str) -> str:
+        """Find out if all ranks record, and with the same settings.
+
+        Args:
+            ready: True if this rank records.
+            description: A description of what this rank records.
+
+        Returns:
+            The reason for not merging the ranks, or an empty string.
+        """
+        self.is_open = False
+        digest = float(zlib.crc32(description.encode()))
+        answers = self._gather(torch.tensor([float(ready), digest], dtype=torch.float64, device=self.device))
+        absent = [rank for rank, (is_ready, _) in enumerate(answers.tolist()) if not is_ready]
+        if absent:
+            return f"rank {', '.join(map(str, absent))} does not record"
+        if bool((answers != answers[0]).any()):
+            return "the ranks record different modules, or with different settings"
+        self.is_open = True
+        return ""
+
+    def merge(
+        self,
+        snapshot: Snapshot | None,
+        *,
+        copies: Collection[Site] = (),
+        numbers: Sequence[float] = (),
+        scope: str = "",
+    ) -> Merged:
+        """Merge the states of all ranks.
+
+        Args:
+            snapshot: The states of this rank on :attr:`device`, or ``None`` if its recorder has failed.
+            copies: The sites that are copies of another rank's. They are not counted.
+            numbers: Numbers to send to the other ranks, the same number on each rank.
+            scope: A name for the origin of the states. The same site may have another shape in another scope.
+
+        Raises:
+            RuntimeError: If the ranks can no longer communicate.
+        """
+        with pause_recording(), torch.inference_mode(False), torch.no_grad():
+            return self._merge(snapshot, copies, numbers, self._layouts.setdefault(scope, StatePacking()))
+
+    def _merge(
+        self, snapshot: Snapshot | None, copies: Collection[Site], numbers: Sequence[float], layout: StatePacking
+    ) -> Merged:
+        error: Exception | None = None
+        while True:
+            try:
+                own = _states(snapshot)
+                unknown = layout.unknown(own)
+                left_out = _left_out(snapshot)
+                packed = layout.pack(own, self.device, copies=copies, left_out=left_out)
+            except Exception as caught:
+                if snapshot is None:  # even an empty contribution fails
+                    raise
+                error, snapshot = caught, None  # the caller reports it; the other ranks must not wait forever
+                continue
+            header = [float(snapshot is None), float(len(unknown)), float(bool(own)), *numbers]
+            head = torch.tensor(header, dtype=torch.float64, device=self.device)
+            answers = self._gather(torch.cat([head, packed.gathered])).cpu()
+            heads = answers[:, : len(header)].tolist()
+            if not any(each[_UNKNOWN] for each in heads):
+                break
+            self._share_unknown(layout, unknown)
+        sent = [each[_SEEN + 1 :] for each in heads]
+        absent = tuple(rank for rank, each in enumerate(heads) if each[_FAILED])
+        present = self.ranks - len(absent)
+        if not any(each[_SEEN] for each in heads):
+            return Merged(snapshot if self.rank == 0 else None, sent, absent, present, error)
+        self._sum(packed.added)
+        merged = None
+        if self.rank != 0:
+            return Merged(merged, sent, absent, present, error)
+        try:
+            merged = _snapshot(snapshot, layout.merge(answers[:, len(header) :].unbind(), packed.added.cpu()))
+        except Exception as caught:  # noqa: BLE001 - the caller reports it
+            error = caught
+        return Merged(merged, sent, absent, present, error)
+
+    def _share_unknown(self, layout: StatePacking, unknown: list[tuple[Key, SharedReduction]]) -> None:
+        """Send unknown sites to the other ranks."""
+        sent: list[list[tuple[Key, SharedReduction]]] = [[] for _ in range(self.ranks)]
+        with self._closing_on_error():
+            dist.all_gather_object(sent, unknown)
+        for (_, site), each in layout.extend(sent):
+            if self.rank == 0:
+                why = "the tensor has another shape on each rank" if each.reduction else "its class cannot be pickled"
+                what = each.described.partition(" ")[0]
+                warn(f"{what} is not recorded at {site.path!r} of module {site.name!r}, since {why}")
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, of shape ``[ranks, *shape]``."""
+        answers = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        with self._closing_on_error():
+            dist.all_gather(answers, tensor)
+        return torch.stack(answers)
+
+    def _sum(self, tensor: Tensor) -> None:
+        """Sum a tensor across ranks, in place on rank zero."""
+        with self._closing_on_error():
+            dist.reduce(tensor, dst=0)
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        """Close the exchange if a transfer in the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.is_open = False
+            raise
+
+
+def _states(snapshot: Snapshot | None) -> States:
+    """Return the states of a rank by key."""
+    return {
+        (bank, site): (group.reduction, state)
+        for bank, groups in enumerate([] if snapshot is None else snapshot.groups)
+        for group in groups
+        for site, state in zip(group.keys, group.states, strict=True)
+    }
+
+
+def _snapshot(own: Snapshot | None, merged: MergedStates) -> Snapshot:
+    """Return the merged states in the format of this rank's own."""
+    banks = [merged.groups.get(bank, []) for bank in range(1 + max(merged.groups, default=0))]
+    if own is None:  # this rank has failed, so the order of its sites is unknown
+        own = Snapshot((), [], [frozenset()] * len(banks))
+    banks += [[]] * (len(own.groups) - len(banks))
+    return replace(own, groups=banks, rank_means=merged.rank_means, diverged=merged.diverged)
+
+
+def _left_out(snapshot: Snapshot | None) -> set[Key]:
+    """Return the keys that a rank has skipped."""
+    return (
+        set() if snapshot is None else {(bank, site) for bank, sites in enumerate(snapshot.left_out) for site in sites}
+    )
 
 
 class RankMergingRecorder:
@@ -51,10 +248,10 @@ class RankMergingRecorder:
         """True if recording has stopped because of an error."""
         self._is_first = rank == 0
         self._clock = clock
-        self._told_absent: set[int] = set()
+        self._absent_ranks: set[int] = set()  # those that have caused a warning
 
     @property
-    def works(self) -> bool:
+    def is_active(self) -> bool:
         """True if this rank records the steps that are due."""
         merges = self.exchange is not None and self.exchange.is_open
         return self.enabled and not self.failed and (self._is_first or merges)
@@ -65,11 +262,11 @@ class RankMergingRecorder:
         try:
             yield
         except Exception as error:
-            was_well = not self.failed
+            is_first_error = not self.failed
             self.fail()
             if self.strict:
                 raise
-            if was_well:
+            if is_first_error:
                 warn(f"{self.name} is off for the rest of the run: {describe_error(error)}")
 
     def fail(self) -> None:
@@ -101,10 +298,10 @@ class RankMergingRecorder:
         if merged.error is not None:
             with self.contained():
                 raise merged.error
-        new = set(merged.absent) - self._told_absent
+        new = set(merged.absent) - self._absent_ranks
         if new and self._is_first:
             warn(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
-        self._told_absent |= new
+        self._absent_ranks |= new
         return merged
 
     def _snapshot(self, device: Device | str) -> Snapshot | None:

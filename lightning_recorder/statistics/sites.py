@@ -27,7 +27,7 @@ from lightning_recorder.reductions import (
 )
 from lightning_recorder.taps import Site
 
-__all__ = ["RANK_STATISTICS", "SHOWN_STATISTICS", "SiteStates", "SiteStatistics", "Snapshot"]
+__all__ = ["RANK_STATISTICS", "SHOWN_STATISTICS", "Record", "SiteStates", "SiteStatistics", "Snapshot"]
 
 RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
 """The smallest and the largest of the per-rank means, recorded if there are several ranks."""
@@ -155,6 +155,50 @@ class Snapshot:
         }
 
 
+@dataclass(frozen=True)
+class Record:
+    """The statistics of one or more steps with their metadata.
+
+    Args:
+        step: The position on the step axis.
+        epoch: The epoch.
+        snapshot: The states.
+        steps: The number of recorded steps.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        loader: The index of the data loader, or ``None`` if there is only one.
+        overflowed: True if the gradients of the step overflowed, so that the optimizer skipped the step.
+        overflow_steps: The number of recorded steps with an overflow so far.
+        recording_ms: The time spent in the hooks, in milliseconds.
+        flush_ms: The time spent on copying and merging, in milliseconds.
+        every_n_train_steps: The interval from now on, in steps.
+        ranks: The number of merged ranks.
+    """
+
+    step: int
+    epoch: int
+    snapshot: Snapshot
+    steps: int = 1
+    stage: str = "train"
+    loader: int | None = None
+    overflowed: bool = False
+    overflow_steps: int = 0
+    recording_ms: float = 0.0
+    flush_ms: float = 0.0
+    every_n_train_steps: int = 1
+    ranks: int = 1
+
+    def in_order_of_execution(self, sites: Iterable[Site], *, backward: bool = False) -> list[Site]:
+        """Return the sites in the order of the forward pass. Sites that only other ranks have seen come last.
+
+        Args:
+            sites: The sites.
+            backward: True if the sites are seen in the backward pass, which visits them in reverse.
+        """
+        seen = list(self.snapshot.kinds)
+        places = {site: place for place, site in enumerate(reversed(seen) if backward else seen)}
+        return sorted(sites, key=lambda site: places.get(site, len(places)))
+
+
 class SiteStates:
     """A :class:`~lightning_recorder.reductions.Statistics` state and the states of the extra reductions for each site.
 
@@ -195,7 +239,7 @@ class SiteStates:
         self._rows: dict[Site, Tensor] = {}
         self._warned: set[int] = set()
 
-    def fresh(self) -> SiteStates:
+    def new_empty(self) -> SiteStates:
         """Return empty states of the same kind."""
         return SiteStates(
             extra=self._reductions[1:], sample=self._sample, quantiles=self._quantiles, strict=self.strict
@@ -207,7 +251,7 @@ class SiteStates:
         return ", ".join(reduction.described for reduction in self._reductions)
 
     @property
-    def carries(self) -> bool:
+    def survives_reset(self) -> bool:
         """True if some state survives a reset, such as the last tensor for the change to the next one."""
         return any(reduction.ordered for reduction in self._reductions)
 
@@ -230,9 +274,9 @@ class SiteStates:
         self._kinds[site] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         for place in range(1, len(self._banks)):
             if site not in self._left_out[place]:
-                self._add_further(place, site, values)
+                self._add_extra(place, site, values)
 
-    def add_at_once(self, site: Site, tensor: Tensor, factor: float = 1.0) -> bool:
+    def try_fast_path(self, site: Site, tensor: Tensor, factor: float = 1.0) -> bool:
         """Try the fast path: update a site without any torch operation; return False to fall back to :meth:`add`.
 
         The fast path requires that there are only the default statistics, which are computed on the CPU in one pass.
@@ -250,7 +294,7 @@ class SiteStates:
         self._kinds[site] = kind
         return True
 
-    def _add_further(self, place: int, site: Site, values: Values) -> None:
+    def _add_extra(self, place: int, site: Site, values: Values) -> None:
         try:
             self._banks[place].add(site, values)
         except Exception as error:
@@ -300,7 +344,7 @@ class SiteStates:
             bank.reset()
 
     @torch.no_grad()
-    def forget(self) -> None:
+    def reset_all(self) -> None:
         """Discard the recorded statistics, including the states that survive a reset."""
         self.restore([[] for _ in self._banks])
 

@@ -61,8 +61,8 @@ class Accumulator(ABC):
     def replace(self, value: Any) -> None:
         """Replace the value."""
 
-    def release(self) -> None:  # noqa: B027 - a no-op for stores without a share of the budget
-        """Return the bytes that this store uses to the budget when it is discarded."""
+    def release(self) -> None:  # noqa: B027 - a no-op for those without a share of the budget
+        """Return the bytes in use to the budget, before the accumulator is discarded."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ class Accumulator(ABC):
 
 
 def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget: ByteBudget) -> Accumulator:
-    """Create the store of a new site.
+    """Create the accumulator of a new site.
 
     Args:
         reduction: A function of two arguments, a :class:`~lightning_recorder.reductions.Reduction` or a metric, or the
@@ -105,19 +105,19 @@ def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget:
         ArgumentError: If the reduction is none of these.
     """
     if reduction is None:
-        return _ListStore(budget)
+        return _ListAccumulator(budget)
     given = reduction() if isinstance(reduction, type) else reduction
     if isinstance(given, Reduction):
-        return _ReductionStore(given)
+        return _ReductionAccumulator(given)
     if isinstance(given, Metric):
-        return _MetricStore(given)
+        return _MetricAccumulator(given)
     if not callable(given):
         raise ArgumentError(
             "reduction takes a function of two arguments, a Reduction, a torchmetrics.Metric or None; "
             f"got {reduction!r}"
         )
     check_callable("reduction", given, "before, new", " that returns what is kept, as functools.reduce does")
-    return _FoldStore(given)
+    return _FoldAccumulator(given)
 
 
 class ByteBudget:
@@ -134,15 +134,15 @@ class ByteBudget:
         check_integer("max_bytes", max_bytes, 1)
         self.max_bytes = max_bytes
         self.used = 0
-        self._told = False
+        self._has_warned = False
 
     def take(self, nbytes: int) -> bool:
         """Reserve bytes and return True; return False if too few are left, and warn the first time."""
         if self.used + nbytes <= self.max_bytes:
             self.used += nbytes
             return True
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             warn(
                 f"a recorder without a reduction has kept {self.used:,} bytes, and a tensor of {nbytes:,} more would "
                 f"exceed max_bytes={self.max_bytes:,}: it keeps no further ones that do. Give it a reduction, or a "
@@ -155,7 +155,7 @@ class ByteBudget:
         self.used -= nbytes
 
 
-class _ListStore(Accumulator):
+class _ListAccumulator(Accumulator):
     """All tensors, in order."""
 
     def __init__(self, budget: ByteBudget) -> None:
@@ -194,7 +194,7 @@ class _ListStore(Accumulator):
         self._budget.used += self._nbytes
 
 
-class _FoldStore(Accumulator):
+class _FoldAccumulator(Accumulator):
     """The result of a two-argument function applied to the tensors."""
 
     def __init__(self, function: Fold) -> None:
@@ -228,8 +228,8 @@ class _FoldStore(Accumulator):
         self._value = {key: part.clone() for key, part in state.items()} or None
 
 
-class _ReplacedStore(Accumulator):
-    """A store with a computed value that accepts no tensors after the value was replaced."""
+class _ComputedAccumulator(Accumulator):
+    """An accumulator with a computed value that accepts no tensors after the value was replaced."""
 
     def __init__(self) -> None:
         self._replaced: tuple[Any, ...] = ()
@@ -262,7 +262,7 @@ class _ReplacedStore(Accumulator):
     def _state(self) -> dict[str, Tensor]: ...
 
 
-class _ReductionStore(_ReplacedStore):
+class _ReductionAccumulator(_ComputedAccumulator):
     """The statistics of a :class:`~lightning_recorder.reductions.Reduction`."""
 
     def __init__(self, reduction: Reduction) -> None:
@@ -284,7 +284,7 @@ class _ReductionStore(_ReplacedStore):
         self._reduction.load_state_dict(state)
 
 
-class _MetricStore(_ReplacedStore):
+class _MetricAccumulator(_ComputedAccumulator):
     """The result of a torchmetrics metric."""
 
     def __init__(self, metric: Any) -> None:

@@ -72,16 +72,16 @@ class Recorder(ABC):
         self.strict = strict
         self.subrecorders: list[SubRecorder] = []
         self._budget = ByteBudget(max_bytes)
-        self._make_store()  # fail at construction instead of in the first step
+        self._make_accumulator()  # fail at construction instead of in the first step
 
     @abstractmethod
     def _make_tap(self, modules: Mapping[str, nn.Module], receive: Receiver) -> Tap:
         """Create the tap for the tensors that this recorder records."""
 
-    def _make_store(self) -> Accumulator:
+    def _make_accumulator(self) -> Accumulator:
         return make_accumulator(self.reduction, self._budget)
 
-    def _make_nothing(self) -> Any:
+    def _empty_data(self) -> Any:
         return [] if self.reduction is None else None
 
     def children(
@@ -144,7 +144,9 @@ class Recorder(ABC):
         for name, module in modules.items():
             unique = next(each for each in _numbered(name) if each not in taken)
             taken.add(unique)
-            self.subrecorders.append(SubRecorder(unique, module, self._make_tap, self._make_store, self._make_nothing))
+            self.subrecorders.append(
+                SubRecorder(unique, module, self._make_tap, self._make_accumulator, self._empty_data)
+            )
             self.subrecorders[-1].tap.attach()
         return self
 

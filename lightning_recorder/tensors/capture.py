@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +18,8 @@ from lightning_recorder.errors import warn
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.statistics.sites import SiteStates, Snapshot
 from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap, Site, Tap
-from lightning_recorder.tensors.buffers import BufferPool
 
-__all__ = ["TENSOR_KINDS", "Captured", "TensorCapture"]
+__all__ = ["TENSOR_KINDS", "BufferPool", "Captured", "TensorCapture"]
 
 _TAPS: dict[str, type[Tap]] = {
     "inputs": InputTap,
@@ -32,6 +32,44 @@ TENSOR_KINDS = tuple(_TAPS)
 """The kinds of module tensors that can be copied."""
 
 
+_KEPT_STEPS = 4  # steps whose memory may be in use at the same time
+
+Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
+
+
+class BufferPool:
+    """A pool of tensors to copy into, which reuses returned tensors.
+
+    The copies of consecutive steps have the same shapes, and on a CPU writing to new memory takes several times as long
+    as the copy itself. Tensors that were not needed for several steps, for example because shapes vary, are freed.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Kind, list[tuple[int, Tensor]]] = {}
+        self._given_back = 0  # number of calls of give_back
+        self._lock = threading.Lock()
+
+    def take(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor with undefined contents."""
+        kind = (tuple(shape), dtype, device)
+        with self._lock:
+            free = self._free.get(kind)
+            if free:
+                return free.pop()[1]
+        return torch.empty(kind[0], dtype=dtype, device=device)
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        """Return the tensors of one step to the pool when they are no longer read."""
+        with self._lock:
+            self._given_back += 1
+            for tensor in tensors:
+                kind = (tuple(tensor.shape), tensor.dtype, tensor.device)
+                self._free.setdefault(kind, []).append((self._given_back, tensor))
+            oldest = self._given_back - _KEPT_STEPS
+            fresh = {kind: [each for each in free if each[0] > oldest] for kind, free in self._free.items()}
+            self._free = {kind: free for kind, free in fresh.items() if free}
+
+
 @dataclass
 class Captured:
     """The tensors of one step.
@@ -40,13 +78,13 @@ class Captured:
         tensors: The copies by name, on their original devices. The name is ``<module>/<path>``, with the suffix
             ``.grad`` for gradients and ``#2``, ``#3``, … for further calls of a module.
         left_out: The names of tensors that exceeded the limit of bytes.
-        unheld: The names of tensors with a dtype that the file format does not support.
+        unsupported: The names of tensors with a dtype that the file format does not support.
         snapshot: The statistics of the complete, unrounded tensors, if requested.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    unheld: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
     snapshot: Snapshot | None = None
 
 
@@ -88,7 +126,7 @@ class TensorCapture:
     ) -> None:
         self.modules = dict(modules)
         self._buffers = buffers or BufferPool()
-        self._is_told = False
+        self._has_warned = False
         self.factor = 1.0
         """The factor for gradients: the inverse of a loss scale."""
         self.taps = [_TAPS[kind](modules, partial(self._receive, kind), strict=strict) for kind in kinds]
@@ -162,7 +200,7 @@ class TensorCapture:
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         if not can_hold(dtype):
-            self._tell_unheld(name, dtype)
+            self._leave_unsupported(name, dtype)
             return
         nbytes = tensor.numel() * dtype.itemsize
         if self._max_bytes is not None and self._nbytes + nbytes > self._max_bytes:
@@ -173,10 +211,10 @@ class TensorCapture:
             copy = self._buffers.take(tensor.shape, dtype, tensor.device)
             self._captured.tensors[name] = copy.copy_(tensor)
 
-    def _tell_unheld(self, name: str, dtype: torch.dtype) -> None:
-        self._captured.unheld.append(name)
-        if not self._is_told:
-            self._is_told = True
+    def _leave_unsupported(self, name: str, dtype: torch.dtype) -> None:
+        self._captured.unsupported.append(name)
+        if not self._has_warned:
+            self._has_warned = True
             warn(f"{name!r} is not dumped, nor is what else is of {dtype}, which safetensors does not have")
 
 

@@ -27,8 +27,8 @@ class SubRecorder:
         name: The module's name, unique in the recorder.
         module: The module.
         make_tap: A function that creates the tap of the module.
-        make_store: A function that creates the store of a tensor that is seen for the first time.
-        make_nothing: A function that returns the data of a module before its first tensor.
+        make_accumulator: A function that creates the accumulator of a tensor that is seen for the first time.
+        empty_data: A function that returns the data of a module before its first tensor.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class SubRecorder:
         module: nn.Module,
         make_tap: Callable[[Mapping[str, nn.Module], Receiver], Tap],
         make_accumulator: Callable[[], Accumulator],
-        make_nothing: Callable[[], Any],
+        empty_data: Callable[[], Any],
     ) -> None:
         self.name = name
         self.module = module
         self.tap = make_tap({name: module}, self._receive)
-        self._make_store = make_accumulator
-        self._make_nothing = make_nothing
+        self._make_accumulator = make_accumulator
+        self._empty_data = empty_data
         self._sites: dict[str, _Recorded] = {}
         self._initial: Any = _MISSING  # data assigned before the first tensor
 
@@ -53,7 +53,7 @@ class SubRecorder:
 
         Assigning to a path replaces its recorded data.
         """
-        return _PathData(self, {path: site.store.value for path, site in self._sites.items()})
+        return _PathData(self, {path: site.accumulator.value for path, site in self._sites.items()})
 
     @property
     def data(self) -> Any:
@@ -63,7 +63,7 @@ class SubRecorder:
         before the first tensor is the initial value of the reduction.
         """
         if not self._sites:
-            return self._make_nothing() if self._initial is _MISSING else self._initial
+            return self._empty_data() if self._initial is _MISSING else self._initial
         values = self.paths
         return values if len(values) > 1 else next(iter(values.values()))
 
@@ -72,7 +72,7 @@ class SubRecorder:
         if not self._sites:
             self._initial = value
         elif len(self._sites) == 1:
-            next(iter(self._sites.values())).store.replace(value)
+            next(iter(self._sites.values())).accumulator.replace(value)
         elif isinstance(value, Mapping) and value.keys() == self._sites.keys():
             for path, each in value.items():
                 self.replace(path, each)
@@ -95,7 +95,7 @@ class SubRecorder:
             raise KeyError(
                 f"no tensor was recorded at {path!r} of the module {self.name!r}{hint or ';'} there are {there}"
             )
-        self._sites[path].store.replace(value)
+        self._sites[path].accumulator.replace(value)
 
     @property
     def samples(self) -> int:
@@ -110,20 +110,20 @@ class SubRecorder:
     def apply(self, function: Callable[[Any, int], Any]) -> None:
         """Replace the data of each path by ``function(data, samples)``."""
         for site in self._sites.values():
-            site.store.replace(function(site.store.value, site.samples))
+            site.accumulator.replace(function(site.accumulator.value, site.samples))
 
     def reset(self) -> None:
         """Clear the recorded data and the failure; the hooks remain."""
         self.tap.revive()
         for site in self._sites.values():
-            site.store.release()
+            site.accumulator.release()
         self._sites.clear()
         self._initial = _MISSING
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recorded data as plain containers and tensors."""
         return {
-            path: {"samples": site.samples, "calls": site.calls, "state": site.store.state_dict()}
+            path: {"samples": site.samples, "calls": site.calls, "state": site.accumulator.state_dict()}
             for path, site in self._sites.items()
         }
 
@@ -131,8 +131,8 @@ class SubRecorder:
         """Continue from a saved state."""
         self.reset()
         for path, saved in state.items():
-            site = _Recorded(self._make_store(), int(saved["samples"]), int(saved["calls"]))
-            site.store.load_state_dict(saved["state"])
+            site = _Recorded(self._make_accumulator(), int(saved["samples"]), int(saved["calls"]))
+            site.accumulator.load_state_dict(saved["state"])
             self._sites[path] = site
 
     # Validation may run in inference mode; tensors created in it could not be updated outside.
@@ -141,21 +141,21 @@ class SubRecorder:
     def _receive(self, site: Site, tensor: Tensor) -> None:
         recorded = self._sites.get(site.path)
         if recorded is None:
-            recorded = _Recorded(self._make_store())
-            self._start(recorded.store, site.path)
+            recorded = _Recorded(self._make_accumulator())
+            self._start(recorded.accumulator, site.path)
         with _precise(tensor.device):
-            taken = recorded.store.update(tensor)
+            taken = recorded.accumulator.update(tensor)
         if taken:
             recorded.calls += 1
             recorded.samples += tensor.size(0) if tensor.dim() else 1
             self._sites[site.path] = recorded
 
-    def _start(self, store: Accumulator, path: str) -> None:
-        """Initialise the store of a new path with data that were assigned before its first tensor."""
+    def _start(self, accumulator: Accumulator, path: str) -> None:
+        """Initialise the accumulator of a new path with data that were assigned before its first tensor."""
         if isinstance(self._initial, Mapping) and path in self._initial:
-            store.replace(self._initial[path])
+            accumulator.replace(self._initial[path])
         elif self._initial is not _MISSING and not self._sites:
-            store.replace(self._initial)
+            accumulator.replace(self._initial)
 
 
 def _refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
@@ -231,6 +231,6 @@ def _precise(device: torch.device) -> AbstractContextManager[object]:
 class _Recorded:
     """The recorded data of one tensor of a module."""
 
-    store: Accumulator
+    accumulator: Accumulator
     samples: int = 0
     calls: int = 0

@@ -26,7 +26,7 @@ class SavedOutput:
 
     def __init__(self, tensor: Tensor, version: int | None, copy: Tensor) -> None:
         self._tensor = tensor
-        self._writes = version
+        self._saved_version = version
         self._copy = copy
 
     @classmethod
@@ -39,15 +39,15 @@ class SavedOutput:
     @property
     def value(self) -> Tensor:
         """The tensor itself if it has not been modified since, else the copy."""
-        unchanged = self._writes is not None and version_of(self._tensor) == self._writes
+        unchanged = self._saved_version is not None and version_of(self._tensor) == self._saved_version
         return self._tensor if unchanged else self._copy
 
-    def is_of(self, tensor: Tensor) -> bool:
+    def matches(self, tensor: Tensor) -> bool:
         """Return True if this is the same tensor with the same values."""
-        return self._tensor is tensor and self._writes is not None and version_of(tensor) == self._writes
+        return self._tensor is tensor and self._saved_version is not None and version_of(tensor) == self._saved_version
 
 
-def _tell_unknown(name: str, path: str, value: object, error: Exception | None) -> None:
+def _warn_unknown(name: str, path: str, value: object, error: Exception | None) -> None:
     warn(f"RecordedNet passes over {describe_unknown(name, path, value, error)}")
 
 
@@ -75,16 +75,16 @@ class OutputRecorder(CallWatch):
             return None
         if self._keep:
             if isinstance(output, Tensor):
-                self.records[label] = self._kept(output)
+                self.records[label] = self._saved(output)
             else:
-                tensors = iter_tensors(output, unknown=partial(_tell_unknown, call.name))
-                self.records[label] = {path: self._kept(tensor) for path, tensor in tensors}
+                tensors = iter_tensors(output, unknown=partial(_warn_unknown, call.name))
+                self.records[label] = {path: self._saved(tensor) for path, tensor in tensors}
         postproc = self._postprocs.get(label)
         return None if postproc is None else postproc(output)
 
-    def _kept(self, tensor: Tensor) -> SavedOutput:
+    def _saved(self, tensor: Tensor) -> SavedOutput:
         # A parent often returns its last child's output: one copy serves both.
-        kept = self._latest.get(id(tensor))
-        if kept is None or not kept.is_of(tensor):
-            kept = self._latest[id(tensor)] = SavedOutput.of(tensor)
-        return kept
+        saved = self._latest.get(id(tensor))
+        if saved is None or not saved.matches(tensor):
+            saved = self._latest[id(tensor)] = SavedOutput.of(tensor)
+        return saved

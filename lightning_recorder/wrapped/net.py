@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,12 +17,12 @@ from lightning_recorder.internals.autograd import in_backward
 from lightning_recorder.internals.preserve_state import ModuleState
 from lightning_recorder.names import named_submodules
 from lightning_recorder.wrapped.activations import OutputRecorder, Postprocessor, SavedOutput
-from lightning_recorder.wrapped.calls import Label, differences, label_calls
-from lightning_recorder.wrapped.labelling import run_without_trace
-from lightning_recorder.wrapped.prefixes import NET, add_prefix, name_as_in_net, remove_prefix
+from lightning_recorder.wrapped.calls import Label, differences, label_calls, run_without_trace
 from lightning_recorder.wrapped.summary import Summary, SummaryWatch
 
 __all__ = ["RecordedNet"]
+
+_NET = "_net"  # the name of the net in the wrapper, which is removed from keys
 
 
 class RecordedNet(nn.Module):
@@ -122,9 +122,9 @@ class RecordedNet(nn.Module):
         self._records: dict[Label, SavedOutput | dict[str, SavedOutput]] = {}
         data = make_inputs(net, input_size, dtypes) if input_size is not None else input_data
         self._label(*arguments(data, input_kwargs))
-        self.register_state_dict_post_hook(remove_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self.register_load_state_dict_pre_hook(add_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self.register_load_state_dict_post_hook(name_as_in_net)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_state_dict_post_hook(_remove_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self.register_load_state_dict_post_hook(_name_as_in_net)  # type: ignore[no-untyped-call]  # torch has no annotations there
 
     def _label(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         modules = named_submodules(self._net)
@@ -142,7 +142,7 @@ class RecordedNet(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == NET:
+            if name == _NET:
                 raise
             return getattr(self._net, name)
 
@@ -321,12 +321,12 @@ class RecordedNet(nn.Module):
     @override
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by their names in the net, as in the state dictionary."""
-        return ((name.replace(f"{NET}.", "", 1), each) for name, each in super().named_parameters(*args, **kwargs))
+        return ((name.replace(f"{_NET}.", "", 1), each) for name, each in super().named_parameters(*args, **kwargs))
 
     @override
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers by their names in the net, as in the state dictionary."""
-        return ((name.replace(f"{NET}.", "", 1), each) for name, each in super().named_buffers(*args, **kwargs))
+        return ((name.replace(f"{_NET}.", "", 1), each) for name, each in super().named_buffers(*args, **kwargs))
 
     def __repr__(self) -> str:
         table = self._summary.to_text(depth=self._depth, recording=self._recording)
@@ -335,3 +335,49 @@ class RecordedNet(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Non-leaf tensors of an autograd graph can be neither copied nor pickled.
         return {**super().__getstate__(), "_records": {}}  # type: ignore[no-untyped-call]  # torch has no annotations there
+
+
+# State dictionary hooks that hide the name of the wrapped net. They are functions, so that the wrapper can be pickled.
+
+
+def _renamed(keys: Iterable[str], old: str, new: str) -> dict[str, str]:
+    return {key: new + key[len(old) :] for key in keys if key.startswith(old)}
+
+
+def _remove_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    """Rename the entries of a state dictionary to the names in the net itself."""
+    inner = f"{prefix}{_NET}."
+    _rename(state_dict, _renamed(state_dict, inner, prefix))
+    metadata = getattr(state_dict, "_metadata", {})
+    # Module versions are needed under the net's names by the bare net, and under the original names by a wrapper.
+    for key in [key for key in metadata if f"{key}.".startswith(inner)]:
+        metadata[(prefix + f"{key}."[len(inner) :])[:-1]] = metadata[key]
+
+
+def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: object) -> None:
+    """Rename the entries of a state dictionary to the names that torch expects."""
+    inner = f"{prefix}{_NET}."
+    _rename(state_dict, _renamed(state_dict, prefix, inner))
+    # The versions of a bare net are available only if the wrapper is the root of the load; torch hides them further
+    # down.
+    metadata = getattr(state_dict, "_metadata", {})
+    for key in [key for key in metadata if f"{key}.".startswith(prefix) and not f"{key}.".startswith(inner)]:
+        metadata.setdefault((inner + f"{key}."[len(prefix) :])[:-1], metadata[key])
+    vars(module)["_prefix"] = inner
+
+
+def _name_as_in_net(module: nn.Module, incompatible_keys: Any) -> None:
+    """Rename missing and unexpected keys like those of the state dictionary."""
+    inner = vars(module).pop("_prefix", None)
+    if inner is None:
+        return
+    outer = inner[: -len(_NET) - 1]
+    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
+        renamed = _renamed(keys, inner, outer)
+        keys[:] = [renamed.get(key, key) for key in keys]
+
+
+def _rename(state_dict: dict[str, Any], names: Mapping[str, str]) -> None:
+    # Pop all entries first: a new name may equal another entry's old name.
+    entries = {new: state_dict.pop(old) for old, new in names.items()}
+    state_dict.update(entries)

@@ -57,7 +57,7 @@ def flushing(repeats: int) -> list[str]:
     all_: list[float] = []
     steps: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        results = RecordPipeline(SinkFormatter("activations", STATISTICS), say=lambda line: None)
+        results = RecordPipeline(SinkFormatter("activations", STATISTICS), log=lambda line: None)
         results.begin(MultiSink([TensorBoardSink(folder)]), None, "activations")
         results.consumers = [RecordFile(Path(folder), "activations", group="activations")]
         for number in range(repeats + 1):
@@ -136,7 +136,7 @@ def drawing(repeats: int) -> list[str]:
                 module(torch.randn(1000) * (1 + number / 100))
         record = Record(number, 0, recorder.snapshot())
         recorder.reset()
-        plotter.take(record, record.snapshot.statistics())
+        plotter.on_record(record, record.snapshot.statistics())
     drawn = [milliseconds(plotter._draw) for _ in range(repeats)]
     return [f"Drawing all pictures of 50 layers and 200 records: {spread(drawn)} of the thread that writes."]
 

@@ -39,7 +39,7 @@ class Noting(RecordConsumer):
         self.fails_at = fails_at
 
     @override
-    def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         self.threads.add(threading.get_ident())
         self.seen.append(record.step)
         if record.step == self.fails_at:
@@ -126,7 +126,7 @@ def test_pictures_reach_the_sink(kind: type[MemorySink]) -> None:
 
     class Showing(Noting):
         @override
-        def take(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
             made.show(record.step, {"picture": np.zeros((2, 2, 3), dtype=np.uint8)})
 
     made.consumers = [Showing()]
@@ -140,7 +140,7 @@ def test_the_file_of_records_is_read_back(tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "activations", group="activations", ranks=2)
     given = record(3, 0.1, ("last", "first"))
     found = given.snapshot.statistics()
-    file.take(given, found)
+    file.on_record(given, found)
     series = open_recording(tmp_path)["activations"]
     assert series.sites == [("first", "out"), ("last", "out")]
     assert series.steps == [3]
@@ -156,7 +156,7 @@ def test_the_file_of_records_is_read_back(tmp_path: Path) -> None:
 def test_gradients_are_listed_in_the_order_of_the_forward_pass(tmp_path: Path) -> None:
     """Gradients are listed in the order of the forward pass, although the backward pass is reversed."""
     given = record(0, names=("first", "last"))
-    RecordFile(tmp_path, "gradients", group="gradients").take(given, given.snapshot.statistics())
+    RecordFile(tmp_path, "gradients", group="gradients").on_record(given, given.snapshot.statistics())
     assert [site.name for site in open_recording(tmp_path)["gradients"].sites] == ["first", "last"]
 
 
@@ -171,7 +171,7 @@ def plotted(records: int, **options: Any) -> list[tuple[int, list[str]]]:
     plotter = Plotter("activations", **options, show=show)
     for step in range(records):
         given = record(step, names=("a", "b", "c"))
-        plotter.take(given, given.snapshot.statistics())
+        plotter.on_record(given, given.snapshot.statistics())
     plotter.finish()
     return shown
 
@@ -210,7 +210,7 @@ def test_of_very_many_sites_some_are_kept() -> None:
     seen = SiteStatistics({"rms": 1.0, "mean": 0.0, "zero_fraction": 0.0, "min": 0.0, "max": 1.0}, torch.zeros(2048))
     found = {Site(f"m{number}", "out"): seen for number in range(2500)}
     for step in range(2):
-        plotter.take(record(step), found)
+        plotter.on_record(record(step), found)
     (history,) = plotter._histories.values()
     assert history.sites == [Site(f"m{number}", "out") for number in range(0, 2500, 3)]
 
@@ -221,7 +221,7 @@ def test_of_what_no_pictures_are_drawn(about: dict[str, Any]) -> None:
     shown: list[int] = []
     plotter = Plotter("activations", show=lambda step, images: shown.append(step))
     given = record(0, **about)
-    plotter.take(given, given.snapshot.statistics())
+    plotter.on_record(given, given.snapshot.statistics())
     plotter.finish()
     assert shown == []
 
@@ -232,6 +232,6 @@ def test_what_pictures_will_take(options: dict[str, Any], drawings: int) -> None
     plotter = Plotter("activations", **options, max_images=1, show=lambda step, images: 700)
     assert plotter.logged_bytes(50) == drawings * 5 * 20_000
     given = record(0)
-    plotter.take(given, given.snapshot.statistics())
+    plotter.on_record(given, given.snapshot.statistics())
     plotter.finish()
     assert plotter.logged_bytes(50) == drawings * 700

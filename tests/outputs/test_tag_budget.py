@@ -42,7 +42,7 @@ def quiet(budget: TagBudget, *args: Any) -> list[str]:
     """Return the names of the shown modules, and fail on any warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return names(budget.within(*args))
+        return names(budget.select(*args))
 
 
 def test_all_modules_fit() -> None:
@@ -54,7 +54,7 @@ def test_of_too_many_those_evenly_spread() -> None:
     """Three of eight modules with four tags each fit into sixteen tags minus a reserve of a quarter."""
     budget = TagBudget(16, "ActivationRecorder")
     with pytest.warns(RecorderWarning, match=r"ActivationRecorder shows 3 of 8 modules in the loggers.*max_tags=16"):
-        shown = budget.within(found(*"abcdefgh"), each_has(4))
+        shown = budget.select(found(*"abcdefgh"), each_has(4))
     assert names(shown) == ["a", "c", "f"]
 
 
@@ -62,7 +62,7 @@ def test_a_module_is_shown_with_all_its_sites_or_none() -> None:
     """All three sites of a module are shown or none, even if there is room for some of them."""
     budget, paths = TagBudget(40), ("weight", "weight.grad", "bias.grad")
     with pytest.warns(RecorderWarning):
-        shown = budget.within(found(*"abcdefgh", paths=paths), each_has(4))
+        shown = budget.select(found(*"abcdefgh", paths=paths), each_has(4))
     assert names(shown) == ["a", "e"]
     assert [site.path for site in shown] == [*paths, *paths]
 
@@ -71,7 +71,7 @@ def test_a_choice_stays() -> None:
     """Later records show the modules of the first record, in whatever order they come."""
     budget = TagBudget(8)
     with pytest.warns(RecorderWarning):
-        first = names(budget.within(found(*"abcdef"), each_has(2)))
+        first = names(budget.select(found(*"abcdef"), each_has(2)))
     assert first == ["a", "c", "e"]
     assert quiet(budget, found(*"fedcba"), each_has(2)) == ["e", "c", "a"]
     assert quiet(budget, found(*"fed"), each_has(2)) == ["e"]
@@ -82,7 +82,7 @@ def test_new_modules_get_what_room_there_is() -> None:
     budget = TagBudget(8)
     assert quiet(budget, found("a", "b"), each_has(2)) == ["a", "b"]
     with pytest.warns(RecorderWarning, match="3 of 5 modules"):
-        assert names(budget.within(found("a", "b", "x", "y", "z"), each_has(2))) == ["a", "b", "x"]
+        assert names(budget.select(found("a", "b", "x", "y", "z"), each_has(2))) == ["a", "b", "x"]
 
 
 UNUSUAL = {
@@ -102,7 +102,7 @@ def test_an_unusual_module_comes_first(odd: SiteStatistics) -> None:
     usual = {name: seen(update_ratio=1e-3) for name in "abcdefgh"}
     for name in "abcdefgh":
         with pytest.warns(RecorderWarning):
-            shown = TagBudget(8).within(found(*"abcdefgh", odd={**usual, name: odd}), each_has(2))
+            shown = TagBudget(8).select(found(*"abcdefgh", odd={**usual, name: odd}), each_has(2))
         assert name in names(shown)
         assert len(shown) == 3
 
@@ -112,7 +112,7 @@ def test_a_module_that_becomes_unusual_later_is_shown_from_then_on(odd: SiteStat
     """The reserve is used for a module that becomes unusual later, which stays shown after it has recovered."""
     budget, usual = TagBudget(8), {name: seen(update_ratio=1e-3) for name in "abcdefgh"}
     with pytest.warns(RecorderWarning):
-        assert names(budget.within(found(*"abcdefgh", odd=usual), each_has(2))) == ["a", "c", "f"]
+        assert names(budget.select(found(*"abcdefgh", odd=usual), each_has(2))) == ["a", "c", "f"]
     assert quiet(budget, found(*"abcdefgh", odd={**usual, "d": odd}), each_has(2)) == ["a", "c", "d", "f"]
     assert quiet(budget, found(*"abcdefgh", odd=usual), each_has(2)) == ["a", "c", "d", "f"]
     assert quiet(budget, found(*"abcdefgh", odd={**usual, "b": seen(nan_count=1.0)}), each_has(2)) == [
@@ -128,7 +128,7 @@ def test_the_most_unusual_come_first() -> None:
     odd = {"b": seen(zero_fraction=0.95), "d": seen(rms=1e9), "g": seen(nan_count=1.0)}
     for expected in "gdb":
         with pytest.warns(RecorderWarning):
-            assert names(TagBudget(3).within(found(*"abcdefgh", odd=odd), each_has(2))) == [expected]
+            assert names(TagBudget(3).select(found(*"abcdefgh", odd=odd), each_has(2))) == [expected]
         del odd[expected]
 
 
@@ -136,10 +136,10 @@ def test_what_most_modules_show_is_not_unusual() -> None:
     """Zero biases in all modules and a healthy spread of sizes are not unusual."""
     zeros = {name: seen(zero_fraction=1.0, rms=0.0) for name in "abcdef"}
     with pytest.warns(RecorderWarning):
-        assert names(TagBudget(8).within(found(*"abcdefgh", odd=zeros), each_has(2))) == ["a", "c", "f"]
+        assert names(TagBudget(8).select(found(*"abcdefgh", odd=zeros), each_has(2))) == ["a", "c", "f"]
     sizes = {name: seen(rms=10.0**-place) for place, name in enumerate("abcdefgh")}
     with pytest.warns(RecorderWarning):
-        assert names(TagBudget(8).within(found(*"abcdefgh", odd=sizes), each_has(2))) == ["a", "c", "f"]
+        assert names(TagBudget(8).select(found(*"abcdefgh", odd=sizes), each_has(2))) == ["a", "c", "f"]
 
 
 def test_parameters_are_compared_with_their_like() -> None:
@@ -152,17 +152,17 @@ def test_parameters_are_compared_with_their_like() -> None:
         return {**values, **grads}
 
     with pytest.warns(RecorderWarning):
-        assert names(TagBudget(16, by_path=True).within(record(1e-6), each_has(2))) == ["a", "c", "f"]
+        assert names(TagBudget(16, by_path=True).select(record(1e-6), each_has(2))) == ["a", "c", "f"]
     with pytest.warns(RecorderWarning):
-        assert names(TagBudget(16, by_path=True).within(record(1.0), each_has(2))) == ["a", "g", "h"]
+        assert names(TagBudget(16, by_path=True).select(record(1.0), each_has(2))) == ["a", "g", "h"]
 
 
 def test_a_module_that_shows_a_further_tensor_shows_it_if_there_is_room() -> None:
     """Sites that appear later, such as optimizer states, are shown with their module as long as the tags last."""
     budget = TagBudget(10)
     with pytest.warns(RecorderWarning):
-        budget.within(found(*"abcdefgh"), each_has(2))
-    shown = budget.within(found(*"abcdefgh", paths=("out", "more")), each_has(2))
+        budget.select(found(*"abcdefgh"), each_has(2))
+    shown = budget.select(found(*"abcdefgh", paths=("out", "more")), each_has(2))
     expected = [("a", "out"), ("a", "more"), ("c", "out"), ("e", "out"), ("g", "out")]
     assert [(site.name, site.path) for site in shown] == expected
 
@@ -170,13 +170,13 @@ def test_a_module_that_shows_a_further_tensor_shows_it_if_there_is_room() -> Non
 def test_each_stage_has_tags_of_its_own() -> None:
     """With two stages, half as many modules are shown."""
     with pytest.warns(RecorderWarning):
-        assert names(TagBudget(16, stages=2).within(found(*"abcdefgh"), each_has(2))) == ["a", "c", "f"]
+        assert names(TagBudget(16, stages=2).select(found(*"abcdefgh"), each_has(2))) == ["a", "c", "f"]
 
 
 def test_another_run_begins_anew() -> None:
     """The choice of one run takes no room in the next one."""
     budget = TagBudget(4)
-    budget.within(found("a", "b"), each_has(2))
+    budget.select(found("a", "b"), each_has(2))
     budget.clear()
     assert quiet(budget, found("x", "y"), each_has(2)) == ["x", "y"]
 
@@ -185,8 +185,8 @@ def test_a_choice_goes_on_from_a_checkpoint() -> None:
     """A restored budget shows the same modules, even if its first record would lead to another choice."""
     budget = TagBudget(8)
     with pytest.warns(RecorderWarning):
-        budget.within(found(*"abcdefgh"), each_has(2))
-    budget.within(found(*"abcdefgh", odd={"d": seen(nan_count=1.0)}), each_has(2))
+        budget.select(found(*"abcdefgh"), each_has(2))
+    budget.select(found(*"abcdefgh", odd={"d": seen(nan_count=1.0)}), each_has(2))
     other = TagBudget(8)
     other.load_state_dict(budget.state_dict())
     assert quiet(other, found(*"abcdefgh", odd={"b": seen(rms=math.inf)}), each_has(2)) == ["a", "c", "d", "f"]
@@ -195,4 +195,4 @@ def test_a_choice_goes_on_from_a_checkpoint() -> None:
 def test_a_budget_for_less_than_one_module() -> None:
     """A module that exceeds the limit on its own is not shown in parts."""
     with pytest.warns(RecorderWarning, match="shows no module in the loggers, because each"):
-        assert names(TagBudget(3).within(found("a"), each_has(4))) == []
+        assert names(TagBudget(3).select(found("a"), each_has(4))) == []

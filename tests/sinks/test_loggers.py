@@ -18,10 +18,10 @@ from lightning_recorder import MemorySink, Sink, register_sink
 from lightning_recorder.sinks import (
     CometSink,
     CsvSink,
+    DeferredSink,
     LitLoggerSink,
     MetricsSink,
     MlflowSink,
-    MultiSink,
     TensorBoardSink,
     WandbSink,
     loggers,
@@ -191,8 +191,9 @@ def test_dummy_logger() -> None:
 def test_several_loggers(tmp_path: Path) -> None:
     """Each logger that is written to has a sink, in logger order."""
     sinks = sinks_for_loggers([CSVLogger(tmp_path), DummyLogger(), TensorBoardLogger(tmp_path), Mine()])
-    assert [type(sink) for sink in sinks] == [CsvSink, TensorBoardSink, MultiSink]
-    assert all(sink.any_thread for sink in sinks)
+    assert [type(each.sink) for each in sinks] == [CsvSink, TensorBoardSink, DeferredSink]
+    assert all(each.sink.any_thread for each in sinks)
+    assert [each.folder for each in sinks] == [None, None, Path()]
     assert sinks_for_loggers([]) == []
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from lightning_recorder import MemorySink, RecorderWarning, Sink
-from lightning_recorder.sinks import FilesSink, MultiSink
+from lightning_recorder import MemorySink, RecorderWarning, Sink, disk
+from lightning_recorder.sinks import Destination, FilesSink, MultiSink
 from tests.sinks.samples import VERBS, write
 
 
@@ -177,8 +177,8 @@ def test_the_fallback_gets_what_nobody_shows(caplog: pytest.LogCaptureFixture) -
     assert numbers.seen == [1, 2]
     assert (fallback.scalars, list(fallback.texts["t"]), list(fallback.files["f"])) == ({}, [1, 2], [1, 2])
     assert [record.getMessage() for record in caplog.records] == [
-        "no logger takes what write_text gives; it is written by MemorySink",
-        "no logger takes what write_files gives; it is written by MemorySink",
+        "no logger supports write_text; MemorySink writes the results instead",
+        "no logger supports write_files; MemorySink writes the results instead",
     ]
 
 
@@ -238,3 +238,43 @@ def test_a_sink_is_written_to_by_one_thread_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert most == [1] * 60
+
+
+def test_additional_sinks_do_not_replace_the_fallback() -> None:
+    """An additional sink receives everything, and the fallback still receives the kinds that no other sink supports."""
+    numbers, fallback, own = Numbers(), MemorySink(), MemorySink()
+    multi = MultiSink([numbers], fallback=fallback, additional=[own])
+    assert multi.write_scalars(1, {"a": 1.0})
+    assert multi.write_text(1, {"t": "text"})
+    assert (numbers.seen, own.scalars, fallback.scalars) == ([1], {"a": {1: 1.0}}, {})
+    assert list(own.texts["t"]) == list(fallback.texts["t"]) == [1]
+    assert multi.sinks == [numbers, fallback, own]
+
+
+def test_a_view_without_the_fallback_shares_the_failures() -> None:
+    """A sink that fails in one of the two causes one warning and is skipped in both."""
+    broken, fallback, own = Broken("write_text"), MemorySink(), MemorySink()
+    multi = MultiSink([broken], fallback=fallback, additional=[own])
+    files_only = multi.without_fallback()
+    assert files_only.sinks == [broken, own]
+    with pytest.warns(RecorderWarning, match=r"Broken.write_text failed") as warned:
+        files_only.write_text(1, {"t": "text"})
+    assert multi.write_text(2, {"t": "text"})
+    assert len(warned) == 1
+    assert broken.calls == ["write_text"]
+    assert (list(fallback.texts["t"]), list(own.texts["t"])) == ([2], [1, 2])
+
+
+def test_a_sink_is_skipped_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destination on a full disk is skipped with one warning; the fallback is not used, and the others continue."""
+    disk.begin_run()
+    broken, fallback, own = Broken(), MemorySink(), MemorySink()
+    multi = MultiSink([Destination(broken, tmp_path)], fallback=fallback, additional=[own])
+    monkeypatch.setenv("LIGHTNING_RECORDER_DISK_RESERVE", str(2**62))
+    with pytest.warns(RecorderWarning, match="skips writes to the disk") as warned:
+        assert [multi.write_scalars(step, {"a": 1.0}) for step in (1, 2)] == [True, True]
+    assert len(warned) == 1
+    monkeypatch.setenv("LIGHTNING_RECORDER_DISK_RESERVE", "0")
+    assert multi.write_scalars(3, {"a": 1.0})
+    assert broken.calls == ["write_scalars"]
+    assert (list(own.scalars["a"]), fallback.scalars) == ([1, 2, 3], {})

@@ -22,9 +22,9 @@ from lightning_recorder.errors import RecordingError
 from lightning_recorder.outputs import DumpFolder, TensorDumps
 from lightning_recorder.outputs.statistics_dumps import Event
 from lightning_recorder.statistics import SiteStatistics
-from lightning_recorder.tensors import TensorCapture
-from lightning_recorder.tensors.capture import Captured
+from lightning_recorder.tensors import BufferPool, Captured, TensorCapture
 
+CPU = torch.device("cpu")
 KINDS = ("inputs", "outputs", "input_gradients", "output_gradients")
 
 
@@ -308,7 +308,7 @@ def test_a_condition_that_raises_is_told_once_and_costs_no_dump(tmp_path: Path) 
             dumps.add(step, 0, capture.take())
         dumps.wait()
     (message,) = told
-    assert re.match(r"the recorder: when raised at .*test_tensors\.py:\d+: AttributeError: a site has no ", message)
+    assert re.match(r"the recorder: when raised at .*test_capture\.py:\d+: AttributeError: a site has no ", message)
     assert asked == [0.0]
     assert [line["step"] for line in read_manifest(tmp_path)] == [0, 1, 2]
 
@@ -453,3 +453,25 @@ def test_left_out_tensors_are_told_once_and_kept_in_the_manifest(tmp_path: Path)
         "room for them"
     )
     assert [line["left_out"] for line in read_manifest(tmp_path)] == [["b/out", "c/out"]] * 2
+
+
+def test_what_was_given_back_is_given_again() -> None:
+    """A returned tensor is reused for the same shape and dtype; for others a new one is created."""
+    pool = BufferPool()
+    first = pool.take((2, 3), torch.float32, CPU)
+    assert pool.take((2, 3), torch.float32, CPU) is not first
+    pool.give_back([first])
+    assert pool.take((3, 2), torch.float32, CPU) is not first
+    assert pool.take((2, 3), torch.float64, CPU) is not first
+    assert pool.take((2, 3), torch.float32, CPU) is first
+    assert pool.take((2, 3), torch.float32, CPU) is not first
+
+
+def test_what_nobody_wants_is_let_go_of() -> None:
+    """If shapes differ at each step, memory of at most four steps is kept."""
+    pool = BufferPool()
+    given = [pool.take((length,), torch.float32, CPU) for length in range(1, 7)]
+    for tensor in given:
+        pool.give_back([tensor])
+    again = [pool.take((length,), torch.float32, CPU) for length in range(1, 7)]
+    assert [a is b for a, b in zip(given, again, strict=True)] == [False, False, True, True, True, True]

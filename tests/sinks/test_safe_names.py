@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.sinks.naming import file_of_tag, harmless, keep_file, path_below, shortened
+from lightning_recorder.sinks.safe_names import copy_file, path_below, path_of_tag, safe_segment, shortened
 from tests.sinks.samples import ODD_TAGS, OUTSIDE
 
 
@@ -26,7 +26,7 @@ def test_a_name_inside(tmp_path: Path) -> None:
 def test_the_files_of_tags(tmp_path: Path) -> None:
     """Each combination of tag, step and suffix has its own file below the folder."""
     paths = [
-        file_of_tag(tmp_path, tag, step, suffix) for tag in ODD_TAGS for step in (3, 4) for suffix in (".md", ".json")
+        path_of_tag(tmp_path, tag, step, suffix) for tag in ODD_TAGS for step in (3, 4) for suffix in (".md", ".json")
     ]
     assert len(set(paths)) == 4 * len(ODD_TAGS)
     for path in paths:
@@ -47,17 +47,17 @@ def test_shortened(longest: int) -> None:
             assert (each[:15], each[-15:]) == (tag[:15], tag[-15:])
 
 
-def test_harmless_counts_bytes() -> None:
+def test_a_safe_segment_counts_bytes() -> None:
     """A long segment is truncated to the maximum number of bytes, without splitting a character."""
-    assert harmless("層" * 300).rpartition("-")[0] == "層" * 26
-    assert harmless("x" * 80) == "x" * 80
-    assert harmless("x" * 81).rpartition("-")[0] == "x" * 80
+    assert safe_segment("層" * 300).rpartition("-")[0] == "層" * 26
+    assert safe_segment("x" * 80) == "x" * 80
+    assert safe_segment("x" * 81).rpartition("-")[0] == "x" * 80
 
 
-def test_keeping_a_file_where_it_lies(tmp_path: Path) -> None:
+def test_copying_a_file_onto_itself(tmp_path: Path) -> None:
     """A file that is already at its target stays unchanged, whichever path refers to it."""
     (tmp_path / "folder").mkdir()
     path = tmp_path / "a.txt"
     path.write_text("text")
-    keep_file(tmp_path / "folder" / ".." / "a.txt", path)
+    copy_file(tmp_path / "folder" / ".." / "a.txt", path)
     assert path.read_text() == "text"

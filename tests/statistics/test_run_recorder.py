@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_recorder import RecorderWarning, StatisticsRecorder
 from lightning_recorder.schedule import Reduce, Sampling
-from lightning_recorder.statistics import OverheadLimit, Record, RunRecorder
+from lightning_recorder.statistics import OverheadLimit, Record, RunPhase, RunRecorder
 from lightning_recorder.taps import Site
 
 SITE = Site("m", "out")
@@ -232,3 +232,51 @@ def test_the_first_recorded_step_is_announced() -> None:
     loop = Loop(Sampling(2), "epoch", options={"announce": lambda step, ms: told.append(step)})
     loop.epoch(range(6))
     assert told == [0]
+
+
+def test_the_phases_of_a_run() -> None:
+    """Each batch, each step and the end of the run lead to the documented phase."""
+    run = Loop(Sampling(3)).run  # steps 0, 2, 5, ... are due
+    phases = [run.phase]
+
+    def note(_: object = None) -> None:
+        phases.append(run.phase)
+
+    note(run.start_batch(0, 0))
+    note(run.end_batch(stepped=False))
+    note(run.start_batch(0, 0))
+    note(run.end_batch(stepped=True))
+    assert run.skip_batch(1, 0)
+    note()
+    note(run.start_batch(1, 0))
+    note(run.end_batch(stepped=True))
+    assert not run.skip_batch(2, 0)
+    note(run.start_batch(2, 0))
+    note(run.end_epoch(1))
+    note(run.finish())
+    assert [phase.value for phase in phases] == [
+        "waiting",
+        *["recording", "recording", "recording", "waiting"],
+        "idle",
+        *["waiting", "armed"],
+        *["recording", "waiting", "ended"],
+    ]
+
+
+def test_a_batch_in_an_open_window_is_not_idle() -> None:
+    """While a window has unwritten statistics, each batch must be ended, so that the window can be written."""
+    loop = Loop(Sampling(3), 4)
+    loop.step(0, 1.0)
+    assert loop.run.skip_batch(1, 0)
+    assert loop.run.phase is RunPhase.WAITING
+
+
+def test_a_recorder_that_aborts_has_ended() -> None:
+    """After a failure during a step, the recorder is at its end, and a second abort makes no record."""
+    loop = Loop(Sampling(1))
+    loop.run.start_batch(0, 0)
+    loop.module(torch.ones(1))
+    for _ in range(2):
+        loop.run.abort()
+        assert loop.run.phase is RunPhase.ENDED
+    assert loop.shown == {0: 1.0}

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.temporary import copy_whole
 
-__all__ = ["digest", "file_of_tag", "harmless", "keep_file", "path_below", "shortened"]
+__all__ = ["copy_file", "digest", "path_below", "path_of_tag", "safe_segment", "shortened"]
 
 _LONGEST_NAME = 80  # bytes; file systems allow 255, and a digest, a step and a suffix are appended
 
@@ -30,7 +30,7 @@ def path_below(folder: Path, name: str) -> Path:
     return folder.joinpath(*parts)
 
 
-def keep_file(source: Path, target: Path) -> None:
+def copy_file(source: Path, target: Path) -> None:
     """Copy a file to its target, unless it is already there.
 
     Raises:
@@ -41,18 +41,18 @@ def keep_file(source: Path, target: Path) -> None:
         copy_whole(source, target)
 
 
-def file_of_tag(folder: Path, tag: str, step: int, suffix: str) -> Path:
+def path_of_tag(folder: Path, tag: str, step: int, suffix: str) -> Path:
     """Return the path of the file for a tag at a step, and create its folder.
 
     Each segment of the tag becomes a safe file name, never a path, so the file is always below the folder.
     """
-    *outer, last = [harmless(segment) for segment in tag.split("/")]
+    *outer, last = [safe_segment(segment) for segment in tag.split("/")]
     path = folder.joinpath(*outer, f"{last}-step{step}{suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def harmless(segment: str, unwanted: str = r"[^\w.\-\[\]()]", longest: int = _LONGEST_NAME) -> str:
+def safe_segment(segment: str, unwanted: str = r"[^\w.\-\[\]()]", longest: int = _LONGEST_NAME) -> str:
     """Return a tag segment unchanged if it is safe; otherwise return its safe characters and a digest.
 
     Different segments have different results, up to collisions of the 48-bit digest.
@@ -63,7 +63,7 @@ def harmless(segment: str, unwanted: str = r"[^\w.\-\[\]()]", longest: int = _LO
         longest: The number of UTF-8 bytes of the segment to keep.
 
     Example:
-        >>> harmless("conv1"), harmless("a b"), harmless("..")
+        >>> safe_segment("conv1"), safe_segment("a b"), safe_segment("..")
         ('conv1', 'a_b-c8687a08aa5d', '-5ec1f7e700f3')
     """
     kept = re.sub(unwanted, "_", segment).strip(".")

@@ -13,7 +13,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder.sinks import TensorBoardSink
-from lightning_recorder.sinks.tfrecord_crc import framed, patch_crc32c
+from lightning_recorder.sinks.event_file import frame_record, patch_crc32c
 from tests.sinks.events import read_events
 
 
@@ -28,7 +28,7 @@ def test_a_record_is_the_same_to_the_bit(data: bytes) -> None:
     """Any record is identical to the one that TensorBoard writes, in length, checksums and content."""
     theirs = io.BytesIO()
     RecordWriter(theirs).write(data)
-    assert framed(data) == theirs.getvalue()
+    assert frame_record(data) == theirs.getvalue()
 
 
 def test_only_the_writer_of_the_sink_is_quickened(tmp_path: Path) -> None:

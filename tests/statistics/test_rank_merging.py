@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 
 from lightning_recorder import RecorderWarning
 from lightning_recorder.reductions import BatchSum, Norms, Reduction, Statistics
-from lightning_recorder.statistics.exchange import Exchange, Merged
+from lightning_recorder.statistics.rank_merging import Exchange, Merged
 from lightning_recorder.statistics.sites import SiteStates, Snapshot
 from lightning_recorder.taps import Site
 

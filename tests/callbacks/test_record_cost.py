@@ -1,0 +1,63 @@
+"""The calls on a record's way from the states to a TensorBoard event."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
+
+import lightning_recorder
+from lightning_recorder import ActivationRecorder
+from lightning_recorder.outputs import RecordPipeline
+from tests.callbacks.models import digits, fit
+from tests.callbacks.small import small
+
+PACKAGE = Path(lightning_recorder.__file__).parent
+NAMES = ["encoder.1", "encoder.2", "head"]
+
+MULTI_CALLS = 8
+"""The calls in the composite sink: three for the scalars, three for the histograms, two for the written bytes."""
+ALL_CALLS = 300
+"""The calls in the package for a record of three modules. Python 3.12 and later count no comprehensions."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
+    """Return the number of calls in each file of the package for each record, in the thread that writes it."""
+    counts: list[Counter[str]] = []
+    write = RecordPipeline._write
+
+    def counting(*args: Any) -> None:
+        found: Counter[str] = Counter()
+
+        def see(frame: FrameType, event: str, argument: object) -> None:
+            path = Path(frame.f_code.co_filename)
+            if event == "call" and PACKAGE in path.parents:
+                found[path.relative_to(PACKAGE).as_posix()] += 1
+
+        sys.setprofile(see)
+        try:
+            write(*args)
+        finally:
+            sys.setprofile(None)
+            counts.append(found)
+
+    monkeypatch.setattr(RecordPipeline, "_write", counting)
+    return counts
+
+
+def test_a_record_crosses_each_layer_once(calls: list[Counter[str]], tmp_path: Path) -> None:
+    """After the first record, which also completes the receipt, each record takes the stated number of calls."""
+    recorder = ActivationRecorder(NAMES, every_n_train_steps=1, plots=False)
+    fit(small(), tmp_path, [recorder], loader=digits(4), logger=TensorBoardLogger(tmp_path))
+    assert sorted(Path(tmp_path).rglob("recorder/events.out.tfevents.*"))
+    assert len(calls) == 4
+    for count in calls[1:]:
+        assert count["sinks/multi.py"] <= MULTI_CALLS
+        assert count.total() <= ALL_CALLS
+        assert not [file for file in count if file.startswith("callbacks/")]
