@@ -12,8 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.scalar import merged_along
+from lightning_recorder.reductions.base import Reduction, merged_along
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["Collected", "StateBank", "row_state"]
@@ -30,7 +29,7 @@ _MUCH = 20_480  # bytes per site; log the size of larger states
 _log = logging.getLogger("lightning_recorder")
 
 
-# The states for these devices are on the CPU. Each tensor is copied there, which synchronises the device.
+# The states for these devices are on the CPU. Each tensor is copied there, which synchronizes the device.
 _WITHOUT_FLOAT64 = ("mps",)
 
 _CPU = torch.device("cpu")
@@ -150,7 +149,7 @@ class StateBank(Generic[Key]):
     def collect(self, device: torch.device | str = "cpu") -> list[Collected[Key]]:
         """Copy the states of all keys to one device and merge the states that a key has on several devices.
 
-        Synchronises each other device once per kind of state. Does not wait if the states are already on ``device``.
+        Synchronizes each other device once per kind of state. Does not wait if the states are already on ``device``.
         """
         groups: list[Collected[Key]] = []
         places: dict[Key, tuple[Tensor, int]] = {}
@@ -177,7 +176,7 @@ class StateBank(Generic[Key]):
         return groups
 
     def saved(self) -> list[tuple[_Block[Key], Tensor, list[list[Tensor]]]]:
-        """Return a copy of all states on their own devices, for :meth:`restore`. Does not synchronise."""
+        """Return a copy of all states on their own devices, for :meth:`restore`. Does not synchronize."""
         return [
             (block, block.states[: len(block.keys)].clone(), [list(row.heads) for row in block.rows])
             for blocks in self._blocks.values()

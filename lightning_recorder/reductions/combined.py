@@ -13,8 +13,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.scalar import ScalarReduction, merged_along, slots_of_all
+from lightning_recorder.reductions.base import Reduction, ScalarReduction, merged_along, slots_of_all
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["Combined"]

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.reductions.combined import Combined
-from lightning_recorder.reductions.edges import between_edges
-from lightning_recorder.reductions.extrema import Extrema
-from lightning_recorder.reductions.histogram import ExponentHistogram
+from lightning_recorder.reductions.extremes import Extrema, Tallies
+from lightning_recorder.reductions.histogram import ExponentHistogram, Histogram, between_edges
 from lightning_recorder.reductions.kernels.fused import add_statistics, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import add_statistics_on_device
 from lightning_recorder.reductions.kernels.host import add_statistics_on_host
 from lightning_recorder.reductions.moments import RunningMoments
-from lightning_recorder.reductions.tallies import Tallies
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["SCALAR_STATISTICS", "Statistics", "to_histogram"]

@@ -27,7 +27,7 @@ enum { COUNT, MEAN, M2, MIN, MAX, NUMEL, ZEROS, NANS, INFINITIES, HISTOGRAM };
 
 typedef struct {
   int64_t count; /* no table holds more than a fourth of it */
-  uint16_t tables[4][BINS + PAD]; /* several to decouple equal neighbours, and small to stay cached */
+  uint16_t tables[4][BINS + PAD]; /* several to decouple equal neighbors, and small to stay cached */
 } Tables;
 
 typedef struct {

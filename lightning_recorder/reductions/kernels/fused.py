@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.disk import fits
-from lightning_recorder.reductions.plain import PLAIN_TYPES
-from lightning_recorder.reductions.values import Values, sample_places
+from lightning_recorder.reductions.values import PLAIN_TYPES, Values, sample_places
 from lightning_recorder.temporary import TemporaryFolder
 
 __all__ = ["add_statistics", "add_tensor", "prepare"]

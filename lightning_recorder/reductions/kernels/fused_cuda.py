@@ -18,9 +18,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_recorder.bins import BINS
 from lightning_recorder.errors import describe_error
-from lightning_recorder.reductions.plain import PLAIN_TYPES
-from lightning_recorder.reductions.values import BINS, Values, count_bins, sample_places
+from lightning_recorder.reductions.values import PLAIN_TYPES, Values, count_bins, sample_places
 
 __all__ = ["add_statistics_on_device", "launch", "prepare_device"]
 
@@ -55,7 +55,7 @@ def prepare_device(device: torch.device) -> bool:
     environment. This function never raises.
 
     Note:
-        The first call synchronises the device and takes seconds if the cache is empty, so call it before training
+        The first call synchronizes the device and takes seconds if the cache is empty, so call it before training
         starts. It is a no-op while a CUDA graph is captured.
     """
     if device.type != "cuda" or os.environ.get(_SWITCH) != "1" or not torch.cuda.is_available():
@@ -86,7 +86,7 @@ def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) ->
         integers or is a tensor subclass. The local part of a ``DTensor`` is supported.
 
     Note:
-        Never synchronises the device. The work goes to the current stream of the device, or to the CUDA graph that is
+        Never synchronizes the device. The work goes to the current stream of the device, or to the CUDA graph that is
         captured there. A tensor that is not contiguous is copied. Apart from that copy and the sampled places, at most
         56 KiB are allocated.
     """
@@ -136,7 +136,7 @@ def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None,
     parts = row if programs == 1 else torch.empty(7 * programs, dtype=torch.float64, device=row.device)
     places, gathered = row, False
     if sample is not None and numel > sample:
-        # A plain copy to the device would synchronise it.
+        # A plain copy to the device would synchronize it.
         places, gathered = torch.from_numpy(sample_places(numel, sample)).to(row.device, non_blocking=True), True
     sampled = -1 if sample is None else sample
     options = {"num_warps": 4, "enable_fp_fusion": False}  # rounds each product, as torch does

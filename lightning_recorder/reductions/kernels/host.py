@@ -1,6 +1,6 @@
 """Statistics of CPU tensors in few torch passes, where each pass may depend on the result of the previous one.
 
-On a GPU, reading a result would synchronise the device, so every case is computed for every tensor. On the CPU reading
+On a GPU, reading a result would synchronize the device, so every case is computed for every tensor. On the CPU reading
 a result is free, so NaN and infinities, which are rare, cost nothing until they occur.
 """
 
@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recorder.reductions.plain import PLAIN_TYPES
-from lightning_recorder.reductions.values import BIN_SHIFT, BINS, Values, bins_of, sample_places
+from lightning_recorder.bins import BIN_SHIFT, BINS
+from lightning_recorder.reductions.values import PLAIN_TYPES, Values, bins_of, sample_places
 
 __all__ = ["add_statistics_on_host"]
 
@@ -111,7 +111,7 @@ def _take(head: _Head, x: Tensor) -> None:
     head.min, head.max = min(head.min, low), max(head.max, high)
     count = x.numel()
     if low <= 0 <= high:
-        # Compare into floats: comparisons into booleans are not vectorised and take four times as long.
+        # Compare into floats: comparisons into booleans are not vectorized and take four times as long.
         nonzero = torch.ne(x, 0, out=_scratch.of(x.dtype, count))
         head.zeros += count - torch.dot(nonzero, nonzero).item()
     wide = _scratch.of(torch.float64, count).copy_(x)

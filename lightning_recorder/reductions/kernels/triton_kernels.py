@@ -19,7 +19,7 @@ import triton.language as tl
 __all__ = ["COLUMNS", "MOST_PROGRAMS", "ROWS", "merge_shares", "reduce_share"]
 
 # A tile is the number of values that 128 threads process at a time. Each thread has 16 values in its registers, and
-# neighbouring threads have neighbouring values.
+# neighboring threads have neighboring values.
 ROWS, COLUMNS = 4, 512
 MOST_PROGRAMS = 1024
 
@@ -207,7 +207,7 @@ def _write_part(
     tl.store(part + 6 * programs, nans)
 
 
-# Compiled once per dtype of the values, without specialisation for numbers and addresses that are divisible by 16.
+# Compiled once per dtype of the values, without specialization for numbers and addresses that are divisible by 16.
 @triton.jit(do_not_specialize=["data", "numel", "share", "factor", "scaled", "places", "sampled", "parts", "row"])
 def reduce_share(
     data: tl.tensor,
