@@ -13,6 +13,7 @@ from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, check_integer
 from lightning_recorder.plots.arrays import Floats, to_floats
 from lightning_recorder.plots.frame import evenly
+from lightning_recorder.reductions import SCALAR_STATISTICS
 
 __all__ = ["SHOWN", "Found", "History"]
 
@@ -20,7 +21,7 @@ AnySite = TypeVar("AnySite", bound=Hashable)
 
 _FEW_ROWS = 16
 
-SHOWN = ("mean", "std", "rms", "min", "max", "zero_fraction", "nan_count", "inf_count")
+SHOWN = tuple(name for name in SCALAR_STATISTICS if name != "count")
 """The statistics that are kept by default."""
 
 Found = tuple[Mapping[str, float], "Tensor | NDArray[np.int64] | None"]

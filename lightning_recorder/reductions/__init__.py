@@ -11,8 +11,9 @@ from lightning_recorder.reductions.kernels.fused import add_tensor, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import prepare_device
 from lightning_recorder.reductions.moments import HigherMoments, Norms, RunningMoments
 from lightning_recorder.reductions.reservoir import Reservoir
+from lightning_recorder.reductions.row import SCALAR_STATISTICS
 from lightning_recorder.reductions.shaped import ShapedReduction
-from lightning_recorder.reductions.statistics import SCALAR_STATISTICS, Statistics, to_histogram
+from lightning_recorder.reductions.statistics import Statistics, to_histogram
 from lightning_recorder.reductions.values import Values
 
 __all__ = [

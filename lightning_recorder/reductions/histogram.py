@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.bins import BIN_SHIFT, BINS
+from lightning_recorder.bins import BIN_SHIFT, BINS, BINS_PER_OCTAVE, FINITE_BINS
 from lightning_recorder.errors import ArgumentError, check_integer
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.values import Values, count_bins
@@ -20,20 +20,18 @@ from lightning_recorder.reductions.values import Values, count_bins
 __all__ = ["ExponentHistogram", "Histogram", "between_edges", "quantiles_of"]
 
 _HALF = BINS // 2
-_PER_OCTAVE = 4  # bins between two powers of two
-_FINITE = _HALF - _PER_OCTAVE  # bins of one sign that hold finite values; the last octave is inf and NaN
 
 # Lower edges of the magnitude bins as float64. A bin is the set of float32 whose upper eleven bits are equal.
 _MAGNITUDES: NDArray[np.float64] = (
-    (np.arange(_FINITE + 1, dtype=np.uint32) << BIN_SHIFT).view(np.float32).astype(np.float64)
+    (np.arange(FINITE_BINS + 1, dtype=np.uint32) << BIN_SHIFT).view(np.float32).astype(np.float64)
 )
 _MAGNITUDES[-1] = 2.0**128
 # One bin around zero holds zeros and all subnormal values.
-_EDGES: NDArray[np.float64] = np.concatenate((-_MAGNITUDES[_PER_OCTAVE:][::-1], _MAGNITUDES[_PER_OCTAVE:]))
+_EDGES: NDArray[np.float64] = np.concatenate((-_MAGNITUDES[BINS_PER_OCTAVE:][::-1], _MAGNITUDES[BINS_PER_OCTAVE:]))
 # Both edges of all finite bins in ascending order. The two bins next to zero are treated as zero.
 _LOW: NDArray[np.float64] = np.concatenate((-_MAGNITUDES[:0:-1], _MAGNITUDES[:-1]))
 _HIGH: NDArray[np.float64] = np.concatenate((-_MAGNITUDES[-2::-1], _MAGNITUDES[1:]))
-_LOW[_FINITE - 1] = _HIGH[_FINITE] = 0.0
+_LOW[FINITE_BINS - 1] = _HIGH[FINITE_BINS] = 0.0
 
 
 def between_edges(
@@ -49,10 +47,9 @@ def between_edges(
     """
     counts = counts.astype(np.int64, copy=False)
     # Merge the first octave of both signs, which holds zero and the subnormals (below 1.2e-38), into one bin.
-    center = counts[:_PER_OCTAVE].sum() + counts[_HALF : _HALF + _PER_OCTAVE].sum()
-    bins = np.concatenate(
-        (counts[_HALF + _FINITE - 1 : _HALF + _PER_OCTAVE - 1 : -1], [center], counts[_PER_OCTAVE:_FINITE])
-    )
+    center = counts[:BINS_PER_OCTAVE].sum() + counts[_HALF : _HALF + BINS_PER_OCTAVE].sum()
+    positive, negative = (counts[half : half + FINITE_BINS][BINS_PER_OCTAVE:] for half in (0, _HALF))
+    bins = np.concatenate((negative[::-1], [center], positive))
     occupied = bins.nonzero()[0]
     if not len(occupied):
         return np.array([0.0, 0.0]), np.zeros(1, dtype=np.int64)
@@ -71,7 +68,7 @@ def quantiles_of(counts: Tensor, shares: Sequence[float]) -> Tensor:
         shares: The fractions of the values below the quantiles, ``k`` numbers between 0 and 1.
     """
     low, high = (torch.from_numpy(ends).to(counts.device) for ends in (_LOW, _HIGH))
-    counts = torch.cat((counts[..., _HALF : _HALF + _FINITE].flip(-1), counts[..., :_FINITE]), dim=-1)
+    counts = torch.cat((counts[..., _HALF : _HALF + FINITE_BINS].flip(-1), counts[..., :FINITE_BINS]), dim=-1)
     below = counts.cumsum(-1)
     total = below[..., -1:]
     # The lowest rank is above zero, so that the search finds the first occupied bin.
