@@ -94,8 +94,8 @@ class Reduction(ABC):
     def update_deferred(self, state: Tensor, values: Values) -> Tensor | None:
         """Update the state with values and return the part of the update that can be merged later.
 
-        The returned state belongs to :attr:`head`. Merging takes many small operations, so merging the states of many
-        sites in one batch reduces the overhead.
+        The returned state belongs to :attr:`partial`. Merging takes many small operations. Merging the states of many
+        sites in one batch reduces this overhead.
         """
         self.add(state, values)
         return None

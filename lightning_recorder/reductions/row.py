@@ -3,10 +3,11 @@
 A row begins with the states of :data:`PARTS`. The counts of the histogram follow. If the histogram is a sample, the
 number of all values is the last slot.
 
-To add a default statistic, append a reduction to :data:`PARTS` with names for its slots. Everything else follows from
-this file. Torch computes the new slots after a kernel has computed the others. To compute them faster, add them to
-``kernels/fused.c`` for the CPU and to ``kernels/triton_kernels.py`` for a GPU. Each kernel is checked when it is
-loaded, which finds the parts that it does not compute.
+To add a default statistic, append a :class:`ScalarReduction` to :data:`PARTS` with the names of its slots. Recorders,
+callbacks, records and plots then include its statistics. Torch computes its slots after a kernel has computed the
+others. To make it as fast as the others, compute the slots in ``kernels/fused.c`` (for a CPU, as ``SLOT_<NAME>``) and
+in ``kernels/triton_kernels.py`` (for a GPU). When a kernel is loaded, it is compared with torch, and the parts that it
+does not compute are found.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ __all__ = [
     "COUNT",
     "DEFAULT_STATISTICS",
     "DERIVED_STATISTICS",
-    "HEAD",
     "HISTOGRAM",
+    "LAYOUT",
     "M2",
     "MAX",
     "MEAN",
@@ -80,7 +81,7 @@ class Part(NamedTuple):
         self.reduction.add(row[self.slots], values)
 
 
-HEAD = tuple(
+LAYOUT = tuple(
     Part(part(), slice(SLOTS.index(names[0]), SLOTS.index(names[0]) + len(names))) for part, names in PARTS.items()
 )
 """The reductions of :data:`PARTS` with their slots."""

@@ -17,8 +17,8 @@ from lightning_recorder.bins import BINS
 from lightning_recorder.reductions import ExponentHistogram, Statistics, prepare
 from lightning_recorder.reductions.row import (
     DEFAULT_STATISTICS,
-    HEAD,
     HISTOGRAM,
+    LAYOUT,
     SAMPLED_NUMEL,
     SCALAR_STATISTICS,
     SLOTS,
@@ -63,11 +63,12 @@ def test_the_layout_by_hand() -> None:
 
 
 def test_the_slots_of_the_parts_are_adjacent() -> None:
-    """The parts cover the slots before the histogram without a gap, each with as many names as slots."""
-    slots = [part.slots for part in HEAD]
+    """The parts cover the slots before the histogram without a gap, each with a different name for each slot."""
+    slots = [part.slots for part in LAYOUT]
     assert [each.start for each in slots] == [0, *(each.stop for each in slots[:-1])]
     assert slots[-1].stop == HISTOGRAM
-    assert [each.stop - each.start for each in slots] == [part.reduction.width for part in HEAD]
+    assert [each.stop - each.start for each in slots] == [part.reduction.width for part in LAYOUT]
+    assert len(set(SLOTS)) == len(SLOTS)
 
 
 def test_the_statistics_by_hand() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_recorder.bins import BINS, FINITE_BINS
 from lightning_recorder.reductions.combined import Combined
-from lightning_recorder.reductions.row import HEAD, HISTOGRAM, SAMPLED_NUMEL, Part, row_reductions
+from lightning_recorder.reductions.row import HISTOGRAM, LAYOUT, SAMPLED_NUMEL, Part, row_reductions
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["SPECIAL_VALUES", "empty_row", "missing_parts"]
@@ -34,8 +34,8 @@ def missing_parts(row: Tensor, values: Values, sample: int | None = None) -> tup
     Combined(row_reductions(sample=sample)).add(expected, values)
     finite = torch.arange(BINS, device="cpu") % (BINS // 2) < FINITE_BINS  # a NaN may have any of its bins
     bins, expected_bins = (each[HISTOGRAM:SAMPLED_NUMEL] for each in (row, expected))
-    missing = tuple(part for part in HEAD if torch.equal(row[part.slots], empty[part.slots]))
-    computed = [part.slots for part in HEAD if part not in missing]
+    missing = tuple(part for part in LAYOUT if torch.equal(row[part.slots], empty[part.slots]))
+    computed = [part.slots for part in LAYOUT if part not in missing]
     is_right = (
         bool(computed)
         and all(torch.allclose(row[slots], expected[slots], rtol=1e-9, atol=0) for slots in computed)

@@ -247,7 +247,7 @@ static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats}
 
 /* Add numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. If `sampled` is
    negative, all values are counted in the bins. Otherwise only those at the places, which ascend, are counted, or all
-   if there are no places, and one more word counts the values. */
+   if there are no places, and one more slot counts the values. */
 void add_statistics(const void *data, int64_t numel, int kind, double factor, const int64_t *places, int64_t sampled,
                     int threads, double *row) {
   int how = sampled >= 0 && places ? SAMPLED_VALUES : numel < FEWER ? FEW_VALUES : ALL_VALUES;

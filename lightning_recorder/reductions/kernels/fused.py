@@ -36,9 +36,9 @@ _log = logging.getLogger("lightning_recorder")
 _SOURCE = Path(__file__).with_suffix(".c")
 # -ffast-math is rejected: some compilers then make the whole process flush subnormals to zero, including the training.
 _OPTIONS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
-_LAYOUT = {"BINS": BINS, "BIN_SHIFT": BIN_SHIFT, "HISTOGRAM": HISTOGRAM, "SAMPLED_NUMEL": SAMPLED_NUMEL}
+_PLACES = {"BINS": BINS, "BIN_SHIFT": BIN_SHIFT, "HISTOGRAM": HISTOGRAM, "SAMPLED_NUMEL": SAMPLED_NUMEL}
 _SLOTS = {f"SLOT_{name.upper()}": place for place, name in enumerate(SLOTS)}
-_FLAGS = (*_OPTIONS, *(f"-D{name}={number}" for name, number in (_LAYOUT | _SLOTS).items()))
+_FLAGS = (*_OPTIONS, *(f"-D{name}={number}" for name, number in (_PLACES | _SLOTS).items()))
 # The threads are those of torch, whose OpenMP library is already in the process. The threads of a second OpenMP library
 # would compete for the same cores. The build without threads is for compilers whose code needs another OpenMP library.
 _THREADS = ("-fopenmp",)

@@ -139,7 +139,7 @@ def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None,
     tiles_each = tiles if tiles <= _FEW_TILES else -(-tiles // min(most_programs, kernels.MOST_PROGRAMS))
     programs = -(-tiles // tiles_each)
     # Arguments that a kernel does not use may be any tensor of the right type.
-    parts = row if programs == 1 else torch.empty(7 * programs, dtype=torch.float64, device=row.device)
+    parts = row if programs == 1 else torch.empty(kernels.RESULTS * programs, dtype=torch.float64, device=row.device)
     places, gathered = row, False
     if sample is not None and numel > sample:
         # A plain copy to the device would synchronize it.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recorder.bins import BIN_SHIFT, BINS
-from lightning_recorder.reductions.row import HEAD, HISTOGRAM, SAMPLED_NUMEL
+from lightning_recorder.reductions.row import HISTOGRAM, LAYOUT, SAMPLED_NUMEL
 from lightning_recorder.reductions.values import PLAIN_TYPES, Values, bins_of, sample_places
 
 __all__ = ["add_statistics_on_host"]
@@ -44,7 +44,7 @@ class _Head:
 
 
 _COMPUTED = len(_Head.__dataclass_fields__)
-_MISSING = tuple(part for part in HEAD if part.slots.stop > _COMPUTED)
+_MISSING = tuple(part for part in LAYOUT if part.slots.stop > _COMPUTED)
 
 
 def add_statistics_on_host(row: Tensor, values: Values, sample: int | None) -> bool:

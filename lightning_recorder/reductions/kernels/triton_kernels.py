@@ -16,12 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["COLUMNS", "MOST_PROGRAMS", "ROWS", "merge_shares", "reduce_share"]
+__all__ = ["COLUMNS", "MOST_PROGRAMS", "RESULTS", "ROWS", "merge_shares", "reduce_share"]
 
 # A tile is the number of values that 128 threads process at a time. Each thread has 16 values in its registers, and
 # neighboring threads have neighboring values.
 ROWS, COLUMNS = 4, 512
 MOST_PROGRAMS = 1024
+RESULTS = 7  # the numbers that each of several programs writes for the merge
 
 
 @triton.jit
@@ -245,7 +246,7 @@ def reduce_share(
         factor: The bits of the float64 factor. A float argument would arrive as float32.
         scaled: 0 if the factor is one, otherwise 1.
         places: The places of the values to count in the bins, ``[sampled]`` int64, if ``gathered``.
-        sampled: The maximum number of values to count in the bins; negative if the row has no word for the sample.
+        sampled: The maximum number of values to count in the bins; negative if the row has no slot for the sample.
         parts: The results of all programs, ``[7, programs]`` float64, for :func:`merge_shares`.
         row: The state, ``[2057]`` float64, or ``[2058]`` with a sample.
         gathered: True if only the values at the places are counted in the bins.
@@ -314,7 +315,7 @@ def merge_shares(
     sampled_numel: tl.constexpr,
     most_programs: tl.constexpr,
 ) -> None:
-    """Merge the results of the programs into the first words of the state, with one program.
+    """Merge the results of the programs into the first slots of the row, with one program.
 
     Args:
         parts: The results of :func:`reduce_share`, ``[7, programs]`` float64.

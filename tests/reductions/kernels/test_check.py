@@ -12,7 +12,7 @@ from lightning_recorder.reductions import Combined, Values
 from lightning_recorder.reductions.kernels import fused
 from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
 from lightning_recorder.reductions.kernels.host import _Head
-from lightning_recorder.reductions.row import HEAD, HISTOGRAM, SAMPLED_NUMEL, SLOTS, row_reductions
+from lightning_recorder.reductions.row import HISTOGRAM, LAYOUT, SAMPLED_NUMEL, SLOTS, row_reductions
 from tests.reductions.kernels.test_fused import needs_compiler
 
 VALUES = Values(torch.tensor(SPECIAL_VALUES))
@@ -31,7 +31,7 @@ def test_a_right_row_misses_nothing(sample: int | None) -> None:
     assert missing_parts(right_row(sample), VALUES, sample) == ()
 
 
-@pytest.mark.parametrize("part", HEAD, ids=lambda part: type(part.reduction).__name__)
+@pytest.mark.parametrize("part", LAYOUT, ids=lambda part: type(part.reduction).__name__)
 def test_a_part_without_change_is_missing(part: tuple[object, slice]) -> None:
     """A part whose slots the kernel leaves as they were is left to torch."""
     row = right_row(None)
@@ -62,11 +62,11 @@ def test_the_host_computes_the_first_slots() -> None:
 def test_torch_adds_the_parts_that_the_function_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch updates only the missing parts, and the update without torch is refused without a change."""
     assert fused._Loaded.missing == ()
-    monkeypatch.setattr(fused._Loaded, "missing", HEAD[2:])
+    monkeypatch.setattr(fused._Loaded, "missing", LAYOUT[2:])
     row = empty_row()
     assert not fused.add_tensor(row, VALUES.raw, 1.0, None)
     assert torch.equal(row, empty_row())
     assert fused.add_statistics(row, VALUES, None)
     twice = right_row(None)
-    twice[HEAD[2].slots] *= 2  # the function computes them, too
+    twice[LAYOUT[2].slots] *= 2  # the function computes them, too
     torch.testing.assert_close(row[:HISTOGRAM], twice[:HISTOGRAM], rtol=1e-12, atol=0)
