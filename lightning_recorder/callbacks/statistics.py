@@ -37,6 +37,7 @@ from lightning_recorder.errors import ArgumentError, SelectionError, check_bool,
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.outputs import Coverage, RecordPipeline, SinkFormatter, TagBudget, with_gradients
 from lightning_recorder.reductions import Reduction
+from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.schedule import Reduce, Sampling, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.sinks import Sink
@@ -55,9 +56,6 @@ from lightning_recorder.statistics import (
 from lightning_recorder.taps import Site
 
 __all__ = ["DEFAULT_STATISTICS", "StatisticsCallback"]
-
-DEFAULT_STATISTICS = ("mean", "std", "rms", "min", "max", "zero_fraction")
-"""The statistics shown by default. Counts of NaN and infinities are shown as well, once they are not zero."""
 
 _EVALUATIONS = {"validate": "validation", "test": "test", "predict": "prediction"}
 

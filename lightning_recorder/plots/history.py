@@ -9,18 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, check_integer
 from lightning_recorder.plots.arrays import Floats, to_floats
 from lightning_recorder.plots.frame import evenly
+from lightning_recorder.reductions import SCALAR_STATISTICS
 
 __all__ = ["SHOWN", "Found", "History"]
 
 AnySite = TypeVar("AnySite", bound=Hashable)
 
-_BINS = 2048
 _FEW_ROWS = 16
 
-SHOWN = ("mean", "std", "rms", "min", "max", "zero_fraction", "nan_count", "inf_count")
+SHOWN = tuple(name for name in SCALAR_STATISTICS if name != "count")
 """The statistics that are kept by default."""
 
 Found = tuple[Mapping[str, float], "Tensor | NDArray[np.int64] | None"]
@@ -39,7 +40,7 @@ class _Counts(NamedTuple):
 
     def dense(self) -> NDArray[np.int64]:
         """Return the counts of all bins, ``[2048]``."""
-        found = np.zeros(_BINS, dtype=np.int64)
+        found = np.zeros(BINS, dtype=np.int64)
         found[self.where] = self.counts
         return found
 
@@ -194,13 +195,13 @@ class History:
         return {site: self._latest[site].dense() for site in self._rows if site in self._latest}
 
 
-_NONE: NDArray[np.int64] = np.zeros(_BINS, dtype=np.int64)
+_NONE: NDArray[np.int64] = np.zeros(BINS, dtype=np.int64)
 
 
 def _counts(bins: Tensor | NDArray[np.int64]) -> _Counts:
-    counts = to_floats("bins", bins, f"[{_BINS}]", 1)
-    if counts.shape != (_BINS,):
-        raise ArgumentError(f"bins must have the shape [{_BINS}], got {list(counts.shape)}")
+    counts = to_floats("bins", bins, f"[{BINS}]", 1)
+    if counts.shape != (BINS,):
+        raise ArgumentError(f"bins must have the shape [{BINS}], got {list(counts.shape)}")
     where = np.flatnonzero(counts)
     inside = counts[where].astype(np.uint64)
     return _Counts(where.astype(np.uint16), inside.astype(np.min_scalar_type(int(inside.max(initial=0)))))

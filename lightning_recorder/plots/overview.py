@@ -16,7 +16,7 @@ from lightning_recorder.plots.history import History
 from lightning_recorder.plots.over_time import histogram_over_time
 from lightning_recorder.plots.rebin import histogram_of
 from lightning_recorder.plots.ridge import ridge
-from lightning_recorder.reductions.binned import Histogram
+from lightning_recorder.reductions.histogram import Histogram
 from lightning_recorder.tags import make_tag
 
 __all__ = ["overview"]

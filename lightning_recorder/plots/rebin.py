@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.plots.arrays import Floats, to_floats
 from lightning_recorder.plots.scale import Scale, value_scale
-from lightning_recorder.reductions.binned import Histogram
-from lightning_recorder.reductions.edges import between_edges
+from lightning_recorder.reductions.histogram import Histogram, between_edges
 
 __all__ = ["edges_along", "histogram_of", "rebin", "shares", "to_histograms", "value_axis"]
 
 _LARGEST = 1.7e308
 _SMALLEST = 1e-250  # dividing a count by a smaller width would overflow
-_BINS = 2048
 
 
 def to_histograms(histograms: Any) -> list[Histogram]:
@@ -35,9 +34,9 @@ def to_histograms(histograms: Any) -> list[Histogram]:
         histograms = list(histograms)
         if all(isinstance(each, Histogram) for each in histograms):
             return [_checked(each) for each in histograms]
-    counts = to_floats("histograms", histograms, f"[steps, {_BINS}], or a sequence of Histogram", 2)
-    if counts.shape[1] != _BINS:
-        raise ArgumentError(f"histograms must have the shape [steps, {_BINS}], got {list(counts.shape)}")
+    counts = to_floats("histograms", histograms, f"[steps, {BINS}], or a sequence of Histogram", 2)
+    if counts.shape[1] != BINS:
+        raise ArgumentError(f"histograms must have the shape [steps, {BINS}], got {list(counts.shape)}")
     return [histogram_of(row) for row in np.nan_to_num(counts, nan=0.0, posinf=0.0, neginf=0.0).clip(0, 2.0**52)]
 
 

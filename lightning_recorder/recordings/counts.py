@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, DumpError
 
-__all__ = ["BINS", "pack_counts", "unpack_counts"]
+__all__ = ["pack_counts", "unpack_counts"]
 
-BINS = 2048  # the number of bins of ``reductions.ExponentHistogram``, which is not imported because it needs NumPy
 _MOST_BYTES = BINS * (2 + 9)  # a gap below 2**11 takes at most two bytes, a count below 2**63 nine
 _LONGEST = 2 * _MOST_BYTES  # characters; incompressible data grows by a third in base64
 _LARGEST = 2**63 - 1

@@ -16,7 +16,7 @@ from lightning_recorder.taps import Site
 
 if TYPE_CHECKING:
     from lightning_recorder.recordings.series import Series
-    from lightning_recorder.reductions.binned import Histogram
+    from lightning_recorder.reductions.histogram import Histogram
 
 __all__ = ["SiteSeries", "listed", "nearest_steps"]
 

@@ -2,24 +2,18 @@
 
 from lightning_recorder.reductions.bank import Collected, StateBank, row_state
 from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.binned import Histogram
-from lightning_recorder.reductions.change import Change
 from lightning_recorder.reductions.channels import ChannelMoments, DeadChannels
 from lightning_recorder.reductions.combined import Combined
-from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum
-from lightning_recorder.reductions.extrema import Extrema
-from lightning_recorder.reductions.higher_moments import HigherMoments
-from lightning_recorder.reductions.histogram import ExponentHistogram
+from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum, Change, LastValue
+from lightning_recorder.reductions.extremes import Extrema, NearZero, Saturation, Tallies
+from lightning_recorder.reductions.histogram import ExponentHistogram, Histogram
 from lightning_recorder.reductions.kernels.fused import add_tensor, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import prepare_device
-from lightning_recorder.reductions.last import LastValue
-from lightning_recorder.reductions.moments import RunningMoments
-from lightning_recorder.reductions.norms import Norms
+from lightning_recorder.reductions.moments import HigherMoments, Norms, RunningMoments
 from lightning_recorder.reductions.reservoir import Reservoir
+from lightning_recorder.reductions.row import SCALAR_STATISTICS
 from lightning_recorder.reductions.shaped import ShapedReduction
-from lightning_recorder.reductions.statistics import SCALAR_STATISTICS, Statistics, to_histogram
-from lightning_recorder.reductions.tallies import Tallies
-from lightning_recorder.reductions.thresholds import NearZero, Saturation
+from lightning_recorder.reductions.statistics import Statistics, to_histogram
 from lightning_recorder.reductions.values import Values
 
 __all__ = [

@@ -12,8 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.scalar import merged_along
+from lightning_recorder.reductions.base import Reduction, merged_along
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["Collected", "StateBank", "row_state"]
@@ -23,14 +22,14 @@ Key = TypeVar("Key", bound=Hashable)
 # A block is never moved, because reductions hold views of its rows. A model with more sites on one device gets further
 # blocks. A block holds 64 rows of the default statistics (1 MiB), or a single very long row.
 _MOST_ROWS = 64
-_BLOCK_WORDS = 1 << 18
-_MOST_HEADS = 64
+_BLOCK_SLOTS = 1 << 18
+_MOST_DEFERRED = 64
 _MUCH = 20_480  # bytes per site; log the size of larger states
 
 _log = logging.getLogger("lightning_recorder")
 
 
-# The states for these devices are on the CPU. Each tensor is copied there, which synchronises the device.
+# The states for these devices are on the CPU. Each tensor is copied there, which synchronizes the device.
 _WITHOUT_FLOAT64 = ("mps",)
 
 _CPU = torch.device("cpu")
@@ -42,7 +41,7 @@ class _Row(NamedTuple):
     """``[width]`` float64."""
     moves: bool
     """True if the tensors are on a device that cannot hold the state."""
-    heads: list[Tensor]
+    deferred: list[Tensor]
     """States that have not been merged into the first slots of the state yet."""
 
 
@@ -109,10 +108,10 @@ class StateBank(Generic[Key]):
         row = self._rows.get((key, values.raw.device)) or self._allocate(key, values)
         if row.moves:
             values = Values(values.raw.to(row.state.device), values.factor)
-        head = row.reduction.update_deferred(row.state, values)
-        if head is not None:
-            row.heads.append(head)
-            if len(row.heads) == _MOST_HEADS:
+        part = row.reduction.update_deferred(row.state, values)
+        if part is not None:
+            row.deferred.append(part)
+            if len(row.deferred) == _MOST_DEFERRED:
                 _settle([row])
 
     def row(self, key: Key) -> Tensor | None:
@@ -137,7 +136,7 @@ class StateBank(Generic[Key]):
             if not blocks and reduction.nbytes > _MUCH:
                 _log.info("%s are kept for each site: %s", f"{reduction.nbytes:,} bytes", reduction)
             if not blocks or len(blocks[-1].keys) == len(blocks[-1].states):
-                rows = min(_MOST_ROWS, max(1, _BLOCK_WORDS // max(1, reduction.width)))
+                rows = min(_MOST_ROWS, max(1, _BLOCK_SLOTS // max(1, reduction.width)))
                 initial = reduction.initial().to(device)
                 blocks.append(_Block(initial.repeat(rows, 1), initial, [], []))
             block = blocks[-1]
@@ -150,7 +149,7 @@ class StateBank(Generic[Key]):
     def collect(self, device: torch.device | str = "cpu") -> list[Collected[Key]]:
         """Copy the states of all keys to one device and merge the states that a key has on several devices.
 
-        Synchronises each other device once per kind of state. Does not wait if the states are already on ``device``.
+        Synchronizes each other device once per kind of state. Does not wait if the states are already on ``device``.
         """
         groups: list[Collected[Key]] = []
         places: dict[Key, tuple[Tensor, int]] = {}
@@ -177,24 +176,24 @@ class StateBank(Generic[Key]):
         return groups
 
     def saved(self) -> list[tuple[_Block[Key], Tensor, list[list[Tensor]]]]:
-        """Return a copy of all states on their own devices, for :meth:`restore`. Does not synchronise."""
+        """Return a copy of all states on their own devices, for :meth:`restore`. Does not synchronize."""
         return [
-            (block, block.states[: len(block.keys)].clone(), [list(row.heads) for row in block.rows])
+            (block, block.states[: len(block.keys)].clone(), [list(row.deferred) for row in block.rows])
             for blocks in self._blocks.values()
             for block in blocks
         ]
 
     def restore(self, saved: Iterable[tuple[_Block[Key], Tensor, list[list[Tensor]]]]) -> None:
         """Restore states from :meth:`saved` and discard what was recorded since."""
-        kept = {id(block): (states, heads) for block, states, heads in saved}
+        kept = {id(block): (states, deferred) for block, states, deferred in saved}
         for blocks in self._blocks.values():
             for block in blocks:
-                states, heads = kept.get(id(block), (block.states[:0], []))
-                for row in block.rows[len(heads) :]:
-                    row.heads.clear()
+                states, deferred = kept.get(id(block), (block.states[:0], []))
+                for row in block.rows[len(deferred) :]:
+                    row.deferred.clear()
                     row.state.copy_(row.reduction.initial())
-                for row, there in zip(block.rows, heads, strict=False):
-                    row.heads[:] = there
+                for row, there in zip(block.rows, deferred, strict=False):
+                    row.deferred[:] = there
                 block.states[: len(states)] = states
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -208,7 +207,7 @@ class StateBank(Generic[Key]):
                 "key": list(key) if isinstance(key, tuple) else key,
                 "device": seen_on.type,
                 "state": row_state(row.reduction, row.state),
-                **({"heads": torch.stack(row.heads).to("cpu", copy=True)} if row.heads else {}),
+                **({"heads": torch.stack(row.deferred).to("cpu", copy=True)} if row.deferred else {}),
             }
             for (key, seen_on), row in self._rows.items()
         ]
@@ -233,14 +232,14 @@ class StateBank(Generic[Key]):
             key = key_of(saved["key"])
             row = self._rows.get((key, seen_on)) or self._place(key, seen_on, reduction)
             row.state.copy_(state)
-            row.heads[:] = saved["heads"].to(row.state.device).unbind() if "heads" in saved else ()
+            row.deferred[:] = saved["heads"].to(row.state.device).unbind() if "heads" in saved else ()
 
     def reset(self) -> None:
         """Start a new stream in every state."""
         for blocks in self._blocks.values():
             for block in blocks:
                 for row in block.rows:
-                    row.heads.clear()
+                    row.deferred.clear()
                 states = block.states[: len(block.keys)]
                 if block.rows and self.reduction.ordered:
                     block.rows[0].reduction.restart(states)
@@ -255,20 +254,20 @@ def row_state(reduction: Reduction, state: Tensor) -> dict[str, Tensor]:
 
 def _settle(rows: Sequence[_Row]) -> None:
     """Merge the deferred states of all rows in one batch."""
-    rows = [row for row in rows if row.heads]
+    rows = [row for row in rows if row.deferred]
     reduction = rows[0].reduction.partial if rows else None
     if reduction is None:
         return
-    most = max(len(row.heads) for row in rows)
-    padded = [list(row.heads) for row in rows]
-    if any(len(heads) < most for heads in padded):  # needs a copy to the device, which a single row avoids
+    most = max(len(row.deferred) for row in rows)
+    padded = [list(row.deferred) for row in rows]
+    if any(len(deferred) < most for deferred in padded):  # needs a copy to the device, which a single row avoids
         none = reduction.initial().to(rows[0].state.device)
-        padded = [heads + [none] * (most - len(heads)) for heads in padded]
+        padded = [deferred + [none] * (most - len(deferred)) for deferred in padded]
     merged = merged_along(
-        reduction, torch.stack([head for heads in padded for head in heads]).unflatten(0, (len(rows), most))
+        reduction, torch.stack([part for deferred in padded for part in deferred]).unflatten(0, (len(rows), most))
     )
     own = torch.stack([row.state[: reduction.width] for row in rows])
     reduction.merge_states(own, merged)
     for row, slots in zip(rows, own, strict=True):
         row.state[: reduction.width] = slots
-        row.heads.clear()
+        row.deferred.clear()

@@ -1,21 +1,21 @@
-"""The base class of streaming statistics."""
+"""The base classes of streaming statistics."""
 
 from __future__ import annotations
 
 import copy
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["Reduction"]
+__all__ = ["Reduction", "ScalarReduction", "merged_along", "slots_of_all"]
 
 _ROWS = "state being [..., width]: write state[..., 0] for the first slot"
 
@@ -37,7 +37,7 @@ class Reduction(ABC):
       are bitwise equal. The others agree within the error bound that the reduction documents.
 
     Note:
-        An update does not synchronise the device and does not keep a reference to the tensor. The state is not part of
+        An update does not synchronize the device and does not keep a reference to the tensor. The state is not part of
         the autograd graph.
 
     Example:
@@ -94,8 +94,8 @@ class Reduction(ABC):
     def update_deferred(self, state: Tensor, values: Values) -> Tensor | None:
         """Update the state with values and return the part of the update that can be merged later.
 
-        The returned state belongs to :attr:`head`. Merging takes many small operations, so merging the states of many
-        sites in one batch reduces the overhead.
+        The returned state belongs to :attr:`partial`. Merging takes many small operations. Merging the states of many
+        sites in one batch reduces this overhead.
         """
         self.add(state, values)
         return None
@@ -298,3 +298,57 @@ def _described(value: object) -> str:
     if isinstance(value, type):
         return value.__name__
     return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+
+
+class ScalarReduction(Reduction):
+    """Base class of reductions in which each slot is one number that is computed from the values."""
+
+    piecewise = True
+
+    @abstractmethod
+    def slots_of(self, values: Values) -> Sequence[Tensor]:
+        """Return the state of these values alone as ``width`` 0-d tensors."""
+
+    @override
+    def update_state(self, state: Tensor, values: Values) -> None:
+        if values.numel:
+            self.merge_states(state, _stacked(self.slots_of(values)))
+
+    @override
+    def update_deferred(self, state: Tensor, values: Values) -> Tensor | None:
+        return slots_of_all([self], values)
+
+    @property
+    @override
+    def partial(self) -> Reduction | None:
+        return self
+
+
+def slots_of_all(reductions: Iterable[ScalarReduction], values: Values) -> Tensor | None:
+    """Return the concatenated states of several reductions for values, or ``None`` without reductions or values."""
+    slots = [slot for reduction in reductions for slot in reduction.slots_of(values)] if values.numel else []
+    return _stacked(slots) if slots else None
+
+
+def _stacked(slots: Sequence[Tensor]) -> Tensor:
+    """Stack the numbers to one float64 tensor, ``[k]``."""
+    # Widen all float32 numbers in one operation: stacking different dtypes takes several times as long.
+    narrow = [slot for slot in slots if slot.dtype != torch.float64]
+    if narrow:
+        widened = iter(torch.stack(narrow).double().unbind())
+        slots = [slot if slot.dtype == torch.float64 else next(widened) for slot in slots]
+    return torch.stack(tuple(slots))
+
+
+def merged_along(reduction: Reduction, states: Tensor) -> Tensor:
+    """Merge states, ``[..., k, width]``, along the second to last dimension and return ``[..., width]``.
+
+    States are merged in pairs to keep the number of operations small. The given states are overwritten.
+    """
+    while (count := states.shape[-2]) > 1:
+        half = count // 2
+        reduction.merge_states(states[..., :half, :], states[..., half : 2 * half, :])
+        if count % 2:
+            reduction.merge_states(states[..., :1, :], states[..., -1:, :])
+        states = states[..., :half, :]
+    return states[..., 0, :]

@@ -13,8 +13,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.scalar import ScalarReduction, merged_along, slots_of_all
+from lightning_recorder.reductions.base import Reduction, ScalarReduction, merged_along, slots_of_all
 from lightning_recorder.reductions.values import Values
 
 __all__ = ["Combined"]
@@ -63,9 +62,9 @@ class Combined(Reduction):
             for part, end in zip(self.parts, ends, strict=True)
             if not isinstance(part, ScalarReduction)
         ]
-        self._head: Reduction | None = None
+        self._partial: Reduction | None = None
         if self._scalars:
-            self._head = self if not self._others else Combined(self._scalars)
+            self._partial = self if not self._others else Combined(self._scalars)
 
     def _split(self, state: Tensor) -> zip[tuple[Reduction, Tensor]]:
         return zip(self.parts, state.split(self._widths, dim=-1), strict=True)
@@ -73,7 +72,7 @@ class Combined(Reduction):
     @property
     @override
     def partial(self) -> Reduction | None:
-        return self._head
+        return self._partial
 
     @override
     def initial(self) -> Tensor:
@@ -97,8 +96,8 @@ class Combined(Reduction):
     @override
     def add(self, state: Tensor, values: Values) -> None:
         slots = self.update_deferred(state, values)
-        if slots is not None and self._head is not None:
-            self._head.merge_states(state[: self._head.width], slots)
+        if slots is not None and self._partial is not None:
+            self._partial.merge_states(state[: self._partial.width], slots)
 
     @override
     def check(self, values: Values) -> None:
@@ -121,8 +120,8 @@ class Combined(Reduction):
         for part, row in others:
             if not part.piecewise:
                 part.add(row, values)
-        if len(slots) > 1 and self._head is not None:
-            return merged_along(self._head, torch.stack(slots))
+        if len(slots) > 1 and self._partial is not None:
+            return merged_along(self._partial, torch.stack(slots))
         return slots[0] if slots else None
 
     @override

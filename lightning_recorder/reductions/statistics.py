@@ -9,23 +9,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.reductions.combined import Combined
-from lightning_recorder.reductions.edges import between_edges
-from lightning_recorder.reductions.extrema import Extrema
-from lightning_recorder.reductions.histogram import ExponentHistogram
+from lightning_recorder.reductions.histogram import Histogram, between_edges
 from lightning_recorder.reductions.kernels.fused import add_statistics, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import add_statistics_on_device
 from lightning_recorder.reductions.kernels.host import add_statistics_on_host
-from lightning_recorder.reductions.moments import RunningMoments
-from lightning_recorder.reductions.tallies import Tallies
+from lightning_recorder.reductions.row import COUNT, M2, MAX, MEAN, MIN, row_reductions
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["SCALAR_STATISTICS", "Statistics", "to_histogram"]
-
-SCALAR_STATISTICS = ("count", "mean", "std", "rms", "min", "max", "zero_fraction", "nan_count", "inf_count")
-"""The names of the scalar statistics that recorders write by default."""
-
+__all__ = ["Statistics", "to_histogram"]
 
 # Fast paths that compute all statistics together. Each returns True if it updated the state.
 _QUICK = (add_statistics, add_statistics_on_device, add_statistics_on_host)
@@ -55,8 +47,7 @@ class Statistics(Combined):
     """
 
     def __init__(self, *, sample: int | None = None, quantiles: Iterable[float] = ()) -> None:
-        histogram = ExponentHistogram(sample=sample, quantiles=quantiles)
-        super().__init__([RunningMoments(), Extrema(), Tallies(), histogram])
+        super().__init__(row_reductions(sample=sample, quantiles=quantiles))
         self._sample = sample
         prepare()
 
@@ -68,8 +59,7 @@ class Statistics(Combined):
 
     def means(self, state: Tensor) -> Tensor:
         """Return only the means of states, ``[..., width]``, each ``[...]``; NaN without a finite value."""
-        count, mean = state[..., 0], state[..., 1]
-        return torch.where(count > 0, mean, torch.nan)
+        return torch.where(state[..., COUNT] > 0, state[..., MEAN], torch.nan)
 
     @staticmethod
     def are_alike(one: Tensor, other: Tensor) -> Tensor:
@@ -77,11 +67,11 @@ class Statistics(Combined):
 
         The counts, means, squares and extrema are compared. The result is a bool tensor, ``[...]``.
         """
-        count, mean, m2 = one[..., :3].unbind(-1)
+        count, mean, m2 = (one[..., slot] for slot in (COUNT, MEAN, M2))
         size = (mean.square() + m2 / count.clamp(min=1)).sqrt()
-        near = (one[..., 1] - other[..., 1]).abs() <= _ROUNDING * size
-        squares = (one[..., 2] - other[..., 2]).abs() <= _ROUNDING * (m2 + count * mean.square())
-        exact = (one[..., [0, 3, 4]] == other[..., [0, 3, 4]]).all(-1)
+        near = (mean - other[..., MEAN]).abs() <= _ROUNDING * size
+        squares = (m2 - other[..., M2]).abs() <= _ROUNDING * (m2 + count * mean.square())
+        exact = (one[..., [COUNT, MIN, MAX]] == other[..., [COUNT, MIN, MAX]]).all(-1)
         return near & squares & exact
 
     @override

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_recorder.reductions.plain import as_plain
+from lightning_recorder.bins import BIN_SHIFT, BINS
+from lightning_recorder.errors import ArgumentError
 
 __all__ = [
-    "BINS",
-    "BIN_SHIFT",
+    "PLAIN_TYPES",
     "Values",
+    "as_plain",
     "bins_of",
     "count_bins",
     "count_where",
@@ -24,10 +26,39 @@ __all__ = [
     "sample_places",
 ]
 
+PLAIN_TYPES = (Tensor, nn.Parameter)
+"""The tensor classes that hold nothing but their values."""
+
+_MOST_DENSE = 1 << 28  # the largest numel of a sparse tensor that is made dense: 1 GiB of float32
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as a dense strided tensor, which shares its memory if possible.
+
+    A ``DTensor`` is replaced by its local part and a nested tensor by the concatenated values of its parts. A quantized
+    tensor is dequantized. A sparse tensor is made dense, zeros included.
+
+    Raises:
+        ArgumentError: If a sparse tensor is so large that its dense copy could take memory that the training needs.
+    """
+    # A DTensor is recognized without importing torch.distributed.tensor.
+    if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if tensor.is_nested:
+        # If there are gaps between the parts, as after torch.nested.narrow, values() includes the gaps.
+        lengths: Any = getattr(tensor, "lengths", lambda: None)()
+        tensor = torch.cat([part.flatten() for part in tensor.unbind()]) if lengths is not None else tensor.values()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout != torch.strided:
+        if tensor.numel() > _MOST_DENSE:
+            size = "×".join(map(str, tensor.shape))
+            raise ArgumentError(f"a sparse tensor of {size} would be made dense to be reduced; leave it out")
+        tensor = tensor.to_dense()
+    return tensor
+
+
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-BIN_SHIFT = 21
-"""The shift that drops all bits of a float32 except sign, exponent and the first two bits of the mantissa."""
-BINS = 1 << (32 - BIN_SHIFT)
 # The temporaries of the passes over this many values fit into a CPU cache, or into 128 MiB on a GPU.
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 24
@@ -42,11 +73,11 @@ class Values:
     Args:
         raw: Any tensor. Half precision is widened to float32. Integers and booleans become float64, which is exact up
             to 2**53. A complex tensor is treated as its real and imaginary parts. A ``DTensor`` is replaced by its
-            local part. Sparse, quantised and nested tensors are made dense by :func:`as_plain`.
+            local part. Sparse, quantized and nested tensors are made dense by :func:`as_plain`.
         factor: A number by which the values are multiplied, such as the inverse of a loss scale.
 
     Note:
-        Nothing here synchronises the device or has a data-dependent shape, so it works with ``meta`` tensors and inside
+        Nothing here synchronizes the device or has a data-dependent shape, so it works with ``meta`` tensors and inside
         a CUDA graph.
     """
 
@@ -101,7 +132,7 @@ class Values:
         """Return at most ``most`` of the values of :attr:`flat`: all of them, or those at :func:`sample_places`."""
         if self.numel <= most:
             return self.flat
-        # A plain copy to the device would synchronise it.
+        # A plain copy to the device would synchronize it.
         return self.at(torch.from_numpy(sample_places(self.numel, most)).to(self.real.device, non_blocking=True))
 
     def at(self, places: Tensor) -> Tensor:
@@ -174,13 +205,13 @@ def count_bins(counts: Tensor, values: Tensor, *, copies: int | None = None) -> 
     Args:
         counts: The counts, ``[2048 or more]`` float64.
         values: The values, ``[numel]`` float32 or float64.
-        copies: The number of copies of the bins that neighbouring values are spread over. The default is one on a CPU
+        copies: The number of copies of the bins that neighboring values are spread over. The default is one on a CPU
             and several on a GPU.
     """
     index = bins_of(values)
     if copies is None:
         copies = _COPIES.get(values.device.type, 1)
-    # bincount is not used: it reads the largest value first, which synchronises a GPU and fails on meta tensors.
+    # bincount is not used: it reads the largest value first, which synchronizes a GPU and fails on meta tensors.
     # Integer sums in float64 are exact in any order.
     one = counts.new_ones(1).expand(values.numel())
     if copies == 1:
@@ -226,7 +257,7 @@ def count_where(
         other: The values to compare with, elementwise.
         scratch: A buffer, ``[numel]`` of the same dtype, which is overwritten.
     """
-    # Compare into floats: comparisons into booleans are not vectorised on the CPU and take four times as long.
+    # Compare into floats: comparisons into booleans are not vectorized on the CPU and take four times as long.
     holds = comparison(values, other, out=torch.empty_like(values) if scratch is None else scratch)
     # Integers up to 2**24 are exact in float32, in any order of addition.
     return holds.dot(holds) if holds.numel() <= 1 << 24 else holds.sum(dtype=torch.float64)

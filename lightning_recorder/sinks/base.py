@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from lightning_recorder.reductions.binned import Histogram
+from lightning_recorder.reductions.histogram import Histogram
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph

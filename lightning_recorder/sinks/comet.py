@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_recorder.errors import warn
-from lightning_recorder.reductions.binned import Histogram
+from lightning_recorder.reductions.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.files import to_pillow
 from lightning_recorder.sinks.safe_names import path_below, shortened

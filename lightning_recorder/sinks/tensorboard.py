@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from lightning_recorder.graph.renderers.graphdef import to_graph_def
-from lightning_recorder.reductions.binned import Histogram
+from lightning_recorder.reductions.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.dashboard import dashboard_of
 from lightning_recorder.sinks.event_file import EVENT_FILES, EventFile, patch_crc32c

@@ -25,6 +25,7 @@ from lightning_recorder.reductions import (
     row_state,
     to_histogram,
 )
+from lightning_recorder.reductions.row import DERIVED_STATISTICS
 from lightning_recorder.taps import Site
 
 __all__ = ["RANK_STATISTICS", "SHOWN_STATISTICS", "Record", "SiteStates", "SiteStatistics", "Snapshot"]
@@ -36,8 +37,6 @@ SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
 """The statistics that can be shown for any site."""
 
 _BINS = "histogram"
-
-_UNSHOWN = ("sum", "variance")  # derivable from the others
 
 
 @dataclass(frozen=True)
@@ -388,8 +387,9 @@ def _by_site(group: Collected[Site]) -> Iterator[tuple[Site, dict[str, float], d
         summary = group.reduction.summarize(group.states[first : first + some])
         if _BINS in summary:
             summary[_BINS] = summary[_BINS].long()
-        columns = {name: value.tolist() for name, value in summary.items() if value.dim() == 1 and name not in _UNSHOWN}
-        tensors = {name: value.unbind() for name, value in summary.items() if value.dim() > 1}
+        recorded = {name: value for name, value in summary.items() if name not in DERIVED_STATISTICS}
+        columns = {name: value.tolist() for name, value in recorded.items() if value.dim() == 1}
+        tensors = {name: value.unbind() for name, value in recorded.items() if value.dim() > 1}
         for row, site in enumerate(group.keys[first : first + some]):
             yield (
                 site,

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recorder import ArgumentError, DumpError
-from lightning_recorder.recordings.counts import BINS, pack_counts, unpack_counts
-from lightning_recorder.reductions import Statistics, values
+from lightning_recorder.bins import BINS
+from lightning_recorder.recordings.counts import pack_counts, unpack_counts
+from lightning_recorder.reductions import ExponentHistogram, Statistics
 
 
 def bins_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,7 +28,7 @@ def text_of(packed: bytes) -> str:
 
 def test_the_bins_are_those_of_the_reduction() -> None:
     """The number of bins is that of ``ExponentHistogram``."""
-    assert BINS == values.BINS
+    assert ExponentHistogram().width == BINS
 
 
 @given(counts=st.dictionaries(st.integers(0, BINS - 1), st.integers(0, 2**63 - 1), max_size=60))

@@ -82,7 +82,7 @@ def assert_neutral(make: Make, *tensors: Tensor) -> None:
 
 
 def assert_rows_agree(make: Make, streams: Sequence[Sequence[Tensor]]) -> None:
-    """Assert that merging and summarising a block of states is bitwise equal to doing so row by row."""
+    """Assert that merging and summarizing a block of states is bitwise equal to doing so row by row."""
     rows = [reduced(make, *stream) for stream in streams]
     reduction = rows[0]
     block = torch.stack([row.state for row in rows])

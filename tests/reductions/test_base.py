@@ -308,7 +308,7 @@ def test_computing_changes_nothing(make: Make) -> None:
 
 @each_reduction
 def test_a_given_row_is_worked_on_in_place(make: Make) -> None:
-    """A row of a larger block is updated in place, and its neighbours are not changed."""
+    """A row of a larger block is updated in place, and its neighbors are not changed."""
     sized = make().sized_for(Values(MATRIX))
     block = sized.initial().repeat(3, 1)
     sized.on(block[1]).update(MATRIX)
@@ -319,7 +319,7 @@ def test_a_given_row_is_worked_on_in_place(make: Make) -> None:
 
 @each_reduction
 def test_rows_are_summarized_and_merged_together_as_one_by_one(make: Make) -> None:
-    """Merging and summarising a block of states gives the same results as row by row."""
+    """Merging and summarizing a block of states gives the same results as row by row."""
     sized = make().sized_for(Values(MATRIX))
     rows = [[MATRIX], [], [torch.where(MATRIX > 3, MATRIX, float("nan"))], [torch.zeros_like(MATRIX), MATRIX + 1]]
     block = torch.stack([reduced(lambda: sized.on(sized.initial()), *row).state for row in rows])
@@ -441,7 +441,7 @@ def test_a_tensor_of_inference_mode_is_taken(make: Make) -> None:
     assert_bits(state.state, state.initial())
 
 
-# No synchronisation
+# No synchronization
 
 
 class NoReading(TorchDispatchMode):

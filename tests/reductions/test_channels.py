@@ -243,7 +243,7 @@ def test_the_initial_state_is_neutral(drawn: tuple[int, list[Tensor]]) -> None:
 
 @each_kind
 def test_rows_are_merged_and_summarized_together_as_one_by_one(kind: Callable[[int], Reduction]) -> None:
-    """Merging and summarising a block of states gives the same results as row by row."""
+    """Merging and summarizing a block of states gives the same results as row by row."""
     rows = [
         [torch.arange(6.0).reshape(2, 3)],
         [torch.zeros(0, 3)],

@@ -180,7 +180,7 @@ def test_the_initial_state_is_neutral() -> None:
 
 
 def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
-    """Merging and summarising a block of states gives the same results as row by row."""
+    """Merging and summarizing a block of states gives the same results as row by row."""
     assert_rows_agree(combined(*ALL), [SAMPLES, SAMPLES[1:], [torch.ones(1, 2), *SAMPLES]])
 
 

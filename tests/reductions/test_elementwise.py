@@ -308,7 +308,7 @@ def test_the_initial_state_is_neutral(kind: Kind) -> None:
 
 @each_kind
 def test_rows_are_merged_and_summarized_together_as_one_by_one(kind: Kind) -> None:
-    """Merging and summarising a block of states gives the same results as row by row."""
+    """Merging and summarizing a block of states gives the same results as row by row."""
     assert_rows_agree(lambda: kind(0), [[FIRST], [torch.zeros(0, 2)], [torch.tensor([[NAN, 1.0]])], [LAST, FIRST]])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions import ExponentHistogram, Histogram, Values
-from lightning_recorder.reductions.edges import between_edges
+from lightning_recorder.reductions.histogram import between_edges
 from lightning_recorder.reductions.values import count_bins, sample_places
 from tests.reductions.reference import assert_bins, bin_of, to_float32, values_of
 from tests.reductions.strategies import FLOATS, streams, tensors
@@ -140,7 +140,7 @@ def test_each_value_lies_in_its_bin(stream: list[Tensor], limit: int) -> None:
         assert histogram.count == len(finite)
         if finite:
             assert all(left < right for left, right in pairs)
-            # Two neighbours that were merged across zero include both outer edges.
+            # Two neighbors that were merged across zero include both outer edges.
             found = [sum(left <= value <= right for value in finite) for left, right in pairs]
             if histogram is fine:
                 found = [sum(inside(value, left, right) for value in finite) for left, right in pairs]
@@ -151,7 +151,7 @@ def test_each_value_lies_in_its_bin(stream: list[Tensor], limit: int) -> None:
 @settings(max_examples=100)
 @given(st.lists(tensors(FLOATS), min_size=1, max_size=3))
 def test_no_edge_is_wasted(stream: list[Tensor]) -> None:
-    """The first and the last bin are occupied, and no two neighbours are both empty."""
+    """The first and the last bin are occupied, and no two neighbors are both empty."""
     _, counts = plot(*stream)
     if sum(counts):
         assert counts[0] > 0

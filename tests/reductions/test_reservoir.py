@@ -247,7 +247,7 @@ def test_the_initial_state_is_neutral(stream: list[Tensor]) -> None:
 
 
 def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
-    """Merging and summarising a block of states gives the same results as row by row."""
+    """Merging and summarizing a block of states gives the same results as row by row."""
     rows = [[torch.arange(40.0)], [], [torch.tensor([NAN, 0.5])], [torch.zeros(2), torch.ones(9)]]
     assert_rows_agree(lambda: Reservoir(5), rows)
 

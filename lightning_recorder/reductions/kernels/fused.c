@@ -1,8 +1,7 @@
 /* Statistics of one array in one pass through memory, added to a row of state.
  *
- * The row is the state of the reduction Statistics: count, mean and m2 of the finite values; their minimum and maximum;
- * the numbers of values, zeros, NaN and infinities; and 2048 bins, one for each value of the upper eleven bits of a
- * float.
+ * The layout of the row is defined in row.py. fused.py passes it to the compiler: SLOT_<NAME> is the place of a number,
+ * and HISTOGRAM that of the first bin. There are BINS bins, one for each value of the upper bits of a float.
  *
  * A block of values stays in the L1 cache while it is summed, its deviations from a mean are squared, and its bins are
  * counted. Blocks are merged like states (Chan, Golub & LeVeque 1979), in double, so a small variance next to a large
@@ -13,7 +12,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#define BINS 2048
 #define BLOCK 2048
 #define LANES 16
 #define PAD 32 /* prevents false dependencies between equal places of two tables in the processor */
@@ -23,11 +21,10 @@
 #define LINE 32 /* bins of a table per cache line */
 
 enum { FEW_VALUES, ALL_VALUES, SAMPLED_VALUES }; /* ways to count the values in the bins */
-enum { COUNT, MEAN, M2, MIN, MAX, NUMEL, ZEROS, NANS, INFINITIES, HISTOGRAM };
 
 typedef struct {
   int64_t count; /* no table holds more than a fourth of it */
-  uint16_t tables[4][BINS + PAD]; /* several to decouple equal neighbours, and small to stay cached */
+  uint16_t tables[4][BINS + PAD]; /* several to decouple equal neighbors, and small to stay cached */
 } Tables;
 
 typedef struct {
@@ -159,12 +156,12 @@ static void count_all(const float *x, int n, Part *part) {
   if (part->tables->count + n > 4 * UINT16_MAX) empty_tables(part);
   int i = 0;
   for (; i + 3 < n; i += 4) {
-    tables[0][bits[i] >> 21]++;
-    tables[1][bits[i + 1] >> 21]++;
-    tables[2][bits[i + 2] >> 21]++;
-    tables[3][bits[i + 3] >> 21]++;
+    tables[0][bits[i] >> BIN_SHIFT]++;
+    tables[1][bits[i + 1] >> BIN_SHIFT]++;
+    tables[2][bits[i + 2] >> BIN_SHIFT]++;
+    tables[3][bits[i + 3] >> BIN_SHIFT]++;
   }
-  for (int table = 0; i < n; i++, table++) tables[table][bits[i] >> 21]++;
+  for (int table = 0; i < n; i++, table++) tables[table][bits[i] >> BIN_SHIFT]++;
   part->tables->count += BLOCK; /* as if the block were full */
 }
 
@@ -175,7 +172,7 @@ static void count_places(const float *x, int64_t at, int n, Part *part) {
   for (; part->place < part->last && *part->place < at + n; part->place++) {
     uint32_t bits;
     memcpy(&bits, x + (*part->place - at), sizeof bits);
-    tables[*part->place & 3][bits >> 21]++;
+    tables[*part->place & 3][bits >> BIN_SHIFT]++;
     part->tables->count += 4; /* as if each table had been incremented */
   }
 }
@@ -185,7 +182,7 @@ static void count_few(const float *x, int n, double *bins) {
   for (int i = 0; i < n; i++) {
     uint32_t bits;
     memcpy(&bits, x + i, sizeof bits);
-    bins[bits >> 21]++;
+    bins[bits >> BIN_SHIFT]++;
   }
 }
 
@@ -250,7 +247,7 @@ static const PartOf PARTS[] = {part_of_floats, part_of_doubles, part_of_bfloats}
 
 /* Add numel values of the given kind (0 float, 1 double, 2 bfloat16), each times a factor, to the row. If `sampled` is
    negative, all values are counted in the bins. Otherwise only those at the places, which ascend, are counted, or all
-   if there are no places, and one more word counts the values. */
+   if there are no places, and one more slot counts the values. */
 void add_statistics(const void *data, int64_t numel, int kind, double factor, const int64_t *places, int64_t sampled,
                     int threads, double *row) {
   int how = sampled >= 0 && places ? SAMPLED_VALUES : numel < FEWER ? FEW_VALUES : ALL_VALUES;
@@ -269,15 +266,15 @@ void add_statistics(const void *data, int64_t numel, int kind, double factor, co
     empty_tables(&part);
     parts[t] = part;
   }
-  row[NUMEL] += (double)numel;
+  row[SLOT_NUMEL] += (double)numel;
   for (int t = 0; t < threads; t++) {
     const Part *part = parts + t;
-    merge(row + COUNT, row + MEAN, row + M2, part->count, part->mean, part->m2);
-    row[MIN] = part->min < row[MIN] ? part->min : row[MIN];
-    row[MAX] = part->max > row[MAX] ? part->max : row[MAX];
-    row[ZEROS] += (double)part->zeros;
-    row[NANS] += (double)part->nans;
-    row[INFINITIES] += (double)part->infinities;
+    merge(row + SLOT_COUNT, row + SLOT_MEAN, row + SLOT_M2, part->count, part->mean, part->m2);
+    row[SLOT_MIN] = part->min < row[SLOT_MIN] ? part->min : row[SLOT_MIN];
+    row[SLOT_MAX] = part->max > row[SLOT_MAX] ? part->max : row[SLOT_MAX];
+    row[SLOT_ZEROS] += (double)part->zeros;
+    row[SLOT_NANS] += (double)part->nans;
+    row[SLOT_INFINITIES] += (double)part->infinities;
   }
-  if (sampled >= 0) row[HISTOGRAM + BINS] += (double)numel;
+  if (sampled >= 0) row[SAMPLED_NUMEL] += (double)numel;
 }

@@ -22,9 +22,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.disk import fits
-from lightning_recorder.reductions.plain import PLAIN_TYPES
-from lightning_recorder.reductions.values import Values, sample_places
+from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
+from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, SLOTS, Part
+from lightning_recorder.reductions.values import PLAIN_TYPES, Values, sample_places
 from lightning_recorder.temporary import TemporaryFolder
 
 __all__ = ["add_statistics", "add_tensor", "prepare"]
@@ -33,7 +35,10 @@ _log = logging.getLogger("lightning_recorder")
 
 _SOURCE = Path(__file__).with_suffix(".c")
 # -ffast-math is rejected: some compilers then make the whole process flush subnormals to zero, including the training.
-_FLAGS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
+_OPTIONS = ("-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
+_PLACES = {"BINS": BINS, "BIN_SHIFT": BIN_SHIFT, "HISTOGRAM": HISTOGRAM, "SAMPLED_NUMEL": SAMPLED_NUMEL}
+_SLOTS = {f"SLOT_{name.upper()}": place for place, name in enumerate(SLOTS)}
+_FLAGS = (*_OPTIONS, *(f"-D{name}={number}" for name, number in (_PLACES | _SLOTS).items()))
 # The threads are those of torch, whose OpenMP library is already in the process. The threads of a second OpenMP library
 # would compete for the same cores. The build without threads is for compilers whose code needs another OpenMP library.
 _THREADS = ("-fopenmp",)
@@ -51,6 +56,8 @@ class _Loaded:
     lock = threading.Lock()
     tried = False
     kernel: _Kernel | None = None
+    missing: tuple[Part, ...] = ()
+    """The parts of a row that the function does not compute."""
 
 
 def prepare() -> bool:
@@ -63,7 +70,7 @@ def prepare() -> bool:
         if not _Loaded.tried:
             _Loaded.tried = True
             if os.environ.get("LIGHTNING_RECORDER_FUSED") != "0":
-                _Loaded.kernel = _load()
+                _load()
     return _Loaded.kernel is not None
 
 
@@ -79,15 +86,24 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
         True if the state was updated. False without any change if the function is unavailable, or if the tensor is not
         on the CPU, is not float32, float64 or bfloat16, or is not a plain dense array.
     """
-    return add_tensor(row, values.raw, values.factor, sample)
+    if not _add(row, values.raw, values.factor, sample):
+        return False
+    for part in _Loaded.missing:
+        part.add(row, values)
+    return True
 
 
 def add_tensor(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool:
     """Add the statistics of a tensor times a factor to a state, as :func:`add_statistics` does.
 
     The tensor may be part of an autograd graph. No torch operation runs that autograd or a dispatch mode would see,
-    unless the tensor must be copied to become contiguous.
+    unless the tensor must be copied to become contiguous. The state does not change if the function does not compute
+    all statistics.
     """
+    return not _Loaded.missing and _add(row, tensor, factor, sample)
+
+
+def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool:
     kernel = _Loaded.kernel
     kind = _KINDS.get(tensor.dtype)
     if kernel is None or kind is None or type(tensor) not in PLAIN_TYPES:
@@ -116,24 +132,28 @@ def add_tensor(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -
     return True
 
 
-def _load() -> _Kernel | None:
+def _load() -> None:
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None or ctypes.sizeof(ctypes.c_void_p) != 8:
         _log.info("no C compiler is there; statistics are computed by torch")
-        return None
-    return _load_with(compiler, _FLAGS + _THREADS) or _load_with(compiler, _FLAGS + _NO_THREADS)
+        return
+    if not _load_with(compiler, _FLAGS + _THREADS):
+        _load_with(compiler, _FLAGS + _NO_THREADS)
 
 
-def _load_with(compiler: str, flags: Sequence[str]) -> _Kernel | None:
+def _load_with(compiler: str, flags: Sequence[str]) -> bool:
+    """Load the function as built with these flags. Return True if it is available."""
     try:
         kernel = _opened(_built(compiler, flags))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
         _log.info("%s with %s did not build: %s", compiler, flags[-1], error)
-        return None
-    if not _is_right(kernel):
+        return False
+    missing = _missing(kernel)
+    if missing is None:
         _log.warning("the C function built by %s is wrong, and not used", compiler)
-        return None
-    return kernel
+        return False
+    _Loaded.kernel, _Loaded.missing = kernel, missing
+    return True
 
 
 def _built(compiler: str, flags: Sequence[str]) -> Path:
@@ -198,17 +218,13 @@ def _opened(library: Path) -> _Kernel:
     return function
 
 
-def _is_right(kernel: _Kernel) -> bool:
-    """Return True if the function computes correct statistics of a few numbers of each dtype."""
-    values = [0.0, -0.0, 1.5, -2.0, 1e-40, float("nan"), float("inf"), float("-inf"), 3.0]
+def _missing(kernel: _Kernel) -> tuple[Part, ...] | None:
+    """Return the parts of a row that the function does not compute, or ``None`` if it is wrong for any dtype."""
+    missing: tuple[Part, ...] | None = ()
     for dtype, kind in _KINDS.items():
-        tensor = torch.tensor(values, dtype=dtype)
-        row = torch.zeros(2057, dtype=torch.float64)
-        row[3], row[4] = float("inf"), float("-inf")
+        tensor, row = torch.tensor(SPECIAL_VALUES, dtype=dtype, device="cpu"), empty_row()
         kernel(tensor.data_ptr(), tensor.numel(), kind, 2.0, 0, -1, 1, row.data_ptr())
-        finite = tensor.double()[tensor.isfinite()] * 2
-        expected = [6, finite.mean(), finite.var(correction=0) * 6, -4, 6, 9, 2, 1, 2, 9]
-        found = [*row[:9], row[9:].sum()]
-        if not torch.allclose(torch.tensor(found), torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0):
-            return False
-    return True
+        missing = missing_parts(row, Values(tensor, 2.0))
+        if missing is None:
+            return None
+    return missing

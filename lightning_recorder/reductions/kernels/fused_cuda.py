@@ -18,9 +18,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.errors import describe_error
-from lightning_recorder.reductions.plain import PLAIN_TYPES
-from lightning_recorder.reductions.values import BINS, Values, count_bins, sample_places
+from lightning_recorder.reductions.kernels.check import SPECIAL_VALUES, empty_row, missing_parts
+from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL, Part
+from lightning_recorder.reductions.values import PLAIN_TYPES, Values, sample_places
 
 __all__ = ["add_statistics_on_device", "launch", "prepare_device"]
 
@@ -44,6 +46,8 @@ class _Prepared:
     most_programs: ClassVar[dict[int, int]] = {}
     """The maximum number of programs for each device that is ready."""
     kernels: ClassVar[ModuleType]
+    missing: ClassVar[tuple[Part, ...]] = ()
+    """The parts of a row that the kernels do not compute."""
 
 
 def prepare_device(device: torch.device) -> bool:
@@ -55,7 +59,7 @@ def prepare_device(device: torch.device) -> bool:
     environment. This function never raises.
 
     Note:
-        The first call synchronises the device and takes seconds if the cache is empty, so call it before training
+        The first call synchronizes the device and takes seconds if the cache is empty, so call it before training
         starts. It is a no-op while a CUDA graph is captured.
     """
     if device.type != "cuda" or os.environ.get(_SWITCH) != "1" or not torch.cuda.is_available():
@@ -86,7 +90,7 @@ def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) ->
         integers or is a tensor subclass. The local part of a ``DTensor`` is supported.
 
     Note:
-        Never synchronises the device. The work goes to the current stream of the device, or to the CUDA graph that is
+        Never synchronizes the device. The work goes to the current stream of the device, or to the CUDA graph that is
         captured there. A tensor that is not contiguous is copied. Apart from that copy and the sampled places, at most
         56 KiB are allocated.
     """
@@ -102,6 +106,8 @@ def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) ->
         return False
     with torch.cuda.device(row.device):
         launch(_Prepared.kernels, row, values, sample, most_programs)
+    for part in _Prepared.missing:
+        part.add(row, values)
     return True
 
 
@@ -133,10 +139,10 @@ def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None,
     tiles_each = tiles if tiles <= _FEW_TILES else -(-tiles // min(most_programs, kernels.MOST_PROGRAMS))
     programs = -(-tiles // tiles_each)
     # Arguments that a kernel does not use may be any tensor of the right type.
-    parts = row if programs == 1 else torch.empty(7 * programs, dtype=torch.float64, device=row.device)
+    parts = row if programs == 1 else torch.empty(kernels.RESULTS * programs, dtype=torch.float64, device=row.device)
     places, gathered = row, False
     if sample is not None and numel > sample:
-        # A plain copy to the device would synchronise it.
+        # A plain copy to the device would synchronize it.
         places, gathered = torch.from_numpy(sample_places(numel, sample)).to(row.device, non_blocking=True), True
     sampled = -1 if sample is None else sample
     options = {"num_warps": 4, "enable_fp_fusion": False}  # rounds each product, as torch does
@@ -151,13 +157,18 @@ def launch(kernels: ModuleType, row: Tensor, values: Values, sample: int | None,
         parts,
         row,
         gathered=gathered,
+        first_bin=HISTOGRAM,
+        bin_count=BINS,
+        bin_shift=BIN_SHIFT,
         rows=kernels.ROWS,
         columns=kernels.COLUMNS,
         **options,
     )
     if programs > 1:
         most = kernels.MOST_PROGRAMS
-        kernels.merge_shares[(1,)](parts, programs, numel, sampled, row, most_programs=most, **options)
+        kernels.merge_shares[(1,)](
+            parts, programs, numel, sampled, row, sampled_numel=SAMPLED_NUMEL, most_programs=most, **options
+        )
 
 
 def _in_memory(tensor: Tensor, *, ordered: bool) -> Tensor:
@@ -187,45 +198,17 @@ def _load(device: torch.device) -> None:
     several = (_FEW_TILES + 1) * triton_kernels.ROWS * triton_kernels.COLUMNS + 1
     with torch.cuda.device(device), torch.no_grad():
         for dtype, count, sample in itertools.product(_DTYPES, (9, several), (None, 5)):
-            tensor, row = _numbers(count, dtype), _empty_row()
-            found = row.to(device)
+            tensor, found = _numbers(count, dtype), empty_row(sample).to(device)
             launch(triton_kernels, found, Values(tensor.to(device), 2.0), sample, most)
-            if not _is_right(found.cpu(), Values(tensor, 2.0), sample):
+            missing = missing_parts(found.cpu(), Values(tensor, 2.0), sample)
+            if missing is None:
                 _log.warning("the kernels that Triton compiled for %s are wrong, and not used", device)
                 return
+            _Prepared.missing = missing
     _Prepared.kernels, _Prepared.most_programs[device.index] = triton_kernels, most
     _log.info("prepared the kernels for %s in %.1f s", device, time.perf_counter() - started)
 
 
 def _numbers(count: int, dtype: torch.dtype) -> Tensor:
-    few = [0.0, -0.0, 1.5, -2.0, 4e-39, float("nan"), float("inf"), float("-inf"), 3.0]  # 4e-39 is subnormal
-    return torch.tensor(few, dtype=dtype, device="cpu").repeat(-(-count // len(few)))[:count]
-
-
-def _empty_row() -> Tensor:
-    row = torch.zeros(10 + BINS, dtype=torch.float64, device="cpu")
-    row[3], row[4] = float("inf"), float("-inf")
-    return row
-
-
-def _is_right(found: Tensor, values: Values, sample: int | None) -> bool:
-    """Return True if a CPU state that started empty has the correct statistics of a few values."""
-    doubles = values.flat.double()
-    finite = doubles[doubles.isfinite()]
-    moments = torch.stack([finite.mean(), finite.var(correction=0) * len(finite), finite.min(), finite.max()])
-    tallies = torch.stack([(doubles == 0).sum(), doubles.isnan().sum(), doubles.isinf().sum()]).double()
-    chosen = doubles if sample is None or len(doubles) <= sample else values.sampled(sample).double()
-    bins = torch.zeros(BINS, dtype=torch.float64, device="cpu")
-    count_bins(bins, chosen[chosen.isfinite()])
-    of_finite = torch.arange(BINS, device="cpu") % 1024 < 1020  # the bin of a NaN may differ between devices
-    found_bins = found[9 : 9 + BINS]
-    checks = (
-        found[0] == len(finite),
-        torch.allclose(found[1:5], moments, rtol=1e-9, atol=0),
-        found[5] == len(doubles),
-        torch.equal(found[6:9], tallies),
-        torch.equal(found_bins[of_finite], bins[of_finite]),
-        found_bins.sum() == len(chosen),
-        found[9 + BINS] == (0 if sample is None else len(doubles)),
-    )
-    return all(checks)
+    few = torch.tensor(SPECIAL_VALUES, dtype=dtype, device="cpu")
+    return few.repeat(-(-count // len(few)))[:count]

@@ -1,6 +1,6 @@
 """Statistics of CPU tensors in few torch passes, where each pass may depend on the result of the previous one.
 
-On a GPU, reading a result would synchronise the device, so every case is computed for every tensor. On the CPU reading
+On a GPU, reading a result would synchronize the device, so every case is computed for every tensor. On the CPU reading
 a result is free, so NaN and infinities, which are rare, cost nothing until they occur.
 """
 
@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recorder.reductions.plain import PLAIN_TYPES
-from lightning_recorder.reductions.values import BIN_SHIFT, BINS, Values, bins_of, sample_places
+from lightning_recorder.bins import BIN_SHIFT, BINS
+from lightning_recorder.reductions.row import HISTOGRAM, LAYOUT, SAMPLED_NUMEL
+from lightning_recorder.reductions.values import PLAIN_TYPES, Values, bins_of, sample_places
 
 __all__ = ["add_statistics_on_host"]
 
@@ -29,7 +30,7 @@ _MOST_VIEWS = 64
 
 @dataclass
 class _Head:
-    """The first words of a state of :class:`Statistics`, in the same order."""
+    """The slots that are computed here, which are the first ones of a row, in the same order."""
 
     count: float
     mean: float
@@ -42,7 +43,8 @@ class _Head:
     infinities: float
 
 
-_WORDS = len(_Head.__dataclass_fields__)
+_COMPUTED = len(_Head.__dataclass_fields__)
+_MISSING = tuple(part for part in LAYOUT if part.slots.stop > _COMPUTED)
 
 
 def add_statistics_on_host(row: Tensor, values: Values, sample: int | None) -> bool:
@@ -64,17 +66,19 @@ def add_statistics_on_host(row: Tensor, values: Values, sample: int | None) -> b
         values.real.data_ptr()
     except RuntimeError:  # a tensor inside a transform of torch.func
         return False
-    head = _Head(*state[:_WORDS].tolist())
+    head = _Head(*state[:_COMPUTED].tolist())
     for x in _pieces(values):
         head.numel += x.numel()
         if x.numel():
             _take(head, x)
         if sample is None:
-            state[_WORDS:] += torch.bincount(bins_of(x), minlength=BINS).numpy()
+            state[HISTOGRAM:] += torch.bincount(bins_of(x), minlength=BINS).numpy()
     if sample is not None:
-        state[_WORDS:-1] += _sampled_counts(values, sample)
-        state[-1] += values.numel
-    state[:_WORDS] = tuple(vars(head).values())
+        state[HISTOGRAM:SAMPLED_NUMEL] += _sampled_counts(values, sample)
+        state[SAMPLED_NUMEL] += values.numel
+    state[:_COMPUTED] = tuple(vars(head).values())
+    for part in _MISSING:
+        part.add(row, values)
     return True
 
 
@@ -111,7 +115,7 @@ def _take(head: _Head, x: Tensor) -> None:
     head.min, head.max = min(head.min, low), max(head.max, high)
     count = x.numel()
     if low <= 0 <= high:
-        # Compare into floats: comparisons into booleans are not vectorised and take four times as long.
+        # Compare into floats: comparisons into booleans are not vectorized and take four times as long.
         nonzero = torch.ne(x, 0, out=_scratch.of(x.dtype, count))
         head.zeros += count - torch.dot(nonzero, nonzero).item()
     wide = _scratch.of(torch.float64, count).copy_(x)

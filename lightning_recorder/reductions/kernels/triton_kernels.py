@@ -16,12 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["COLUMNS", "MOST_PROGRAMS", "ROWS", "merge_shares", "reduce_share"]
+__all__ = ["COLUMNS", "MOST_PROGRAMS", "RESULTS", "ROWS", "merge_shares", "reduce_share"]
 
 # A tile is the number of values that 128 threads process at a time. Each thread has 16 values in its registers, and
-# neighbouring threads have neighbouring values.
+# neighboring threads have neighboring values.
 ROWS, COLUMNS = 4, 512
 MOST_PROGRAMS = 1024
+RESULTS = 7  # the numbers that each of several programs writes for the merge
 
 
 @triton.jit
@@ -55,12 +56,12 @@ def _infinity_of(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _bins_of(values: tl.tensor) -> tl.tensor:
-    """Return the upper eleven bits of values as float32. Finite values beyond its range use the largest float32."""
+def _bins_of(values: tl.tensor, bin_count: tl.constexpr, bin_shift: tl.constexpr) -> tl.tensor:
+    """Return the upper bits of values as float32. Finite values beyond its range use the largest float32."""
     if values.dtype == tl.float64:
         bounded = tl.minimum(tl.maximum(values, -3.4028234663852886e38), 3.4028234663852886e38)
         values = tl.where(_sizes_of(values) < _infinity_of(values), bounded, values).to(tl.float32)
-    return (values.to(tl.int32, bitcast=True) >> 21) & 2047
+    return (values.to(tl.int32, bitcast=True) >> bin_shift) & (bin_count - 1)
 
 
 @triton.jit
@@ -131,7 +132,14 @@ def _squares_from(
 
 @triton.jit
 def _count_places(
-    data: tl.tensor, factor: tl.tensor, scaled: tl.tensor, places: tl.tensor, sampled: tl.tensor, row: tl.tensor
+    data: tl.tensor,
+    factor: tl.tensor,
+    scaled: tl.tensor,
+    places: tl.tensor,
+    sampled: tl.tensor,
+    histogram: tl.tensor,
+    bin_count: tl.constexpr,
+    bin_shift: tl.constexpr,
 ) -> None:
     """Add the values at this program's part of the places to the bins."""
     part = tl.cdiv(sampled, tl.num_programs(0))
@@ -141,17 +149,19 @@ def _count_places(
         chosen = at + tl.arange(0, 256)
         inside = chosen < end
         values = _values_at(data, tl.load(places + chosen, mask=inside, other=0), inside, factor, scaled)
-        tl.atomic_add(row + 9 + _bins_of(values), 1.0, mask=inside, sem="relaxed")
+        tl.atomic_add(histogram + _bins_of(values, bin_count, bin_shift), 1.0, mask=inside, sem="relaxed")
 
 
 @triton.jit
-def _add_bins(bins: tl.tensor, taken: tl.tensor, row: tl.tensor, tile: tl.constexpr) -> None:
-    """Add the bins of all tiles, ``[2048]`` int32, to the bins of the row."""
-    place = tl.arange(0, 2048)
+def _add_bins(
+    bins: tl.tensor, taken: tl.tensor, histogram: tl.tensor, bin_count: tl.constexpr, tile: tl.constexpr
+) -> None:
+    """Add the bins of all tiles, ``[bin_count]`` int32, to the bins of the row."""
+    place = tl.arange(0, bin_count)
     # The padding of the last tile was counted as zeros.
     behind = tl.cdiv(taken, tile) * tile - taken
     bins -= tl.where(place == 0, behind, 0).to(tl.int32)
-    tl.atomic_add(row + 9 + place, bins.to(tl.float64), mask=bins != 0, sem="relaxed")
+    tl.atomic_add(histogram + place, bins.to(tl.float64), mask=bins != 0, sem="relaxed")
 
 
 @triton.jit
@@ -166,8 +176,9 @@ def _merge(
     nans: tl.tensor,
     numel: tl.tensor,
     sampled: tl.tensor,
+    sampled_numel: tl.constexpr,
 ) -> None:
-    """Merge the results into the first words of a state (Chan, Golub & LeVeque 1979)."""
+    """Merge the results into the first slots of a row, which ``row.py`` names (Chan, Golub & LeVeque 1979)."""
     before, mean_before, m2_before = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     total = before + count
     share = count / tl.maximum(total, 1.0)
@@ -182,7 +193,7 @@ def _merge(
     tl.store(row + 7, tl.load(row + 7) + nans)
     tl.store(row + 8, tl.load(row + 8) + (numel - count - nans))
     if sampled >= 0:
-        tl.store(row + 2057, tl.load(row + 2057) + numel)
+        tl.store(row + sampled_numel, tl.load(row + sampled_numel) + numel)
 
 
 @triton.jit
@@ -207,7 +218,7 @@ def _write_part(
     tl.store(part + 6 * programs, nans)
 
 
-# Compiled once per dtype of the values, without specialisation for numbers and addresses that are divisible by 16.
+# Compiled once per dtype of the values, without specialization for numbers and addresses that are divisible by 16.
 @triton.jit(do_not_specialize=["data", "numel", "share", "factor", "scaled", "places", "sampled", "parts", "row"])
 def reduce_share(
     data: tl.tensor,
@@ -220,6 +231,9 @@ def reduce_share(
     parts: tl.tensor,
     row: tl.tensor,
     gathered: tl.constexpr,
+    first_bin: tl.constexpr,
+    bin_count: tl.constexpr,
+    bin_shift: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
@@ -232,10 +246,13 @@ def reduce_share(
         factor: The bits of the float64 factor. A float argument would arrive as float32.
         scaled: 0 if the factor is one, otherwise 1.
         places: The places of the values to count in the bins, ``[sampled]`` int64, if ``gathered``.
-        sampled: The maximum number of values to count in the bins; negative if the row has no word for the sample.
+        sampled: The maximum number of values to count in the bins; negative if the row has no slot for the sample.
         parts: The results of all programs, ``[7, programs]`` float64, for :func:`merge_shares`.
         row: The state, ``[2057]`` float64, or ``[2058]`` with a sample.
         gathered: True if only the values at the places are counted in the bins.
+        first_bin: The slot of the first bin in the row.
+        bin_count: The number of bins, a power of two. The slot after them is for the number of values with a sample.
+        bin_shift: The shift that turns the bits of a float32 into its bin.
         rows: The number of rows of a tile.
         columns: The number of columns of a tile.
     """
@@ -252,7 +269,7 @@ def reduce_share(
     counts = tl.zeros([columns], tl.int32)
     zeros = tl.zeros([columns], tl.int32)
     nans = tl.zeros([columns], tl.int32)
-    bins = tl.zeros([2048], tl.int32)
+    bins = tl.zeros([bin_count], tl.int32)
     for at in range(start, end, rows * columns):
         values, inside = _tile_at(data, at, end, factor, scaled, rows, columns)
         sizes = _sizes_of(values)
@@ -266,11 +283,11 @@ def reduce_share(
         zeros += tl.sum((inside & (sizes == 0)).to(tl.int32), axis=0)
         nans += tl.sum((inside & (sizes > _infinity_of(values))).to(tl.int32), axis=0)
         if not gathered:
-            bins += tl.histogram(tl.ravel(_bins_of(values)), 2048)
+            bins += tl.histogram(tl.ravel(_bins_of(values, bin_count, bin_shift)), bin_count)
     if gathered:
-        _count_places(data, factor, scaled, places, sampled, row)
+        _count_places(data, factor, scaled, places, sampled, row + first_bin, bin_count, bin_shift)
     else:
-        _add_bins(bins, end - start, row, rows * columns)
+        _add_bins(bins, end - start, row + first_bin, bin_count, rows * columns)
     count = _total(counts)
     total = tl.sum(sums, axis=0)
     square = tl.sum(squares, axis=0)
@@ -282,7 +299,8 @@ def reduce_share(
         m2 = _squares_from(mean, data, start, end, factor, scaled, rows, columns)
     low, high = tl.min(lows, axis=0).to(tl.float64), tl.max(highs, axis=0).to(tl.float64)
     if programs == 1:
-        _merge(row, count, mean, m2, low, high, _total(zeros), _total(nans), numel.to(tl.float64), sampled)
+        zeros, nans = _total(zeros), _total(nans)
+        _merge(row, count, mean, m2, low, high, zeros, nans, numel.to(tl.float64), sampled, first_bin + bin_count)
     else:
         _write_part(parts + program, programs, count, mean, m2, low, high, _total(zeros), _total(nans))
 
@@ -294,9 +312,10 @@ def merge_shares(
     numel: tl.int64,
     sampled: tl.int64,
     row: tl.tensor,
+    sampled_numel: tl.constexpr,
     most_programs: tl.constexpr,
 ) -> None:
-    """Merge the results of the programs into the first words of the state, with one program.
+    """Merge the results of the programs into the first slots of the row, with one program.
 
     Args:
         parts: The results of :func:`reduce_share`, ``[7, programs]`` float64.
@@ -304,6 +323,7 @@ def merge_shares(
         numel: The number of values, as for :func:`reduce_share`.
         sampled: The sample size, as for :func:`reduce_share`.
         row: The state.
+        sampled_numel: The slot for the number of values with a sample.
         most_programs: A power of two that is not less than ``programs``.
     """
     program = tl.arange(0, most_programs)
@@ -321,4 +341,5 @@ def merge_shares(
     deltas = means - mean
     m2 = tl.sum(spreads + counts * deltas * deltas, axis=0)
     low, high = tl.min(lows, axis=0), tl.max(highs, axis=0)
-    _merge(row, count, mean, m2, low, high, tl.sum(zeros, axis=0), tl.sum(nans, axis=0), numel.to(tl.float64), sampled)
+    zeros, nans = tl.sum(zeros, axis=0), tl.sum(nans, axis=0)
+    _merge(row, count, mean, m2, low, high, zeros, nans, numel.to(tl.float64), sampled, sampled_numel)

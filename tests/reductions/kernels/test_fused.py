@@ -280,7 +280,7 @@ def test_it_is_built_once_for_the_user_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_may_build_at_once(tmp_path: Path) -> None:
     """Several processes that find no library build at the same time and all end up with one."""
-    command = [sys.executable, "-c", "from lightning_recorder.reductions import fused; print(fused.prepare())"]
+    command = [sys.executable, "-c", "from lightning_recorder.reductions.kernels import fused; print(fused.prepare())"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
     assert [each.communicate()[0].strip() for each in running] == ["True"] * 4

@@ -431,7 +431,7 @@ def test_a_gpu_gives_what_separate_passes_give(
 @needs_cuda
 @pytest.mark.parametrize("sample", [None, 1000])
 def test_nothing_waits_for_the_gpu(gpu: torch.device, sample: int | None) -> None:
-    """No launch synchronises the GPU, with one program or with several."""
+    """No launch synchronizes the GPU, with one program or with several."""
     tensors = [numbers(count, torch.float32).to(gpu) for count in (TILE, FEW + 1)]
     state = Statistics(sample=sample).initial().to(gpu)
     torch.cuda.set_sync_debug_mode("error")

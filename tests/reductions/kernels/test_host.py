@@ -89,7 +89,7 @@ KINDS: dict[str, Callable[[], Tensor]] = {
     "conjugated": lambda: torch.tensor([1 + 2j, -3j]).conj(),
     "negated": lambda: torch.tensor([1 + 2j, -3j]).conj().imag,
     "sparse": lambda: torch.tensor([0.0, 2.0, float("nan")]).to_sparse(),
-    "quantised": lambda: torch.quantize_per_tensor(torch.tensor([0.0, 2.0, -1.0]), 0.5, 10, torch.quint8),
+    "quantized": lambda: torch.quantize_per_tensor(torch.tensor([0.0, 2.0, -1.0]), 0.5, 10, torch.quint8),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged),
     "of a graph": lambda: torch.tensor([1.0, float("nan")], requires_grad=True),
 }
@@ -99,7 +99,7 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions", "ignore:.*nested tensors is in prototype")
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_tensors_of_every_kind(make: Callable[[], Tensor]) -> None:
-    """Integer, complex, sparse, quantised and nested tensors, and tensors in an autograd graph, are accepted."""
+    """Integer, complex, sparse, quantized and nested tensors, and tensors in an autograd graph, are accepted."""
     tensor = make()
     with torch.no_grad():
         assert_equal(looking(tensor), plain(tensor))

@@ -1,4 +1,4 @@
-"""Tests of the fractions of small and large values."""
+"""Tests of extreme values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,94 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.reductions import NearZero, Saturation
+from lightning_recorder.reductions import Extrema, NearZero, Saturation, Tallies
 from tests.reductions.laws import assert_neutral, assert_nothing_waits, assert_rows_agree, merged, one_number, reduced
-from tests.reductions.reference import values_of
+from tests.reductions.reference import extrema_of, tallies_of, values_of
 from tests.reductions.strategies import DTYPES, streams
 
 INF, NAN = math.inf, math.nan
+
+
+def extrema(*tensors: Tensor) -> list[float]:
+    """Return the minimum and maximum of a stream as numbers."""
+    reduction = Extrema()
+    for tensor in tensors:
+        reduction.update(tensor)
+    return [float(value) for value in reduction.compute().values()]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ([torch.tensor([3.0, -1.0, 2.0])], [-1.0, 3.0]),
+        ([torch.tensor([5.0]), torch.tensor([[-7.0]]), torch.tensor(1.0)], [-7.0, 5.0]),
+        ([torch.tensor([INF, 2.0, -INF, NAN])], [2.0, 2.0]),
+        ([torch.tensor([1, 2**40])], [1.0, 2.0**40]),
+        ([torch.tensor([True, False])], [0.0, 1.0]),
+        ([torch.tensor([1 + 5j, 2 - 3j])], [-3.0, 5.0]),
+        ([torch.tensor([1e308, -1e308], dtype=torch.float64)], [-1e308, 1e308]),
+        ([torch.tensor([65504.0], dtype=torch.float16)], [65504.0, 65504.0]),
+        ([torch.tensor([1e-45])], [2.0**-149, 2.0**-149]),
+        ([], [NAN, NAN]),
+        ([torch.tensor([INF, NAN, -INF])], [NAN, NAN]),
+        ([torch.zeros(0)], [NAN, NAN]),
+    ],
+)
+def test_extrema_values_by_hand(tensors: list[Tensor], expected: list[float]) -> None:
+    """The extrema cover the finite values and are NaN without one."""
+    np.testing.assert_array_equal(extrema(*tensors), expected)
+
+
+@settings(max_examples=100)
+@given(streams)
+def test_extrema_any_stream_agrees_with_python(stream: list[Tensor]) -> None:
+    """For every type, shape and split the extrema are exactly the min and max of the finite values in Python."""
+    np.testing.assert_array_equal(extrema(*stream), extrema_of(values_of(stream)))
+
+
+# Tallies
+
+
+def tallies(*tensors: Tensor) -> list[float]:
+    """Return the fraction of zeros and the numbers of NaN and infinities of a stream."""
+    reduction = Tallies()
+    for tensor in tensors:
+        reduction.update(tensor)
+    summary = reduction.compute()
+    assert list(summary) == ["zero_fraction", "nan_count", "inf_count"]
+    return [float(value) for value in summary.values()]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ([torch.tensor([0.0, -0.0, 1.0, 2.0])], [0.5, 0.0, 0.0]),
+        ([torch.tensor([0.0]), torch.tensor([[1.0, NAN, 3.0]])], [0.25, 1.0, 0.0]),
+        ([torch.tensor([INF, -INF, NAN, 0.0])], [0.25, 1.0, 2.0]),
+        ([torch.tensor([False, True])], [0.5, 0.0, 0.0]),
+        ([torch.tensor([0, 1, 2, 3, 0])], [0.4, 0.0, 0.0]),
+        ([torch.tensor([0j, 1 + 0j])], [0.75, 0.0, 0.0]),
+        ([torch.tensor([1e-45, 5e-324], dtype=torch.float64)], [0.0, 0.0, 0.0]),
+        ([torch.tensor([1e-45])], [0.0, 0.0, 0.0]),
+        ([torch.tensor([1e308, -1e308, 2.0**128], dtype=torch.float64)], [0.0, 0.0, 0.0]),
+        ([], [NAN, 0.0, 0.0]),
+        ([torch.zeros(0)], [NAN, 0.0, 0.0]),
+    ],
+)
+def test_tallies_values_by_hand(tensors: list[Tensor], expected: list[float]) -> None:
+    """Zeros of either sign are counted; a subnormal is not a zero, and a huge float64 is not an infinity."""
+    np.testing.assert_array_equal(tallies(*tensors), expected)
+
+
+@settings(max_examples=100)
+@given(streams)
+def test_tallies_any_stream_agrees_with_python(stream: list[Tensor]) -> None:
+    """For every type, shape and split the tallies equal a count value by value."""
+    np.testing.assert_array_equal(tallies(*stream), tallies_of(values_of(stream)))
+
+
+# Thresholds
+
 
 # Every dtype can represent these numbers, so comparing in that dtype is exact.
 thresholds = st.sampled_from([0.0, 2.0**-20, 0.5, 1.0, 2.0, 65504.0])
@@ -39,7 +121,7 @@ thresholds = st.sampled_from([0.0, 2.0**-20, 0.5, 1.0, 2.0, 65504.0])
         ([torch.zeros(0)], NAN, NAN),
     ],
 )
-def test_values_by_hand(tensors: list[Tensor], near_zero: float, saturated: float) -> None:
+def test_thresholds_values_by_hand(tensors: list[Tensor], near_zero: float, saturated: float) -> None:
     """With a threshold of 0.5 a magnitude of 0.5 is near zero and not saturated; a NaN only counts as a value."""
     assert one_number(reduced(lambda: NearZero(0.5), *tensors)) == pytest.approx(near_zero, abs=0, nan_ok=True)
     assert one_number(reduced(lambda: Saturation(0.5), *tensors)) == pytest.approx(saturated, abs=0, nan_ok=True)
@@ -117,7 +199,7 @@ def test_another_threshold_is_not_merged(kind: type[NearZero | Saturation]) -> N
 
 @pytest.mark.parametrize("kind", [NearZero, Saturation])
 def test_rows_are_merged_and_summarized_together_as_one_by_one(kind: type[NearZero | Saturation]) -> None:
-    """Merging and summarising a block of states gives the same results as row by row."""
+    """Merging and summarizing a block of states gives the same results as row by row."""
     rows = [[torch.arange(-4.0, 3)], [], [torch.tensor([NAN, 0.5])], [torch.zeros(2), torch.ones(3)]]
     assert_rows_agree(lambda: kind(0.5), rows)
 

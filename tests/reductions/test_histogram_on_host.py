@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.reductions import ExponentHistogram, Histogram
-from lightning_recorder.reductions.edges import between_edges
+from lightning_recorder.reductions.histogram import between_edges
 from tests.reductions.reference import extrema_of, values_of
 
 NAN = math.nan
@@ -95,7 +95,7 @@ shares = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(0, 1)
 
 
 def valid_quantiles(values: NDArray[np.float64], share: float) -> tuple[float, float]:
-    """Return the range for a quantile of sorted values: two neighbours, or one value twice."""
+    """Return the range for a quantile of sorted values: two neighbors, or one value twice."""
     rank = Fraction(share) * len(values)
     low = max(math.ceil(rank), 1) - 1
     high = min(math.floor(rank), len(values) - 1)

@@ -204,7 +204,7 @@ def test_the_initial_state_is_neutral() -> None:
 
 
 def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
-    """Merging and summarising a block of states gives the same results as row by row."""
+    """Merging and summarizing a block of states gives the same results as row by row."""
     empty = torch.zeros(0, 2)
     assert_rows_agree(LastValue, [[SPECIAL], [torch.ones(2, 2)], [torch.zeros(2, 2), SPECIAL]])
     assert_rows_agree(LastValue, [[empty], [empty, empty]])

@@ -31,7 +31,7 @@ EAST, NORTH, WEST, NONE = (torch.tensor(pair) for pair in ([1.0, 0.0], [0.0, 2.0
 
 
 def pair_of(previous: Tensor, tensor: Tensor) -> tuple[float, float] | None:
-    """Return the cosine and the ratio of norms of two neighbours, or None if a norm is zero."""
+    """Return the cosine and the ratio of norms of two neighbors, or None if a norm is zero."""
     p, x = (np.nan_to_num(np.array(values_of([each]), float), nan=0, posinf=0, neginf=0) for each in (previous, tensor))
     norms = np.sqrt(np.sum(p * p)), np.sqrt(np.sum(x * x))
     return None if 0 in norms else (float(np.sum(p * x) / norms[0] / norms[1]), float(norms[1] / norms[0]))
@@ -280,7 +280,7 @@ def test_the_initial_state_is_neutral(stream: list[Tensor]) -> None:
 
 
 def test_rows_are_merged_and_summarized_together_as_one_by_one() -> None:
-    """Merging and summarising a block of states gives the same results as row by row."""
+    """Merging and summarizing a block of states gives the same results as row by row."""
     ends = (EAST, NONE, WEST)
     assert_rows_agree(Change, [[EAST], *([one, other] for one, other in product(ends, ends)), [NORTH, EAST, NORTH]])
 

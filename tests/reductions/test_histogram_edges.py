@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_recorder.reductions import ExponentHistogram
-from lightning_recorder.reductions.edges import between_edges, quantiles_of
+from lightning_recorder.reductions.histogram import between_edges, quantiles_of
 from tests.reductions.reference import bin_of, bins_of, to_float32, values_of
 from tests.reductions.strategies import FLOATS, tensors
 from tests.reductions.test_base import NoReading
@@ -81,7 +81,7 @@ def inside(value: float, left: float, right: float) -> bool:
 @settings(max_examples=100)
 @given(tensors(FLOATS))
 def test_each_value_lies_in_its_bin(tensor: Tensor) -> None:
-    """Edges ascend, each finite value is in one bin, both end bins are occupied and no two neighbours are empty."""
+    """Edges ascend, each finite value is in one bin, both end bins are occupied and no two neighbors are empty."""
     finite = [to_float32(value) for value in values_of([tensor]) if math.isfinite(value)]
     edges, counts = between_edges(bins_of(finite))
     if finite:

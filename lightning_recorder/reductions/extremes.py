@@ -1,4 +1,4 @@
-"""Fractions of the values with a small or large magnitude."""
+"""Extreme values of a stream: its range, zeros, NaN, infinities, and magnitudes beyond a threshold."""
 
 from __future__ import annotations
 
@@ -10,10 +10,66 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_recorder.errors import check_number
-from lightning_recorder.reductions.scalar import ScalarReduction
+from lightning_recorder.reductions.base import ScalarReduction
 from lightning_recorder.reductions.values import Values, count_where
 
-__all__ = ["NearZero", "Saturation"]
+__all__ = ["Extrema", "NearZero", "Saturation", "Tallies"]
+
+_INF = float("inf")
+
+
+class Extrema(ScalarReduction):
+    """Minimum and maximum of the finite values.
+
+    State: ``[min, max]``, or ``[inf, -inf]`` for an empty stream. Statistics: ``min`` and ``max``, both NaN for a
+    stream without a finite value. States are merged by ``minimum`` and ``maximum``, which is exact in any order.
+    """
+
+    width = 2
+    statistics: tuple[str, ...] = ("min", "max")
+    additive = False
+
+    @override
+    def initial(self) -> Tensor:
+        return torch.tensor([_INF, -_INF], dtype=torch.float64)
+
+    @override
+    def slots_of(self, values: Values) -> Sequence[Tensor]:
+        low = torch.nan_to_num(values.flat, nan=_INF, posinf=_INF, neginf=_INF).amin()
+        high = torch.nan_to_num(values.flat, nan=-_INF, posinf=-_INF, neginf=-_INF).amax()
+        return low, high
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        state[..., 0] = torch.minimum(state[..., 0], other[..., 0])
+        state[..., 1] = torch.maximum(state[..., 1], other[..., 1])
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        finite = torch.where(state.isfinite(), state, torch.nan)
+        return {"min": finite[..., 0], "max": finite[..., 1]}
+
+
+class Tallies(ScalarReduction):
+    """Fraction of zeros and number of NaN and infinities among all values.
+
+    State: ``[numel, zeros, nans, infinities]``. Statistics: ``zero_fraction``, the fraction of values that are zero of
+    either sign, NaN for an empty stream; ``nan_count``; ``inf_count``, of either sign. Merging is integer addition,
+    which is exact in any order.
+    """
+
+    width = 4
+    statistics: tuple[str, ...] = ("zero_fraction", "nan_count", "inf_count")
+
+    @override
+    def slots_of(self, values: Values) -> Sequence[Tensor]:
+        numel = values.finite_count + values.nonfinite_count
+        return numel, values.zero_count, values.nan_count, values.nonfinite_count - values.nan_count
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        numel, zeros, nans, infinities = state.unbind(-1)
+        return {"zero_fraction": zeros / numel, "nan_count": nans, "inf_count": infinities}
 
 
 class _Share(ScalarReduction):
