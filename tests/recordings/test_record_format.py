@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recorder import ArgumentError, DumpError
-from lightning_recorder.recordings.counts import BINS, pack_counts, unpack_counts
+from lightning_recorder.recordings.record_format import BINS, pack_counts, unpack_counts
 from lightning_recorder.reductions import Statistics, values
 
 
