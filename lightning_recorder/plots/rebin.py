@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.plots.arrays import Floats, to_floats
-from lightning_recorder.plots.scale import Scale, value_scale
+from lightning_recorder.plots.axes import Scale, value_scale
 from lightning_recorder.reductions.binned import Histogram
 from lightning_recorder.reductions.edges import between_edges
 
