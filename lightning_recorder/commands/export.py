@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from lightning_recorder.commands.text import printable
+from lightning_recorder.commands.terminal import printable
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.recordings import Recording, Series, open_recording
 from lightning_recorder.recordings.frames import PLACES, columns_of, rows_of, write_parquet
