@@ -7,6 +7,6 @@ name is loaded on first use.
 
 import lazy_loader
 
-__version__ = "0.1.0"
+from lightning_recorder.version import __version__ as __version__
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -17,7 +17,7 @@ ROOT = Path(lightning_recorder.__file__).parent
 
 # From bottom to top; a file may import from lower layers and from its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("bins", "errors", "fonts", "tags"),
+    ("bins", "errors", "fonts", "tags", "version"),
     ("disk", "portable", "structure", "temporary"),
     ("internals",),
     ("names",),
@@ -123,7 +123,7 @@ def folder(name: str) -> str:
 
 def test_the_imports_are_found() -> None:
     """The source scan finds imports of files and folders, inside and outside of functions."""
-    assert Import("graph.views.views", f"{PACKAGE}.graph.model", False) in IMPORTS
+    assert Import("graph.views.fold", f"{PACKAGE}.graph.model", False) in IMPORTS
     assert Import("taps.forward", f"{PACKAGE}.internals.autograd", False) in IMPORTS
     assert Import("callbacks.gradient", f"{PACKAGE}.taps", False) in IMPORTS
     assert Import("sinks.files", "PIL.Image", True) in IMPORTS
@@ -148,6 +148,11 @@ def test_imports_point_downward() -> None:
         if not below and not (own and layer(each.inner) == layer(each.importer)):
             wrong.append(each)
     assert wrong == []
+
+
+def test_nothing_imports_the_public_face() -> None:
+    """No file imports the package itself, whose names come from the files above it."""
+    assert [each for each in IMPORTS if each.imported == PACKAGE] == []
 
 
 def test_no_import_goes_in_a_circle() -> None:

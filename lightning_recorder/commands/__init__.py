@@ -1,5 +1,5 @@
 """Command line that lists, shows, exports, draws and compares recordings."""
 
-from lightning_recorder.commands.line import main
+from lightning_recorder.commands.main import main
 
 __all__ = ["main"]

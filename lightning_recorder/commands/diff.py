@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TextIO
 
-from lightning_recorder.commands.text import module, printable, table
+from lightning_recorder.commands.terminal import module, printable, table
 from lightning_recorder.recordings import Comparison, Difference, Divergence, Tolerance, compare, open_recording
 
 __all__ = ["run"]

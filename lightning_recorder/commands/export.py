@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from lightning_recorder.commands.text import printable
+from lightning_recorder.commands.terminal import printable
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.recordings import Recording, Series, open_recording
 from lightning_recorder.recordings.frames import PLACES, columns_of, rows_of, write_parquet
@@ -42,12 +42,12 @@ def _series(recording: Recording) -> Iterator[tuple[str, str, Series]]:
 
 
 def _write_csv(recording: Recording, path: Path) -> None:
-    columns = columns_of(series for _, _, series in _series(recording))
+    columns = columns_of(series.parts for _, _, series in _series(recording))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(map(_cell, ["run", "recorder", *PLACES, *columns]))
         for name, label, series in _series(recording):
-            writer.writerows(map(_cell, [name, label, *row]) for row in rows_of(series, columns))
+            writer.writerows(map(_cell, [name, label, *row]) for row in rows_of(series.parts, columns))
 
 
 def _cell(value: Any) -> Any:
@@ -59,11 +59,11 @@ def _cell(value: Any) -> Any:
 
 
 def _write_parquet(recording: Recording, path: Path) -> None:
-    columns = columns_of(series for _, _, series in _series(recording))
+    columns = columns_of(series.parts for _, _, series in _series(recording))
     rows = (
         [_encodable(each) for each in [name, label, *row]]
         for name, label, series in _series(recording)
-        for row in rows_of(series, columns)
+        for row in rows_of(series.parts, columns)
     )
     write_parquet(rows, ["run", "recorder", *PLACES, *map(_encodable, columns)], path)
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, TextIO
 
-from lightning_recorder.commands.text import printable
+from lightning_recorder.commands.terminal import printable
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.graph import Drawing, draw, to_mermaid, to_text
 from lightning_recorder.plots import colour_graph

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from typing import Any, TextIO
 
-from lightning_recorder.commands.text import printable, size, table
+from lightning_recorder.commands.terminal import printable, size, table
 from lightning_recorder.errors import DumpError
 from lightning_recorder.recordings import Run, Series, open_recording
 

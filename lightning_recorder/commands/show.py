@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TextIO
 
-from lightning_recorder.commands.text import module, number, printable, spark, table
+from lightning_recorder.commands.terminal import module, number, printable, spark, table
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.names import closest_names, compile_glob
 from lightning_recorder.recordings import Run, Series, SiteSeries, open_recording

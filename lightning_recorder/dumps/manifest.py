@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lightning_recorder.disk import append
-from lightning_recorder.dumps.tensors import read_metadata
+from lightning_recorder.dumps.tensor_file import read_metadata
 from lightning_recorder.errors import describe_missing
 
 __all__ = ["ID", "MANIFEST", "append_line", "dumps_in", "manifests", "read_manifest"]

@@ -12,20 +12,14 @@ from lightning_recorder.graph.renderers.graphdef import to_graph_def
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler
 from lightning_recorder.graph.renderers.mermaid import MermaidRenderer, to_mermaid
 from lightning_recorder.graph.renderers.text import TextRenderer, to_text
+from lightning_recorder.graph.views.collapse import collapse
+from lightning_recorder.graph.views.drop import drop_dead_ends, drop_isolated, hide, without
+from lightning_recorder.graph.views.fit import fit_view, truncate
 from lightning_recorder.graph.views.focus import focus
+from lightning_recorder.graph.views.fold import fold_repeats
 from lightning_recorder.graph.views.gather import gather
 from lightning_recorder.graph.views.roll import roll
-from lightning_recorder.graph.views.tensors import show_tensors
-from lightning_recorder.graph.views.views import (
-    collapse,
-    drop_dead_ends,
-    drop_isolated,
-    fit_view,
-    fold_repeats,
-    hide,
-    truncate,
-    without,
-)
+from lightning_recorder.graph.views.show_tensors import show_tensors
 
 __all__ = [
     "BaseRenderer",

@@ -15,10 +15,13 @@ from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import record
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler, check_direction
+from lightning_recorder.graph.views.collapse import collapse
+from lightning_recorder.graph.views.drop import drop_isolated, without
+from lightning_recorder.graph.views.fit import fit_view
+from lightning_recorder.graph.views.fold import fold_repeats
 from lightning_recorder.graph.views.gather import gather
 from lightning_recorder.graph.views.roll import roll as rolled
-from lightning_recorder.graph.views.tensors import show_tensors
-from lightning_recorder.graph.views.views import collapse, drop_isolated, fit_view, fold_repeats, without
+from lightning_recorder.graph.views.show_tensors import show_tensors
 from lightning_recorder.inputs import shapes_in
 from lightning_recorder.temporary import TemporaryFolder, copy_whole
 

@@ -10,7 +10,7 @@ from lightning_recorder.errors import RenderError
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler
-from lightning_recorder.graph.views.views import fit_view
+from lightning_recorder.graph.views.fit import fit_view
 
 __all__ = ["GraphPicture"]
 

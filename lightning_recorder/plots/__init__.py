@@ -1,11 +1,10 @@
 """Images of recorded statistics: arrays and names as input, pixels as output."""
 
-from lightning_recorder.plots.coloured import StatisticStyler, colour_graph
+from lightning_recorder.plots.coloured_graph import StatisticStyler, colour_graph
 from lightning_recorder.plots.gradient_flow import gradient_flow
+from lightning_recorder.plots.grids import attention_maps, feature_maps, kernels
 from lightning_recorder.plots.heat_map import heat_map
 from lightning_recorder.plots.history import History
-from lightning_recorder.plots.kernels import kernels
-from lightning_recorder.plots.maps import attention_maps, feature_maps
 from lightning_recorder.plots.over_time import histogram_over_time
 from lightning_recorder.plots.overview import overview
 from lightning_recorder.plots.ridge import ridge

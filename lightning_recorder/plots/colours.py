@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.plots.arrays import Floats
+from lightning_recorder.plots.axes import Scale
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.plots.scale import Scale
 
 __all__ = ["MARKS", "PURPLE_ORANGE", "VIRIDIS", "Mark", "Table", "marks_of", "paint", "table_for"]
 

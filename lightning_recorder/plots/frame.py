@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from lightning_recorder.plots.axes import Scale
 from lightning_recorder.plots.canvas import DETAIL_PX, GREY, INK, TEXT_PX, TITLE_PX, Canvas, Image, text_width
 from lightning_recorder.plots.colours import MARKS, Mark, Table, pattern
-from lightning_recorder.plots.scale import Scale
-from lightning_recorder.plots.words import every_nth, fitted, shortened, wrapped
+from lightning_recorder.plots.fitted_text import every_nth, fitted, shortened, wrapped
 
 __all__ = [
     "BAR_ROOM",
@@ -19,6 +19,7 @@ __all__ = [
     "TOP",
     "WIDTH",
     "Area",
+    "blank",
     "bottom_room",
     "colour_bar",
     "evenly",
@@ -58,6 +59,13 @@ def new_canvas(height: int, title: str) -> Canvas:
     room = (WIDTH - 2 * MARGIN) / 1.17
     canvas.text(MARGIN, 14, shortened(title, room, px=TITLE_PX, head=0.6), px=TITLE_PX, bold=True)
     return canvas
+
+
+def blank(title: str, why: str) -> Image:
+    """Return a small image that explains why there is no plot, ``[100, 350, 3]``."""
+    canvas = new_canvas(100, title)
+    canvas.text(WIDTH / 2, 60, why, anchor="mm", colour=GREY)
+    return canvas.pixels()
 
 
 def bottom_room(notes: Sequence[str], marks: Iterable[Mark] = (), *, axis: bool = True) -> int:

@@ -9,14 +9,16 @@ import numpy as np
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.plots.arrays import Floats, checked_names, to_floats
-from lightning_recorder.plots.blank import blank
+from lightning_recorder.plots.axes import Scale
 from lightning_recorder.plots.canvas import Canvas, Image
 from lightning_recorder.plots.colours import Mark, pattern
+from lightning_recorder.plots.fitted_text import shortened
 from lightning_recorder.plots.frame import (
     MARGIN,
     RIGHT,
     TOP,
     WIDTH,
+    blank,
     bottom_room,
     evenly,
     fitting_ticks,
@@ -28,8 +30,6 @@ from lightning_recorder.plots.frame import (
     rows_room,
     swatch,
 )
-from lightning_recorder.plots.scale import Scale
-from lightning_recorder.plots.words import shortened
 
 __all__ = ["gradient_flow"]
 

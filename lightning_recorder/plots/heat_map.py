@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.plots.arrays import Floats, checked_names, checked_steps, to_floats
-from lightning_recorder.plots.blank import blank
+from lightning_recorder.plots.axes import Columns, Scale, columns_of, number, scale_of
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.colours import cover, marks_of, paint, table_for
-from lightning_recorder.plots.columns import Columns, columns_of, furthest
 from lightning_recorder.plots.frame import (
     BAR_ROOM,
     RIGHT,
     TOP,
     WIDTH,
+    blank,
     bottom_room,
     colour_bar,
     new_canvas,
@@ -27,7 +27,6 @@ from lightning_recorder.plots.frame import (
     row_names,
     rows_room,
 )
-from lightning_recorder.plots.scale import Scale, number, scale_of
 
 __all__ = ["heat_map"]
 
@@ -98,15 +97,35 @@ def _joined(
     names: list[str], values: Floats, recorded: NDArray[np.bool_], columns: Columns
 ) -> tuple[list[str], Floats, NDArray[np.bool_], int]:
     """Return the names, values and mask of the cells to draw, and the number of layers per cell."""
-    pairs = [furthest(values[:, run], recorded[:, run]) for run in columns]
+    pairs = [_furthest(values[:, run], recorded[:, run]) for run in columns]
     cells, there = (np.stack(part, axis=1) for part in zip(*pairs, strict=True))
     joined = -(-len(names) // _MOST_ROWS)
     if joined > 1:
         starts = range(0, len(names), joined)
-        pairs = [furthest(cells[row : row + joined].T, there[row : row + joined].T) for row in starts]
+        pairs = [_furthest(cells[row : row + joined].T, there[row : row + joined].T) for row in starts]
         cells, there = (np.stack(part) for part in zip(*pairs, strict=True))
         names = names[::joined]
     return names, cells, there, joined
+
+
+def _furthest(values: Floats, recorded: NDArray[np.bool_]) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return the most conspicuous value of each row: an infinity, else NaN, else the value furthest from 0.
+
+    This keeps spikes and NaN visible if several steps share a column.
+
+    Args:
+        values: The values, ``[rows, k]``.
+        recorded: A mask of the recorded values, ``[rows, k]``; all others are ignored.
+
+    Returns:
+        The values, ``[rows]``, and a mask of the rows that have any recorded value, ``[rows]``.
+    """
+    weight = np.abs(values)
+    # NaN ranks above every finite value, and an infinity above NaN.
+    weight = np.where(np.isnan(weight), np.finfo(np.float64).max, weight)
+    weight = np.where(recorded, weight, -1.0)
+    chosen = weight.argmax(axis=-1)
+    return values[np.arange(len(values)), chosen], np.asarray(recorded.any(axis=-1))
 
 
 def _notes(layers: int, steps: int, scale: Scale, values: Floats) -> list[str]:

@@ -8,15 +8,15 @@ import numpy as np
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.plots.arrays import Floats, checked_steps
-from lightning_recorder.plots.blank import blank
+from lightning_recorder.plots.axes import Columns, Scale, columns_of, number
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.colours import VIRIDIS, Mark, cover, paint
-from lightning_recorder.plots.columns import Columns, columns_of
 from lightning_recorder.plots.frame import (
     BAR_ROOM,
     RIGHT,
     TOP,
     WIDTH,
+    blank,
     bottom_room,
     colour_bar,
     new_canvas,
@@ -25,7 +25,6 @@ from lightning_recorder.plots.frame import (
     numbers_left,
 )
 from lightning_recorder.plots.rebin import edges_along, shares, to_histograms, value_axis
-from lightning_recorder.plots.scale import Scale, number
 
 __all__ = ["histogram_over_time"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.plots.arrays import Floats, to_floats
-from lightning_recorder.plots.scale import Scale, value_scale
+from lightning_recorder.plots.axes import Scale, value_scale
 from lightning_recorder.reductions.histogram import Histogram, between_edges
 
 __all__ = ["edges_along", "histogram_of", "rebin", "shares", "to_histograms", "value_axis"]

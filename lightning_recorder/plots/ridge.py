@@ -9,13 +9,14 @@ import numpy as np
 
 from lightning_recorder.errors import check_integer
 from lightning_recorder.plots.arrays import Floats, checked_names
-from lightning_recorder.plots.blank import blank
+from lightning_recorder.plots.axes import Scale, number
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.colours import VIRIDIS
 from lightning_recorder.plots.frame import (
     RIGHT,
     TOP,
     WIDTH,
+    blank,
     bottom_room,
     evenly,
     new_canvas,
@@ -25,7 +26,6 @@ from lightning_recorder.plots.frame import (
     rows_room,
 )
 from lightning_recorder.plots.rebin import edges_along, shares, to_histograms, value_axis
-from lightning_recorder.plots.scale import Scale, number
 
 __all__ = ["ridge"]
 

@@ -2,14 +2,12 @@
 
 from lightning_recorder.recordings.comparison import Comparison, Difference, compare
 from lightning_recorder.recordings.divergence import Divergence, SiteDivergence, Tolerance
-from lightning_recorder.recordings.dumped import DumpEntry
-from lightning_recorder.recordings.files import records_path
+from lightning_recorder.recordings.dump_entries import DumpEntry
 from lightning_recorder.recordings.history import Session
-from lightning_recorder.recordings.lines import SiteRecord
-from lightning_recorder.recordings.reader import Recording, open_recording
-from lightning_recorder.recordings.run import Run
-from lightning_recorder.recordings.series import Series
-from lightning_recorder.recordings.siteseries import SiteSeries
+from lightning_recorder.recordings.record_format import SiteRecord
+from lightning_recorder.recordings.recording import Recording, Run, open_recording
+from lightning_recorder.recordings.run_folder import records_path
+from lightning_recorder.recordings.series import Series, SiteSeries
 from lightning_recorder.recordings.writer import RecordWriter
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_recorder.errors import ArgumentError, check_number
 from lightning_recorder.recordings.divergence import Divergence, SeriesPair, SiteDivergence, Tolerance
-from lightning_recorder.recordings.run import Run
+from lightning_recorder.recordings.recording import Run
 from lightning_recorder.recordings.series import Series
 
 __all__ = ["Comparison", "Difference", "compare"]

@@ -2,54 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.recordings.history import Part, PartKey
 
-if TYPE_CHECKING:
-    from lightning_recorder.recordings.series import Series
+__all__ = ["PLACES", "columns_of", "frame_of", "rows_of", "write_parquet"]
 
-__all__ = ["PLACES", "columns_of", "frame", "rows_of", "series_frame", "write_parquet"]
+_Parts = Mapping[PartKey, Part]
 
 PLACES = ("step", "epoch", "stage", "loader", "module", "path", "dtype")
 """The columns that identify a row."""
 
 
-def columns_of(series: Iterable[Series]) -> list[str]:
+def columns_of(series: Iterable[_Parts]) -> list[str]:
     """Return the names of the statistics that any of the series contains, in the order of first appearance."""
-    return list(dict.fromkeys(name for each in series for part in _parts(each) for name in part.statistics))
+    return list(dict.fromkeys(name for parts in series for part in parts.values() for name in part.statistics))
 
 
-def rows_of(series: Series, columns: Iterable[str]) -> Iterator[list[Any]]:
+def rows_of(parts: _Parts, columns: Iterable[str]) -> Iterator[list[Any]]:
     """Yield the rows of a series: the values of :data:`PLACES`, then those of ``columns``, ``None`` if missing."""
     columns = list(columns)
-    for part in _parts(series):
+    for key, part in parts.items():
         for step in part.steps:
-            row = part._part.entries[step].row
-            about = [step, row.about["epoch"], part.stage, part.loader]
+            row = part.entries[step].row
+            about = [step, row.about["epoch"], key.stage, key.loader]
             for site, dtype in zip(row.layout.sites, row.layout.dtypes, strict=True):
                 scalars = row.scalars(site)
                 yield [*about, site.name, site.path, dtype, *(scalars.get(name) for name in columns)]
 
 
-def _parts(series: Series) -> list[Series]:
-    return [series.of(key.stage, key.loader) for key in series.keys]
-
-
-def series_frame(series: Series) -> Any:
+def frame_of(parts: _Parts) -> Any:
     """Convert a series to a ``pandas.DataFrame`` in long form.
 
     Raises:
         ArgumentError: If pandas is not installed, or if a statistic has the same name as one of :data:`PLACES`.
     """
-    columns = columns_of([series])
-    return frame(rows_of(series, columns), [*PLACES, *columns])
+    columns = columns_of([parts])
+    return _frame(rows_of(parts, columns), [*PLACES, *columns])
 
 
-def frame(rows: Iterable[list[Any]], columns: list[str]) -> Any:
+def _frame(rows: Iterable[list[Any]], columns: list[str]) -> Any:
     """Convert rows to a ``pandas.DataFrame``.
 
     Raises:
@@ -72,7 +68,7 @@ def write_parquet(rows: Iterable[list[Any]], columns: list[str], path: Path) -> 
         OSError: If the file cannot be written.
     """
     _library("pyarrow", "a Parquet file")
-    frame(rows, columns).to_parquet(path, engine="pyarrow", index=False)
+    _frame(rows, columns).to_parquet(path, engine="pyarrow", index=False)
 
 
 def _library(name: str, what: str) -> Any:

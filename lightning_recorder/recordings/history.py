@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_recorder.errors import DumpError
-from lightning_recorder.recordings.lines import FORMAT, RecordSchema, Row, parse, read_row
-from lightning_recorder.recordings.tail import Tail
+from lightning_recorder.recordings.record_format import FORMAT, RecordSchema, Row, parse, read_row
 from lightning_recorder.taps import Site
 
-__all__ = ["Entry", "History", "Part", "PartKey", "Session"]
+__all__ = ["Entry", "History", "Part", "PartKey", "Session", "Tail"]
 
+_LONGEST_LINE = 1 << 25  # bytes; 30,000 sites with histograms need less
+_PIECE = 1 << 20  # bytes
 _FAMILY = FORMAT.partition("/")[0] + "/"
 
 
@@ -208,3 +209,63 @@ class History:
             return [line[5] for line in found["sites"]]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DumpError(f"{self.path} has changed since it was read: {error}") from error
+
+
+class Tail:
+    """Reads a file from the point where the last read stopped.
+
+    A last line without a newline is not returned, because it is torn or still being written. A line longer than
+    32 MiB is skipped without being held in memory, and returned as an empty line.
+
+    Args:
+        path: The file. A missing file has no lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        """The byte offset of the first line that has not been returned yet."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if the file is shorter than the part already read or is gone, so that it must have been replaced."""
+        return self.offset > 0 and (not self.path.exists() or self.path.stat().st_size < self.offset)
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the byte offset and the contents, without newline, of each line completed since the last call.
+
+        Raises:
+            OSError: If the file exists but cannot be read.
+        """
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while line := file.readline(_LONGEST_LINE):
+                is_long = len(line) == _LONGEST_LINE and not line.endswith(b"\n")
+                if is_long:
+                    line = _end_of_line(file)
+                if not line.endswith(b"\n"):
+                    return
+                begin, self.offset = self.offset, file.tell()
+                yield begin, b"" if is_long else line[:-1]
+
+    def line_at(self, offset: int) -> bytes:
+        """Read one line again.
+
+        Raises:
+            OSError: If the file can no longer be read.
+        """
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return file.readline(_LONGEST_LINE)
+
+
+def _end_of_line(file: BinaryIO) -> bytes:
+    """Skip to the end of a line of any length; return its last piece."""
+    piece = b""
+    while more := file.readline(_PIECE):
+        piece = more
+        if piece.endswith(b"\n"):
+            break
+    return piece

@@ -1,20 +1,25 @@
-"""Records of one recorder as tensors over steps."""
+"""Records of one recorder, or of one of its sites, as tensors over steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.names import closest_names
+from lightning_recorder.recordings.frames import frame_of
 from lightning_recorder.recordings.history import Entry, History, Part, PartKey, Session
-from lightning_recorder.recordings.siteseries import SiteSeries, listed, nearest_steps
+from lightning_recorder.recordings.record_format import RecordSchema, unpack_counts
 from lightning_recorder.taps import Site
 
-__all__ = ["Series"]
+if TYPE_CHECKING:
+    from lightning_recorder.reductions.histogram import Histogram
+
+__all__ = ["Series", "SiteSeries"]
 
 _WHOLE_OUTPUT = "out"
 
@@ -56,7 +61,13 @@ class Series:
     @property
     def keys(self) -> list[PartKey]:
         """The stages and dataloaders that this series covers: one if a stage was selected, else all, training first."""
-        return sorted((key for key in self._read().parts if not key.overflowed and self._is_of(key)), key=_order)
+        return list(self.parts)
+
+    @property
+    def parts(self) -> dict[PartKey, Part]:
+        """The records of each of :attr:`keys`."""
+        keys = sorted((key for key in self._read().parts if not key.overflowed and self._is_of(key)), key=_order)
+        return {key: self._history.parts[key] for key in keys}
 
     def _is_of(self, key: PartKey) -> bool:
         return self._stage is None or (key.stage == self._stage and self._loader in (None, key.loader))
@@ -95,7 +106,7 @@ class Series:
         self._read()
         if not found.keys:
             which = repr(stage) + ("" if loader is None else f" of loader {loader}")
-            raise ArgumentError(f"nothing was recorded in {which}; the stages are {listed(self.stages)}")
+            raise ArgumentError(f"nothing was recorded in {which}; the stages are {_listed(self.stages)}")
         return found
 
     @property
@@ -162,7 +173,7 @@ class Series:
     def _entry(self, step: int) -> Entry:
         found = self._part.entries.get(step)
         if found is None:
-            raise ArgumentError(f"step {step!r} was not recorded; {nearest_steps(step, self.steps)}")
+            raise ArgumentError(f"step {step!r} was not recorded; {_nearest_steps(step, self.steps)}")
         return found
 
     def values(self, statistic: str) -> Tensor:
@@ -199,7 +210,7 @@ class Series:
             ArgumentError: If there is no such statistic; the message lists the recorded statistics.
         """
         if statistic not in self._part.statistics:
-            raise ArgumentError(f"there is no statistic {statistic!r}; there are {listed(self.statistics)}")
+            raise ArgumentError(f"there is no statistic {statistic!r}; there are {_listed(self.statistics)}")
 
     def __contains__(self, key: object) -> bool:
         return bool(self._matching(key))
@@ -226,7 +237,7 @@ class Series:
         if len(found) > 1:
             whole = [site for site in found if site.path == _WHOLE_OUTPUT]
             if not whole:
-                paths = listed([site.path for site in found])
+                paths = _listed([site.path for site in found])
                 raise ArgumentError(f"{key!r} has several sites; give one of the paths {paths} as well")
             found = whole
         return SiteSeries(self, found[0])
@@ -245,9 +256,7 @@ class Series:
         Raises:
             RecorderError: If pandas is not installed.
         """
-        from lightning_recorder.recordings.frames import series_frame
-
-        return series_frame(self)
+        return frame_of(self.parts)
 
     def __repr__(self) -> str:
         steps = self.steps
@@ -257,3 +266,128 @@ class Series:
 
 def _order(key: PartKey) -> tuple[bool, str, int, bool]:
     return key.order
+
+
+class SiteSeries:
+    """The records of one site, over the steps at which it was recorded.
+
+    Args:
+        series: The series that contains the site.
+        site: The site.
+    """
+
+    def __init__(self, series: Series, site: Site) -> None:
+        self.series = series
+        self.site = site
+
+    @property
+    def name(self) -> str:
+        """The name of the module."""
+        return self.site.name
+
+    @property
+    def path(self) -> str:
+        """The path of the tensor at the module."""
+        return self.site.path
+
+    def _entries(self) -> list[Entry]:
+        part = self.series._part
+        entries = (part.entries[step] for step in part.steps)
+        return [entry for entry in entries if self.site in entry.row.layout.places]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps at which the site was recorded, in ascending order."""
+        return [entry.row.about["step"] for entry in self._entries()]
+
+    @property
+    def statistics(self) -> list[str]:
+        """The names of the statistics of this site."""
+        return list(dict.fromkeys(name for entry in self._entries() for name in entry.row.scalars(self.site)))
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of the tensor in the last record, for example ``"float32"``; ``None`` if it is unknown."""
+        layout = self._last_layout()
+        return None if layout is None else layout.dtypes[layout.places[self.site]]
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the tensor in the last record; ``None`` if it is unknown."""
+        layout = self._last_layout()
+        return None if layout is None else layout.shapes[layout.places[self.site]]
+
+    def _last_layout(self) -> RecordSchema | None:
+        entries = self._entries()
+        return entries[-1].row.layout if entries else None
+
+    def statistic(self, name: str) -> Tensor:
+        """Return one statistic over :attr:`steps`, ``[steps]`` float64; NaN if a record lacks it.
+
+        Raises:
+            ArgumentError: If there is no such statistic.
+        """
+        self.series.check_statistic(name)
+        values = [entry.row.scalars(self.site).get(name, torch.nan) for entry in self._entries()]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def scalars(self, step: int) -> dict[str, float]:
+        """Return all statistics at one step.
+
+        Raises:
+            ArgumentError: If the site was not recorded at that step.
+        """
+        return self._entry(step).row.scalars(self.site)
+
+    def _entry(self, step: int) -> Entry:
+        found = self.series._part.entries.get(step)
+        if found is None or self.site not in found.row.layout.places:
+            raise ArgumentError(f"{self.name!r} was not recorded at step {step!r}; {_nearest_steps(step, self.steps)}")
+        return found
+
+    def bins(self, step: int) -> Tensor:
+        """Return the counts of the histogram at one step, ``[2048]`` int64; see ``ExponentHistogram``.
+
+        Raises:
+            ArgumentError: If the site was not recorded at that step, or was recorded without a histogram.
+            DumpError: If the histogram is damaged.
+        """
+        packed = self.series.packed_counts(self._entry(step).row.about["step"])[self.site]
+        if packed is None:
+            raise ArgumentError(f"{self.name!r} was recorded at step {step} without a histogram")
+        return unpack_counts(packed)
+
+    def histogram(self, step: int) -> Histogram:
+        """Return the histogram at one step, with edges, quantiles and the fraction that a narrower dtype would lose.
+
+        Requires NumPy.
+
+        Raises:
+            ArgumentError: As for :meth:`bins`, or if ``count``, ``mean``, ``rms``, ``min`` or ``max`` was not recorded.
+            DumpError: If the histogram is damaged.
+        """
+        from lightning_recorder.reductions import to_histogram
+
+        scalars = self.scalars(step)
+        missing = [name for name in ("count", "mean", "rms", "min", "max") if name not in scalars]
+        if missing:
+            raise ArgumentError(f"a histogram of {self.name!r} needs {_listed(missing)}, which were not recorded")
+        return to_histogram(scalars, self.bins(step))
+
+    def __repr__(self) -> str:
+        return f"<{self.name or '(root)'} {self.path}: {len(self.steps)} records>"
+
+
+def _nearest_steps(step: object, steps: list[int]) -> str:
+    """Return the end of an error message about a step that was not recorded."""
+    if not steps:
+        return "there is no record yet"
+    if not isinstance(step, int):
+        return f"steps are whole numbers from {steps[0]} to {steps[-1]}"
+    near = sorted(sorted(steps, key=lambda each: abs(each - step))[:3])
+    return f"the nearest steps are {', '.join(map(str, near))}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Format names for an error message."""
+    return ", ".join(map(repr, names)) or "none"

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-import lightning_recorder
 from lightning_recorder.disk import append, attempt
-from lightning_recorder.recordings.lines import SiteRecord, header_line, record_line
-from lightning_recorder.recordings.tail import Tail
+from lightning_recorder.recordings.history import Tail
+from lightning_recorder.recordings.record_format import SiteRecord, header_line, record_line
+from lightning_recorder.version import __version__
 
 __all__ = ["RecordWriter"]
 
@@ -71,7 +71,7 @@ class RecordWriter:
         versions = {
             "python": platform.python_version(),
             "torch": str(torch.__version__),
-            "lightning_recorder": lightning_recorder.__version__,
+            "lightning_recorder": __version__,
             **more.pop("versions", {}),
         }
         session = 1 + sum(1 for _, line in Tail(self.path).lines() if line.startswith(b'{"format"'))

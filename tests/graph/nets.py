@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.graph import Graph, GraphCapture
+from lightning_recorder.graph import Graph, GraphCapture, capture_graph, without
 
-__all__ = ["Net", "X", "linear", "record_step", "scaled"]
+__all__ = ["Net", "X", "bare", "block", "linear", "record_step", "scaled", "stack"]
 
 X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 """A batch of two rows."""
@@ -37,6 +37,22 @@ class Net(nn.Module):
 def linear(inputs: int = 4, outputs: int = 4) -> nn.Linear:
     """Return a linear layer that fits the batch."""
     return nn.Linear(inputs, outputs)
+
+
+def block() -> nn.Module:
+    """Return a residual block that is two levels deep."""
+    inner = nn.Sequential(linear(), nn.ReLU())
+    return Net(lambda net, x: x + net.inner(x), inner=inner)
+
+
+def stack(number: int) -> nn.Module:
+    """Return a chain of residual blocks."""
+    return nn.Sequential(*(block() for _ in range(number)))
+
+
+def bare(net: nn.Module, *inputs: Tensor) -> Graph:
+    """Return a recording without the tensors of the model."""
+    return without(capture_graph(net, *inputs), ("parameter", "buffer"))
 
 
 def scaled(function: Callable[..., Any], **parts: nn.Module) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_recorder.graph import Graph, Node
+from typing import get_args
 
-__all__ = ["into_steps", "joined", "only", "reaches", "sources_of"]
+from lightning_recorder.graph import Graph, Node
+from lightning_recorder.graph.model import Kind
+
+__all__ = ["assert_sound", "into_steps", "joined", "only", "reaches", "sources_of"]
 
 
 def only(graph: Graph, name: str) -> Node:
@@ -47,3 +50,24 @@ def into_steps(graph: Graph) -> list[str]:
         for node in graph.nodes
         if node.kind == "optimizer"
     ]
+
+
+def assert_sound(view: Graph) -> None:
+    """Check that a view that keeps the order of time is consistent: ids, parents, depths, edges and kinds."""
+    place = {node.id: position for position, node in enumerate(view.nodes)}
+    assert len(place) == len(view.nodes)
+    assert view.root.parent is None
+    for node in view.nodes[1:]:
+        assert node.parent is not None
+        assert place[node.parent] < place[node.id]
+        # The frames around repeated siblings have no class; they are not calls and do not add to the depth.
+        assert node.depth == sum(bool(around.type_name) for around in view.ancestors(node))
+    recorded = [node.id for node in view.nodes if node.type_name or node.kind != "module"]
+    assert recorded == sorted(recorded)
+    ends = [(edge.source, edge.target) for edge in view.edges]
+    assert len(set(ends)) == len(ends)
+    # A parameter that a part borrows from its parent is first used inside that part, so it comes after the part.
+    computed = [(source, target) for source, target in ends if view[source].kind in ("module", "op", "input")]
+    assert [(source, target) for source, target in computed if place[source] >= place[target]] == []
+    assert [edge for edge in view.edges if edge.multiplicity < 1] == []
+    assert all(node.kind in get_args(Kind) for node in view.nodes)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_recorder import ArgumentError, ForwardError, RenderError
 from lightning_recorder.graph import Direction, Drawing, GraphvizStyler, draw, fit_view, record
-from lightning_recorder.graph.views.views import drawn_nodes
+from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import outline, text
 from tests.graph.svg import Picture, read_svg

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchview import draw_graph
 
 from lightning_recorder.graph import draw
-from lightning_recorder.graph.views.views import drawn_nodes
+from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, linear
 
 IMAGES = torch.linspace(0.0, 1.0, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)

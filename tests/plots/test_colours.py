@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lightning_recorder.plots.axes import Scale
 from lightning_recorder.plots.colours import MARKS, PURPLE_ORANGE, VIRIDIS, Table, marks_of, paint, pattern, table_for
-from lightning_recorder.plots.scale import Scale
 
 # The matplotlib tables of these names, at every fifteenth of 256 entries.
 KNOWN = {

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recorder.plots import heat_map
+from lightning_recorder.plots.axes import Scale
 from lightning_recorder.plots.canvas import DETAIL_PX, TEXT_PX, TITLE_PX, Image, text_width
 from lightning_recorder.plots.frame import WIDTH, bottom_room, fitting_ticks, rows_room
-from lightning_recorder.plots.scale import Scale
 from tests.plots.pixels import data_in, names_of
 
 GREY = 0x8C

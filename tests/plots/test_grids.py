@@ -13,7 +13,7 @@ from lightning_recorder import ArgumentError
 from lightning_recorder.plots import attention_maps, feature_maps, kernels
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.colours import PURPLE_ORANGE, VIRIDIS
-from lightning_recorder.plots.grid import pooled
+from lightning_recorder.plots.grids import _pooled
 from tests.plots.pixels import data_in, place_of
 
 FRAME = 0xCF
@@ -100,7 +100,7 @@ def test_rows_of_a_linear_layer_are_pictures(inputs: int, shape: tuple[int, ...]
 def test_large_maps_are_averaged() -> None:
     """Each block of a large map shows its mean, and blocks at the lower and right edges may be smaller."""
     values = np.arange(35.0).reshape(1, 5, 7)
-    found, block = pooled(values, (3, 4), 100)
+    found, block = _pooled(values, (3, 4), 100)
     assert block == (2, 2)
     expected = [[values[0, y : y + 2, x : x + 2].mean() for x in range(0, 7, 2)] for y in range(0, 5, 2)]
     assert found[0] == pytest.approx(np.array(expected))
@@ -109,7 +109,7 @@ def test_large_maps_are_averaged() -> None:
 def test_large_maps_are_averaged_until_they_are_small_enough() -> None:
     """The number of values in a panel is bounded, whatever the shape."""
     for height, width in ((100, 100), (1, 5_000), (5_000, 1), (3, 3)):
-        found, _ = pooled(np.ones((1, height, width)), (200, 200), 50)
+        found, _ = _pooled(np.ones((1, height, width)), (200, 200), 50)
         assert found[0].size <= 50
         assert found == pytest.approx(1.0)
 

@@ -12,6 +12,7 @@ from lightning_recorder import ArgumentError
 from lightning_recorder.plots import heat_map
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.colours import PURPLE_ORANGE, VIRIDIS, pattern
+from lightning_recorder.plots.heat_map import _furthest
 from tests.plots.pixels import data_in, names_of, place_of
 
 
@@ -125,3 +126,24 @@ def test_of_what_was_recorded_there_must_be_as_much() -> None:
     """``recorded`` must have the shape of the values."""
     with pytest.raises(ArgumentError, match=r"recorded must have the shape \[1, 2\], got \[2\]"):
         heat_map([0, 1], ["a"], [[1.0, 2.0]], statistic="rms", title="t", recorded=np.ones(2, dtype=bool))
+
+
+@pytest.mark.parametrize(
+    ("values", "recorded", "chosen", "there"),
+    [
+        ([1.0, -3.0, 2.0], [True, True, True], -3.0, True),
+        ([1.0, -3.0, 2.0], [True, False, True], 2.0, True),
+        ([1.0, np.nan, 1e308], [True, True, True], np.nan, True),
+        ([1.0, np.nan, -np.inf], [True, True, True], -np.inf, True),
+        ([0.0, np.nan], [True, False], 0.0, True),
+        ([5.0, 6.0], [False, False], None, False),
+    ],
+)
+def test_the_value_that_tells_most_is_shown(
+    values: list[float], recorded: list[bool], chosen: float | None, there: bool
+) -> None:
+    """An infinity precedes NaN, which precedes the value furthest from 0; missing values are ignored."""
+    found, is_there = _furthest(np.array([values]), np.array([recorded]))
+    assert is_there.tolist() == [there]
+    if chosen is not None:
+        np.testing.assert_equal(found.tolist(), [chosen])

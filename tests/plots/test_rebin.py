@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recorder import ArgumentError
+from lightning_recorder.plots.axes import Scale
 from lightning_recorder.plots.rebin import edges_along, histogram_of, rebin, shares, to_histograms, value_axis
-from lightning_recorder.plots.scale import Scale
 from lightning_recorder.reductions import Histogram, Statistics
 
 

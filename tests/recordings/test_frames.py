@@ -33,8 +33,8 @@ def log_dir(tmp_path: Path) -> Path:
 def test_rows(log_dir: Path) -> None:
     """There is one row per step and site of all stages, training first; missing values are None."""
     series = open_recording(log_dir)["activations"]
-    assert frames.columns_of([series]) == ["rms", "more"]
-    assert list(frames.rows_of(series, ["rms", "more"])) == ROWS
+    assert frames.columns_of([series.parts]) == ["rms", "more"]
+    assert list(frames.rows_of(series.parts, ["rms", "more"])) == ROWS
 
 
 def test_a_frame(log_dir: Path) -> None:

@@ -18,7 +18,7 @@ import lightning_recorder
 from lightning_recorder import ArgumentError, RecorderWarning
 from lightning_recorder.disk import begin_run
 from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
-from lightning_recorder.recordings.counts import pack_counts
+from lightning_recorder.recordings.record_format import pack_counts
 from tests.disks import files_up_to
 
 

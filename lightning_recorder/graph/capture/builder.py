@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from lightning_recorder.graph.capture.draft import Draft
-from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
 from lightning_recorder.internals.storage import is_uninitialized
 
-__all__ = ["GraphBuilder", "meta_of", "metas_of"]
+__all__ = ["Draft", "GraphBuilder", "meta_of", "metas_of"]
 
 _REENTRANT = "CheckpointFunctionBackward"
+
+
+@dataclass(slots=True)
+class Draft:
+    """A mutable node; see :class:`Node` for its fields.
+
+    A recording creates few objects that Python's garbage collector has to traverse. With ten objects for each function,
+    the collections alone took as long as the recording.
+    """
+
+    kind: Kind
+    name: str
+    parent: int | None
+    depth: int
+    type_name: str = ""
+    call: int = 1
+    outputs: tuple[TensorMeta, ...] = ()
+    parameters: int = 0
+    autograd: tuple[str, ...] = ()
+    failed: bool = False
+    source: str = ""
+    duration_ms: float | None = None
+
+
 _FIELDS = tuple(each.name for each in fields(Draft))
 
 
@@ -78,9 +100,19 @@ class GraphBuilder:
                 todo.extend(new)
         return {number for number, _ in found}
 
-    def finish(self, scope: str, parameters: int) -> Graph:
-        """Return the graph recorded so far."""
-        scopes = Scopes(self.nodes, self._edges, scope).named()
+    @property
+    def ends(self) -> Iterable[tuple[int, int]]:
+        """The source and the target of each edge."""
+        return self._edges.keys()
+
+    def finish(self, scope: str, parameters: int, scopes: Mapping[int, str]) -> Graph:
+        """Return the graph recorded so far.
+
+        Args:
+            scope: The recorded method of the model.
+            parameters: The number of parameters of the model.
+            scopes: The scope of each node; empty for a node that is missing.
+        """
         nodes = tuple(
             Node(number, scope=scopes.get(number, ""), **{name: getattr(draft, name) for name in _FIELDS})
             for number, draft in enumerate(self.nodes)

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.errors import ForwardError, RecordingError, describe_error, warn
-from lightning_recorder.graph.capture.functions import versions
+from lightning_recorder.graph.capture.function_calls import versions
 from lightning_recorder.graph.capture.step import StepRecording, is_fused, is_opaque
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.internals.autograd import current_function_mode, in_backward, remove_hook, without_functions

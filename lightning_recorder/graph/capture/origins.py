@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, metas_of
-from lightning_recorder.graph.capture.caller import CustomCall
-from lightning_recorder.graph.capture.functions import tensors_in
+from lightning_recorder.graph.capture.function_calls import CustomCall, tensors_in
 from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.ownership import AutogradOwners
 from lightning_recorder.graph.capture.provenance import Provenance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from lightning_recorder.graph.capture.draft import Draft
+from lightning_recorder.graph.capture.builder import Draft
 
 __all__ = ["Scopes"]
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, metas_of
-from lightning_recorder.graph.capture.caller import find_caller
-from lightning_recorder.graph.capture.functions import Versions, function_name, tensors_in, writes
+from lightning_recorder.graph.capture.function_calls import Versions, find_caller, function_name, tensors_in, writes
 from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
+from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import Graph, TensorMeta
 from lightning_recorder.internals.autograd import is_view, unwrapped, version_of
 from lightning_recorder.internals.storage import is_uninitialized
@@ -78,7 +78,8 @@ class StepRecording:
         root = self._calls[0].module
         # A shared parameter counts once.
         parameters = {id(each): each for module in root.modules() for each in _own(module)}
-        return self._builder.finish(scope, _parameters(parameters.values()))
+        scopes = Scopes(self._builder.nodes, self._builder.ends, scope).named()
+        return self._builder.finish(scope, _parameters(parameters.values()), scopes)
 
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Add an input node for each tensor that the model takes, named by its path."""

@@ -10,8 +10,10 @@ from typing_extensions import override
 from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.graph.renderers.base import BaseRenderer
+from lightning_recorder.graph.renderers.escape import ascii_text
 from lightning_recorder.graph.renderers.labels import own_name, times
-from lightning_recorder.graph.views.views import collapse, drawn_nodes, truncate
+from lightning_recorder.graph.views.collapse import collapse
+from lightning_recorder.graph.views.fit import drawn_nodes, truncate
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.graph_pb2 import GraphDef
@@ -82,7 +84,7 @@ class _GraphDefRenderer(BaseRenderer["GraphDef"]):
     @override
     def render_node(self, canvas: GraphDef, node: Node) -> None:
         device = node.outputs[0].device if node.outputs else ""
-        drawn = canvas.node.add(name=self._names[node.id], op=_op(node), device=_ascii(device))
+        drawn = canvas.node.add(name=self._names[node.id], op=_op(node), device=ascii_text(device))
         self._defs[node.id] = drawn
         for meta in node.outputs:
             shape = drawn.attr["_output_shapes"].list.shape.add()
@@ -91,7 +93,7 @@ class _GraphDefRenderer(BaseRenderer["GraphDef"]):
         for name, value in _attributes(node, self.graph).items():
             attribute = drawn.attr[name]
             if isinstance(value, str):
-                attribute.s = _ascii(value).encode()
+                attribute.s = ascii_text(value).encode()
             elif isinstance(value, float):
                 attribute.f = value
             elif value is True:
@@ -213,8 +215,3 @@ def _part(name: str) -> str:
     """Return a name without characters that paths reserve: ``/`` opens a scope, ``:`` numbers outputs."""
     kept = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
     return kept if kept == name else kept.strip("_")
-
-
-def _ascii(text: str) -> str:
-    """Return text that the tab shows literally; it does not decode the escapes that the server sends for the rest."""
-    return text.encode("ascii", "backslashreplace").decode()

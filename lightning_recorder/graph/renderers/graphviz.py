@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -13,6 +12,7 @@ from lightning_recorder.fonts import FAMILY
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.base import BaseRenderer
+from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
 
 if TYPE_CHECKING:
     from graphviz import Digraph
@@ -85,7 +85,7 @@ class GraphvizStyler:
             **_LOOKS[node.kind],
             **(_FAILED if node.failed else {}),
             "label": _label(node, graph, shapes=self.shapes == "nodes"),
-            "tooltip": _plain(_describe(node)),
+            "tooltip": dot_attribute(_describe(node)),
             **self.attributes,
         }
 
@@ -94,7 +94,7 @@ class GraphvizStyler:
         name = graph.title
         return {
             "label": f"<{_bold(name)}{_detail(labels.title(graph).removeprefix(name))}>",
-            "tooltip": _plain(name),
+            "tooltip": dot_attribute(name),
         }
 
     def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
@@ -105,7 +105,7 @@ class GraphvizStyler:
             "label": _stacked(
                 line for line in (name and _bold(name), node.type_name and _detail(node.type_name)) if line
             ),
-            "tooltip": _plain(_describe(node)),
+            "tooltip": dot_attribute(_describe(node)),
             "bgcolor": _FRAMES[node.depth % 2],
             "color": "#0072b2" if node.repeats > 1 else "#bdbdbd",
             "penwidth": "2" if node.repeats > 1 else "1",
@@ -114,14 +114,19 @@ class GraphvizStyler:
 
     def style_scope(self, scope: str) -> dict[str, str]:
         """Return the Graphviz attributes of the cluster around a loss."""
-        return {"label": f"<{_detail(scope)}>", "tooltip": _plain(scope), "color": "#d55e00", "style": "rounded,dashed"}
+        return {
+            "label": f"<{_detail(scope)}>",
+            "tooltip": dot_attribute(scope),
+            "color": "#d55e00",
+            "style": "rounded,dashed",
+        }
 
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of an edge; the label shows the number of tensors if there are several."""
         times = labels.times(edge, graph)
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
         words += [f"×{times}"] if times > 1 else []
-        style = {"tooltip": _plain(f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else "")}
+        style = {"tooltip": dot_attribute(f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else "")}
         return {**style, "label": f"<{_detail(' '.join(['', *words, '']))}>"} if words else style
 
 
@@ -141,9 +146,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     Example:
         >>> import torch
         >>> from lightning_recorder.graph import capture_graph, fit_view
-        >>> dot = GraphvizRenderer(fit_view(capture_graph(torch.nn.Sequential(torch.nn.ReLU()),
-        torch.ones(2)))).render() >>> [line.split("[")[0].strip() for line in dot.body[-5:]] ['n1', 'n2', 'n4', 'n1 ->
-        n2', 'n2 -> n4']
+        >>> view = fit_view(capture_graph(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2)))
+        >>> [line.split("[")[0].strip() for line in GraphvizRenderer(view).render().body[-5:]]
+        ['n1', 'n2', 'n4', 'n1 -> n2', 'n2 -> n4']
     """
 
     def __init__(
@@ -267,7 +272,7 @@ def check_direction(direction: str) -> None:
 def _label(node: Node, graph: Graph, *, shapes: bool) -> str:
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
     name = f"{name} {labels.shown_times(node)}".strip()
-    lines = [_bold(name) if node.kind in _PROMINENT else _text(name)]
+    lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)]
     if node.kind == "module":
         lines.append(_detail(labels.class_and_size(node)))
     if node.failed:
@@ -303,27 +308,9 @@ def _describe(node: Node) -> str:
     return " · ".join(part for part in parts if part)
 
 
-# All text in a document is escaped by one of these functions.
-
-
-def _text(text: str) -> str:
-    """Escape text for an HTML-like label; characters that cannot be printed are replaced."""
-    # Double each backslash: Graphviz would replace \\N in a label by the name of the node.
-    return html.escape(labels.printable(text)).replace("\\", "\\\\")
-
-
-def _plain(text: str) -> str:
-    """Escape text for the value of an attribute."""
-    # Graphviz decodes entities in attributes as well as in labels. It also unescapes backslashes twice; the library
-    # accounts for one pass.
-    from graphviz import escape
-
-    return escape(html.escape(labels.printable(text), quote=False).replace("\\", "\\\\")) or " "
-
-
 def _bold(text: str) -> str:
-    return f"<b>{_text(text)}</b>"
+    return f"<b>{dot_label(text)}</b>"
 
 
 def _detail(text: str) -> str:
-    return f'<font point-size="{_DETAIL_PT}" color="#4d4d4d">{_text(text)}</font>'
+    return f'<font point-size="{_DETAIL_PT}" color="#4d4d4d">{dot_label(text)}</font>'

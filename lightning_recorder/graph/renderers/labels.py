@@ -8,7 +8,6 @@ __all__ = [
     "class_and_size",
     "full_name",
     "own_name",
-    "printable",
     "short_count",
     "short_name",
     "shown_shapes",
@@ -97,8 +96,3 @@ def short_count(number: int) -> str:
         if float(shown) >= 1 and number >= least:
             return f"{shown} {unit}"
     return str(number)
-
-
-def printable(text: str) -> str:
-    """Replace characters that move the cursor, colour a terminal or change the writing direction with ``�``."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
-
 from typing_extensions import override
 
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers.base import BaseRenderer
+from lightning_recorder.graph.renderers.escape import mermaid_label, yaml_string
 from lightning_recorder.graph.renderers.graphviz import Direction, check_direction
 from lightning_recorder.graph.renderers.labels import (
     class_and_size,
-    printable,
     short_name,
     shown_shapes,
     shown_times,
@@ -67,7 +64,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
 
     @override
     def make_canvas(self) -> list[str]:
-        return ["---", f"title: {_quoted(title(self.graph))}", _CONFIG, "---", f"flowchart {self.direction}"]
+        return ["---", f"title: {yaml_string(title(self.graph))}", _CONFIG, "---", f"flowchart {self.direction}"]
 
     @override
     def render(self) -> list[str]:
@@ -78,14 +75,14 @@ class MermaidRenderer(BaseRenderer[list[str]]):
     def render_node(self, canvas: list[str], node: Node) -> None:
         left, right, _ = _LOOKS[node.kind]
         lines = [self._name(node), class_and_size(node) if node.kind == "module" else "", shown_shapes(node)]
-        self._put(canvas, node, f"n{node.id}{left}{_label(lines)}{right}:::{node.kind}")
+        self._put(canvas, node, f"n{node.id}{left}{mermaid_label(lines)}{right}:::{node.kind}")
         if node.failed:
             self._put(canvas, node, f"class n{node.id} failed")
 
     @override
     def render_recursive_node(self, canvas: list[str], node: Node) -> None:
         words = " ".join(part for part in (self._name(node), node.type_name) if part)
-        self._put(canvas, node, f"subgraph n{node.id}[{_label([words])}]")
+        self._put(canvas, node, f"subgraph n{node.id}[{mermaid_label([words])}]")
         self.render_contents(canvas, node)
         self._put(canvas, node, "end")
         marks = [f"frame{node.depth % 2}", *["repeated"] * (node.repeats > 1), *["failed"] * node.failed]
@@ -95,7 +92,7 @@ class MermaidRenderer(BaseRenderer[list[str]]):
     @override
     def render_edge(self, canvas: list[str], edge: Edge) -> None:
         number = times(edge, self.graph)
-        label = f"|{_label([f'×{number}'])}|" if number > 1 else ""
+        label = f"|{mermaid_label([f'×{number}'])}|" if number > 1 else ""
         canvas.append(f"  n{edge.source} -->{label} n{edge.target}")
 
     def _looks(self) -> list[str]:
@@ -140,37 +137,3 @@ def to_mermaid(graph: Graph, direction: Direction = "TB") -> str:
           n2 --> n6
     """
     return "\n".join(MermaidRenderer(graph, direction=direction).render()) + "\n"
-
-
-# All text in a document is escaped by one of these two functions. Mermaid decodes a label before it parses it: as
-# Markdown (some releases of 11), TeX (`$$`), icons (`fa:fa-car`) and line breaks (`\n`), and again as character codes,
-# which it has converted to `ﬂ°°35¶ß` before. So a code alone keeps a character from ending the label. The zero-width
-# blank after it keeps the character from forming markup with the text that follows.
-
-_BLANK = "#65279;"
-_OURS = frozenset("×·…→✗")
-_BETWEEN = re.compile(r"(?<=[A-Za-z0-9×·…→✗,])[ ._-](?=[A-Za-z0-9×·…→✗])")
-
-
-def _label(lines: list[str]) -> str:
-    """Return lines as a quoted label; letters, digits and harmless characters between two of them are not encoded."""
-    return f'"{"<br/>".join(_text(printable(line)) for line in lines if line) or _BLANK}"'
-
-
-def _text(line: str) -> str:
-    harmless = {match.start() for match in _BETWEEN.finditer(line)}
-    return "".join(
-        char if index in harmless or (char.isascii() and char.isalnum()) or char in _OURS else _code(char, index)
-        for index, char in enumerate(line)
-    )
-
-
-def _code(char: str, index: int) -> str:
-    if char.isalpha() and char not in "ﬂß":
-        return f"#{ord(char)};"
-    return f"{_BLANK if index == 0 else ''}#{ord(char)};{_BLANK}"
-
-
-def _quoted(line: str) -> str:
-    """Return a line as a YAML string, of which JSON is a subset; ``<`` is escaped since it could start an HTML tag."""
-    return json.dumps(printable(line)).replace("<", "\\u003c")

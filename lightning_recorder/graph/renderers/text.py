@@ -9,10 +9,10 @@ from typing_extensions import override
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.graph.renderers.base import BaseRenderer
+from lightning_recorder.graph.renderers.escape import printable
 from lightning_recorder.graph.renderers.labels import (
     class_and_size,
     full_name,
-    printable,
     short_name,
     shown_shapes,
     shown_times,

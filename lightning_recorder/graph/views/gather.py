@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.views.rebuild import redirected
 
 __all__ = ["gather"]
 
@@ -46,11 +47,5 @@ def gather(graph: Graph, few: int = _FEW) -> Graph:
             target.update((node.id, nodes[0].id) for node in nodes)
     if not gathered:
         return graph
-    edges: dict[tuple[int, int], Edge] = {}
-    for edge in graph.edges:
-        ends = target.get(edge.source, edge.source), target.get(edge.target, edge.target)
-        before = edges.get(ends)
-        more = edge.multiplicity + (before.multiplicity if before else 0)
-        edges[ends] = replace(before or edge, source=ends[0], target=ends[1], multiplicity=more)
     kept = [gathered.get(node.id, node) for node in graph.nodes if target.get(node.id, node.id) == node.id]
-    return replace(graph, nodes=tuple(kept), edges=tuple(edges.values()))
+    return replace(graph, nodes=tuple(kept), edges=redirected(graph.edges, target))

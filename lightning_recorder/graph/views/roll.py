@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.views.rebuild import redirected
 
 __all__ = ["roll"]
 
@@ -53,13 +54,7 @@ def roll(graph: Graph) -> Graph:
         for node in graph.nodes
         if target[node.id] == node.id
     ]
-    joined: dict[tuple[int, int], Edge] = {}
-    for edge in graph.edges:
-        ends = target[edge.source], target[edge.target]
-        old = joined.get(ends)
-        more = edge.multiplicity + (old.multiplicity if old else 0)
-        joined[ends] = replace(old or edge, source=ends[0], target=ends[1], multiplicity=more)
-    return replace(graph, nodes=tuple(kept), edges=tuple(joined.values()))
+    return replace(graph, nodes=tuple(kept), edges=redirected(graph.edges, target))
 
 
 def _key(node: Node, target: dict[int, int], counts: dict[_Key, int]) -> _Key:

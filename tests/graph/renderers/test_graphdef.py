@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_recorder import ArgumentError
 from lightning_recorder.graph import Graph, Node, TensorMeta, capture_graph, collapse, fit_view, to_graph_def
-from lightning_recorder.graph.views.views import drawn_nodes
+from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, linear
 from tests.graph.random_nets import graphs
 from tests.graph.sketch import HOSTILE, UNPRINTABLE, Sketch

@@ -35,7 +35,7 @@ from lightning_recorder.graph import (
 )
 from lightning_recorder.graph.model import Kind
 from lightning_recorder.graph.renderers.graphviz import Shapes
-from lightning_recorder.graph.views.views import drawn_nodes
+from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, linear
 from tests.graph.queries import only
 from tests.graph.svg import Picture, read_svg
@@ -249,7 +249,7 @@ def test_pointer_shows_the_rest(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Sequential(linear(), nn.ReLU()))
     line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]  # CPython has frames
     graph = capture_graph(net, X)
-    here = f"tests/graph/test_graphviz.py:{line}"
+    here = f"tests/graph/renderers/test_graphviz.py:{line}"
     assert [item.tooltip for item in draw(fit_view(graph), tmp_path).nodes()] == [
         "input · float32 2×4",
         f"0.0 · Linear · float32 2×4 · {here}",

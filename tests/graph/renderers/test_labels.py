@@ -8,7 +8,6 @@ from lightning_recorder.graph import Edge, Graph, Node
 from lightning_recorder.graph.renderers.labels import (
     class_and_size,
     full_name,
-    printable,
     short_count,
     short_name,
     shown_shapes,
@@ -16,7 +15,7 @@ from lightning_recorder.graph.renderers.labels import (
     times,
     title,
 )
-from tests.graph.sketch import UNPRINTABLE, Sketch
+from tests.graph.sketch import Sketch
 
 
 @pytest.mark.parametrize(
@@ -107,12 +106,3 @@ def test_tensors_of_an_edge() -> None:
 def test_large_numbers_are_short(number: int, shown: str) -> None:
     """A number has at most four digits."""
     assert short_count(number) == shown
-
-
-@pytest.mark.parametrize("text", UNPRINTABLE, ids=ascii)
-def test_printable(text: str) -> None:
-    """The result can be printed on one line and written as UTF-8; its length is the same."""
-    shown = printable(text)
-    assert shown.isprintable()
-    assert len(shown) == len(text)
-    assert shown.encode()

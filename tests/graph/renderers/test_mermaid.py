@@ -23,7 +23,7 @@ from lightning_recorder.graph import (
     to_mermaid,
 )
 from lightning_recorder.graph.model import Kind
-from lightning_recorder.graph.views.views import drawn_nodes
+from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.flowchart import Flowchart, read_flowchart
 from tests.graph.nets import X, linear
 from tests.graph.outline import text

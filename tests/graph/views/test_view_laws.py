@@ -24,7 +24,7 @@ from lightning_recorder.graph import (
     truncate,
     without,
 )
-from tests.graph.queries import sources_of
+from tests.graph.queries import assert_sound, sources_of
 from tests.graph.random_nets import graphs
 
 
@@ -72,6 +72,31 @@ def test_every_view_is_a_graph(view: Callable[[Graph], Graph], graph: Graph) -> 
     edges = {tuple(line.split(" -> ")) for line in lines if " -> " in line}
     assert edges == {(f"n{source}", f"n{target}") for source, target in ends(shown)}
     assert {end for edge in edges for end in edge} <= drawn
+
+
+IN_ORDER: dict[str, Callable[[Graph], Graph]] = {
+    "collapse": lambda graph: collapse(graph, 2),
+    "collapse to the innermost": collapse,
+    "without": lambda graph: without(graph, ("parameter", "tensor")),
+    "hide": hide,
+    "drop_isolated": drop_isolated,
+    "drop_dead_ends": drop_dead_ends,
+    "fold_repeats": lambda graph: fold_repeats(collapse(without(graph, ("parameter", "buffer")))),
+    "truncate": lambda graph: truncate(graph, 4),
+    "fit": lambda graph: fit_view(graph, 5),
+}
+"""Views whose nodes and edges keep the order of time."""
+
+
+@pytest.mark.parametrize("view", IN_ORDER.values(), ids=IN_ORDER)
+@settings(max_examples=40)
+@given(graph=graphs)
+def test_every_view_is_a_sound_graph(view: Callable[[Graph], Graph], graph: Graph) -> None:
+    """Edges join existing nodes and go forward in time, parents exist, and the recording is unchanged."""
+    before = graph.to_json()
+    assert_sound(view(graph))
+    assert graph.to_json() == before
+    assert view(graph).scope == graph.scope
 
 
 # collapse

@@ -1,4 +1,4 @@
-"""Tests of scales: positions of values, choice of scale, and tick labels."""
+"""Tests of scales (positions of values, choice of scale, tick labels) and of the columns of recorded steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_recorder.plots.scale import Scale, number, scale_of, value_scale
+from lightning_recorder.plots.axes import Scale, columns_of, number, scale_of, value_scale
 
 SCALES = [
     Scale("linear", -2.0, 6.0),
@@ -123,3 +123,41 @@ def test_numbers_are_short(value: float) -> None:
     """A number has at most ten characters and is correct to three digits."""
     assert len(number(value)) <= 10
     assert float(number(value)) == pytest.approx(value, rel=6e-3)
+
+
+def test_equal_distances_give_each_step_a_column() -> None:
+    """Equidistant steps have one column each, bounded halfway between the steps."""
+    columns = columns_of(np.array([0.0, 10.0, 20.0]))
+    assert [(run.start, run.stop) for run in columns] == [(0, 1), (1, 2), (2, 3)]
+    assert (columns.axis.low, columns.axis.high) == (-5.0, 25.0)
+    assert columns.most == 1
+
+
+def test_a_single_step_has_one_column() -> None:
+    """The axis of a single step extends half a step to both sides."""
+    columns = columns_of(np.array([7.0]))
+    assert [(run.start, run.stop) for run in columns] == [(0, 1)]
+    assert (columns.axis.low, columns.axis.high) == (6.5, 7.5)
+
+
+def test_a_gap_is_filled_with_the_nearest_step() -> None:
+    """Columns between distant steps show the nearest step."""
+    columns = columns_of(np.array([0.0, 1.0, 9.0]), most=14)
+    # From -0.5 to 13 in 14 columns of width 27/28; the midpoint of 1 and 9 is 5.
+    assert [run.start for run in columns] == [0, 1, 1, 1, 1, 1] + [2] * 8
+
+
+@given(st.sets(st.integers(0, 10**7), min_size=1, max_size=900), st.integers(2, 300))
+def test_no_step_is_lost(steps: set[int], most: int) -> None:
+    """Every step has a column, and the number of columns does not exceed the maximum."""
+    ordered = np.array(sorted(steps), dtype=np.float64)
+    columns = columns_of(ordered, most)
+    shown = {row for run in columns for row in range(run.start, run.stop)}
+    assert shown == set(range(len(ordered)))
+    assert len(columns) <= max(most, 1)
+    assert all(run.stop > run.start for run in columns)
+
+
+def test_columns_have_equal_widths_in_pixels() -> None:
+    """Four columns divide the width into equal quarters."""
+    assert columns_of(np.arange(4.0)).spread(8).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

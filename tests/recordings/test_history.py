@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_recorder.recordings import tail
-from lightning_recorder.recordings.tail import Tail
+from lightning_recorder.recordings import history
+from lightning_recorder.recordings.history import Tail
 
 
 def test_lines_come_once(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_a_file_that_was_written_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [15, 16, 17, 100])
 def test_a_line_that_is_too_long(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An overlong line is returned as an empty line, and the lines after it are read."""
-    monkeypatch.setattr(tail, "LONGEST_LINE", 16)
-    monkeypatch.setattr(tail, "_PIECE", 7)
+    monkeypatch.setattr(history, "_LONGEST_LINE", 16)
+    monkeypatch.setattr(history, "_PIECE", 7)
     path = tmp_path / "a"
     path.write_bytes(b"x" * length + b"\nnext\n" + b"y" * length)
     expected = b"x" * length if length < 16 else b""

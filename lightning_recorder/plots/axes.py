@@ -1,8 +1,9 @@
-"""Scales that map values to positions on an axis or colour bar."""
+"""Axes of an image: scales of values, and columns of recorded steps."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,14 +12,15 @@ from numpy.typing import NDArray
 
 from lightning_recorder.plots.arrays import Floats
 
-__all__ = ["Kind", "Scale", "number", "scale_of", "value_scale"]
+__all__ = ["Columns", "Scale", "columns_of", "number", "scale_of", "value_scale"]
 
-Kind = Literal["linear", "log", "symlog"]
+_Kind = Literal["linear", "log", "symlog"]
 
 # The maximum number of decades on an axis; the full range of float64 would leave no space for the values of interest.
 _DECADES = 12
 # Beyond this ratio of the largest to a small value, the small value is indistinguishable from 0 on a linear scale.
 _WIDE = 50.0
+_MOST_COLUMNS = 97  # two pixels per column next to the longest names; more columns would be indistinguishable
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Scale:
         [(0.0, '-1'), (0.25, '-0.5'), (0.5, '0'), (0.75, '0.5'), (1.0, '1')]
     """
 
-    kind: Kind
+    kind: _Kind
     low: float
     high: float
     threshold: float = 1.0
@@ -194,6 +196,59 @@ def _round_numbers(low: float, high: float, most: int) -> list[float]:
         if last - first + 1 <= most:
             break
     return [position * distance * size for position in range(first, last + 1)]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Equal intervals of the time axis, each with a contiguous range of recorded steps.
+
+    Args:
+        axis: The scale of the time axis, in steps.
+        starts: The index of the first recorded step of each column, ``[columns]``.
+        stops: The index after the last recorded step of each column, ``[columns]``.
+    """
+
+    axis: Scale
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[slice]:
+        return (slice(int(start), int(stop)) for start, stop in zip(self.starts, self.stops, strict=True))
+
+    @property
+    def most(self) -> int:
+        """The largest number of steps in a column."""
+        return int((self.stops - self.starts).max(initial=0))
+
+    def spread(self, width: int) -> NDArray[np.int64]:
+        """Return the index of the column at each of ``width`` pixels."""
+        return np.arange(width) * len(self) // max(width, 1)
+
+
+def columns_of(steps: Floats, most: int = _MOST_COLUMNS) -> Columns:
+    """Divide ascending steps into columns; an interval without a step shows the nearest step.
+
+    Args:
+        steps: The steps, ``[steps]``, at least one.
+        most: The maximum number of columns.
+    """
+    gaps = np.diff(steps)
+    low, high = steps[0] - (gaps[0] / 2 if len(gaps) else 0.5), steps[-1] + (gaps[-1] / 2 if len(gaps) else 0.5)
+    count = len(steps)
+    # Equidistant steps have one column each. Others use the maximum, so that the boundaries lie close to the true
+    # steps.
+    if count > most or (count > 1 and gaps.max() > gaps.min() * (1 + 1e-9)):
+        count = most
+    bounds = np.linspace(low, high, count + 1)
+    starts = np.searchsorted(steps, bounds[:-1], side="left")
+    stops = np.searchsorted(steps, bounds[1:], side="left")
+    empty = stops <= starts
+    nearest = np.searchsorted((steps[1:] + steps[:-1]) / 2, (bounds[:-1] + bounds[1:]) / 2)
+    starts, stops = np.where(empty, nearest, starts), np.where(empty, nearest + 1, stops)
+    return Columns(Scale("linear", float(low), float(high)), starts.astype(np.int64), stops.astype(np.int64))
 
 
 def number(value: float) -> str:

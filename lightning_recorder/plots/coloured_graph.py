@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Mapping
@@ -14,11 +13,12 @@ from typing_extensions import override
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.drawing import Drawing, draw
 from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.renderers.escape import dot_label
 from lightning_recorder.graph.renderers.graphviz import GraphvizStyler, Shapes
 from lightning_recorder.names import closest_names
+from lightning_recorder.plots.axes import number, scale_of
 from lightning_recorder.plots.canvas import literal
 from lightning_recorder.plots.colours import paint, table_for
-from lightning_recorder.plots.scale import number, scale_of
 
 __all__ = ["StatisticStyler", "colour_graph"]
 
@@ -107,7 +107,10 @@ class StatisticStyler(GraphvizStyler):
         style = super().style_frame(node, graph)
         if node.name not in self.values or not node.name:
             return style
-        return {**style, "label": _with_row(style["label"], f'<td align="left">{_text(self._words(node, graph))}</td>')}
+        return {
+            **style,
+            "label": _with_row(style["label"], f'<td align="left">{_text(self._words(node, graph))}</td>'),
+        }
 
     def _words(self, node: Node, graph: Graph) -> str:
         several = node.repeats * math.prod(call.repeats for call in graph.ancestors(node))
@@ -190,6 +193,5 @@ def _with_row(label: str, cell: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escape text for an HTML-like label."""
-    # Backslashes are doubled: in a label, \\N would be replaced by the name of the node.
-    return html.escape(literal(text)).replace("\\", "\\\\")
+    """Escape text for an HTML-like label; characters missing from the font are shown as their code."""
+    return dot_label(literal(text))

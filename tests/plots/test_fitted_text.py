@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recorder.plots.canvas import text_width
-from lightning_recorder.plots.words import every_nth, fitted, shortened, wrapped
+from lightning_recorder.plots.fitted_text import every_nth, fitted, shortened, wrapped
 from tests.plots.pixels import names_of
 
 

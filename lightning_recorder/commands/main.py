@@ -1,4 +1,4 @@
-"""Argument parser and error handling of the command line."""
+"""Entry point of the command line: arguments, help, errors and the exit status."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any, NoReturn
 
 from typing_extensions import override
 
-from lightning_recorder.commands.text import printable
+from lightning_recorder.commands.terminal import printable
 from lightning_recorder.errors import RecorderError
 
 __all__ = ["main"]
 
 _PROGRAM = "lightning-recorder"
-_PATH = "the log_dir of a run, its folder recorder, or a folder above several runs"
+_PATH = "the log_dir of a run, its recorder folder, or a parent folder of several runs"
 _TOLERANCE = """\
-Two numbers are the same if they are apart by no more than ATOL + RTOL times what they are measured by: the larger
-rms of the site for mean, std, rms, min, max and quantiles, so that a mean that happens to be near zero is no
-difference; 1 for shares; else the larger of the two. Counts have to be equal. A site whose rms is below ATOL in both
-runs is taken for zero, as the gradient of a bias before a BatchNorm, which is nothing but rounding.
+Two numbers are equal if their difference is at most ATOL + RTOL * reference. The reference of mean, std, rms, min,
+max and quantiles is the larger rms of the site, so that a mean near zero is no difference. The reference of fractions
+is 1, and that of all other statistics is the larger of the two numbers. Counts must be equal. A site whose rms is
+below ATOL in both runs counts as zero, such as the gradient of a bias before a BatchNorm, which is only rounding.
 
-The defaults are such that the same run with another number of threads is the same at its beginning: there the
-statistics of a small convolutional network were apart by 1e-6 to 3e-4 in its first five steps, and by 3e-6 after 80
-steps of SGD. They grow with training: with Adam some were beyond 1e-3 after 20 steps, and no tolerance that still
-tells two runs apart would hide that. With --exact every bit of every statistic counts, and the histograms; two runs
-on the same machine with the same seed are expected to be the same even then."""
+With the defaults, the first steps of a run equal those of the same run with another number of threads. In a small
+convolutional network, the statistics of these runs differed by 1e-6 to 3e-4 in the first five steps and by 3e-6 after
+80 steps of SGD. Differences grow with training: with Adam some exceeded 1e-3 after 20 steps, and a tolerance that
+hides them would also hide the difference between two runs. With --exact, all statistics and histograms must be equal
+to the bit, as expected of two runs on the same machine with the same seed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
     @override
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)} (--help tells more)\n")
+        self.exit(2, f"{self.prog}: {printable(message)} (see --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(_PROGRAM, description="What runs have recorded: list it, show it, export it, compare it.")
+    parser = _Parser(_PROGRAM, description="List, show, export, draw and compare the recordings of runs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_ls(commands)
     _add_show(commands)
@@ -95,7 +95,7 @@ def _add(commands: Any, name: str, description: str, example: str, more: str = "
 
 
 def _add_ls(commands: Any) -> None:
-    ls = _add(commands, "ls", "List runs, with their recorders, dumps and graphs.", "ls lightning_logs")
+    ls = _add(commands, "ls", "List the runs with their recorders, dumps and graphs.", "ls lightning_logs")
     ls.add_argument("path", metavar="PATH", help=_PATH)
     ls.add_argument("--json", action="store_true", help="print JSON")
 
@@ -108,60 +108,75 @@ def _add_show(commands: Any) -> None:
         "show lightning_logs/version_0 'encoder.*' --statistic rms",
     )
     show.add_argument("path", metavar="PATH", help=_PATH)
-    show.add_argument("site", metavar="SITE", help="a module's name, or a glob: * is one part of a name, ** any number")
-    show.add_argument("--recorder", metavar="LABEL", help="of this recorder alone, as activations")
-    show.add_argument("--stage", help="of this stage, as validate; by default train")
-    show.add_argument("--statistic", action="append", help="this statistic alone; can be given several times")
+    show.add_argument(
+        "site",
+        metavar="SITE",
+        help="the name of a module, or a glob: * for one part of a name, ** for any number",
+    )
+    show.add_argument("--recorder", metavar="LABEL", help="show only this recorder, for example activations")
+    show.add_argument("--stage", help="show this stage, for example validate; by default train")
+    show.add_argument("--statistic", action="append", help="show only this statistic; may be repeated")
 
 
 def _add_export(commands: Any) -> None:
     export = _add(
         commands,
         "export",
-        "Write all statistics into one file, a line for each step and site.",
+        "Write all statistics to one file, with one row per step and site.",
         "export lightning_logs/version_0 statistics.csv",
-        "In a .csv file a name that a spreadsheet would take for a formula, as it begins with =, +, - or @, has an\n"
-        "apostrophe before it, and what is not seen in a name is escaped. A .parquet file needs pandas and pyarrow.\n"
-        "A .pt file holds tensors and lists: torch.load(path, weights_only=True)['runs'][run][recorder].",
+        "In a .csv file, a name that begins with =, +, - or @ gets an apostrophe, so that no spreadsheet runs it as a\n"
+        "formula, and invisible characters are escaped. A .parquet file needs pandas and pyarrow. A .pt file contains\n"
+        "tensors and lists: torch.load(path, weights_only=True)['runs'][run][recorder].",
     )
     export.add_argument("path", metavar="PATH", help=_PATH)
-    export.add_argument("out", metavar="OUT", help="the file; .csv, .parquet or .pt")
+    export.add_argument("out", metavar="OUT", help="the file to write, .csv, .parquet or .pt")
 
 
 def _add_graph(commands: Any) -> None:
     graph = _add(
         commands,
         "graph",
-        "Draw the recorded graph again, at another depth or in another format.",
+        "Draw the recorded graph at another depth or in another format.",
         "graph lightning_logs/version_0 --depth 2 --format png --output model.png",
     )
     graph.add_argument("path", metavar="PATH", help=_PATH)
-    graph.add_argument("--depth", type=int, help="down to which depth modules are opened; by default what can be read")
-    graph.add_argument("--direction", choices=("TB", "LR", "BT", "RL"), default="TB", help="where the data flows")
-    graph.add_argument("--format", help="svg, png, pdf, dot, mermaid or text; by default that of OUTPUT, or svg")
+    graph.add_argument(
+        "--depth", type=int, help="the deepest level of open modules; by default the deepest that is readable"
+    )
+    graph.add_argument(
+        "--direction",
+        choices=("TB", "LR", "BT", "RL"),
+        default="TB",
+        help="the direction of the data flow",
+    )
+    graph.add_argument("--format", help="svg, png, pdf, dot, mermaid or text; by default the suffix of OUTPUT, or svg")
     graph.add_argument(
         "--colour",
         metavar="RECORDER/STATISTIC",
-        help="fill the modules with the colours of a statistic, as activations/rms or gradients/zero_fraction",
+        help="colour the modules by a statistic, for example activations/rms or gradients/zero_fraction",
     )
-    graph.add_argument("--step", type=int, help="the step of that statistic; by default the latest")
-    graph.add_argument("--output", help="the file; by default graph.<format> here, and the terminal for texts")
-    graph.add_argument("--max-nodes", type=int, help="make it smaller until it has no more; without --depth 150")
+    graph.add_argument("--step", type=int, help="the step of the statistic; by default the latest")
+    graph.add_argument("--output", help="the file; by default ./graph.<format>, or the terminal for a text format")
+    graph.add_argument(
+        "--max-nodes",
+        type=int,
+        help="the largest number of nodes; by default 150, or no limit with --depth",
+    )
 
 
 def _add_diff(commands: Any) -> None:
     diff = _add(
         commands,
         "diff",
-        "Compare two runs: where they part first, and how far. The exit status is 0 if they are the same, 1 if not.",
+        "Find the first step and site at which two runs differ. The exit status is 0 if they are equal and 1 if not.",
         "diff lightning_logs/version_0 lightning_logs/version_1",
         _TOLERANCE,
     )
     diff.add_argument("one", metavar="RUN_A", help="the log_dir of a run")
-    diff.add_argument("other", metavar="RUN_B", help="that of another")
+    diff.add_argument("other", metavar="RUN_B", help="the log_dir of the other run")
     diff.add_argument("--rtol", type=float, default=1e-3, help="relative tolerance; by default 1e-3")
     diff.add_argument("--atol", type=float, default=1e-7, help="absolute tolerance; by default 1e-7")
-    diff.add_argument("--exact", action="store_true", help="every bit counts, histograms too")
-    diff.add_argument("--recorder", metavar="LABEL", help="compare this recorder alone")
-    diff.add_argument("--stage", help="compare this stage alone")
+    diff.add_argument("--exact", action="store_true", help="compare bit by bit, including histograms")
+    diff.add_argument("--recorder", metavar="LABEL", help="compare only this recorder")
+    diff.add_argument("--stage", help="compare only this stage")
     diff.add_argument("--json", action="store_true", help="print JSON")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_recorder import ArgumentError, DumpError
 from lightning_recorder.bins import BINS
-from lightning_recorder.recordings.counts import pack_counts, unpack_counts
+from lightning_recorder.recordings.record_format import pack_counts, unpack_counts
 from lightning_recorder.reductions import ExponentHistogram, Statistics
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_recorder import ArgumentError
 from lightning_recorder.graph import Graph, capture_graph, draw, make_dot
 from lightning_recorder.plots import StatisticStyler, colour_graph
-from lightning_recorder.plots.coloured import legible_on
+from lightning_recorder.plots.coloured_graph import legible_on
 
 LOW, MIDDLE, HIGH = "#440154", "#21918c", "#fde725"
 

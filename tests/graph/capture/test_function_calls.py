@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from lightning_recorder.graph.capture.caller import Caller, CustomCall, find_caller
+from lightning_recorder.graph.capture.function_calls import Caller, CustomCall, find_caller
 from tests.graph.nets import Net, X
 
 # The caller.

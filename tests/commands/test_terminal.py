@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_recorder.commands.text import module, number, printable, size, spark, table
+from lightning_recorder.commands.terminal import module, number, printable, size, spark, table
 
 
 @given(text=st.text(st.characters()))

@@ -1,0 +1,83 @@
+"""Views with a limited number of nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_recorder.errors import check_integer
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.views.collapse import collapse
+from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
+from lightning_recorder.graph.views.fold import fold_repeats
+from lightning_recorder.graph.views.gather import gather
+from lightning_recorder.graph.views.rebuild import rebuilt
+
+__all__ = ["drawn_nodes", "fit_view", "truncate"]
+
+# The number of nodes up to which a picture is easy to read and has room for functions that only move values.
+_COMFORTABLE = 60
+
+
+def fit_view(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
+    """Return the most detailed view with a limited number of nodes.
+
+    Parameters, buffers and isolated tensors are removed and repeated blocks are folded. Then the greatest depth at
+    which the view fits is used. If a view has more than 60 nodes, functions that compute nothing (:data:`PLUMBING`) are
+    hidden and ops with unused results are removed.
+
+    Args:
+        graph: A recorded graph.
+        max_nodes: The largest number of nodes in the view.
+        depth: The depth to start from; ``None`` uses the greatest depth that fits.
+
+    Raises:
+        ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
+    """
+    check_integer("max_nodes", max_nodes, 1)
+    if depth is not None:
+        check_integer("depth", depth, 1)
+    bare = gather(without(graph, ("parameter", "buffer")))
+    deepest = max((node.depth for node in graph.module_calls()), default=1)
+    view = bare
+    for level in range(depth or deepest, 0, -1):
+        closed = collapse(bare, level)
+        for simpler, limit in ((closed, min(_COMFORTABLE, max_nodes)), (drop_dead_ends(hide(closed)), max_nodes)):
+            view = drop_empty_calls(drop_isolated(fold_repeats(simpler, contents=bare)))
+            if len(drawn_nodes(view)) <= limit:
+                return view
+    return truncate(view, max_nodes)
+
+
+def truncate(graph: Graph, max_nodes: int) -> Graph:
+    """Draw at most ``max_nodes`` nodes; the excess is replaced by one node that shows the number of nodes removed."""
+    check_integer("max_nodes", max_nodes, 1)
+    drawn = drawn_nodes(graph)
+    if len(drawn) <= max_nodes:
+        return graph
+    # Keep two thirds at the start and one third at the end, so that both ends of the computation are visible.
+    head = (max_nodes - 1) * 2 // 3
+    tail = max_nodes - 1 - head
+    surplus = drawn[head : len(drawn) - tail]
+    more = replace(
+        surplus[0],
+        kind="op",
+        name=f"… {len(surplus)} more",
+        parent=graph.root.id,
+        depth=1,
+        outputs=(),
+        parameters=0,
+        repeats=1,
+        call=1,
+    )
+    gone = {node.id for node in surplus}
+    target = {node.id: more.id if node.id in gone else node.id for node in graph.nodes}
+    kept = [more if node.id == more.id else node for node in graph.nodes if target[node.id] == node.id]
+    return drop_empty_calls(rebuilt(graph, kept, target))
+
+
+def drawn_nodes(graph: Graph) -> list[Node]:
+    """Return the nodes of a view that are drawn as nodes, not as frames around others."""
+    parents = {node.parent for node in graph.nodes}
+    return [
+        node for node in graph.nodes if node.parent is not None and (node.kind != "module" or node.id not in parents)
+    ]

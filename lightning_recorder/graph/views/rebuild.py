@@ -1,0 +1,45 @@
+"""Construction of a view from the nodes that stay, with redirected edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from lightning_recorder.graph.model import Edge, Graph, Node
+
+__all__ = ["rebuilt", "redirected"]
+
+
+def rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: Iterable[Edge] | None = None) -> Graph:
+    """Return a graph of some nodes and redirected edges, without loops and dangling edges.
+
+    Args:
+        graph: The original graph.
+        nodes: The nodes of the new graph.
+        target: The node that replaces each node. A node that is missing here is removed with its edges.
+        edges: The edges to redirect; by default all edges of the graph.
+    """
+    there = {node.id for node in nodes}
+    kept = [
+        edge
+        for edge in (graph.edges if edges is None else edges)
+        if target.get(edge.source) != target.get(edge.target)
+        and there.issuperset((target.get(edge.source, -1), target.get(edge.target, -1)))
+    ]
+    return replace(graph, nodes=tuple(nodes), edges=redirected(kept, target))
+
+
+def redirected(edges: Iterable[Edge], target: Mapping[int, int]) -> tuple[Edge, ...]:
+    """Return edges with other ends; edges with equal ends become one, whose multiplicity is their sum.
+
+    Args:
+        edges: The edges.
+        target: The node that replaces each node; a node that is missing here is not replaced.
+    """
+    joined: dict[tuple[int, int], Edge] = {}
+    for edge in edges:
+        ends = target.get(edge.source, edge.source), target.get(edge.target, edge.target)
+        before = joined.get(ends)
+        times = edge.multiplicity + (before.multiplicity if before else 0)
+        joined[ends] = replace(before or edge, source=ends[0], target=ends[1], multiplicity=times)
+    return tuple(joined.values())

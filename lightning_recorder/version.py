@@ -1,0 +1,5 @@
+"""Version of the package; the build reads it from this file."""
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

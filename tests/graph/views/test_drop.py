@@ -1,0 +1,125 @@
+"""Views without some nodes: exact results for small models, laws for any model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from lightning_recorder.graph import (
+    Graph,
+    GraphCapture,
+    capture_graph,
+    collapse,
+    drop_dead_ends,
+    drop_isolated,
+    hide,
+    without,
+)
+from lightning_recorder.graph.views.drop import PLUMBING
+from tests.graph.nets import Net, X, bare, linear
+from tests.graph.outline import outline, text
+from tests.graph.queries import only, sources_of
+from tests.graph.random_nets import graphs
+
+
+def test_without() -> None:
+    """Nodes of the given kinds are removed with their edges; all others are unchanged."""
+    graph = capture_graph(nn.Sequential(linear()), X)
+    bare = without(graph, ("parameter", "buffer", "output"))
+    assert outline(bare, model_tensors=True, outputs=True) == "input\n0: Linear\n  linear <- input"
+    linear_ = only(graph, "linear").id
+    assert [edge.target for edge in without(graph, ("input", "buffer", "output")).edges] == [linear_, linear_]
+
+
+def test_hide_leads_past() -> None:
+    """The input of hidden functions is connected to the users of their output, also across several of them."""
+    graph = capture_graph(Net(lambda _, x: x.exp().view(-1).reshape(2, 4).cos() + x.t().t()), X)
+    assert outline(hide(graph, ("view", "reshape"))) == text(
+        """
+        input
+        exp <- input
+        cos <- exp
+        t <- input
+        t#2 <- t
+        add <- cos, t#2
+        """
+    )
+    assert outline(hide(graph, ("view", "reshape", "t"))) == text(
+        """
+        input
+        exp <- input
+        cos <- exp
+        add <- cos, input
+        """
+    )
+
+
+def test_hide_counts_tensors() -> None:
+    """Two paths through hidden functions to one node are two tensors."""
+    graph = capture_graph(Net(lambda _, x: torch.add(*x.exp().chunk(2, dim=1))), X)
+    assert outline(hide(graph, ("chunk",))) == "input\nexp <- input\nadd <- exp ×2"
+
+
+def test_hide_leaves_what_takes_several_tensors() -> None:
+    """A function of several tensors, or of none, is never hidden."""
+    graph = capture_graph(Net(lambda _, x: x.exp().expand_as(x.cos()) + torch.zeros(2, 4)), X)
+    assert hide(graph, ("expand_as", "zeros")) == graph
+
+
+def test_hidden_names_are_functions() -> None:
+    """A module with the name of a hidden function stays."""
+    graph = collapse(capture_graph(Net(lambda net, x: net.view(x), view=nn.ReLU()), X))
+    assert hide(graph, ("view",)) == graph
+
+
+@settings(max_examples=40)
+@given(graph=graphs)
+def test_hide_keeps_what_depends_on_what(graph: Graph) -> None:
+    """If all hidden functions have one input, the paths between the remaining nodes are unchanged."""
+    view = hide(graph, PLUMBING)
+    assert [node for node in view.nodes if node.kind == "op" and node.name in PLUMBING] == []
+    staying = {node.id for node in view.nodes}
+    for node_id in staying:
+        assert sources_of(view, node_id) == sources_of(graph, node_id) & staying
+
+
+def test_drop_isolated() -> None:
+    """Tensors and functions without any edge are removed; calls stay."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        torch.zeros(3)
+        net.idle(x)
+        return x.exp()
+
+    graph = capture_graph(Net(forward, idle=Net(lambda *_: None)), X)
+    assert outline(graph) == "input\nzeros\nidle: Net\nexp <- input"
+    assert outline(drop_isolated(graph)) == "input\nidle: Net\nexp <- input"
+
+
+def test_drop_dead_ends() -> None:
+    """If there is a loss, functions without a path to the loss or into a call are removed."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x.exp().mean()  # a metric
+        net.watch(x.cos())
+        return torch.sum(net.fc(x.tanh()))
+
+    net = Net(forward, fc=linear(), watch=Net(lambda _, x: x.sin()))
+    with GraphCapture(net, X) as recording:
+        net(X).backward()
+    graph = collapse(without(recording.graph(), ("parameter", "buffer")))
+    assert outline(drop_dead_ends(graph)) == text(
+        """
+        input
+        cos <- input
+        watch: Net <- cos
+        tanh <- input
+        fc: Linear <- tanh
+        sum <- fc
+        backward <- sum
+        """
+    )
+    assert drop_dead_ends(bare(net, X)) == bare(net, X)

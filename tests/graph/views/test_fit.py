@@ -1,0 +1,176 @@
+"""Views with a limited number of nodes: exact results for small models, limits for large models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_recorder import ArgumentError
+from lightning_recorder.graph import (
+    Edge,
+    Graph,
+    capture_graph,
+    fit_view,
+    truncate,
+    without,
+)
+from lightning_recorder.graph.views.fit import drawn_nodes
+from tests.graph.nets import Net, X, block, linear, stack
+from tests.graph.outline import outline, text
+from tests.graph.queries import assert_sound, joined, reaches
+from tests.graph.random_nets import graphs
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 3, 10, 49, 50])
+def test_truncate_keeps_both_ends(max_nodes: int) -> None:
+    """A long chain keeps its beginning and its end, two to one, and a node between them shows the number removed."""
+
+    def forward(_: Net, x: Tensor) -> Tensor:
+        for _round in range(50):
+            x = x.exp()
+        return x
+
+    graph = without(capture_graph(Net(forward), X), ["output"])  # 51 drawn nodes, including the input
+    view = truncate(graph, max_nodes)
+    names = [node.name for node in drawn_nodes(view)]
+    assert len(names) == max_nodes
+    assert names.count(f"… {51 - max_nodes + 1} more") == 1
+    more = names.index(f"… {51 - max_nodes + 1} more")
+    assert more == (max_nodes - 1) * 2 // 3
+    assert joined(view) >= {(names[more], "exp")} if more < max_nodes - 1 else True
+
+
+def test_truncate_leaves_what_fits() -> None:
+    """A graph with at most the allowed number of nodes is unchanged."""
+    graph = capture_graph(stack(1), X)
+    assert truncate(graph, len(drawn_nodes(graph))) is graph
+
+
+@pytest.mark.parametrize("max_nodes", [1, 5, 20])
+def test_truncate_of_a_nested_model(max_nodes: int) -> None:
+    """A call that has lost all of its contents is not drawn, so the limit holds for nested models."""
+    assert len(drawn_nodes(truncate(capture_graph(stack(30), X), max_nodes))) <= max_nodes
+
+
+@pytest.mark.parametrize("view", [truncate, fit_view])
+@pytest.mark.parametrize("max_nodes", [0, -1, 2.5, True, None])
+def test_max_nodes_must_be_an_integer_of_at_least_one(view: Callable[[Graph, Any], Graph], max_nodes: Any) -> None:
+    """A limit that is below 1 or not an integer is rejected."""
+    with pytest.raises(ArgumentError, match="max_nodes"):
+        view(capture_graph(stack(1), X), max_nodes)
+
+
+def test_fit_of_a_small_model() -> None:
+    """If the whole model fits, all modules are open, without parameters and unused inputs."""
+    graph = capture_graph(Net(lambda net, x, y: net.block(x).view(-1), block=block()), X, X.clone())
+    assert outline(fit_view(graph), model_tensors=True) == text(
+        """
+        input[0]
+        block: Net
+          block.inner: Sequential
+            block.inner.0: Linear <- input[0]
+            block.inner.1: ReLU <- block.inner.0
+          add <- input[0], block.inner.1
+        view <- add
+        """
+    )
+
+
+def test_fit_takes_the_greatest_depth_that_fits() -> None:
+    """In too large a view, calls are closed level by level."""
+    # Four blocks of different width, so that nothing is folded: 4 nodes each when open, 2 at depth 2, 1 at depth 1.
+    inner = (nn.Sequential(linear(4, width), nn.ReLU(), linear(width, 4)) for width in (1, 2, 3, 5))
+    net = nn.Sequential(*(Net(lambda net, x: x + net.inner(x), inner=each) for each in inner))
+    graph = without(capture_graph(net, X), ["output"])
+    sizes = {limit: len(drawn_nodes(fit_view(graph, limit))) for limit in (17, 16, 9, 8, 5)}
+    assert sizes == {17: 17, 16: 9, 9: 9, 8: 5, 5: 5}
+
+
+def test_fit_takes_a_depth() -> None:
+    """With a depth no deeper level is opened, even if it would fit."""
+    assert [node.name for node in fit_view(capture_graph(stack(1), X), depth=1).module_calls()] == ["0"]
+
+
+def test_fit_hides_plumbing_in_larger_views() -> None:
+    """Functions that only move values are drawn in a view of up to 60 nodes and hidden in a larger one."""
+
+    def forward(_: Net, x: Tensor, rounds: int) -> Tensor:
+        for _round in range(rounds):
+            x = x.exp().view(2, 4)
+        return x
+
+    small, large = (fit_view(capture_graph(Net(lambda net, x, n=n: forward(net, x, n)), X)) for n in (29, 30))
+    assert [node.name for node in small.nodes].count("view") == 29  # 59 nodes with the input
+    assert [node.name for node in large.nodes].count("view") == 0  # there would be 61 nodes
+
+
+def _chain_of_ops(_: Net, x: Tensor) -> Tensor:
+    for index in range(1000):
+        x = (x.exp(), x.cos(), x + x)[index % 3]
+    return x
+
+
+def _gpt2() -> nn.Module:
+    config = hf.GPT2Config(vocab_size=20, n_positions=8, n_embd=12, n_layer=12, n_head=2)
+    return hf.GPT2LMHeadModel(config)
+
+
+LARGE: dict[str, Callable[[], Graph]] = {
+    "300 equal layers": lambda: capture_graph(nn.Sequential(*(linear() for _ in range(300))), X),
+    "300 different layers": lambda: capture_graph(
+        nn.Sequential(nn.Linear(4, 1), *(nn.Linear(width, width + 1) for width in range(1, 300))), X
+    ),
+    "1000 functions": lambda: capture_graph(Net(_chain_of_ops), X),
+    "GPT-2": lambda: capture_graph(_gpt2(), input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])),
+    "nothing": lambda: capture_graph(Net(lambda _: None)),
+}
+
+
+@pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
+def test_fit_holds_its_limit(make: Callable[[], Graph]) -> None:
+    """A view of any model has at most the allowed number of nodes."""
+    graph = make()
+    for limit in (1, 2, 7, 40, 150):
+        view = fit_view(graph, limit)
+        assert len(drawn_nodes(view)) <= limit
+        assert_sound(view)
+
+
+def test_fit_of_equal_layers_is_one_layer() -> None:
+    """300 equal consecutive layers are one, with their number."""
+    assert outline(fit_view(LARGE["300 equal layers"]())) == "input\n0: Linear [300 times] <- input"
+
+
+def test_fit_of_gpt2_shows_one_block() -> None:
+    """Twelve transformer blocks are drawn as one open block, from the tokens to the loss."""
+    view = fit_view(LARGE["GPT-2"]())
+    (block_,) = (node for node in view.module_calls() if node.type_name == "GPT2Block")
+    assert block_.repeats == 12
+    assert {"ln_1", "attn", "ln_2", "mlp"} <= {node.name.rpartition(".")[2] for node in view.children(block_)}
+    assert reaches(view, "input.input_ids", "cross_entropy")
+
+
+@settings(max_examples=60)
+@given(graph=graphs, max_nodes=st.integers(1, 30), depth=st.none() | st.integers(1, 4))
+def test_fit_holds_its_limit_for_every_model(graph: Graph, max_nodes: int, depth: int | None) -> None:
+    """The limit holds for any model and depth."""
+    view = fit_view(graph, max_nodes, depth)
+    assert len(drawn_nodes(view)) <= max_nodes
+    assert depth is None or all(node.depth <= depth for node in view.module_calls())
+
+
+def test_edges_of_a_view_say_what_flows() -> None:
+    """An edge of a view has the shape of its tensor."""
+    view = fit_view(capture_graph(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), X))
+    assert [(str(edge.tensor), edge) for edge in view.edges] == [
+        ("2×4", Edge(1, 2)),
+        ("2×3", Edge(2, 6)),
+        ("2×3", Edge(6, 8)),
+    ]
