@@ -285,7 +285,7 @@ class StatisticsCallback(EvaluationCallback):
         label = self.label(trainer)
         self._results.begin(self._sink, directory, label, artifact_sinks=self._artifact_sinks)
         why = why_no_files(trainer, directory)
-        self._results.note = f"; {why}" if why else ""
+        self._results.receipt.note = f"; {why}" if why else ""
         if trainer.is_global_zero:
             self._results.consumers = self.output_options.consumers(
                 self._results,

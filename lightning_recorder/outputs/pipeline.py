@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.outputs.coverage import Coverage
-from lightning_recorder.outputs.coverage_history import CoverageHistory
 from lightning_recorder.outputs.formatter import SinkFormatter
-from lightning_recorder.outputs.receipt import Change, CoverageReport, paths_by_module
-from lightning_recorder.schedule import Reduce, Sampling
+from lightning_recorder.outputs.receipt_writer import ReceiptFacts, ReceiptWriter
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
 from lightning_recorder.statistics.sites import Record, SiteStatistics
 from lightning_recorder.taps import Site
 
 __all__ = ["RecordConsumer", "RecordPipeline"]
-
-_SOME_RECORDS = 10  # enough records to estimate their mean size
-
-# The arguments of a receipt.
-ReceiptFacts = tuple[Coverage, Sampling, Reduce]
 
 
 class RecordConsumer(ABC):
@@ -87,10 +78,9 @@ class RecordPipeline:
         """The name of the recorder in files."""
         self.sink: Sink | None = None
         """The sink for the records, or None to keep only the latest statistics."""
-        self.directory: Path | None = None
-        """The folder of the receipt, or None."""
+        self.receipt = ReceiptWriter(name=name, log=log, logged_bytes=self._logged_bytes)
+        """The receipt of the run."""
         self._name = name
-        self._log = log
         self._derive = derive
         self._has_warned_of_divergence = False
         self._strict = strict
@@ -101,16 +91,10 @@ class RecordPipeline:
         self._latest: dict[str, dict[Site, SiteStatistics]] = {}
         self._latest_step: int | None = None
         self._queue = BackgroundQueue()
-        self._is_announced = False
-        self._receipt: CoverageReport | None = None
-        self._coverage: CoverageHistory | None = None
-        self._records = self._bytes = 0
         self.recorded: Counter[str] = Counter()
         """The number of nonempty records of each stage. Read it only after :meth:`wait`."""
         self.empty: Counter[str] = Counter()
         """The number of empty records of each stage."""
-        self.note = ""
-        """A text that is appended to the summary line of the receipt."""
 
     def begin(
         self, sink: Sink | None, directory: Path | None, label: str, *, artifact_sinks: Sink | None = None
@@ -123,13 +107,11 @@ class RecordPipeline:
             label: The name of the recorder in files.
             artifact_sinks: The sink for files.
         """
-        self.sink, self.directory, self.label = sink, directory, label
-        self.artifact_sinks = artifact_sinks
+        self.sink, self.artifact_sinks, self.label = sink, artifact_sinks, label
         self.report.begin(label)
+        self.receipt.begin(sink, directory, label)
         self.consumers = []
-        self._is_announced = False
-        self._receipt, self._records, self._bytes, self._coverage = None, 0, 0, None
-        self.recorded, self.empty, self.note = Counter(), Counter(), ""
+        self.recorded, self.empty = Counter(), Counter()
 
     def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
         """Return the latest statistics of a stage such as ``"train"``; with several loaders, ``"validate/0"``."""
@@ -155,18 +137,15 @@ class RecordPipeline:
         """Wait until everything is written, release the sink, and raise the first error."""
         self._queue.wait()
         try:
-            self._finish()
-            self._update_mean_size()
-            self._finish_coverage()
+            for consumer in list(self.consumers):
+                self._contained(consumer, consumer.finish)
+            self.receipt.finish()
             self.replay()
             self._queue.drain()
         finally:
-            self.sink = self.artifact_sinks = self._receipt = self._coverage = None
+            self.sink = self.artifact_sinks = None
+            self.receipt.begin(None, None, self.label)
             self.consumers = []
-
-    def _finish(self) -> None:
-        for consumer in list(self.consumers):
-            self._contained(consumer, consumer.finish)
 
     def add(self, record: Record, facts: ReceiptFacts | None = None) -> None:
         """Queue a record for writing.
@@ -208,10 +187,7 @@ class RecordPipeline:
 
     def announce(self, step: int, recording_ms: float, sites: list[Site], facts: ReceiptFacts) -> None:
         """Report the receipt of a step that is not a record yet. Its record completes the receipt."""
-        receipt = replace(_make_receipt(step, sites, *facts), recording_ms=recording_ms)
-        self._log(f"{self._name}: {receipt.summary}{self.note}")
-        self._is_announced = True
-        self._queue.submit(partial(self._write_receipt, receipt))
+        self._queue.submit(partial(self.receipt.write, self.receipt.announce(step, recording_ms, sites, facts)))
 
     def _write(self, record: Record, facts: ReceiptFacts | None) -> None:
         found = record.snapshot.statistics()
@@ -224,23 +200,31 @@ class RecordPipeline:
             self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
             if record.stage == "train":
                 self._latest_step = record.step
-        before = None if self.sink is None else self.sink.written_bytes
-        if self.sink is not None and (found or record.overflow_steps):
-            self.report.write(self.sink, record, found)
-        after = None if self.sink is None else self.sink.written_bytes
-        written = None if after is None else after - (before or 0)
+        written = self._write_to_sink(record, found)
         for consumer in list(self.consumers):
             size = consumer.written_bytes
             self._contained(consumer, partial(consumer.on_record, record, found))
             if consumer.written_bytes > size:
                 written = (written or 0) + consumer.written_bytes - size
         if facts is not None:
-            self._update_coverage(record, found, written, facts)
+            self.receipt.add(record, found, written, facts)
         if written is not None and record.stage == "train":
-            self._records += 1
-            self._bytes += written
-            if self._records == _SOME_RECORDS:
-                self._update_mean_size()
+            self.receipt.add_size(written)
+
+    def _write_to_sink(self, record: Record, found: Mapping[Site, SiteStatistics]) -> int | None:
+        """Write a record to the sink. Return the number of bytes written, or None if the sink does not count them."""
+        sink = self.sink
+        if sink is None:
+            return None
+        before = sink.written_bytes
+        if found or record.overflow_steps:
+            self.report.write(sink, record, found)
+        after = sink.written_bytes
+        return None if after is None else after - (before or 0)
+
+    def _logged_bytes(self, records: int) -> int:
+        """Return the estimated number of bytes that the consumers pass to the loggers for this many records."""
+        return sum(consumer.logged_bytes(records) for consumer in self.consumers)
 
     def _warn_of_divergence(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         diverged = sorted(record.snapshot.diverged & found.keys())
@@ -263,94 +247,3 @@ class RecordPipeline:
             if self._strict:
                 raise
             warn(f"{self._name} writes no more {consumer}: {describe_error(error)}")
-
-    def _update_mean_size(self) -> None:
-        """Update the receipt with the mean size of a record."""
-        if self._receipt is not None and self._records:
-            size = self._forecast(self._bytes / self._records, self._receipt.records_per_1000_steps)
-            self._write_receipt(replace(self._receipt, event_bytes_per_1000_steps=size))
-
-    def _forecast(self, record_bytes: float, records: int) -> int:
-        """Return the estimated number of bytes written to the loggers for this many records."""
-        return int(record_bytes * records) + sum(consumer.logged_bytes(records) for consumer in self.consumers)
-
-    def _update_coverage(
-        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, facts: ReceiptFacts
-    ) -> None:
-        """Update the receipt with the recorded and the missing modules of a record."""
-        if self._coverage is None:
-            self._coverage = CoverageHistory()
-            self._coverage.add(record.step, found, facts[0])
-            self._write_first_receipt(record, found, written, facts)
-            return
-        changes = self._coverage.add(record.step, found, facts[0])
-        self._log_changes(changes)
-        if self._receipt is not None and (changes or _is_round(self._coverage.records)):
-            self._write_receipt(self._coverage.complete(self._receipt))
-
-    def _write_first_receipt(
-        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, facts: ReceiptFacts
-    ) -> None:
-        receipt = _make_receipt(record.step, found, *facts)
-        receipt = replace(
-            receipt,
-            recording_ms=record.recording_ms,
-            flush_ms=record.flush_ms,
-            event_bytes_per_1000_steps=None
-            if written is None
-            else self._forecast(written, receipt.records_per_1000_steps),
-            merged_ranks=record.ranks,
-        )
-        if not self._is_announced:
-            self._log(f"{self._name}: {receipt.summary}{self.note}")
-        self._write_receipt(receipt)
-        if self.sink is not None:
-            self.sink.write_text(record.step, {f"recorder/{self.label}/receipt": receipt.markdown})
-
-    def _finish_coverage(self) -> None:
-        """Update the receipt at the end of the run, and write it to the sink again if it has changed."""
-        coverage, before = self._coverage, self._receipt
-        if coverage is None or before is None:
-            return
-        self._log_changes(coverage.finish())
-        receipt = coverage.complete(before)
-        self._write_receipt(receipt)
-        if self.sink is not None and receipt.last_step > receipt.step:
-            self.sink.write_text(receipt.last_step, {f"recorder/{self.label}/receipt": receipt.markdown})
-
-    def _log_changes(self, changes: list[Change]) -> None:
-        for change in changes:
-            self._log(f"{self._name}: {change.text}")
-
-    def _write_receipt(self, receipt: CoverageReport) -> None:
-        self._receipt = receipt
-        if self.directory is not None:
-            try:
-                receipt.write(self.directory, self.label)
-            except OSError as error:
-                self.directory = None
-                warn(f"{self._name} could not write its receipt: {describe_error(error)}")
-
-
-def _is_round(records: int) -> bool:
-    """Return True for 10, 20, 40, … records."""
-    tens, rest = divmod(records, _SOME_RECORDS)
-    return not rest and not tens & (tens - 1)
-
-
-def _make_receipt(
-    step: int, sites: Iterable[Site], coverage: Coverage, sampling: Sampling, reduce: Reduce
-) -> CoverageReport:
-    found = dict.fromkeys(sites)
-    paths = paths_by_module(found)
-    return CoverageReport(
-        step=step,
-        sites=paths,
-        missing=coverage.having(fired=tuple(paths)).missing_reasons(),
-        state_bytes=coverage.state_bytes,
-        every_n_train_steps=sampling.every_n_train_steps or 0,
-        records_per_1000_steps=sampling.count_records(reduce, 1000),
-        last_step=step,
-        without_gradient=tuple(coverage.without_gradients(found)),
-        ran_eagerly=tuple(coverage.ran_eagerly),
-    )

@@ -123,9 +123,9 @@ class StatisticsDumps(RecordConsumer):
         if record.stage != "train" or record.overflowed or not found or self.folder is None:
             return
         self._latest = record, found
-        odd = [] if self._event is None else self._event.sites(found)
-        if odd:
-            where = {"event": [list(site) for site in odd]}
+        matching = [] if self._event is None else self._event.sites(found)
+        if matching:
+            where = {"event": [list(site) for site in matching]}
             self.folder.write(_content(record, found, where), "event")
         elif "records" in self.at:
             self.folder.write(_content(record, found), "record")

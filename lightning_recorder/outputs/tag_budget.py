@@ -93,7 +93,7 @@ class TagBudget:
                 self._show(modules[name], tags)
             return found
         self._choose(new, modules, found, tags)
-        self._tell()
+        self._warn_once()
         return {site: seen for site, seen in found.items() if site in self._sites}
 
     @property
@@ -147,7 +147,7 @@ class TagBudget:
                 degrees[site.name] = max(degree, degrees.get(site.name, 0.0))
         return sorted((name for name, degree in degrees.items() if degree >= 1), key=lambda name: -degrees[name])
 
-    def _tell(self) -> None:
+    def _warn_once(self) -> None:
         if self._left_out and not self._has_warned:
             self._has_warned = True
             if not self._shown:

@@ -78,26 +78,27 @@ class TensorDumps:
             )
         self.steps += 1
         self.tensors += len(captured.tensors) + len(captured.left_out) + len(captured.unsupported)
-        self._submit(partial(self._take, _Step(step, epoch, captured)))
+        self._submit(partial(self._write_step, _Step(step, epoch, captured)))
 
     @property
     def failed(self) -> bool:
         """True if no more dumps are written because of an error, which causes a warning."""
         return self._failed
 
-    def _take(self, taken: _Step) -> None:
-        snapshot = taken.captured.snapshot
-        odd = []
+    def _write_step(self, latest: _Step) -> None:
+        snapshot = latest.captured.snapshot
+        matching = []
         if self._event is not None and snapshot is not None:
-            odd = self._event.sites(snapshot.statistics())
-        if odd:
-            self.folder.write(_content(taken, event=[list(site) for site in odd]), "event")
+            matching = self._event.sites(snapshot.statistics())
+        if matching:
+            self.folder.write(_content(latest, event=[list(site) for site in matching]), "event")
         elif "steps" in self._at:
-            self.folder.write(_content(taken), "step")
-        unused = taken.captured.tensors
+            self.folder.write(_content(latest), "step")
+        unused = latest.captured.tensors
         if {"checkpoints", "epochs"} & set(self._at):
             host = {name: tensor.cpu() for name, tensor in unused.items()}
-            before, self._latest = self._latest, replace(taken, captured=replace(taken.captured, tensors=host))
+            before = self._latest
+            self._latest = replace(latest, captured=replace(latest.captured, tensors=host))
             kept = {id(tensor) for tensor in host.values()}
             unused = {name: tensor for name, tensor in unused.items() if id(tensor) not in kept}
             if before is not None:
@@ -149,9 +150,9 @@ class TensorDumps:
         self._queue.drain()
 
 
-def _content(taken: _Step, **entries: object) -> DumpContent:
-    captured = taken.captured
+def _content(latest: _Step, **entries: object) -> DumpContent:
+    captured = latest.captured
     missing = [*captured.left_out, *captured.unsupported]
     if missing:
         entries["left_out"] = missing
-    return DumpContent(taken.step, taken.epoch, captured.tensors, None, entries)
+    return DumpContent(latest.step, latest.epoch, captured.tensors, None, entries)

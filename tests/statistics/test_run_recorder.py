@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -237,30 +238,23 @@ def test_the_first_recorded_step_is_announced() -> None:
 def test_the_phases_of_a_run() -> None:
     """Each batch, each step and the end of the run lead to the documented phase."""
     run = Loop(Sampling(3)).run  # steps 0, 2, 5, ... are due
-    phases = [run.phase]
-
-    def note(_: object = None) -> None:
-        phases.append(run.phase)
-
-    note(run.start_batch(0, 0))
-    note(run.end_batch(stepped=False))
-    note(run.start_batch(0, 0))
-    note(run.end_batch(stepped=True))
-    assert run.skip_batch(1, 0)
-    note()
-    note(run.start_batch(1, 0))
-    note(run.end_batch(stepped=True))
-    assert not run.skip_batch(2, 0)
-    note(run.start_batch(2, 0))
-    note(run.end_epoch(1))
-    note(run.finish())
-    assert [phase.value for phase in phases] == [
-        "waiting",
-        *["recording", "recording", "recording", "waiting"],
-        "idle",
-        *["waiting", "armed"],
-        *["recording", "waiting", "ended"],
+    assert run.phase is RunPhase.WAITING
+    calls: list[tuple[Callable[[], object], RunPhase]] = [
+        (partial(run.start_batch, 0, 0), RunPhase.RECORDING),
+        (partial(run.end_batch, stepped=False), RunPhase.RECORDING),
+        (partial(run.start_batch, 0, 0), RunPhase.RECORDING),
+        (partial(run.end_batch, stepped=True), RunPhase.WAITING),
+        (partial(run.skip_batch, 1, 0), RunPhase.IDLE),
+        (partial(run.start_batch, 1, 0), RunPhase.WAITING),
+        (partial(run.end_batch, stepped=True), RunPhase.ARMED),
+        (partial(run.skip_batch, 2, 0), RunPhase.ARMED),
+        (partial(run.start_batch, 2, 0), RunPhase.RECORDING),
+        (partial(run.end_epoch, 1), RunPhase.WAITING),
+        (run.finish, RunPhase.ENDED),
     ]
+    for number, (call, phase) in enumerate(calls):
+        call()
+        assert run.phase is phase, number
 
 
 def test_a_batch_in_an_open_window_is_not_idle() -> None:
