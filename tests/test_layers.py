@@ -124,7 +124,7 @@ def folder(name: str) -> str:
 def test_the_imports_are_found() -> None:
     """The source scan finds imports of files and folders, inside and outside of functions."""
     assert Import("graph.views.fold", f"{PACKAGE}.graph.model", False) in IMPORTS
-    assert Import("taps.forward", f"{PACKAGE}.internals.autograd", False) in IMPORTS
+    assert Import("taps.base", f"{PACKAGE}.internals.autograd", False) in IMPORTS
     assert Import("callbacks.gradient", f"{PACKAGE}.taps", False) in IMPORTS
     assert Import("sinks.files", "PIL.Image", True) in IMPORTS
     assert Import("selection", "torch.nn", False) in IMPORTS

@@ -87,8 +87,8 @@ def _lines(about: dict[str, Any]) -> list[str]:
     if dumps["count"]:
         lines.append(f"  dumps: {dumps['count']}, {size(dumps['bytes'])}")
     if graph is not None:
-        told = printable(graph["error"]) if "error" in graph else _told(graph)
-        lines.append(f"  graph: {told}")
+        shown = printable(graph["error"]) if "error" in graph else _graph_size(graph)
+        lines.append(f"  graph: {shown}")
     return lines
 
 
@@ -99,5 +99,5 @@ def _cells(stage: dict[str, Any] | None) -> list[str]:
     return [name, str(stage["sites"]), str(stage["records"]), f"{stage['first']}-{stage['last']}"]
 
 
-def _told(graph: dict[str, Any]) -> str:
+def _graph_size(graph: dict[str, Any]) -> str:
     return f"{printable(graph['title'])}, {graph['nodes']} nodes, {graph['edges']} edges"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, warn
-from lightning_recorder.internals.autograd import in_transform, is_tracing, is_transformed
+from lightning_recorder.internals.autograd import in_backward, in_transform, is_tracing, is_transformed
 from lightning_recorder.internals.compiled import describe_compiled, observe_compiled_calls, stop_observing
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import is_paused, pause_recording
@@ -74,6 +74,9 @@ class Tap(ABC):
         is attached, since hooks on compiled code never run.
     """
 
+    _during_backward: ClassVar[bool] = False
+    """Record the module calls that checkpointing repeats inside the backward pass."""
+
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
@@ -106,12 +109,12 @@ class Tap(ABC):
         tensor without any torch operation and returns True, or returns False to fall back to ``receive``."""
         self.called: set[str] = set()
         """The names of the modules whose hooks were called; may be cleared."""
-        self._quiet: set[str] = set()
+        self._ignored: set[str] = set()
         self._unknown: set[type] = set()
         self._prune_at = _FEW_HANDLES
 
     @abstractmethod
-    def _put_on(self, name: str, module: nn.Module) -> None:
+    def _register(self, name: str, module: nn.Module) -> None:
         """Register the hooks of one module and pass each handle to :meth:`_keep`."""
 
     @property
@@ -127,11 +130,11 @@ class Tap(ABC):
     @property
     def failed(self) -> frozenset[str]:
         """The names of the modules that are ignored because recording them failed."""
-        return frozenset(self._quiet)
+        return frozenset(self._ignored)
 
     def revive(self) -> None:
         """Resume recording of the modules that are ignored after a failure."""
-        self._quiet.clear()
+        self._ignored.clear()
 
     def attach(self) -> None:
         """Attach the hooks. A no-op if they are already attached."""
@@ -147,15 +150,15 @@ class Tap(ABC):
             else:
                 self._thread = threading.get_ident()
                 observe_compiled_calls(self._enter_compiled)
-            self._put_on_all()
+            self._register_all()
         except BaseException:
             self.remove()
             raise
 
-    def _put_on_all(self) -> None:
+    def _register_all(self) -> None:
         for name, module in self.modules.items():
             # Some modules, such as TorchScript modules, do not support hooks.
-            self._guarded(name, self._put_on, module)
+            self._guarded(name, None, self._register, module)
         if not self.eager:
             with _LOCK:
                 self._hooks_on_modules, self._handles = self._handles, []
@@ -172,7 +175,7 @@ class Tap(ABC):
 
         def leave(args: Any, kwargs: Any, result: Any) -> None:
             if self._hooked:
-                self._put_on_all()
+                self._register_all()
                 self._handles += others
 
         return leave
@@ -220,11 +223,25 @@ class Tap(ABC):
         if not self._attached:  # another thread removed the tap while this thread was inside a hook
             handle.remove()
 
-    def _guarded(self, name: str, function: Callable[..., None], *args: Any) -> None:
-        """Call a function from a hook so that its errors do not reach the model."""
-        if name in self._quiet or not self._attached or in_transform() or is_paused():
+    def _guarded(self, name: str, site: Site | None, function: Callable[..., None], *args: Any) -> None:
+        """Call a function from a hook, if the hook may record, so that its errors do not reach the model.
+
+        Args:
+            name: The name of the module.
+            site: The site of the last argument. The fast path is tried for it, if it is a plain tensor, because most
+                of the overhead of a hook is in the call of the function. ``None`` for no fast path.
+            function: The function, which takes the name and ``args``.
+            args: The arguments.
+        """
+        if not self._attached or name in self._ignored or in_transform() or is_paused():
             return
         watch = self.stopwatch
+        if site is not None and self.fast_path is not None and watch is None and self._condition is None:
+            try:
+                if type(args[-1]) is Tensor and self.fast_path(site, args[-1]):
+                    return
+            except Exception:  # noqa: BLE001 - the function raises the same error again, and it is reported then
+                pass
         started = None if watch is None else watch.start()
         try:
             with pause_recording():
@@ -235,31 +252,13 @@ class Tap(ABC):
             message = f"{type(self).__name__} could not record module {name!r}{at}: {describe_error(error)}"
             if self.strict:
                 raise RecordingError(message) from error
-            self._quiet.add(name)
+            self._ignored.add(name)
             warn(f"{message}. It is left alone from now on; strict=True raises instead.")
         finally:
             if watch is not None and started is not None:
                 watch.stop(started)
 
-    def _fast_path(self, site: Site, tensor: Tensor) -> bool:
-        """Try the fast path; return False to fall back. Most of the overhead of a hook is in the fallback."""
-        if (
-            self.fast_path is None
-            or type(tensor) is not Tensor
-            or self._condition is not None
-            or self.stopwatch is not None
-            or not self._attached
-            or site.name in self._quiet
-            or in_transform()
-            or is_paused()
-        ):
-            return False
-        try:
-            return self.fast_path(site, tensor)
-        except Exception:  # noqa: BLE001 - the fallback raises the same error again and reports it
-            return False
-
-    def _hand_over(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _pass_on(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._condition is not None and not self._condition():
             return
         for path, tensor in tensors:
@@ -276,14 +275,14 @@ class Tap(ABC):
         """Return the tensors in the arguments or the output of the named module."""
         if isinstance(value, Tensor):  # the common case, without a traversal
             return ((path, value),)
-        return iter_tensors(value, path, unknown=partial(self._tell_unknown, name))
+        return iter_tensors(value, path, unknown=partial(self._warn_of_unknown, name))
 
     def _inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in the arguments of the named module."""
         yield from self._tensors(name, args, "in")
         yield from self._tensors(name, kwargs, "in")
 
-    def _tell_unknown(self, name: str, path: str, found: object, error: Exception | None) -> None:
+    def _warn_of_unknown(self, name: str, path: str, found: object, error: Exception | None) -> None:
         if type(found) not in self._unknown:
             self._unknown.add(type(found))
             warn(f"{type(self).__name__} passes over {describe_unknown(name, path, found, error)}")
@@ -299,16 +298,26 @@ def _checked(modules: object) -> dict[str, nn.Module]:
 
 
 class TapHook(ModuleHook):
-    """A hook on a module that calls a method of its tap with the name of the module and the arguments of the hook."""
+    """A hook on a module that calls a method of its tap with the name of the module and the arguments of the hook.
 
-    def __init__(self, tap: Tap, name: str, method: Callable[..., None]) -> None:
+    Args:
+        tap: The tap.
+        name: The name of the module.
+        method: The method.
+        site: The site of the last argument, if the fast path may take it.
+    """
+
+    def __init__(self, tap: Tap, name: str, method: Callable[..., None], site: Site | None = None) -> None:
         self._tap = tap
         self._name = name
         self._method = method
+        self._site = site
 
     def __call__(self, module: nn.Module, *passed: Any) -> None:
         # torch.compile would trace the hook into the graph. Compiled code is recorded only in eager steps.
-        if torch.compiler.is_compiling() or is_tracing() or not self._tap.attached:
+        tap = self._tap
+        if torch.compiler.is_compiling() or is_tracing() or not tap._attached:
             return
-        self._tap.called.add(self._name)
-        self._tap._guarded(self._name, self._method, module, *passed)
+        tap.called.add(self._name)
+        if tap._during_backward or not in_backward():
+            tap._guarded(self._name, self._site, self._method, module, *passed)

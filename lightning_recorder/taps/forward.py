@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.internals.autograd import in_backward, is_tracing
 from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
 __all__ = ["InputTap", "OutputTap"]
@@ -50,15 +48,14 @@ class InputTap(Tap):
         self.after = after
 
     @override
-    def _put_on(self, name: str, module: nn.Module) -> None:
+    def _register(self, name: str, module: nn.Module) -> None:
         register = module.register_forward_hook if self.after else module.register_forward_pre_hook
-        self._keep(register(TapHook(self, name, self._see), with_kwargs=True))
+        self._keep(register(TapHook(self, name, self._record), with_kwargs=True))
 
-    def _see(
+    def _record(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
-        if not in_backward():
-            self._hand_over(name, self._inputs(name, args, kwargs))
+        self._pass_on(name, self._inputs(name, args, kwargs))
 
 
 class OutputTap(Tap):
@@ -77,26 +74,8 @@ class OutputTap(Tap):
     """
 
     @override
-    def _put_on(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_hook(_OutputHook(self, name, self._see)))
+    def _register(self, name: str, module: nn.Module) -> None:
+        self._keep(module.register_forward_hook(TapHook(self, name, self._record, Site(name, "out"))))
 
-    def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not in_backward():
-            self._hand_over(name, self._tensors(name, output, "out"))
-
-
-class _OutputHook(TapHook):
-    """A hook that tries the fast path for an output that is a single tensor."""
-
-    def __init__(self, tap: Tap, name: str, method: Callable[..., None]) -> None:
-        super().__init__(tap, name, method)
-        self._site = Site(name, "out")
-
-    @override
-    def __call__(self, module: nn.Module, *passed: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if not in_backward() and not is_tracing() and self._tap._fast_path(self._site, passed[-1]):
-            self._tap.called.add(self._name)
-            return
-        super().__call__(module, *passed)
+    def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._pass_on(name, self._tensors(name, output, "out"))

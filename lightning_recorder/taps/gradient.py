@@ -1,24 +1,76 @@
-"""Base classes of taps and hooks for gradients."""
+"""Base classes of taps and hooks for gradients, with the limit on the graph nodes that they visit."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import Tensor, nn
 
 from lightning_recorder.errors import warn
-from lightning_recorder.internals.autograd import hooks_of_leaf
+from lightning_recorder.internals.autograd import graph_task, hooks_of_leaf
 from lightning_recorder.taps.base import Receiver, Site, Tap
-from lightning_recorder.taps.graph_node_limit import GRAPH_NODE_LIMIT, MOST_NODES
 
-__all__ = ["GradientHook", "GradientTap"]
+__all__ = ["GRAPH_NODE_LIMIT", "GradientHook", "GradientTap", "Total"]
+
+# torch frees nodes that Python has visited recursively. With 45,000 of them in a row, such as from an unrolled loop,
+# the stack overflows and the process ends (torch 2.13, 8 MiB of stack; ``tensor.grad_fn`` alone is enough).
+_MOST_NODES = 20_000
+
+# Counting the live nodes takes time, so after a refusal the next count waits for this many requests.
+_REFUSALS = 1000
 
 Hook = TypeVar("Hook", bound="GradientHook")
 
 
+class _GraphNodeLimit:
+    """A counter of visited nodes that drops them when their graph is freed.
+
+    All taps share one counter, because they visit the same graph.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._visited: list[tuple[Callable[[], object], int]] = []
+        self._count = 0
+        self._refusals = 0
+
+    def has_room(self, nodes: int) -> bool:
+        """Return True if that many more nodes may be visited."""
+        if self._count + nodes <= _MOST_NODES:  # the common case; reading a number needs no lock
+            return True
+        with self._lock:
+            if self._count + nodes <= _MOST_NODES:
+                return True
+            if self._refusals:
+                self._refusals -= 1
+                return False
+            self._visited = [each for each in self._visited if each[0]() is not None]
+            self._count = sum(number for _, number in self._visited)
+            if self._count + nodes <= _MOST_NODES:
+                return True
+            self._refusals = _REFUSALS
+            return False
+
+    def add(self, reference: Callable[[], object], nodes: int) -> None:
+        """Count visited nodes that live as long as the target of the weak reference."""
+        with self._lock:
+            self._visited.append((reference, nodes))
+            self._count += nodes
+
+    def expect_less(self) -> None:
+        """Recount at the next request without room. Called after a backward pass, when graphs are freed."""
+        self._refusals = 0
+
+
+GRAPH_NODE_LIMIT = _GraphNodeLimit()
+
+
 class GradientTap(Tap):
     """A tap that records tensors in the backward pass; arguments as for :class:`~lightning_recorder.taps.Tap`."""
+
+    _during_backward: ClassVar[bool] = True  # a reentrant checkpoint builds the graph inside the backward pass
 
     def __init__(
         self,
@@ -34,26 +86,21 @@ class GradientTap(Tap):
         self.changed_in_place: set[str] = set()
         """The names of modules that returned a view whose gradient is unknown because the view was changed in place;
         may be cleared."""
-        self._told = False
+        self._warned = False
 
-    def _may_look_at(self, nodes: int) -> bool:
+    def _may_visit(self, nodes: int) -> bool:
         """Return True if that many more nodes of the autograd graph may be visited."""
         if GRAPH_NODE_LIMIT.has_room(nodes):
             return True
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warn(
-                f"{type(self).__name__} follows {MOST_NODES:,} operations of the graphs that there are at a time, and "
+                f"{type(self).__name__} follows {_MOST_NODES:,} operations of the graphs that there are at a time, and "
                 "records no gradients of further ones, since torch could not free longer graphs. Record fewer modules."
             )
         return False
 
-    def _bring(self, name: str, function: Callable[..., None], *args: Any) -> None:
-        """Call a function from a hook of the backward pass so that its errors do not reach the model."""
-        GRAPH_NODE_LIMIT.expect_less()
-        self._guarded(name, function, *args)
-
-    def _put_on_tensor(self, tensor: Tensor, hook: Hook) -> Hook:
+    def _register_on_tensor(self, tensor: Tensor, hook: Hook) -> Hook:
         """Register a hook on a tensor. A leaf outlives the step, so an equal hook on it is reused.
 
         Returns:
@@ -90,9 +137,32 @@ class GradientHook:
     def __call__(self, grad: Tensor | None) -> None:
         """Pass the gradient to the tap."""
         # torch calls the hook of an output that does not contribute to the loss with None.
-        if grad is None:
-            return
-        if self.tap._fast_path(self.site, grad):
+        if grad is not None:
             GRAPH_NODE_LIMIT.expect_less()
-            return
-        self.tap._bring(self.site.name, self.tap._hand_over, [(self.site.path, grad)])
+            self.tap._guarded(self.site.name, self.site, self._record, grad)
+
+    def _record(self, name: str, grad: Tensor) -> None:
+        self.tap._pass_on(name, [(self.site.path, grad)])
+
+
+class Total:
+    """The sum of the parts of a gradient that one backward pass has computed so far."""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._sum: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Add a part of the gradient."""
+        # Parts that remain from a backward pass that raised do not belong to this one.
+        if self._task != graph_task():
+            self._task, self._sum = graph_task(), None
+        # Adding a dense tensor to a sparse one is not supported, only the reverse.
+        if self._sum is not None and self._sum.is_sparse:
+            part, self._sum = self._sum, part
+        self._sum = part if self._sum is None else self._sum + part
+
+    def take(self) -> Tensor | None:
+        """Return the sum of this backward pass and clear it; ``None`` if there is none."""
+        total, self._sum = self._sum, None
+        return total if self._task == graph_task() else None

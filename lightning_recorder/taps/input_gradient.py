@@ -21,9 +21,7 @@ from lightning_recorder.internals.autograd import (
     sequence_number_of,
 )
 from lightning_recorder.taps.base import TapHook
-from lightning_recorder.taps.gradient import GradientHook, GradientTap
-from lightning_recorder.taps.graph_node_limit import GRAPH_NODE_LIMIT
-from lightning_recorder.taps.total import Total
+from lightning_recorder.taps.gradient import GRAPH_NODE_LIMIT, GradientHook, GradientTap, Total
 from lightning_recorder.taps.view import Region, View
 
 __all__ = ["InputGradientTap"]
@@ -61,19 +59,19 @@ class InputGradientTap(GradientTap):
     """
 
     @override
-    def _put_on(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_pre_hook(TapHook(self, name, self._see_inputs), with_kwargs=True))
+    def _register(self, name: str, module: nn.Module) -> None:
+        self._keep(module.register_forward_pre_hook(TapHook(self, name, self._enter_call), with_kwargs=True))
         # Also called if the module raises, as it does when a recomputation stops early, so that every call is closed.
-        self._keep(module.register_forward_hook(TapHook(self, name, self._see_output), always_call=True))
+        self._keep(module.register_forward_hook(TapHook(self, name, self._leave_call), always_call=True))
 
     @override
     def remove(self) -> None:
         super().remove()
         _OPEN_CALLS.drop_detached()
 
-    def _see_inputs(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entering: dict[_Edge, _Input] = {}
-        if self._may_look_at(1):
+        if self._may_visit(1):
             for path, tensor in self._inputs(name, args, kwargs):
                 edge = _edge(tensor)
                 if edge is not None:
@@ -81,18 +79,18 @@ class InputGradientTap(GradientTap):
         views = _views_in(entering)
         _OPEN_CALLS.open(_Call(self, name, module, sequence_number(), entering, views))
 
-    def _see_output(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave_call(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = _OPEN_CALLS.close(self, name, module)
         if call is None:
             return
         made = sequence_number() - call.first
-        new = made - call.looked_at
-        if call.entering and self._may_look_at(new):
-            call.looked_at = made
+        new = made - call.visited
+        if call.entering and self._may_visit(new):
+            call.visited = made
             alive = self._search(call, output)
             if alive is not None:
                 GRAPH_NODE_LIMIT.add(alive, new)
-        _OPEN_CALLS.look_at(call.looked_at)
+        _OPEN_CALLS.add_visited(call.visited)
 
     def _search(self, call: _Call, output: Any) -> Callable[[], object] | None:
         """Register hooks on the consumers of the inputs of a call that has ended.
@@ -107,37 +105,39 @@ class InputGradientTap(GradientTap):
                 leaving.setdefault(edge, tensor)
         through = call.entering.keys() & leaving.keys()
         for edge in through:
-            self._put_on_tensor(leaving[edge], GradientHook(self, call.name, call.entering[edge].path))
+            self._register_on_tensor(leaving[edge], GradientHook(self, call.name, call.entering[edge].path))
         roots = [node for node, number in leaving if (node, number) not in through]
         alive: list[Callable[[], object]] = [weakref.ref(tensor) for tensor in leaving.values()]
-        found = _takers(roots, call)
+        found = _consumers(roots, call)
         for edge, taken in call.entering.items():
-            takers = [_Taker(node, places, None) for node, places in found.get(edge, {}).items()]
+            consumers = [_Consumer(node, places, None) for node, places in found.get(edge, {}).items()]
             base = call.views.get(edge)
             if base is not None and base.view.is_changed:
                 # The modified tensor is the first input of an in-place operation.
                 writers = [node for node, places in found.get(base.edge, {}).items() if 0 in places]
-                takers += [_Taker(node, [0], base.view.region) for node in writers]
-            if takers and edge not in through:
-                alive = [self._put_on_takers(call, edge, taken, takers)]
+                consumers += [_Consumer(node, [0], base.view.region) for node in writers]
+            if consumers and edge not in through:
+                alive = [self._register_on_consumers(call, edge, taken, consumers)]
         return alive[0] if alive else None
 
-    def _put_on_takers(self, call: _Call, edge: _Edge, taken: _Input, takers: list[_Taker]) -> Callable[[], object]:
+    def _register_on_consumers(
+        self, call: _Call, edge: _Edge, taken: _Input, consumers: list[_Consumer]
+    ) -> Callable[[], object]:
         total = Total()
-        alone = sum(len(each.places) for each in takers) == 1
+        alone = sum(len(each.places) for each in consumers) == 1
         complete = _CompleteHook(self, call.name, taken.path)
         if not alone:
             # All consumers of a tensor have run when its own gradient is complete. After an in-place operation the
             # tensor has another node, so the hook goes on the node that produced it, or the base of a view.
             if _edge(taken.tensor) == edge:
-                complete = self._put_on_tensor(taken.tensor, complete)
-            elif any(each.region for each in takers):
+                complete = self._register_on_tensor(taken.tensor, complete)
+            elif any(each.region for each in consumers):
                 self._keep(call.views[edge].edge[0].register_prehook(complete))
             else:
                 self._keep(edge[0].register_prehook(complete))
             complete.expect(total)
-        for taker in takers:
-            handle = taker.node.register_hook(_TakerHook(complete, total, taker, alone))
+        for consumer in consumers:
+            handle = consumer.node.register_hook(_ConsumerHook(complete, total, consumer, alone))
             self._keep(handle)
         return handle.hooks_dict_ref
 
@@ -156,7 +156,7 @@ class _Base(NamedTuple):
     view: View
 
 
-class _Taker(NamedTuple):
+class _Consumer(NamedTuple):
     """A node that consumes an input of a module, or the base of an input."""
 
     node: Node
@@ -179,7 +179,7 @@ class _Call:
     """Each input by its edge of the autograd graph."""
     views: dict[_Edge, _Base]
     """The base of each input that is a view, by the edge of the input."""
-    looked_at: int = 0
+    visited: int = 0
     """Number of nodes of this call that were already visited for calls inside it."""
 
 
@@ -213,10 +213,10 @@ class _OpenCalls(threading.local):
                 return call
         return None
 
-    def look_at(self, nodes: int) -> None:
+    def add_visited(self, nodes: int) -> None:
         """Count nodes of the innermost call as visited."""
         if self.calls:
-            self.calls[-1].looked_at += nodes
+            self.calls[-1].visited += nodes
 
 
 _OPEN_CALLS = _OpenCalls()
@@ -238,34 +238,36 @@ class _CompleteHook(GradientHook):
 
     @override
     def __call__(self, grad: object) -> None:
-        self.tap._bring(self.site.name, self._complete)
+        GRAPH_NODE_LIMIT.expect_less()
+        self.tap._guarded(self.site.name, None, self._complete)
 
     def _complete(self, name: str) -> None:
         for total in list(self._totals.values()):
-            self.hand_over(total)
+            self.pass_on(total)
 
-    def hand_over(self, total: Total) -> None:
+    def pass_on(self, total: Total) -> None:
         """Record a total if this backward pass has contributed to it."""
         grad = total.take()
         if grad is not None:
-            self.tap._hand_over(self.site.name, [(self.site.path, grad)])
+            self.tap._pass_on(self.site.name, [(self.site.path, grad)])
 
 
 _COUNTER = itertools.count()
 
 
-class _TakerHook:
+class _ConsumerHook:
     """A hook on a node that consumes an input of a module."""
 
-    def __init__(self, complete: _CompleteHook, total: Total, taker: _Taker, alone: bool) -> None:
+    def __init__(self, complete: _CompleteHook, total: Total, consumer: _Consumer, alone: bool) -> None:
         self._complete = complete
         self._total = total
-        self._places = taker.places  # a reference to the taker would keep its node, which refers to this hook
-        self._region = taker.region
+        self._places = consumer.places  # a reference to the consumer would keep its node, which refers to this hook
+        self._region = consumer.region
         self._alone = alone
 
     def __call__(self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> None:
-        self._complete.tap._bring(self._complete.site.name, self._add, grad_inputs)
+        GRAPH_NODE_LIMIT.expect_less()
+        self._complete.tap._guarded(self._complete.site.name, None, self._add, grad_inputs)
 
     def _add(self, name: str, grad_inputs: tuple[Tensor | None, ...]) -> None:
         for place in self._places:
@@ -274,7 +276,7 @@ class _TakerHook:
                 part = part.detach()
                 self._total.add(part if self._region is None else self._region.part_of(part))
         if self._alone:
-            self._complete.hand_over(self._total)
+            self._complete.pass_on(self._total)
 
 
 def _edge(tensor: Tensor) -> _Edge | None:
@@ -304,7 +306,7 @@ def _views_in(entering: dict[_Edge, _Input]) -> dict[_Edge, _Base]:
     return {edge: each for edge, each in found.items() if each.edge not in entering and edges.count(each.edge) == 1}
 
 
-def _takers(roots: Iterable[Node], call: _Call) -> dict[_Edge, dict[Node, list[int]]]:
+def _consumers(roots: Iterable[Node], call: _Call) -> dict[_Edge, dict[Node, list[int]]]:
     """Return, by edge, the nodes of a call that consume its inputs or their bases, with the indices of these inputs."""
     wanted = call.entering.keys() | {base.edge for base in call.views.values()}
     found: dict[_Edge, dict[Node, list[int]]] = {}

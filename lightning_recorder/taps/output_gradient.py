@@ -16,9 +16,7 @@ from lightning_recorder.internals.autograd import (
     is_view,
 )
 from lightning_recorder.taps.base import Site, TapHook
-from lightning_recorder.taps.gradient import GradientHook, GradientTap
-from lightning_recorder.taps.graph_node_limit import GRAPH_NODE_LIMIT
-from lightning_recorder.taps.total import Total
+from lightning_recorder.taps.gradient import GRAPH_NODE_LIMIT, GradientHook, GradientTap, Total
 from lightning_recorder.taps.view import NEAR, BaseEdge, View, guard_of, is_unshared, unguarded, writer_of
 
 __all__ = ["OutputGradientTap"]
@@ -53,21 +51,21 @@ class OutputGradientTap(GradientTap):
     """
 
     @override
-    def _put_on(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_hook(TapHook(self, name, self._see)))
+    def _register(self, name: str, module: nn.Module) -> None:
+        self._keep(module.register_forward_hook(TapHook(self, name, self._record)))
 
-    def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         found = tuple(self._tensors(name, output, "out"))
         needing = [(path, tensor) for path, tensor in found if tensor.requires_grad]
         if found and not needing:
             self.without_gradient.add(name)
         for path, tensor in needing:
-            if self._may_look_at(1) and not (is_view(tensor) and self._follow(Site(name, path), tensor, needing)):
-                self._put_on_tensor(tensor, GradientHook(self, name, path))
+            if self._may_visit(1) and not (is_view(tensor) and self._follow(Site(name, path), tensor, needing)):
+                self._register_on_tensor(tensor, GradientHook(self, name, path))
 
     def _follow(self, site: Site, tensor: Tensor, outputs: list[tuple[str, Tensor]]) -> bool:
         """Register hooks on a view and its base; return False if the base gradient has no part for the view."""
-        if tensor.is_leaf or not self._may_look_at(NEAR):
+        if tensor.is_leaf or not self._may_visit(NEAR):
             return False
         unshared = is_unshared(tensor, [each for _, each in outputs])
         base = base_of(tensor)
@@ -78,8 +76,8 @@ class OutputGradientTap(GradientTap):
         if view is None:
             return False
         with unguarded(tensor):
-            self._put_on_tensor(tensor, _ViewHook(self, *site, view))
-        self._put_on_tensor(base, _BaseHook(self, *site, view))
+            self._register_on_tensor(tensor, _ViewHook(self, *site, view))
+        self._register_on_tensor(base, _BaseHook(self, *site, view))
         if isinstance(view, _SharedView):
             view.watch(self, site, tensor, base, edge)
         return True
@@ -133,21 +131,22 @@ class _SharedView(_OutputView):
         """Register a hook on the first in-place operation on the base."""
         if self._tensor() is not None:  # otherwise the view itself was freed
             self._is_replaced = True
-            self._tap._guarded(self._site.name, self._follow_writer)
+            self._tap._guarded(self._site.name, None, self._follow_writer)
 
     def _follow_writer(self, name: str) -> None:
         base = self._base()
         found = None if base is None else writer_of(base, self._edge)
         if found is not None:
             self._has_writer = True
-            node, looked_at = found
+            node, visited = found
             handle = node.register_hook(_WriterHook(self))
             self._tap._keep(handle)
-            GRAPH_NODE_LIMIT.add(handle.hooks_dict_ref, looked_at)
+            GRAPH_NODE_LIMIT.add(handle.hooks_dict_ref, visited)
 
     def add_from_writer(self, grad: Tensor) -> None:
         """Add the part of the gradient that flows through the in-place operation."""
-        self._tap._bring(self._site.name, self._add, grad)
+        GRAPH_NODE_LIMIT.expect_less()
+        self._tap._guarded(self._site.name, None, self._add, grad)
 
     def _add(self, name: str, grad: Tensor) -> None:
         if not is_transformed(grad):
@@ -185,15 +184,17 @@ class _ViewHook(GradientHook):
 
     @override
     def __call__(self, grad: Tensor | None) -> None:
-        if grad is None or self._view.is_changed:
-            self.tap._bring(self.site.name, self._see, grad)
-        else:
-            super().__call__(grad)
+        if grad is not None:
+            # The fast path takes the whole gradient of a view that is not changed.
+            site = None if self._view.is_changed else self.site
+            GRAPH_NODE_LIMIT.expect_less()
+            self.tap._guarded(self.site.name, site, self._record, grad)
 
-    def _see(self, name: str, grad: Tensor | None) -> None:
-        part = None if grad is None else self._view.take_from_view(grad)
+    @override
+    def _record(self, name: str, grad: Tensor) -> None:
+        part = self._view.take_from_view(grad)
         if part is not None:
-            self.tap._hand_over(name, [(self.site.path, part)])
+            self.tap._pass_on(name, [(self.site.path, part)])
 
 
 class _BaseHook(_ViewHook):
@@ -202,13 +203,14 @@ class _BaseHook(_ViewHook):
     @override
     def __call__(self, grad: Tensor | None) -> None:
         if grad is not None and self._view.is_changed:
-            self.tap._bring(self.site.name, self._see, grad)
+            GRAPH_NODE_LIMIT.expect_less()
+            self.tap._guarded(self.site.name, None, self._record, grad)
 
     @override
-    def _see(self, name: str, grad: Tensor | None) -> None:
-        part = None if grad is None or is_transformed(grad) else self._view.take_from_base(grad)
+    def _record(self, name: str, grad: Tensor) -> None:
+        part = None if is_transformed(grad) else self._view.take_from_base(grad)
         if part is not None:
-            self.tap._hand_over(name, [(self.site.path, part)])
+            self.tap._pass_on(name, [(self.site.path, part)])
 
 
 class _WriterHook:

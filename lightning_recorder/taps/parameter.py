@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_recorder.internals.autograd import in_backward
 from lightning_recorder.names import own_parameters
 from lightning_recorder.taps.base import Tap, TapHook
 from lightning_recorder.taps.gradient import GradientHook, GradientTap
@@ -33,12 +32,11 @@ class ParameterTap(Tap):
     """
 
     @override
-    def _put_on(self, name: str, module: nn.Module) -> None:
-        self._keep(module.register_forward_hook(TapHook(self, name, self._see)))
+    def _register(self, name: str, module: nn.Module) -> None:
+        self._keep(module.register_forward_hook(TapHook(self, name, self._record)))
 
-    def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not in_backward():
-            self._hand_over(name, own_parameters(module))
+    def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._pass_on(name, own_parameters(module))
 
 
 class ParameterGradientTap(GradientTap):
@@ -59,14 +57,14 @@ class ParameterGradientTap(GradientTap):
     """
 
     @override
-    def _put_on(self, name: str, module: nn.Module) -> None:
+    def _register(self, name: str, module: nn.Module) -> None:
         if any(is_lazy(parameter) for _, parameter in own_parameters(module)):
             # Lazy parameters do not support hooks before the first call of the module.
-            self._keep(module.register_forward_hook(TapHook(self, name, self._see)))
+            self._keep(module.register_forward_hook(TapHook(self, name, self._record)))
         else:
-            self._see(name, module)
+            self._record(name, module)
 
-    def _see(self, name: str, module: nn.Module, *passed: Any) -> None:
+    def _record(self, name: str, module: nn.Module, *passed: Any) -> None:
         for path, parameter in own_parameters(module):
             if parameter.requires_grad:
-                self._put_on_tensor(parameter, GradientHook(self, name, path))
+                self._register_on_tensor(parameter, GradientHook(self, name, path))

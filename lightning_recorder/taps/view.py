@@ -260,12 +260,12 @@ def writer_of(base: Tensor, edge: BaseEdge) -> tuple[Node, int] | None:
     written to the base, or if there are too many such operations.
     """
     node: Node | None = base.grad_fn
-    for looked_at in range(1, NEAR):
+    for visited in range(1, NEAR):
         if node is None or edge.is_at(node, edge.output_nr):
             return None
         # The modified tensor is the first argument of an in-place operation.
         before = node.next_functions[:1]
         if before and edge.is_at(*before[0]):
-            return node, looked_at
+            return node, visited
         node = before[0][0] if before else None
     return None

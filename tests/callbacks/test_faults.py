@@ -499,8 +499,8 @@ def test_a_tap_that_cannot_be_put_on_names_its_module(tmp_path: Path, monkeypatc
     """A module that rejects hooks is named in a warning, and the others are recorded."""
     inner = Tap._guarded
 
-    def guard(self: Tap, name: str, function: Any, *args: Any) -> None:
-        inner(self, name, fails if name == "head" and function == self._put_on else function, *args)
+    def guard(self: Tap, name: str, site: Site | None, function: Any, *args: Any) -> None:
+        inner(self, name, site, fails if name == "head" and function == self._register else function, *args)
 
     monkeypatch.setattr(Tap, "_guarded", guard)
     sink = MemorySink()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder.internals import autograd
 from lightning_recorder.internals.autograd import current_function_mode, in_backward, is_transformed, version_counter
-from lightning_recorder.taps import InputGradientTap, input_gradient, total
+from lightning_recorder.taps import InputGradientTap, gradient, input_gradient
 
 
 def test_a_forward_pass_is_no_backward_pass() -> None:
@@ -125,7 +125,7 @@ def test_input_gradients_are_found_without_the_private_names(
     older: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the private names, the gradient of an input through its module is the same, found by a longer search."""
-    monkeypatch.setattr(total, "graph_task", older.graph_task)
+    monkeypatch.setattr(gradient, "graph_task", older.graph_task)
     for name in ("is_transformed", "sequence_number"):
         monkeypatch.setattr(input_gradient, name, getattr(older, name))
     layer = nn.Linear(2, 2)
