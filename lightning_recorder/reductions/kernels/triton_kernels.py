@@ -298,11 +298,12 @@ def reduce_share(
     if not (square <= 16 * m2):
         m2 = _squares_from(mean, data, start, end, factor, scaled, rows, columns)
     low, high = tl.min(lows, axis=0).to(tl.float64), tl.max(highs, axis=0).to(tl.float64)
+    zero_count, nan_count = _total(zeros), _total(nans)
     if programs == 1:
-        zeros, nans = _total(zeros), _total(nans)
-        _merge(row, count, mean, m2, low, high, zeros, nans, numel.to(tl.float64), sampled, first_bin + bin_count)
+        sampled_numel: tl.constexpr = first_bin + bin_count
+        _merge(row, count, mean, m2, low, high, zero_count, nan_count, numel.to(tl.float64), sampled, sampled_numel)
     else:
-        _write_part(parts + program, programs, count, mean, m2, low, high, _total(zeros), _total(nans))
+        _write_part(parts + program, programs, count, mean, m2, low, high, zero_count, nan_count)
 
 
 @triton.jit(do_not_specialize=["parts", "programs", "numel", "sampled", "row"])

@@ -25,8 +25,10 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recorder.bins import BIN_SHIFT, BINS
 from lightning_recorder.reductions import Combined, Statistics, Values
 from lightning_recorder.reductions.kernels.fused_cuda import add_statistics_on_device, launch, prepare_device
+from lightning_recorder.reductions.row import HISTOGRAM, SAMPLED_NUMEL
 from tests.reductions.kernels.test_fused import SHAPES, Subclass, assert_equal, numbers, plain
 from tests.reductions.reference import assert_statistics
 from tests.reductions.strategies import streams
@@ -322,11 +324,12 @@ def assembly(target: tuple[str, int | str, int], dtype: str, gathered: bool | No
 
     fixed: dict[str, int]
     if gathered is None:
-        kernel, fixed = kernels.merge_shares, {"most_programs": kernels.MOST_PROGRAMS}
+        kernel, fixed = kernels.merge_shares, {"sampled_numel": SAMPLED_NUMEL, "most_programs": kernels.MOST_PROGRAMS}
         types = {"parts": "*fp64", "programs": "i32", "numel": "i64", "sampled": "i64", "row": "*fp64"}
     else:
         kernel = kernels.reduce_share
         fixed = {"gathered": gathered, "rows": kernels.ROWS, "columns": kernels.COLUMNS}
+        fixed |= {"first_bin": HISTOGRAM, "bin_count": BINS, "bin_shift": BIN_SHIFT}
         whole = dict.fromkeys(("numel", "share", "factor", "sampled"), "i64")
         places = "*i64" if gathered else "*fp64"
         types = {"data": f"*{dtype}", "scaled": "i32", "places": places, "parts": "*fp64", "row": "*fp64", **whole}
