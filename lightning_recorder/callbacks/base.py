@@ -8,7 +8,7 @@ import re
 import types
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
@@ -151,6 +151,8 @@ class RecorderCallback(Callback):
     """The kind of recording. Callbacks of the same group in one trainer must have different names."""
     keeps_state: ClassVar[bool] = False
     """True if checkpoints contain a state of the callback under its ``state_key``."""
+    unused: ClassVar[Mapping[str, str]] = {}
+    """The options of ``schedule`` and ``outputs`` that the callback does not use, and the code to write instead."""
 
     _sink: MultiSink | None
     _artifact_sinks: MultiSink | None  # the same sinks, without the fallback of the loggers

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS, checked_arguments
+from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS
 from lightning_recorder.callbacks.base import Compiled, RecorderCallback, fixed_in_run, guarded
 from lightning_recorder.callbacks.run import Silence, logged_step, why_no_files, why_no_training, why_no_validation
 from lightning_recorder.disk import attempt, has_room, is_full, warn_of_full
@@ -30,6 +30,7 @@ from lightning_recorder.errors import (
 from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphPicture, GraphvizStyler, record
 from lightning_recorder.graph.renderers.graphviz import check_direction
 from lightning_recorder.portable import Portable, unwrap
+from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Image, Sink
 from lightning_recorder.temporary import write_whole
 

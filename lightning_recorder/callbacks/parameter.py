@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import checked_arguments
-from lightning_recorder.callbacks.base import guarded
-from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.callbacks.base import Compiled, guarded
+from lightning_recorder.callbacks.output_options import Outputs
+from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.errors import SelectionError, check_some, warn
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
+from lightning_recorder.reductions import Reduction
+from lightning_recorder.schedule import Reduce, Schedule
 from lightning_recorder.selection import SelectedModules, Selection
+from lightning_recorder.signatures import checked_arguments
+from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import (
     PARAMETER_PARTS,
     BaseStatisticsRecorder,
@@ -54,8 +58,30 @@ class ParameterRecorder(StatisticsCallback):
     Args:
         names: Module names or globs, such as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. Only a
             module's own parameters are recorded, not those of its children.
+        types: Module classes or their names. If ``names`` is also given, a module must match both.
+        exclude: Names or globs of modules to leave out.
+        every_n_train_steps: Record the first optimiser step and then every n-th one. Defaults to
+            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
+            from 0, so 100 records steps 0, 99, 199, …; 0 records nothing.
+        schedule: Further conditions on the steps, and a limit on the overhead.
+        reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
+            recorded steps in a window of n optimiser steps. ``"epoch"``: all recorded steps of an epoch.
         parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
-        options: Further arguments of :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`.
+        statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
+            ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
+            ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
+            single rank. Quantiles are estimated from the histogram.
+        histograms: True writes histograms of all values. A number n writes histograms that count at most n values of
+            each tensor. False writes none.
+        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
+            statistics are shown; other statistics are in the dumps and in ``latest``.
+        outputs: Record files, plots, dumps, uploads, and their limits.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
+            and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
+        name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
+            names of dumps and in the tags, which then begin with ``<group>-<name>``.
+        sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
+        strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
         ArgumentError: If an argument is invalid. Raised at construction.
@@ -81,11 +107,38 @@ class ParameterRecorder(StatisticsCallback):
         self,
         names: str | Sequence[str] | None = None,
         *,
+        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        every_n_train_steps: int | None = None,
+        schedule: Schedule = Schedule(),
+        reduce: Reduce = "step",
         parts: str | Sequence[Literal["values", "gradients", "updates", "moments"]] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
-        **options: Any,
+        statistics: str | Sequence[str] = DEFAULT_STATISTICS,
+        histograms: bool | int = True,
+        extra: Reduction | Sequence[Reduction] = (),
+        outputs: Outputs = Outputs(),
+        compiled: Compiled = "eager",
+        name: str = "",
+        sinks: Iterable[Sink] = (),
+        strict: bool = False,
     ) -> None:
         self.parts = check_some("parts", parts, PARAMETER_PARTS, _SYNONYMS)
-        super().__init__(names, **options)
+        super().__init__(
+            names,
+            types=types,
+            exclude=exclude,
+            every_n_train_steps=every_n_train_steps,
+            schedule=schedule,
+            reduce=reduce,
+            statistics=statistics,
+            histograms=histograms,
+            extra=extra,
+            outputs=outputs,
+            compiled=compiled,
+            name=name,
+            sinks=sinks,
+            strict=strict,
+        )
 
     @override
     def idle(self) -> dict[str, Any]:

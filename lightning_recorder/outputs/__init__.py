@@ -7,7 +7,7 @@ from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.pipeline import RecordPipeline
 from lightning_recorder.outputs.plotter import Plotter
 from lightning_recorder.outputs.record_file import RecordFile
-from lightning_recorder.outputs.statistics_dumps import DUMP_TIMES, Event, StatisticsDumps, check_dump
+from lightning_recorder.outputs.statistics_dumps import DUMP_TIMES, Event, StatisticsDumps, check_dumps
 from lightning_recorder.outputs.tag_budget import TagBudget
 from lightning_recorder.outputs.tensor_dumps import TENSOR_DUMP_TIMES, TensorDumps
 
@@ -27,7 +27,7 @@ __all__ = [
     "StatisticsDumps",
     "TagBudget",
     "TensorDumps",
-    "check_dump",
+    "check_dumps",
     "paths_by_module",
     "with_gradients",
     "write_receipt",

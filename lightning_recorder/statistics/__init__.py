@@ -4,7 +4,7 @@ from lightning_recorder.statistics.base import BaseStatisticsRecorder
 from lightning_recorder.statistics.evaluation import EvaluationRecorder
 from lightning_recorder.statistics.exchange import Exchange, Merged
 from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
-from lightning_recorder.statistics.overhead import OverheadLimit, check_overhead
+from lightning_recorder.statistics.overhead import OverheadLimit
 from lightning_recorder.statistics.rank_merging import RankMergingRecorder
 from lightning_recorder.statistics.record import Record
 from lightning_recorder.statistics.recorder import StatisticsRecorder
@@ -28,6 +28,5 @@ __all__ = [
     "SiteStatistics",
     "Snapshot",
     "StatisticsRecorder",
-    "check_overhead",
     "with_update_ratios",
 ]

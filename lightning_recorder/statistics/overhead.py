@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.schedule import check_overhead
 
-__all__ = ["OverheadLimit", "check_overhead"]
+__all__ = ["OverheadLimit"]
 
 
 _LEAST_MS = 1e-3  # the minimum step time; on the CPU a step may take nearly no time compared with recording on a GPU
@@ -65,13 +65,3 @@ class OverheadLimit:
         step_ms = max(self._steps_ms / self._steps, _LEAST_MS)
         needed = (self._spent_ms / self._recorded) / (self.max_overhead * step_ms)
         return max(now, math.ceil(needed - 1e-9))
-
-
-def check_overhead(value: object) -> None:
-    """Check that a value is a share of the training time.
-
-    Raises:
-        ArgumentError: If it is not above 0 and at most 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ArgumentError(f"max_overhead must be a share of the training time, above 0 and at most 1, got {value!r}")
