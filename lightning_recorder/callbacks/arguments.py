@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning_recorder.errors import ArgumentError, check_integer, did_you_mean
 from lightning_recorder.reductions import DeadChannels, HigherMoments, Norms, Reduction
+from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import SHOWN_STATISTICS
 
-__all__ = ["STAGE_SYNONYMS", "checked_histograms", "checked_reductions", "checked_statistics", "in_words"]
+__all__ = [
+    "STAGE_SYNONYMS",
+    "check_compiled",
+    "check_name",
+    "checked_histograms",
+    "checked_reductions",
+    "checked_sinks",
+    "checked_statistics",
+    "in_words",
+]
+
+_LONGEST_NAME = 200  # bytes; a file name may have 255, including the name of a checkpoint as its prefix
 
 STAGE_SYNONYMS = {
     "fit": "train", "training": "train", "val": "validate", "valid": "validate", "validation": "validate",
@@ -89,6 +102,51 @@ def checked_reductions(given: object) -> tuple[Reduction, ...]:
         if not isinstance(each, Reduction):
             called = f"the class {each.__name__}: write {each.__name__}()" if isinstance(each, type) else repr(each)
             raise ArgumentError(f"extra takes reductions, which are instances of Reduction, got {called}")
+    return found
+
+
+def check_compiled(value: object) -> None:
+    """Raise if the value is not a valid ``compiled`` argument.
+
+    Raises:
+        ArgumentError: Names the allowed values.
+    """
+    if value not in ("eager", "skip"):
+        raise ArgumentError(f"compiled must be 'eager' or 'skip', got {value!r}")
+
+
+def check_name(name: object) -> None:
+    """Raise if the name of a callback cannot be part of a file name.
+
+    Raises:
+        ArgumentError: Says what a name must be.
+    """
+    if not isinstance(name, str):
+        raise ArgumentError(f"name must be a string, got {name!r}")
+    if name and (Path(name).name != name or "\\" in name):
+        raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")
+    if "\0" in name or "\ufffd" in (text := name.encode("utf-8", "surrogatepass").decode("utf-8", "replace")):
+        raise ArgumentError(f"name must be that of a file, without such characters, got {name!r}")
+    if len(text.encode()) > _LONGEST_NAME:
+        raise ArgumentError(f"name must be that of a file, of at most {_LONGEST_NAME} bytes, got {name!r:.80}")
+
+
+def checked_sinks(given: object) -> list[Sink]:
+    """Return the sinks as a list.
+
+    Raises:
+        ArgumentError: If they are not a list of instances of :class:`Sink`.
+    """
+    if isinstance(given, Sink):
+        raise ArgumentError(f"sinks takes a list of sinks, got a single one: write sinks=[{type(given).__name__}(…)]")
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"sinks takes a list of sinks, got {given!r}")
+    found = []
+    for sink in given:
+        if not isinstance(sink, Sink):
+            called = f"the class {sink.__name__}: write {sink.__name__}()" if isinstance(sink, type) else repr(sink)
+            raise ArgumentError(f"sinks takes Sink instances, got {called}")
+        found.append(sink)
     return found
 
 

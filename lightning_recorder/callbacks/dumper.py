@@ -12,11 +12,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.base import Compiled, RecorderCallback, guarded
+from lightning_recorder.callbacks.base import Compiled, RecorderCallback
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
+from lightning_recorder.callbacks.eager import say_ran_eagerly, write_ran_eagerly
+from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.run import Silence, gradient_factor, logged_step, why_no_files
 from lightning_recorder.callbacks.scale import LossScale
+from lightning_recorder.callbacks.silence import Silence, why_no_files, why_no_step
+from lightning_recorder.callbacks.trainer import gradient_factor, logged_step
 from lightning_recorder.dumps import can_hold
 from lightning_recorder.errors import ArgumentError, check_bool, check_integer, check_some, did_you_mean, warn
 from lightning_recorder.internals.compiled import compiled_modules
@@ -177,7 +180,8 @@ class TensorDumper(RecorderCallback):
             return  # already warned
         what = "wrote nothing"
         if not dumps.steps:
-            yield self.why_no_step(trainer, self.sampling)._replace(what=what)
+            why_not = why_no_step(trainer, self.sampling, self._began, is_enabled=self.enabled)
+            yield why_not._replace(what=what)
         elif not dumps.tensors:
             why = "the selected modules gave none of the tensors that were asked for"
             yield Silence(why, "Select others.", "wrote no tensors")
@@ -284,8 +288,9 @@ class TensorDumper(RecorderCallback):
         names = self._capture.ran_eagerly
         if len(names) > self._ran_eagerly:
             self._ran_eagerly = len(names)
-            self.say_ran_eagerly(trainer, names)
-            self.write_ran_eagerly(trainer, self.label(trainer), self._step or 0, names)
+            say_ran_eagerly(trainer, names)
+            directory, label = self._rank_zero_directory(trainer), self.label(trainer)
+            write_ran_eagerly(directory, label, self._step or 0, names, name=str(self))
 
     @override
     def before_evaluation(self, trainer: Trainer) -> None:

@@ -8,8 +8,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.run import gradient_factor
 from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.callbacks.trainer import gradient_factor
 from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.taps import OutputGradientTap
 

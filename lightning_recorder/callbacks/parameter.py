@@ -9,7 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.base import Compiled, guarded
+from lightning_recorder.callbacks.base import Compiled
+from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.errors import SelectionError, check_some, warn

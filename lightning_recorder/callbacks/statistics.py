@@ -1,12 +1,10 @@
-"""The base class of the recorders of activations, gradients and parameters."""
+"""The base class of the recorders of activations, gradients and parameters: the hooks of a training run."""
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,35 +14,21 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import checked_histograms, checked_reductions, checked_statistics, in_words
-from lightning_recorder.callbacks.base import Compiled, fixed_in_run, guarded
-from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
-from lightning_recorder.callbacks.evaluation import EvaluationCallback
+from lightning_recorder.callbacks.arguments import checked_histograms, checked_reductions, checked_statistics
+from lightning_recorder.callbacks.base import Compiled
+from lightning_recorder.callbacks.checkpoints import why_no_checkpoint
+from lightning_recorder.callbacks.eager import say_ran_eagerly, warn_of_eager_memory
+from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.naming import check_tags
 from lightning_recorder.callbacks.output_options import Outputs, consumers
-from lightning_recorder.callbacks.ranks import agree, decline
-from lightning_recorder.callbacks.run import (
-    Silence,
-    logged_step,
-    stepped,
-    why_no_files,
-    why_no_training,
-    why_no_validation,
-)
+from lightning_recorder.callbacks.ranks import decline, merge_ranks
+from lightning_recorder.callbacks.resume import ResumingCallback
 from lightning_recorder.callbacks.scale import LossScale
-from lightning_recorder.callbacks.state import ResumeState
-from lightning_recorder.disk import attempt
-from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, warn
+from lightning_recorder.callbacks.silence import Silence, why_no_due_validation, why_no_files, why_no_step
+from lightning_recorder.callbacks.trainer import logged_step, make_directory, stepped
+from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.internals.compiled import compiled_modules
-from lightning_recorder.outputs import (
-    Coverage,
-    Event,
-    RecordPipeline,
-    SinkFormatter,
-    StatisticsDumps,
-    TagBudget,
-    check_dumps,
-    with_gradients,
-)
+from lightning_recorder.outputs import Coverage, RecordPipeline, SinkFormatter, TagBudget, with_gradients
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.schedule import Reduce, Sampling, Schedule, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
@@ -68,12 +52,8 @@ DEFAULT_STATISTICS = ("mean", "std", "rms", "min", "max", "zero_fraction")
 
 _EVALUATIONS = {"validate": "validation", "test": "test", "predict": "prediction"}
 
-_FOLDER_BYTES = 4096  # the size of an empty folder
-# Lightning allows a rank to have no batches if this attribute of the model is true.
-_MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 
-
-class StatisticsCallback(EvaluationCallback):
+class StatisticsCallback(ResumingCallback):
     """Records statistics of tensors on the sampled steps of a fit.
 
     Base class of :class:`~lightning_recorder.ActivationRecorder`, :class:`~lightning_recorder.GradientRecorder` and
@@ -81,16 +61,9 @@ class StatisticsCallback(EvaluationCallback):
     :class:`~lightning_recorder.GradientRecorder`.
     """
 
-    keeps_state = True
     unused: ClassVar = {"max_bytes": ""}
 
-    _kept: ResumeState
     loss_scale: LossScale
-    _results: RecordPipeline
-    _dumps: StatisticsDumps
-    _checkpoints: CheckpointWatch
-    _run: RunRecorder | None
-    evaluations: dict[str, EvaluationRecorder]
     _coverage: Coverage | None
     _has_receipt: bool
     _every_n: int | None
@@ -135,21 +108,12 @@ class StatisticsCallback(EvaluationCallback):
         by_path = self.group == "parameters"
         budget = TagBudget(self.outputs.max_tags, str(self), stages=len(self.stages), by_path=by_path)
         report = SinkFormatter(tags, self.statistics, histograms=self.histograms, budget=budget)
-        dump_when = self.outputs.dump_when
-        event = None if dump_when is None else Event(dump_when, "dump_when", name=str(self), strict=self.strict)
         return {
             **super().idle(),
-            "_kept": ResumeState(self._settings),
             "loss_scale": LossScale(),
             "_results": RecordPipeline(
                 report, name=str(self), say=rank_zero_info, summarize=self.summarize, strict=self.strict
             ),
-            "_dumps": StatisticsDumps(check_dumps(self.outputs.dumps), event),
-            "_checkpoints": CheckpointWatch(
-                self.checkpoint_saved, self.checkpoint_removed, self._no_more, name=str(self)
-            ),
-            "_run": None,
-            "evaluations": {},
             "_coverage": None,
             "_has_receipt": False,
             "_every_n": None,
@@ -167,47 +131,38 @@ class StatisticsCallback(EvaluationCallback):
         """
         return self.selection.resolve(pl_module)
 
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The stages to record: ``"train"`` and evaluations."""
-        return ("train",)
-
-    @override
-    def begins_with(self, function: str) -> bool:
-        return function in self.stages or (function == "fit" and bool({"train", "validate"} & set(self.stages)))
-
     # Start and end of a run.
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
-        modules, error = None, None
+        modules, error, is_first = None, None, trainer.is_global_zero
         try:
             modules = self._chosen(pl_module)
-            directory = self._made(directory) if trainer.is_global_zero else None
+            directory = make_directory(directory, name=str(self), strict=self.strict) if is_first else None
             self.open_sinks(trainer, directory)
             self._begin_results(trainer, directory)
-            if trainer.is_global_zero:
-                self.warn_of_eager_memory(pl_module)
+            if is_first and self.compiled == "eager":
+                warn_of_eager_memory(pl_module, str(self))
             if modules is not None:
-                self._check_others(trainer, modules)
+                alike = [each for each in self.alike(trainer) if isinstance(each, StatisticsCallback)]
+                check_tags(self, alike, modules)
                 self._make_workers(trainer, pl_module, modules)
         except (ArgumentError, SelectionError):
             raise
         except Exception as caught:  # noqa: BLE001 - raised below, after the other ranks know
             error, modules = caught, None
-        about = f"{self.state_key} {self._settings} {None if modules is None else list(modules)}"
-        exchange = agree(trainer, takes_part=modules is not None, about=about, name=str(self))
-        for worker in self._workers:
-            worker.exchange = exchange
-        if exchange is not None and self.evaluations and getattr(pl_module, _MAY_BE_EMPTY, False):
-            # A rank without batches runs no evaluation and would never respond.
-            if trainer.is_global_zero:
-                warn(f"{self}: evaluations are those of rank 0 alone, since {_MAY_BE_EMPTY} is set")
-            for evaluation in self.evaluations.values():
-                evaluation.exchange = None
+        merge_ranks(
+            trainer,
+            pl_module,
+            self._run,
+            self.evaluations,
+            takes_part=modules is not None,
+            about=f"{self.state_key} {self._settings} {None if modules is None else list(modules)}",
+            name=str(self),
+        )
         if error is not None:
             raise error
-        if modules is None and trainer.is_global_zero:
+        if modules is None and is_first:
             warn(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
         if modules is not None and "checkpoints" in self._dumps.at and self._run is not None:
             self._checkpoints.begin(trainer)
@@ -267,42 +222,15 @@ class StatisticsCallback(EvaluationCallback):
             self.release(None)
         return is_news
 
-    def _made(self, directory: Path | None) -> Path | None:
-        """Create the folder, and return it unless that fails. A full disk is no failure, as it may have room later."""
-        try:
-            if directory is not None:
-                attempt(directory, _FOLDER_BYTES, partial(directory.mkdir, parents=True, exist_ok=True))
-        except OSError as error:
-            if self.strict:
-                raise
-            warn(f"{self} writes no files, since their folder cannot be made: {describe_error(error)}")
-            return None
-        return directory
-
-    def _check_others(self, trainer: Trainer, modules: SelectedModules) -> None:
-        """Raise an error if another recorder writes the same tags.
-
-        Raises:
-            ArgumentError: If both record the same module and neither has a name.
-        """
-        for other in self.alike(trainer):
-            if other is self:
-                return
-            if not isinstance(other, StatisticsCallback) or other.name != self.name or other._coverage is None:
-                continue
-            shared = [name for name in modules if name in other._coverage.modules]
-            if shared and self.tags & other.tags:
-                kind = type(self).__name__
-                more = f" and {len(shared) - 1} more modules" if shared[1:] else ""
-                raise ArgumentError(
-                    f"two {kind} without a name record {shared[0]!r}{more} under the "
-                    f"same tags: give one of them a name, as {kind}(name='second'), or select other modules"
-                )
-
     @property
     def tags(self) -> set[str]:
         """The kinds of tags. Two recorders of the same name must not write the same kind for the same module."""
         return set(self.stages)
+
+    @property
+    def recorded_modules(self) -> Collection[str]:
+        """The names of the modules that are recorded in the current run."""
+        return () if self._coverage is None else self._coverage.modules
 
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         """Return the modules to record, or ``None`` if there are none."""
@@ -398,7 +326,7 @@ class StatisticsCallback(EvaluationCallback):
             if self._run.records:
                 self._end_step(trainer, pl_module, self._run)
             self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self.loss_scale.overflowed)
-            self.say_ran_eagerly(trainer, self._run.recorder.ran_eagerly)
+            say_ran_eagerly(trainer, self._run.recorder.ran_eagerly)
             self._tell_cadence(self._run)
 
     @property
@@ -445,7 +373,7 @@ class StatisticsCallback(EvaluationCallback):
         self._results.wait()
         recorded, empty = self._results.recorded, self._results.empty
         if self._run is not None and not self._run.has_recorded:
-            yield self.why_no_step(trainer, self.sampling)
+            yield why_no_step(trainer, self.sampling, self._began, is_enabled=self.enabled)
         stage = "validate" if function == "fit" else function
         if stage in self.evaluations and not recorded[stage]:
             what = "recorded nothing" + (f" in the {_EVALUATIONS[stage]}" if recorded["train"] else "")
@@ -455,28 +383,12 @@ class StatisticsCallback(EvaluationCallback):
             elif not self.enabled:
                 yield Silence("it is disabled", "", what)
             elif function == "fit" and (self._run is None or self._run.has_recorded):  # else it was reported above
-                yield self._why_no_validation(trainer)._replace(what=what)
-        if recorded["train"] and self._waits_for_checkpoints():
+                yield why_no_due_validation(trainer, self.sampling, self._began)._replace(what=what)
+        if recorded["train"] and self.waits_for_checkpoints:
             no_files = why_no_files(trainer, self._directory)
             why = no_files or why_no_checkpoint(trainer)
             fix = "" if no_files else "Save checkpoints, or give outputs=Outputs(dumps='records')."
             yield Silence(why, fix, "dumped nothing")
-
-    def _waits_for_checkpoints(self) -> bool:
-        """Return True if ``dumps`` was given as ``"checkpoints"`` only and no dump has been written."""
-        folder = self._dumps.folder
-        alone = self._dumps.at == ("checkpoints",) and not self._dumps.has_event
-        asked = not isinstance(self.outputs.dumps, bool)
-        return asked and alone and folder is not None and not (folder.written or folder.is_full)
-
-    def _why_no_validation(self, trainer: Trainer) -> Silence:
-        if self._began is None:
-            return why_no_training(trainer)
-        epoch = self._began[1]
-        epochs = range(epoch, max(epoch + 1, trainer.current_epoch))
-        if trainer.enable_validation and not any(map(self.sampling.in_epoch, epochs)):
-            return Silence(f"no epoch was due with every_n_epochs={self.sampling.every_n_epochs}", "Lower it.")
-        return why_no_validation(trainer)
 
     # Records.
 
@@ -518,68 +430,3 @@ class StatisticsCallback(EvaluationCallback):
         """Return the data for a receipt."""
         watched = self._coverage if self._coverage is not None else Coverage(nn.Module(), {}, ())
         return watched.having(**traces), run.sampling, self.reduce
-
-    # Checkpoints.
-
-    def checkpoint_saved(self, path: Path) -> None:
-        """Dump the latest record beside a checkpoint."""
-        job = partial(self._dumps.write_beside, path)
-        if self._run is None:  # a checkpoint for an exception is saved after the run has ended
-            job()
-            return
-        with self._run.contained():
-            self._results.submit(self._dumps, job)
-
-    def checkpoint_removed(self, path: Path) -> None:
-        """Remove the dump beside a removed checkpoint."""
-        job = partial(self._dumps.remove_beside, path)
-        job() if self._run is None else self._results.remove(job)
-
-    def _no_more(self) -> None:
-        if self._run is None:  # the run failed, and the checkpoint for its exception is saved
-            self._dumps.end()
-
-    @fixed_in_run
-    def state_key(self) -> str:
-        """The key of this callback's state in a checkpoint."""
-        chosen = {"name": self.name, **vars(self.selection), **vars(self.sampling), "reduce": self.reduce}
-        del chosen["when"], chosen["max_overhead"]
-        named = {key: in_words(value) for key, value in chosen.items() if value not in (None, "", 0)}
-        return self._generate_state_key(**named, stages=list(self.stages))
-
-    @guarded
-    @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Does not use state_dict: Lightning raises an error at construction of the trainer if two callbacks have the
-        # same state_key, and its message cannot name the argument that distinguishes them.
-        self._checkpoints.expect()
-        state: dict[str, Any] = {}
-        if self._run is not None:
-            self._results.wait()
-            with self._run.contained():
-                state = self._run.state_dict()
-                if not trainer.interrupted:
-                    state = self._run.merged_state_dict()
-                else:  # the other ranks are out of step and cannot be reached
-                    if trainer.world_size > 1 and trainer.is_global_zero and self._run.holds_states:
-                        warn(
-                            f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 alone"
-                        )
-                    self._run.abort()
-                    state = self._run.state_dict()
-        packed = {**self._kept.packed(state, self._results.report), "label": self.label(trainer)}
-        states = checkpoint.setdefault("callbacks", {})
-        states[self.state_key] = {**states.get(self.state_key, {}), **packed}
-
-    @guarded
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._kept.forget()
-        state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if state:
-            self._kept.load(deepcopy(state))
-            self._resumed = weakref.ref(trainer), str(state.get("label", ""))
-        elif trainer.state.fn == "fit" and trainer.is_global_zero:
-            warn(
-                f"{self} begins anew: the checkpoint has nothing of it, or was saved with another selection or cadence"
-            )

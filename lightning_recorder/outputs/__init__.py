@@ -1,9 +1,10 @@
-"""Writers of records: to sinks, record files, dumps, pictures and the coverage report."""
+"""Writers of records and graphs: to sinks, record files, dumps, pictures and the coverage report."""
 
 from lightning_recorder.outputs.consumer import RecordConsumer
 from lightning_recorder.outputs.coverage import Coverage, CoverageReport, paths_by_module, with_gradients, write_receipt
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
 from lightning_recorder.outputs.formatter import SinkFormatter
+from lightning_recorder.outputs.graph_output import GraphOutput
 from lightning_recorder.outputs.pipeline import RecordPipeline
 from lightning_recorder.outputs.plotter import Plotter
 from lightning_recorder.outputs.record_file import RecordFile
@@ -19,6 +20,7 @@ __all__ = [
     "DumpContent",
     "DumpFolder",
     "Event",
+    "GraphOutput",
     "Plotter",
     "RecordConsumer",
     "RecordFile",

@@ -24,7 +24,7 @@ from lightning_recorder import (
     ParameterRecorder,
     RecordingError,
 )
-from lightning_recorder.callbacks.base import guarded
+from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.outputs import SinkFormatter
 from lightning_recorder.reductions import Change
@@ -214,7 +214,7 @@ def test_a_fault_inside_is_one_warning(
         assert shown(sink) == well(other), other
 
 
-OVERRIDDEN = ["summarize", "prepare", "_conclude", "_announce", "_tell_cadence", "make_recorder", "choose"]
+OVERRIDDEN = ["summarize", "prepare", "_on_record", "_announce", "_tell_cadence", "make_recorder", "choose"]
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
