@@ -78,13 +78,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Sampling(Schedule):
-    """Selection of the optimiser steps of a run to record: an interval, and the conditions of a :class:`Schedule`.
+    """Selection of the optimizer steps of a run to record: an interval, and the conditions of a :class:`Schedule`.
 
     Lightning logs step ``k`` when ``(k + 1) % n == 0``. Step 0 is added so that a run that ends before step ``n``
     leaves a record, and so that sites that never fire show up early.
 
     Args:
-        every_n_train_steps: The interval in optimiser steps; 0 selects none, as ``Trainer(log_every_n_steps=0)`` logs
+        every_n_train_steps: The interval in optimizer steps; 0 selects none, as ``Trainer(log_every_n_steps=0)`` logs
             nothing. If ``None``, the caller chooses the interval with :meth:`with_default`; with a window or a
             predicate it is then every step.
 
@@ -128,7 +128,7 @@ class Sampling(Schedule):
         return _is_nth(epoch, self.every_n_epochs)
 
     def __call__(self, step: int, epoch: int = 0) -> bool:
-        """Return True if the 0-based optimiser step of that epoch is recorded."""
+        """Return True if the 0-based optimizer step of that epoch is recorded."""
         first, stop = self.step_window or (0, math.inf)
         n = self.every_n_train_steps or 0
         # Same as _is_nth, inlined because this runs for every batch.

@@ -38,12 +38,12 @@ class ActivationRecorder(StatisticsCallback):
         names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
         types: Module classes or their names. If ``names`` is also given, a module must match both.
         exclude: Names or globs of modules to leave out.
-        every_n_train_steps: Record the first optimiser step and then every n-th one. Defaults to
+        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
             from 0, so 100 records steps 0, 99, 199, …; 0 records nothing.
         schedule: Further conditions on the steps, and a limit on the overhead.
         reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
-            recorded steps in a window of n optimiser steps. ``"epoch"``: all recorded steps of an epoch.
+            recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
             is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
             recorded.
@@ -70,7 +70,7 @@ class ActivationRecorder(StatisticsCallback):
     Note:
         Recording does not change training: values, gradients and random numbers stay the same, and the model has no
         hooks between recorded steps. A compiled model runs eagerly on recorded steps. Records are merged exactly across
-        ranks, and rank 0 writes them. Recording synchronises with the device once per record, after the step.
+        ranks, and rank 0 writes them. Recording synchronizes with the device once per record, after the step.
 
     Example::
 

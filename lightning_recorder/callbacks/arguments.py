@@ -1,4 +1,4 @@
-"""Validation and normalisation of the arguments of the callbacks."""
+"""Validation and normalization of the arguments of the callbacks."""
 
 from __future__ import annotations
 

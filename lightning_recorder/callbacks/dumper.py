@@ -64,7 +64,7 @@ class TensorDumper(RecorderCallback):
             ``"checkpoints"`` otherwise. With ``Outputs(dump_when=…)``, the default is none of them. An explicit value
             takes precedence: ``at="checkpoints", every_n_train_steps=10`` samples every tenth step and writes the
             latest sample beside each checkpoint.
-        every_n_train_steps: Sample the first optimiser step and then every n-th one. Defaults to
+        every_n_train_steps: Sample the first optimizer step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window.
         schedule: Further conditions on the sampled steps. ``when`` and ``max_overhead`` are not used.
         samples: The number of rows of each tensor to copy. By default, the whole batch is copied.
@@ -88,7 +88,7 @@ class TensorDumper(RecorderCallback):
         The training thread only copies the tensors. A background thread writes the files, one tensor at a time. Two
         more steps can be queued; after that, training waits. At most four steps are held in memory, plus the latest one
         if ``at`` can still require it. Recording does not change training. With ``Outputs(dump_when=…)``, a sampled
-        step synchronises with the device.
+        step synchronizes with the device.
 
     Example::
 

@@ -21,7 +21,7 @@ class GradientRecorder(StatisticsCallback):
 
     The loss is the one that ``training_step`` returned: the scale of a ``GradScaler`` and the division by the number of
     accumulated batches are undone. The tags are ``gradients/<module>/<statistic>``. A module whose output needs no
-    gradient is not recorded. If gradients overflow in half precision, the optimiser skips the step, and the step is not
+    gradient is not recorded. If gradients overflow in half precision, the optimizer skips the step, and the step is not
     recorded. ``gradients/overflow_steps`` counts these steps, and ``gradients_overflow/…`` shows the modules with NaN
     or infinite gradients.
 
@@ -29,12 +29,12 @@ class GradientRecorder(StatisticsCallback):
         names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
         types: Module classes or their names. If ``names`` is also given, a module must match both.
         exclude: Names or globs of modules to leave out.
-        every_n_train_steps: Record the first optimiser step and then every n-th one. Defaults to
+        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
             from 0, so 100 records steps 0, 99, 199, …; 0 records nothing.
         schedule: Further conditions on the steps, and a limit on the overhead.
         reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
-            recorded steps in a window of n optimiser steps. ``"epoch"``: all recorded steps of an epoch.
+            recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any

@@ -57,7 +57,7 @@ class GraphRecorder(RecorderCallback):
             starts; this call leaves the model unchanged.
         direction: The direction of the data flow: ``"TB"``, ``"LR"``, ``"BT"`` or ``"RL"``.
         formats: The formats of the pictures: any of ``svg``, ``png`` and ``pdf``. Loggers receive the PNG.
-        legend: Explain colours and shapes in the picture.
+        legend: Explain colors and shapes in the picture.
         timeout_s: The time limit of Graphviz in seconds.
         styler: The style of nodes and edges.
         name: The name of the files and of the tag. Two of these callbacks in one trainer need different names.

@@ -114,5 +114,5 @@ def check_tags(recorder: StatisticsCallback, alike: Sequence[StatisticsCallback]
 
 
 def _key(name: str) -> str:
-    """Return a normalised name, equal for names that some file systems do not distinguish."""
+    """Return a normalized name, equal for names that some file systems do not distinguish."""
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold()).rstrip(" .")

@@ -42,16 +42,16 @@ _SYNONYMS = {
 
 
 class ParameterRecorder(StatisticsCallback):
-    """Records statistics of the parameters of the selected modules, their gradients, updates and optimiser state.
+    """Records statistics of the parameters of the selected modules, their gradients, updates and optimizer state.
 
-    The statistics are recorded at each optimiser step of a sampled training step, for the parameters of that optimiser.
+    The statistics are recorded at each optimizer step of a sampled training step, for the parameters of that optimizer.
     For a parameter ``weight``, the tags are:
 
     - ``parameters/<module>/weight/<statistic>``: the values before the step;
-    - ``weight.grad``: the gradient that the optimiser uses: unscaled, accumulated, reduced across ranks, and before
+    - ``weight.grad``: the gradient that the optimizer uses: unscaled, accumulated, reduced across ranks, and before
       clipping;
     - ``weight.update``: the change of the values in the step;
-    - ``weight.exp_avg`` and so on: the optimiser state;
+    - ``weight.exp_avg`` and so on: the optimizer state;
     - ``weight/update_ratio``: the update-to-weight ratio ``rms(update) / rms(values)``.
 
     By default, it records all modules that have parameters of their own, including the LightningModule.
@@ -61,12 +61,12 @@ class ParameterRecorder(StatisticsCallback):
             module's own parameters are recorded, not those of its children.
         types: Module classes or their names. If ``names`` is also given, a module must match both.
         exclude: Names or globs of modules to leave out.
-        every_n_train_steps: Record the first optimiser step and then every n-th one. Defaults to
+        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
             from 0, so 100 records steps 0, 99, 199, …; 0 records nothing.
         schedule: Further conditions on the steps, and a limit on the overhead.
         reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
-            recorded steps in a window of n optimiser steps. ``"epoch"``: all recorded steps of an epoch.
+            recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
@@ -178,14 +178,14 @@ class ParameterRecorder(StatisticsCallback):
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         # The call above may fail and release the run.
         if self._run is run and isinstance(run.recorder, OptimizerRecorder):
-            # Lightning does not unscale the gradients for optimisers that unscale them themselves.
+            # Lightning does not unscale the gradients for optimizers that unscale them themselves.
             scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
             with run.contained():
                 run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
 
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
-        # Lightning does not see the steps of an optimiser that was unwrapped from LightningOptimizer.
+        # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer.
         if isinstance(recorder, OptimizerRecorder) and not pl_module.automatic_optimization:
             recorder.optimizers = tuple(trainer.optimizers)
 

@@ -302,7 +302,7 @@ class StatisticsCallback(ResumingCallback):
         self.prepare(trainer, pl_module, recorder)
 
     def _end_step(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
-        """Check whether the optimiser skipped the previous step."""
+        """Check whether the optimizer skipped the previous step."""
         if self.counts_overflow and self.loss_scale.end_step(trainer):
             self.prepare(trainer, pl_module, run.recorder)
 
@@ -311,7 +311,7 @@ class StatisticsCallback(ResumingCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if self._run is None or self._run.is_idle or not self._run.records:
             return
-        if not pl_module.automatic_optimization:  # another optimiser may have stepped in this batch
+        if not pl_module.automatic_optimization:  # another optimizer may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
         if not self._has_receipt and self._coverage is not None:
             trained = with_gradients(self._coverage.modules) | set(self._coverage.trained)

@@ -18,9 +18,9 @@ _FOLDER_BYTES = 4096  # the size of an empty folder
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step at which ``self.log`` would log now: the number of batches that ended in an optimiser step.
+    """Return the step at which ``self.log`` would log now: the number of batches that ended in an optimizer step.
 
-    ``global_step`` is not used, because it counts a batch twice if two optimisers step in it and so does not match the
+    ``global_step`` is not used, because it counts a batch twice if two optimizers step in it and so does not match the
     x-axis of the user's own metrics. The attribute is private, but Lightning's own monitors use it. If it does not
     exist, ``global_step`` is returned.
     """
@@ -87,7 +87,7 @@ def _run_of(logger: Logger) -> list[str]:
 def stepped(trainer: Trainer, batch_idx: int) -> bool:
     """Return True if ``self.log`` counts a step after the batch that ends. Equal on all ranks.
 
-    With gradient accumulation, this is the last of the accumulated batches. In manual optimisation, the trainer does
+    With gradient accumulation, this is the last of the accumulated batches. In manual optimization, the trainer does
     not accumulate batches, so it is every batch.
     """
     is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
@@ -98,7 +98,7 @@ def gradient_factor(trainer: Trainer, pl_module: LightningModule, scale: float) 
     """Return the factor that converts a gradient of the backward pass to the gradient of the ``training_step`` loss.
 
     Lightning divides the loss by the number of accumulated batches, and a ``GradScaler`` multiplies it by ``scale``.
-    The factor undoes both. In manual optimisation the user accumulates, so the factor only undoes the scale.
+    The factor undoes both. In manual optimization the user accumulates, so the factor only undoes the scale.
     """
     return (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1) / scale
 
