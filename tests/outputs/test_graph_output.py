@@ -51,7 +51,7 @@ def test_a_picture_that_takes_too_long_is_left_out(graph: Graph, strict: bool, t
     assert picture is not None
     picture.finish(None)
 
-    def late(wait_s: float | None) -> list[Path]:
+    def late(wait_s: float | None = None) -> list[Path]:
         raise RenderError("too late")
 
     picture.finish = late  # type: ignore[method-assign]  # stands for a slow renderer
