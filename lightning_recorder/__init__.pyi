@@ -1,4 +1,12 @@
-from .callbacks import ActivationRecorder, GradientRecorder, GraphRecorder, ParameterRecorder, TensorDumper
+from .callbacks import (
+    ActivationRecorder,
+    GradientRecorder,
+    GraphRecorder,
+    Outputs,
+    ParameterRecorder,
+    Schedule,
+    TensorDumper,
+)
 from .dumps import read_dump, read_manifest
 from .errors import (
     ArgumentError,
@@ -40,6 +48,7 @@ __all__ = [
     "GraphRecorder",
     "MemorySink",
     "OptimizerRecorder",
+    "Outputs",
     "ParameterRecorder",
     "RecordedNet",
     "RecorderError",
@@ -48,6 +57,7 @@ __all__ = [
     "RecordingError",
     "RenderError",
     "Run",
+    "Schedule",
     "Selection",
     "SelectionError",
     "Series",

@@ -1,4 +1,4 @@
-"""Schedules: functions that decide whether a step is recorded."""
+"""Schedules: the choice of the steps of a run that are recorded."""
 
 from __future__ import annotations
 
@@ -19,57 +19,74 @@ from lightning_recorder.errors import (
     imported,
 )
 from lightning_recorder.portable import Portable, unwrap
+from lightning_recorder.signatures import with_checked_arguments
 
-__all__ = ["EveryNSteps", "Reduce", "Sampling", "Schedule", "check_reduce", "ends_window"]
-
-Schedule = Callable[[int], bool]
-"""A function from the 0-based optimiser step to a bool."""
+__all__ = ["Reduce", "Sampling", "Schedule", "check_overhead", "check_reduce", "ends_window"]
 
 Reduce = int | Literal["step", "epoch"]
 """The span of one record: each recorded step, a window of the given number of steps, or an epoch."""
 
 
+@with_checked_arguments
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Further conditions on the steps that a callback records, in addition to its ``every_n_train_steps``.
+
+    A step must meet all conditions. With a window or a predicate, and without ``every_n_train_steps``, every step that
+    meets them is recorded.
+
+    Args:
+        every_n_epochs: Record in the first epoch and then in every n-th one.
+        first_n_steps: The number of steps at the beginning of the run that are recorded in addition to every n-th one.
+        step_window: ``(start, stop)``: Record only steps from ``start`` up to, but not including, ``stop``.
+        when: A function of the step that returns true if the step is to be recorded, or its import path. It is called
+            last, may be called more than once per step, and must return the same value on all ranks.
+        max_overhead: The maximum fraction of training time that recording may take, such as 0.02. If it takes more, the
+            recording interval is increased, and the change is logged.
+
+    Raises:
+        ArgumentError: If an argument has an invalid value; names the argument.
+
+    Example::
+
+        ActivationRecorder(every_n_train_steps=100, schedule=Schedule(first_n_steps=10, max_overhead=0.02))
+    """
+
+    every_n_epochs: int = 1
+    first_n_steps: int = 0
+    step_window: Sequence[int] | None = None
+    when: Callable[[int], object] | str | None = None
+    max_overhead: float | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("every_n_epochs", self.every_n_epochs, 1)
+        check_integer("first_n_steps", self.first_n_steps, 0)
+        if self.step_window is not None:
+            object.__setattr__(self, "step_window", _checked_window(self.step_window))
+        object.__setattr__(self, "when", imported("when", self.when))
+        if self.when is not None:
+            check_callable("when", self.when, "step", " that returns whether to record the step")
+        if self.max_overhead is not None:
+            check_overhead(self.max_overhead)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "when": None if self.when is None else Portable(self.when, "when")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, when=None if state["when"] is None else unwrap(state["when"]))
+
+
 @dataclass(frozen=True)
-class EveryNSteps:
-    """Select the first step and every step at which ``self.log`` would log with the same interval.
+class Sampling(Schedule):
+    """Selection of the optimizer steps of a run to record: an interval, and the conditions of a :class:`Schedule`.
 
     Lightning logs step ``k`` when ``(k + 1) % n == 0``. Step 0 is added so that a run that ends before step ``n``
     leaves a record, and so that sites that never fire show up early.
 
     Args:
-        n: The interval in optimiser steps; 0 records nothing, as ``Trainer(log_every_n_steps=0)`` logs nothing.
-
-    Raises:
-        ArgumentError: If ``n`` is negative or not an integer.
-
-    Example:
-        >>> [step for step in range(10) if EveryNSteps(4)(step)]
-        [0, 3, 7]
-        >>> any(map(EveryNSteps(0), range(10)))
-        False
-    """
-
-    n: int
-
-    def __post_init__(self) -> None:
-        check_integer("every_n_train_steps", self.n, 0)
-
-    def __call__(self, step: int) -> bool:
-        """Return True if the 0-based optimiser step is recorded."""
-        return _is_nth(step, self.n)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Selection of the optimiser steps of a run to record; all given conditions must be met.
-
-    Args:
-        every_n_train_steps: The first step and then every n-th, as in :class:`EveryNSteps`. If ``None``, the caller
-            chooses the interval with :meth:`with_default`; with a window or a predicate it is then every step.
-        every_n_epochs: The first epoch and then every n-th.
-        first_n_steps: The number of steps at the start of the run that are recorded regardless of the interval.
-        step_window: ``(start, stop)``; no step before ``start`` and none from ``stop`` on is recorded.
-        when: A function of the step, or its import path; called last, only for steps that meet the other conditions.
+        every_n_train_steps: The interval in optimizer steps; 0 selects none, as ``Trainer(log_every_n_steps=0)`` logs
+            nothing. If ``None``, the caller chooses the interval with :meth:`with_default`; with a window or a
+            predicate it is then every step.
 
     Raises:
         ArgumentError: If an argument has an invalid value; names the argument.
@@ -79,35 +96,21 @@ class Sampling:
         depend on anything else either.
 
     Example:
+        >>> [step for step in range(10) if Sampling(4)(step)]
+        [0, 3, 7]
         >>> sampling = Sampling(4, first_n_steps=2, step_window=(1, 8))
         >>> [step for step in range(12) if sampling(step)]
         [1, 3, 7]
     """
 
     every_n_train_steps: int | None = None
-    every_n_epochs: int = 1
-    first_n_steps: int = 0
-    step_window: Sequence[int] | None = None
-    when: Callable[[int], object] | str | None = None
 
     def __post_init__(self) -> None:
         if self.every_n_train_steps is True:
             raise ArgumentError("every_n_train_steps must be an integer, got True: write 1 to record every step")
         if self.every_n_train_steps is not None:
             check_integer("every_n_train_steps", self.every_n_train_steps, 0)
-        check_integer("every_n_epochs", self.every_n_epochs, 1)
-        check_integer("first_n_steps", self.first_n_steps, 0)
-        if self.step_window is not None:
-            object.__setattr__(self, "step_window", _checked_window(self.step_window))
-        object.__setattr__(self, "when", imported("when", self.when))
-        if self.when is not None:
-            check_callable("when", self.when, "step", " that returns whether to record the step")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "when": None if self.when is None else Portable(self.when, "when")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, when=None if state["when"] is None else unwrap(state["when"]))
+        super().__post_init__()
 
     def with_default(self, every_n_train_steps: int) -> Self:
         """Return a copy with an interval if none is set: 1 if there is a window or a predicate, else the given one."""
@@ -125,7 +128,7 @@ class Sampling:
         return _is_nth(epoch, self.every_n_epochs)
 
     def __call__(self, step: int, epoch: int = 0) -> bool:
-        """Return True if the 0-based optimiser step of that epoch is recorded."""
+        """Return True if the 0-based optimizer step of that epoch is recorded."""
         first, stop = self.step_window or (0, math.inf)
         n = self.every_n_train_steps or 0
         # Same as _is_nth, inlined because this runs for every batch.
@@ -189,6 +192,16 @@ def _checked_window(window: object) -> tuple[int, int]:
         if isinstance(first, int) and isinstance(stop, int) and 0 <= stop < first:
             hint = f": write ({stop}, {first})"
     raise ArgumentError(f"step_window must be (start, stop), two integers with 0 <= start < stop, got {window!r}{hint}")
+
+
+def check_overhead(value: object) -> None:
+    """Check that a value is a share of the training time.
+
+    Raises:
+        ArgumentError: If it is not above 0 and at most 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ArgumentError(f"max_overhead must be a share of the training time, above 0 and at most 1, got {value!r}")
 
 
 def check_reduce(reduce: object) -> None:

@@ -4,6 +4,16 @@ from lightning_recorder.callbacks.activation import ActivationRecorder
 from lightning_recorder.callbacks.dumper import TensorDumper
 from lightning_recorder.callbacks.gradient import GradientRecorder
 from lightning_recorder.callbacks.graph import GraphRecorder
+from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.parameter import ParameterRecorder
+from lightning_recorder.schedule import Schedule
 
-__all__ = ["ActivationRecorder", "GradientRecorder", "GraphRecorder", "ParameterRecorder", "TensorDumper"]
+__all__ = [
+    "ActivationRecorder",
+    "GradientRecorder",
+    "GraphRecorder",
+    "Outputs",
+    "ParameterRecorder",
+    "Schedule",
+    "TensorDumper",
+]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS, checked_arguments
-from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS
+from lightning_recorder.callbacks.base import Compiled
+from lightning_recorder.callbacks.output_options import Outputs
+from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.errors import check_some
+from lightning_recorder.reductions import Reduction
+from lightning_recorder.schedule import Reduce, Schedule
+from lightning_recorder.signatures import checked_arguments
+from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.taps import OutputTap
 
@@ -30,10 +36,32 @@ class ActivationRecorder(StatisticsCallback):
 
     Args:
         names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
+        types: Module classes or their names. If ``names`` is also given, a module must match both.
+        exclude: Names or globs of modules to leave out.
+        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
+            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
+            from 0, so 100 records steps 0, 99, 199, …; 0 records nothing.
+        schedule: Further conditions on the steps, and a limit on the overhead.
+        reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
+            recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
             is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
             recorded.
-        options: Further arguments of :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`.
+        statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
+            ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
+            ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
+            single rank. Quantiles are estimated from the histogram.
+        histograms: True writes histograms of all values. A number n writes histograms that count at most n values of
+            each tensor. False writes none.
+        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
+            statistics are shown; other statistics are in the dumps and in ``latest``.
+        outputs: Record files, plots, dumps, uploads, and their limits.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
+            and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
+        name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
+            names of dumps and in the tags, which then begin with ``<group>-<name>``.
+        sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
+        strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
         ArgumentError: If an argument is invalid. Raised at construction.
@@ -42,7 +70,7 @@ class ActivationRecorder(StatisticsCallback):
     Note:
         Recording does not change training: values, gradients and random numbers stay the same, and the model has no
         hooks between recorded steps. A compiled model runs eagerly on recorded steps. Records are merged exactly across
-        ranks, and rank 0 writes them. Recording synchronises with the device once per record, after the step.
+        ranks, and rank 0 writes them. Recording synchronizes with the device once per record, after the step.
 
     Example::
 
@@ -56,12 +84,39 @@ class ActivationRecorder(StatisticsCallback):
         self,
         names: str | Sequence[str] | None = None,
         *,
+        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        every_n_train_steps: int | None = None,
+        schedule: Schedule = Schedule(),
+        reduce: Reduce = "step",
         stages: str | Sequence[Literal["train", "validate", "test", "predict"]] = ("train",),
-        **options: Any,
+        statistics: str | Sequence[str] = DEFAULT_STATISTICS,
+        histograms: bool | int = True,
+        extra: Reduction | Sequence[Reduction] = (),
+        outputs: Outputs = Outputs(),
+        compiled: Compiled = "eager",
+        name: str = "",
+        sinks: Iterable[Sink] = (),
+        strict: bool = False,
     ) -> None:
         chosen = check_some("stages", stages, _STAGES, STAGE_SYNONYMS)
         self._stages = tuple(stage for stage in _STAGES if stage in chosen)
-        super().__init__(names, **options)
+        super().__init__(
+            names,
+            types=types,
+            exclude=exclude,
+            every_n_train_steps=every_n_train_steps,
+            schedule=schedule,
+            reduce=reduce,
+            statistics=statistics,
+            histograms=histograms,
+            extra=extra,
+            outputs=outputs,
+            compiled=compiled,
+            name=name,
+            sinks=sinks,
+            strict=strict,
+        )
 
     @property
     @override

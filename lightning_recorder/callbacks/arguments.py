@@ -1,49 +1,29 @@
-"""Validation and normalisation of the arguments of the callbacks."""
+"""Validation and normalization of the arguments of the callbacks."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
-from lightning_recorder.errors import ArgumentError, UnknownArgumentError, check_integer, closest, did_you_mean
+from lightning_recorder.errors import ArgumentError, check_integer, did_you_mean
 from lightning_recorder.reductions import DeadChannels, HigherMoments, Norms, Reduction
+from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import SHOWN_STATISTICS
 
-__all__ = ["STAGE_SYNONYMS", "checked_arguments", "checked_statistics", "in_words", "recorder_options"]
+__all__ = [
+    "STAGE_SYNONYMS",
+    "check_compiled",
+    "check_name",
+    "checked_histograms",
+    "checked_reductions",
+    "checked_sinks",
+    "checked_statistics",
+    "in_words",
+]
 
-Init = TypeVar("Init", bound=Callable[..., None])
-
-_SYNONYMS = {
-    "every_n_train_steps": (
-        "every_n_steps", "every_n_step", "every_n_batches", "every_n_train_batches", "log_every_n_steps", "every_n",
-        "every", "interval", "log_interval", "freq", "log_freq", "frequency", "cadence", "n_steps", "period",
-    ),
-    "every_n_epochs": ("every_n_train_epochs", "log_every_n_epochs", "epochs"),
-    "names": (
-        "name_filter", "layers", "layer", "layer_names", "modules", "module", "module_names", "include", "patterns",
-        "pattern", "targets", "model", "net",
-    ),
-    "types": ("classes", "module_types", "layer_types", "type_filter"),
-    "exclude": ("ignore", "skip", "except", "without", "blacklist"),
-    "statistics": ("stats", "metrics", "scalars"),
-    "histograms": ("hist", "hists", "bins"),
-    "extra": ("reductions", "reduction"),
-    "sinks": ("logger", "loggers", "writers"),
-    "when": ("condition", "predicate", "schedule"),
-    "step_window": ("window", "start", "stop", "steps"),
-    "plots": ("images", "pictures", "figures"),
-    "samples": ("rows", "batch_size"),
-    "formats": ("format", "fmt", "suffix"),
-    "depth": ("max_depth", "render_depth", "expand"),
-    "direction": ("rankdir", "graph_dir", "orientation"),
-    "stages": ("stage", "splits", "phases"),
-    "stage": ("stages", "phase"),
-    "parts": ("kinds", "what"),
-    "tensors": ("kinds", "what"),
-}  # fmt: skip
-"""The names that other packages use for each argument."""
+_LONGEST_NAME = 200  # bytes; a file name may have 255, including the name of a checkpoint as its prefix
 
 STAGE_SYNONYMS = {
     "fit": "train", "training": "train", "val": "validate", "valid": "validate", "validation": "validate",
@@ -54,107 +34,120 @@ STAGE_SYNONYMS = {
 _STATISTIC_SYNONYMS = {
     "sd": "std", "stddev": "std", "variance": "std", "var": "std", "average": "mean", "avg": "mean", "sparsity":
     "zero_fraction", "maximum": "max", "minimum": "min", "nans": "nan_count", "infs": "inf_count",
+    "median": "quantile_0.5",
 }  # fmt: skip
 
 
-def checked_arguments(init: Init) -> Init:
-    """Decorate the ``__init__`` of a callback so that argument errors name the class and suggest the intended argument.
-
-    Raises:
-        UnknownArgumentError: If an argument does not exist, or if there are too many positional arguments.
-        ArgumentError: If ``init`` raises it. The message is prefixed with the name of the class.
-    """
-    positional = [
-        name
-        for name, each in inspect.signature(init).parameters.items()
-        if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ][1:]
-
-    @functools.wraps(init)
-    def wrapper(self: object, *args: Any, **kwargs: Any) -> None:
-        kind = type(self)
-        unknown = next((name for name in kwargs if name not in _known(kind)), None)
-        if unknown is not None:
-            raise UnknownArgumentError(_unknown(kind, unknown))
-        if len(args) > len(positional):
-            (only,) = positional
-            hint = f"write {kind.__name__}({list(args)!r})" if all(isinstance(each, str) for each in args) else ""
-            raise UnknownArgumentError(
-                f"{kind.__name__} takes one argument without a name, {only}, got {len(args)}: "
-                + (hint or "write the others as name=value")
-            )
-        try:
-            init(self, *args, **kwargs)
-        except ArgumentError as error:
-            head = f"{kind.__name__}: "
-            if not str(error).startswith((head, f"{kind.__name__} ")):
-                error.args = (f"{head}{error}",)
-            raise
-
-    return cast("Init", wrapper)
-
-
-def _known(kind: type) -> dict[str, None]:
-    """Return the names of the arguments that a class accepts, including those that it passes to its base classes."""
-    known: dict[str, None] = {}
-    for each in kind.__mro__:
-        if "__init__" in vars(each):
-            found = list(inspect.signature(vars(each)["__init__"]).parameters.values())[1:]
-            variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            known |= {every.name: None for every in found if every.kind not in variable}
-    return known
-
-
-def _unknown(kind: type, name: str) -> str:
-    """Return the error message for an unknown argument."""
-    known = _known(kind)
-    meant = {synonym: argument for argument, them in _SYNONYMS.items() if argument in known for synonym in them}
-    found = closest(name, known, meant)
-    hint = f": did you mean {found}?" if found else f"; its arguments are {', '.join(known)}"
-    return f"{kind.__name__} has no argument {name}{hint}"
-
-
-def checked_statistics(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the statistics to show as a tuple.
+def checked_statistics(given: str | Sequence[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Return the statistics to show, and the quantiles among them as fractions.
 
     Raises:
         ArgumentError: If a name is not a statistic that can be shown.
     """
     names = (given,) if isinstance(given, str) else _listed("statistics", given)
-    unknown = [name for name in names if name not in SHOWN_STATISTICS]
+    found = [(name, _quantile(name)) for name in names]
+    unknown = [name for name, share in found if share is None and name not in SHOWN_STATISTICS]
     if unknown:
         known, got = ", ".join(SHOWN_STATISTICS), ", ".join(map(repr, unknown))
-        raise ArgumentError(f"statistics takes some of {known}; got {got}{_where_it_is(unknown[0])}")
-    return names
+        raise ArgumentError(f"statistics takes some of {known}, quantile_<q>; got {got}{_where_it_is(unknown[0])}")
+    shares = dict.fromkeys(share for _, share in found if share is not None)
+    return tuple(name for name, share in found if share is None), tuple(shares)
+
+
+def _quantile(name: object) -> float | None:
+    """Return the fraction of a name such as ``"quantile_0.99"``, or ``None`` if it is no quantile."""
+    number = re.fullmatch(r"quantile_(\d*\.?\d+(?:e-\d+)?)", name) if isinstance(name, str) else None
+    share = None if number is None else float(number[1])
+    if share is not None and share > 1:
+        hint = f": write 'quantile_{share / 100:g}'" if share <= 100 else ""
+        raise ArgumentError(f"statistics takes quantiles between 0 and 1, got {name!r}{hint}")
+    return share
 
 
 def _where_it_is(name: object) -> str:
     """Return the end of an error message: a hint on how to get a statistic that ``statistics`` does not accept."""
     if name == "histogram":
         return ": histograms=True or False chooses those"
-    if isinstance(name, str) and (name == "median" or name.startswith(("quantile", "percentile"))):
-        return ": quantiles=[0.5, 0.99] shows quantiles"
-    meant = did_you_mean(name, SHOWN_STATISTICS, _STATISTIC_SYNONYMS)
+    if isinstance(name, str) and name.startswith(("quantile", "percentile")):
+        return ": 'quantile_0.99' shows the value below which 99 % of the values are"
+    meant = did_you_mean(name, (*SHOWN_STATISTICS, "quantile_0.5"), _STATISTIC_SYNONYMS)
     extra = next((each.__name__ for each in (DeadChannels, HigherMoments, Norms) if name in each.statistics), "")
     if extra:
         return f": extra=[{extra}()] shows it, without naming it in statistics"
     return meant or "; extra=[…] shows the statistics of further reductions"
 
 
-def recorder_options(extra: object, quantiles: object, sample: int | None, strict: bool) -> dict[str, Any]:
-    """Return the keyword arguments of a recorder.
+def checked_histograms(given: object) -> tuple[bool, int | None]:
+    """Return whether histograms are shown, and the number of values of a tensor that they count, if it is limited.
 
     Raises:
-        ArgumentError: If an argument has the wrong type or value.
+        ArgumentError: If the argument is neither a bool nor a positive integer.
     """
-    if sample is not None:
-        check_integer("histogram_sample", sample, 1)
-    return {
-        "extra": _reductions((extra,) if isinstance(extra, (Reduction, type)) else _listed("extra", extra)),
-        "quantiles": _listed("quantiles", quantiles),
-        "sample": sample,
-        "strict": strict,
-    }
+    if isinstance(given, bool):
+        return given, None
+    if not isinstance(given, int):
+        raise ArgumentError(f"histograms must be True, False or the number of values to count, got {given!r}")
+    check_integer("histograms", given, 1)
+    return True, given
+
+
+def checked_reductions(given: object) -> tuple[Reduction, ...]:
+    """Return the extra reductions as a tuple.
+
+    Raises:
+        ArgumentError: If one of them is not an instance of :class:`Reduction`.
+    """
+    found = (given,) if isinstance(given, (Reduction, type)) else _listed("extra", given)
+    for each in found:
+        if not isinstance(each, Reduction):
+            called = f"the class {each.__name__}: write {each.__name__}()" if isinstance(each, type) else repr(each)
+            raise ArgumentError(f"extra takes reductions, which are instances of Reduction, got {called}")
+    return found
+
+
+def check_compiled(value: object) -> None:
+    """Raise if the value is not a valid ``compiled`` argument.
+
+    Raises:
+        ArgumentError: Names the allowed values.
+    """
+    if value not in ("eager", "skip"):
+        raise ArgumentError(f"compiled must be 'eager' or 'skip', got {value!r}")
+
+
+def check_name(name: object) -> None:
+    """Raise if the name of a callback cannot be part of a file name.
+
+    Raises:
+        ArgumentError: Says what a name must be.
+    """
+    if not isinstance(name, str):
+        raise ArgumentError(f"name must be a string, got {name!r}")
+    if name and (Path(name).name != name or "\\" in name):
+        raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")
+    if "\0" in name or "\ufffd" in (text := name.encode("utf-8", "surrogatepass").decode("utf-8", "replace")):
+        raise ArgumentError(f"name must be that of a file, without such characters, got {name!r}")
+    if len(text.encode()) > _LONGEST_NAME:
+        raise ArgumentError(f"name must be that of a file, of at most {_LONGEST_NAME} bytes, got {name!r:.80}")
+
+
+def checked_sinks(given: object) -> list[Sink]:
+    """Return the sinks as a list.
+
+    Raises:
+        ArgumentError: If they are not a list of instances of :class:`Sink`.
+    """
+    if isinstance(given, Sink):
+        raise ArgumentError(f"sinks takes a list of sinks, got a single one: write sinks=[{type(given).__name__}(…)]")
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"sinks takes a list of sinks, got {given!r}")
+    found = []
+    for sink in given:
+        if not isinstance(sink, Sink):
+            called = f"the class {sink.__name__}: write {sink.__name__}()" if isinstance(sink, type) else repr(sink)
+            raise ArgumentError(f"sinks takes Sink instances, got {called}")
+        found.append(sink)
+    return found
 
 
 def in_words(value: object) -> object:
@@ -166,23 +159,8 @@ def in_words(value: object) -> object:
     return value
 
 
-def _reductions(given: tuple[Any, ...]) -> tuple[Reduction, ...]:
-    """Check that the extra reductions are instances of :class:`Reduction`, and return them."""
-    for each in given:
-        if not isinstance(each, Reduction):
-            called = f"the class {each.__name__}: write {each.__name__}()" if isinstance(each, type) else repr(each)
-            raise ArgumentError(f"extra takes reductions, which are instances of Reduction, got {called}")
-    return given
-
-
 def _listed(name: str, given: object) -> tuple[Any, ...]:
     """Return an argument as a tuple, so that an iterator is not exhausted after the first fit."""
     if not isinstance(given, Iterable) or isinstance(given, str):
-        raise ArgumentError(
-            f"{name} takes a list, got {given!r}" + (f": write [{given!r}]" if _is_number(given) else "")
-        )
+        raise ArgumentError(f"{name} takes a list, got {given!r}")
     return tuple(given)
-
-
-def _is_number(given: object) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool)

@@ -1,50 +1,38 @@
-"""The base class of all recorder callbacks: error handling, sinks and cleanup."""
+"""The base class of all recorder callbacks: the start and end of a run, its sinks, and copies."""
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import types
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-import yaml  # type: ignore[import-untyped]  # its stubs are another package
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_recorder import disk
+from lightning_recorder.callbacks.arguments import check_compiled, check_name, checked_sinks
+from lightning_recorder.callbacks.guard import SET_BY_LIGHTNING, GuardedCallback, guarded
 from lightning_recorder.callbacks.naming import check_names, labels
-from lightning_recorder.callbacks.run import Silence, logged_step, recorder_directory, why_no_training
-from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, describe_error, warn
-from lightning_recorder.internals.compiled import compiled_modules, flex_attention_users
-from lightning_recorder.outputs import write_receipt
+from lightning_recorder.callbacks.silence import Silence
+from lightning_recorder.callbacks.trainer import logged_step, recorder_directory, running_function
+from lightning_recorder.callbacks.yaml_form import register_yaml
+from lightning_recorder.errors import check_bool, describe_error, warn
 from lightning_recorder.portable import Lost, Portable, unwrap
-from lightning_recorder.schedule import Sampling
 from lightning_recorder.sinks import FilesSink, MultiSink, Sink, for_any_thread, sinks_for_loggers
 
-__all__ = ["Compiled", "RecorderCallback", "fixed_in_run", "guarded", "is_switched_off"]
+__all__ = ["Compiled", "RecorderCallback", "fixed_in_run", "is_switched_off"]
 
 Owner = TypeVar("Owner", bound="RecorderCallback")
-Parameters = ParamSpec("Parameters")
 
 Compiled = Literal["eager", "skip"]
 """``"eager"`` runs compiled code eagerly on recorded steps; ``"skip"`` leaves it compiled and does not record it."""
 
-_LONGEST_NAME = 200  # bytes; a file name may have 255, including the name of a checkpoint as its prefix
 _SWITCH = "LIGHTNING_RECORDER"
-_MOST_NAMED = 5
-
-# The names of compiled code for which the log already says that it runs eagerly, by trainer.
-_said_eager: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
-
-# Lightning sets these methods of the model on a callback. They keep a reference to the whole model.
-_LIGHTNING = ("log", "log_dict")
 
 
 class _Folder(FilesSink):
@@ -57,57 +45,6 @@ class _Folder(FilesSink):
 def is_switched_off() -> bool:
     """Return True if the environment variable ``LIGHTNING_RECORDER`` is ``off``, ``0``, ``false`` or ``no``."""
     return os.environ.get(_SWITCH, "").strip().lower() in ("off", "0", "false", "no")
-
-
-def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Concatenate[Owner, Parameters], None]:
-    """Decorate a hook so that an error in it disables the callback for the rest of the run and gives one warning.
-
-    ``ArgumentError`` and ``SelectionError`` are raised, since they occur before the first step. With ``strict``, all
-    errors are raised. Hooks are ignored if they come from a trainer that runs inside the recorded run of another one.
-    """
-
-    @functools.wraps(hook)
-    def wrapper(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
-        # This runs several times per step, so the common case makes no further calls.
-        owner: object = self
-        if not isinstance(owner, RecorderCallback):
-            _refuse_class(self, hook.__name__)
-            return
-        trainer = args[0] if args else kwargs.get("trainer")
-        outer = self._trainer
-        if outer is not None and outer() is not trainer and self._is_nested(trainer, hook.__name__):
-            return
-        try:
-            hook(self, *args, **kwargs)
-        except (ArgumentError, SelectionError) as error:
-            self.release(None)
-            if not str(error).startswith(str(self)):
-                error.args = (f"{self}: {error}",)
-            raise
-        except Exception as error:
-            is_news = self.give_up()
-            if self.strict:
-                raise
-            if is_news:
-                warn(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
-
-    return wrapper  # type: ignore[return-value]  # functools.wraps makes self a named argument
-
-
-def _refuse_class(trainer: Any, hook: str) -> None:
-    """Raise an error if ``callbacks`` contains a class, on which Lightning calls hooks with the trainer as ``self``.
-
-    Lightning calls ``on_exception`` after this error. That hook must not raise another one, which would replace it.
-    """
-    listed = getattr(trainer, "callbacks", [])
-    classes = [each for each in listed if isinstance(each, type) and issubclass(each, RecorderCallback)]
-    for each in classes:
-        for name in _LIGHTNING:
-            if name in vars(each):  # Lightning set it on the class
-                delattr(each, name)
-    if hook != "on_exception":
-        name = classes[0].__name__ if classes else "a recorder"
-        raise ArgumentError(f"callbacks contains the class {name} instead of an instance: write {name}()")
 
 
 class fixed_in_run(Generic[Owner]):  # noqa: N801 - named like the built-in property
@@ -127,7 +64,7 @@ class fixed_in_run(Generic[Owner]):  # noqa: N801 - named like the built-in prop
         return self._compute(owner)
 
 
-class RecorderCallback(Callback):
+class RecorderCallback(GuardedCallback):
     """Base class of the callbacks.
 
     A subclass acquires its resources (hooks, files, sinks) in :meth:`begin` and frees them in :meth:`release`.
@@ -151,46 +88,28 @@ class RecorderCallback(Callback):
     """The kind of recording. Callbacks of the same group in one trainer must have different names."""
     keeps_state: ClassVar[bool] = False
     """True if checkpoints contain a state of the callback under its ``state_key``."""
+    unused: ClassVar[Mapping[str, str]] = {}
+    """The options of ``schedule`` and ``outputs`` that the callback does not use, and the code to write instead."""
 
     _sink: MultiSink | None
     _artifact_sinks: MultiSink | None  # the same sinks, without the fallback of the loggers
+    _directory: Path | None
     _function: str
     _began: tuple[int, int] | None
     _lost: tuple[str, ...] = ()
-    _trainer: weakref.ref[Trainer] | None
-    _has_warned_of_nested_run: bool
     _resumed: tuple[weakref.ref[Trainer], str] | None
 
     def __init__(
         self, *, name: str = "", compiled: Compiled = "eager", sinks: Iterable[Sink] = (), strict: bool = False
     ) -> None:
         super().__init__()
-        if isinstance(sinks, Sink):
-            raise ArgumentError(
-                f"sinks takes a list of sinks, got a single one: write sinks=[{type(sinks).__name__}(…)]"
-            )
-        if compiled not in ("eager", "skip"):
-            raise ArgumentError(f"compiled must be 'eager' or 'skip', got {compiled!r}")
-        if not isinstance(name, str):
-            raise ArgumentError(f"name must be a string, got {name!r}")
-        if name and (Path(name).name != name or "\\" in name):
-            raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")
-        if "\0" in name or "\ufffd" in (text := name.encode("utf-8", "surrogatepass").decode("utf-8", "replace")):
-            raise ArgumentError(f"name must be that of a file, without such characters, got {name!r}")
-        if len(text.encode()) > _LONGEST_NAME:
-            raise ArgumentError(f"name must be that of a file, of at most {_LONGEST_NAME} bytes, got {name!r:.80}")
+        check_bool("strict", strict)
+        check_compiled(compiled)
+        check_name(name)
         self.name = name
         self.compiled = compiled
         self.strict = strict
-        check_bool("strict", strict)
-        if not isinstance(sinks, Iterable):
-            raise ArgumentError(f"sinks takes a list of sinks, got {sinks!r}")
-        given: list[object] = list(sinks)
-        for sink in given:
-            if not isinstance(sink, Sink):
-                called = f"the class {sink.__name__}: write {sink.__name__}()" if isinstance(sink, type) else repr(sink)
-                raise ArgumentError(f"sinks takes Sink instances, got {called}")
-        self._own_sinks = [sink for sink in given if isinstance(sink, Sink)]
+        self._own_sinks = checked_sinks(sinks)
         self._enabled = True
 
     def __str__(self) -> str:
@@ -222,19 +141,6 @@ class RecorderCallback(Callback):
             directory: The folder of the run's recordings, if it has one.
         """
 
-    @abstractmethod
-    def release(self, trainer: Trainer | None) -> None:
-        """Remove all hooks and wrappers from the model and the trainer. Must be idempotent.
-
-        Args:
-            trainer: The trainer, or ``None`` after an internal error.
-        """
-
-    def give_up(self) -> bool:
-        """Stop recording after an error; return True if this is the first error."""
-        self.release(None)
-        return True
-
     def silences(self, trainer: Trainer, function: str) -> Iterable[Silence]:
         """Return the reasons why the run recorded nothing, or nothing if it has recorded something.
 
@@ -244,34 +150,9 @@ class RecorderCallback(Callback):
         """
         return ()
 
-    def why_no_step(self, trainer: Trainer, sampling: Sampling) -> Silence:
-        """Return the reason why no step of a fit was recorded.
-
-        Args:
-            trainer: The trainer.
-            sampling: The schedule of recorded steps, as given by the arguments of this callback.
-        """
-        first, epoch = self._began or (0, 0)
-        steps = range(first, logged_step(trainer))
-        if self._began is None or not steps:
-            return why_no_training(trainer)
-        if not self.enabled:
-            return Silence("it is disabled", "")
-        log_every_n_steps = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__
-        resolved = sampling.with_default(log_every_n_steps)
-        if not resolved.every_n_train_steps and sampling.every_n_train_steps is None and not sampling.first_n_steps:
-            why = "Trainer(log_every_n_steps=0) sets the interval, and every_n_train_steps is not given"
-            return Silence(why, "Give every_n_train_steps.")
-        why = resolved.why_none(steps, range(epoch, max(epoch + 1, trainer.current_epoch)))
-        if why:
-            is_off = not resolved.every_n_train_steps and not resolved.first_n_steps
-            fix = "Give a number of at least 1." if is_off else "Change the schedule, or train for longer."
-            return Silence(why, fix)
-        return Silence("it was disabled at every step that was due")
-
-    def begins_with(self, function: str) -> bool:
-        """Return True if this callback records the function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
-        return function == "fit"
+    def _rank_zero_directory(self, trainer: Trainer) -> Path | None:
+        """Return the folder of the run's recordings on rank 0, and ``None`` on the other ranks."""
+        return self._directory if trainer.is_global_zero else None
 
     def stay_away(self, trainer: Trainer) -> None:
         """Tell the other ranks that recording is switched off in this process."""
@@ -328,37 +209,6 @@ class RecorderCallback(Callback):
             )
             self._artifact_sinks = self._sink.without_fallback()
 
-    def say_ran_eagerly(self, trainer: Trainer, names: Collection[str]) -> None:
-        """Log the names of compiled code that ran eagerly, each name once per trainer."""
-        said = _said_eager.setdefault(trainer, set())
-        new = [name for name in names if name not in said]
-        if new:
-            said.update(new)
-            more = f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
-            rank_zero_info(
-                f"Recorded steps run compiled code eagerly: {', '.join(new[:_MOST_NAMED])}{more}. The last bits of "
-                "their results can differ from those of compiled steps. compiled='skip' keeps compiled code in use and "
-                "records only what is outside of it."
-            )
-
-    def write_ran_eagerly(self, trainer: Trainer, label: str, step: int, names: Collection[str]) -> None:
-        """Write the names of compiled code that ran eagerly to ``receipt.json``, if the recorder has no receipt."""
-        if names and self._directory is not None and trainer.is_global_zero:
-            try:
-                write_receipt(self._directory, label, {"step": step, "ran_eagerly": list(names)})
-            except OSError as error:
-                warn(f"{self} could not write its receipt: {describe_error(error)}")
-
-    def warn_of_eager_memory(self, pl_module: LightningModule) -> None:
-        """Warn if running compiled modules eagerly needs much more memory."""
-        if self.compiled == "eager" and compiled_modules(pl_module):
-            names = flex_attention_users(pl_module)
-            if names:
-                warn(
-                    f"{self} runs recorded steps without compiled code, in which flex_attention of {names[0]!r} takes "
-                    "the memory of all scores: compiled='skip' leaves compiled modules out"
-                )
-
     @guarded
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -393,7 +243,7 @@ class RecorderCallback(Callback):
 
     def _start_run(self, trainer: Trainer, pl_module: LightningModule, function: str) -> None:
         """Start recording a run. A validation inside a fit is not a run of its own."""
-        if _function(trainer) != function or not self.begins_with(function):
+        if running_function(trainer) != function or not self.begins_with(function):
             return
         self.__dict__.pop("state_key", None)  # from a run that has not ended
         self.release(trainer)
@@ -458,30 +308,16 @@ class RecorderCallback(Callback):
             self.release(trainer)
         finally:
             self._trainer = None
-            for name in (*_LIGHTNING, "state_key"):
+            for name in (*SET_BY_LIGHTNING, "state_key"):
                 self.__dict__.pop(name, None)
             sink, self._sink, self._artifact_sinks = self._sink, None, None
         if sink is not None:
             sink.flush()
             sink.replay()
 
-    def _is_nested(self, trainer: object, hook: str) -> bool:
-        """Return True if a hook belongs to another trainer's run inside the recorded run, and warn once about it."""
-        outer = None if self._trainer is None else self._trainer()
-        if outer is None or outer is trainer or outer.state.status != TrainerStatus.RUNNING:
-            return False
-        function = _function(trainer)
-        if hook.endswith("_start") and not self._has_warned_of_nested_run and self.begins_with(function):
-            self._has_warned_of_nested_run = True
-            warn(
-                f"{self} does not record the {function} of another Trainer inside the run that it records: give the "
-                f"inner Trainer its own {type(self).__name__}"
-            )
-        return True
-
     def __getstate__(self) -> dict[str, Any]:
-        of_a_run = {*self.idle(), "state_key"}
-        state = {name: each for name, each in vars(self).items() if name not in of_a_run and name not in _LIGHTNING}
+        of_a_run = {*self.idle(), *SET_BY_LIGHTNING, "state_key"}
+        state = {name: each for name, each in vars(self).items() if name not in of_a_run}
         return {**state, "_own_sinks": [Portable(sink, "sinks") for sink in self._own_sinks]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -498,40 +334,9 @@ class RecorderCallback(Callback):
             self._lost = (*self._lost, *lost)
 
 
-def _function(trainer: Any) -> str:
-    """Return the function that a trainer runs: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
-    return str(getattr(trainer.state.fn, "value", ""))
-
-
 def _recorders(trainer: Trainer) -> list[RecorderCallback]:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
     return [each for each in callbacks if isinstance(each, RecorderCallback)]
 
 
-def _represent(dumper: Any, callback: RecorderCallback) -> Any:
-    """Represent a callback in YAML, with ``str()`` of each attribute that YAML cannot represent.
-
-    Lightning writes hyperparameters as YAML, which can include callbacks, and handles no error other than TypeError.
-    """
-    state = {name: each if _is_representable(each) else str(each) for name, each in callback.__getstate__().items()}
-    kind = type(callback)
-    return dumper.represent_mapping(f"tag:yaml.org,2002:python/object:{kind.__module__}.{kind.__qualname__}", state)
-
-
-def _represent_portable(dumper: Any, portable: Portable) -> Any:
-    is_named = isinstance(portable.value, (types.FunctionType, types.BuiltinFunctionType, type))
-    return (
-        dumper.represent_data(portable.value) if is_named and portable.is_plain else dumper.represent_str(str(portable))
-    )
-
-
-def _is_representable(value: object) -> bool:
-    try:
-        yaml.dump(value)
-    except Exception:  # noqa: BLE001 - PyYAML raises any error, such as AttributeError for a torch.dtype
-        return False
-    return True
-
-
-yaml.add_multi_representer(RecorderCallback, _represent)
-yaml.add_multi_representer(Portable, _represent_portable)
+register_yaml(RecorderCallback)

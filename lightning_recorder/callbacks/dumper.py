@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import checked_arguments
-from lightning_recorder.callbacks.base import Compiled, RecorderCallback, guarded
+from lightning_recorder.callbacks.base import Compiled, RecorderCallback
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
-from lightning_recorder.callbacks.run import Silence, gradient_factor, logged_step, why_no_files
+from lightning_recorder.callbacks.eager import say_ran_eagerly, write_ran_eagerly
+from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.scale import LossScale
+from lightning_recorder.callbacks.silence import Silence, why_no_files, why_no_step
+from lightning_recorder.callbacks.trainer import gradient_factor, logged_step
 from lightning_recorder.dumps import can_hold
 from lightning_recorder.errors import ArgumentError, check_bool, check_integer, check_some, did_you_mean, warn
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.outputs import TENSOR_DUMP_TIMES, DumpFolder, Event, TensorDumps
-from lightning_recorder.schedule import Sampling
+from lightning_recorder.schedule import Sampling, Schedule
 from lightning_recorder.selection import SelectedModules, Selection
+from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics import SiteStatistics
 from lightning_recorder.tensors import TENSOR_KINDS, BufferPool, TensorCapture
 
 __all__ = ["TensorDumper"]
@@ -44,8 +47,8 @@ class TensorDumper(RecorderCallback):
     """Dumps the inputs, outputs and gradients of the selected modules to safetensors files.
 
     On each sampled step, the tensors of its first batch are copied. A safetensors file (a *dump*) is written beside
-    each checkpoint, on each sampled step, at the end of each epoch, or when ``when`` returns true. Each dump has a line
-    in the ``recorder-manifest.jsonl`` beside it. Read a dump with :func:`~lightning_recorder.read_dump`.
+    each checkpoint, on each sampled step, at the end of each epoch, or when ``Outputs(dump_when=…)`` returns true. Each
+    dump has a line in the ``recorder-manifest.jsonl`` beside it. Read one with :func:`~lightning_recorder.read_dump`.
 
     Args:
         names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`. The default
@@ -56,32 +59,25 @@ class TensorDumper(RecorderCallback):
             ``"output_gradients"``. Gradients are those of the loss that ``training_step`` returned.
         at: The times at which dumps are written. ``"checkpoints"`` writes the latest sampled step beside each
             checkpoint. ``"steps"`` writes each sampled step, and ``"epochs"`` the latest one of each epoch, to
-            ``<log_dir>/recorder/dumps``. The default is ``"steps"`` if ``every_n_train_steps``, ``first_n_steps`` or
-            ``step_window`` is given, ``"epochs"`` if only ``every_n_epochs`` is given, and ``"checkpoints"`` otherwise.
-            With ``when``, the default is none of them. An explicit value takes precedence:
-            ``at="checkpoints", every_n_train_steps=10`` samples every tenth step and writes the latest sample beside
-            each checkpoint.
-        when: A function of the statistics of a tensor, such as ``lambda seen: seen.abs_max > 1e4``, or its import path.
-            A sampled step is also written if the function returns true for any of its tensors. The statistics are
-            computed before ``samples`` and ``dtype`` are applied.
-        every_n_train_steps: Sample the first optimiser step and then every n-th one. Defaults to
-            ``Trainer(log_every_n_steps=…)``.
-        every_n_epochs: Sample in the first epoch and then in every n-th one.
-        first_n_steps: The number of steps at the beginning of the run that are sampled in addition.
-        step_window: ``(start, stop)``: Sample only steps from ``start`` up to, but not including, ``stop``.
+            ``<log_dir>/recorder/dumps``. The default is ``"steps"`` if ``every_n_train_steps``, or ``first_n_steps`` or
+            ``step_window`` of the schedule, is given, ``"epochs"`` if only ``every_n_epochs`` is given, and
+            ``"checkpoints"`` otherwise. With ``Outputs(dump_when=…)``, the default is none of them. An explicit value
+            takes precedence: ``at="checkpoints", every_n_train_steps=10`` samples every tenth step and writes the
+            latest sample beside each checkpoint.
+        every_n_train_steps: Sample the first optimizer step and then every n-th one. Defaults to
+            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window.
+        schedule: Further conditions on the sampled steps. ``when`` and ``max_overhead`` are not used.
         samples: The number of rows of each tensor to copy. By default, the whole batch is copied.
         dtype: The dtype to which floating-point tensors are rounded, such as ``"bfloat16"``.
-        max_bytes: The maximum size of one step in bytes. Tensors that exceed it are left out, and the manifest says so.
-        max_total_bytes: The maximum size of all dumps in bytes, not counting those beside checkpoints. When it is
-            reached, one warning is given and no more dumps are written.
         per_rank: Write the tensors of each rank, with ``-rank1`` and so on in the file names. By default, only rank 0
             writes its tensors.
-        upload: Also pass the dumps to the loggers that store files.
-        max_upload_bytes: The maximum size of all uploads in bytes.
+        outputs: The condition ``dump_when``, uploads, and the limits ``max_bytes``, ``max_total_bytes`` and
+            ``max_upload_bytes``. The statistics that ``dump_when`` receives are those of a tensor before ``samples``
+            and ``dtype`` are applied. The other options are not used.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on sampled steps; ``"skip"`` leaves compiled
             code compiled and does not dump the modules in it.
         name: A name that distinguishes this callback from others of the same class. It is part of the file names.
-        sinks: Further sinks, which receive the files if ``upload`` is true.
+        sinks: Further sinks, which receive the files with ``Outputs(upload=True)``.
         strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
@@ -91,8 +87,8 @@ class TensorDumper(RecorderCallback):
     Note:
         The training thread only copies the tensors. A background thread writes the files, one tensor at a time. Two
         more steps can be queued; after that, training waits. At most four steps are held in memory, plus the latest one
-        if ``at`` can still require it. Recording does not change training. With ``when``, a sampled step synchronises
-        with the device.
+        if ``at`` can still require it. Recording does not change training. With ``Outputs(dump_when=…)``, a sampled
+        step synchronizes with the device.
 
     Example::
 
@@ -100,7 +96,13 @@ class TensorDumper(RecorderCallback):
     """
 
     group = "tensors"
+    unused: ClassVar = {
+        **dict.fromkeys(("max_overhead", "records", "plots", "plot_every_n_records", "max_images", "max_tags"), ""),
+        "when": "outputs=Outputs(dump_when=…)",
+        "dumps": "at=…",
+    }
 
+    _event: Event | None
     _scale: LossScale
     _checkpoints: CheckpointWatch
     _capture: TensorCapture | None
@@ -117,18 +119,12 @@ class TensorDumper(RecorderCallback):
         exclude: str | Sequence[str] | None = None,
         tensors: str | Sequence[Literal["inputs", "outputs", "input_gradients", "output_gradients"]] = ("outputs",),
         at: str | Sequence[Literal["checkpoints", "steps", "epochs"]] | None = None,
-        when: Callable[[SiteStatistics], object] | str | None = None,
         every_n_train_steps: int | None = None,
-        every_n_epochs: int = 1,
-        first_n_steps: int = 0,
-        step_window: Sequence[int] | None = None,
+        schedule: Schedule = Schedule(),
         samples: int | None = None,
         dtype: str | torch.dtype | None = None,
-        max_bytes: int = 2**28,
-        max_total_bytes: int = 2**32,
         per_rank: bool = False,
-        upload: bool = False,
-        max_upload_bytes: int = 2**28,
+        outputs: Outputs = Outputs(),
         compiled: Compiled = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
@@ -137,28 +133,24 @@ class TensorDumper(RecorderCallback):
         super().__init__(name=name, compiled=compiled, sinks=sinks, strict=strict)
         self.selection = Selection(names, types, exclude)
         self.tensors = check_some("tensors", tensors, TENSOR_KINDS, _KIND_SYNONYMS)
-        self.event = None if when is None else Event(when, "when", name=str(self), strict=strict)
-        self.sampling = Sampling(every_n_train_steps, every_n_epochs, first_n_steps, step_window)
+        self.outputs = outputs
+        self.sampling = Sampling(every_n_train_steps, **vars(schedule))
         self.at = self._default_at() if at is None else check_some("at", at, TENSOR_DUMP_TIMES)
         if samples is not None:
             check_integer("samples", samples, 1)
-        for argument, number in (("max_bytes", max_bytes), ("max_total_bytes", max_total_bytes)):
-            check_integer(argument, number, 1)
-        check_integer("max_upload_bytes", max_upload_bytes, 0)
         check_bool("per_rank", per_rank)
-        check_bool("upload", upload)
-        self.samples, self.dtype, self.max_bytes = samples, _dtype(dtype), max_bytes
-        self.max_total_bytes, self.max_upload_bytes = max_total_bytes, max_upload_bytes
-        self.per_rank, self.upload = per_rank, upload
+        self.samples, self.dtype, self.per_rank = samples, _dtype(dtype), per_rank
         if re.fullmatch(r"(.*-)?rank\d+", name):
             raise ArgumentError(f"name must not end like the files of another process, such as 'rank1', got {name!r}")
         self.__dict__.update(self.idle())
 
     @override
     def idle(self) -> dict[str, Any]:
+        when = self.outputs.dump_when
         return {
             **super().idle(),
             "_scale": LossScale(),
+            "_event": None if when is None else Event(when, "dump_when", name=str(self), strict=self.strict),
             "_checkpoints": CheckpointWatch(
                 self._checkpoint_saved, self._checkpoint_removed, self._no_more, name=str(self)
             ),
@@ -170,8 +162,8 @@ class TensorDumper(RecorderCallback):
         }
 
     def _default_at(self) -> tuple[str, ...]:
-        """Return the default of ``at``, which depends on the schedule and on ``when``."""
-        if self.event is not None:
+        """Return the default of ``at``, which depends on the schedule and on ``dump_when``."""
+        if self.outputs.dump_when is not None:
             return ()
         sampling = self.sampling
         if sampling.every_n_train_steps is not None or sampling.first_n_steps or sampling.step_window is not None:
@@ -188,7 +180,8 @@ class TensorDumper(RecorderCallback):
             return  # already warned
         what = "wrote nothing"
         if not dumps.steps:
-            yield self.why_no_step(trainer, self.sampling)._replace(what=what)
+            why_not = why_no_step(trainer, self.sampling, self._began, is_enabled=self.enabled)
+            yield why_not._replace(what=what)
         elif not dumps.tensors:
             why = "the selected modules gave none of the tensors that were asked for"
             yield Silence(why, "Select others.", "wrote no tensors")
@@ -208,27 +201,27 @@ class TensorDumper(RecorderCallback):
         if not modules or not (self.per_rank or trainer.is_global_zero):
             return
         self.open_sinks(trainer)
-        label = self.label(trainer)
+        outputs, label = self.outputs, self.label(trainer)
         folder = DumpFolder(
             label,
             group=self.group,
             directory=None if directory is None else directory / "dumps",
             rank=trainer.global_rank,
-            max_total_bytes=self.max_total_bytes,
-            upload=self._artifact_sinks if self.upload else None,
-            max_upload_bytes=self.max_upload_bytes,
+            max_total_bytes=2**32 if outputs.max_total_bytes is None else outputs.max_total_bytes,
+            upload=self._artifact_sinks if outputs.upload else None,
+            max_upload_bytes=outputs.max_upload_bytes,
             name=str(self),
             quiet=bool(trainer.fast_dev_run),  # type: ignore[attr-defined]  # set in Trainer.__init__
         )
         buffers = BufferPool()
-        self._dumps = TensorDumps(folder, self.at, self.event, buffers=buffers, name=str(self), strict=self.strict)
+        self._dumps = TensorDumps(folder, self.at, self._event, buffers=buffers, name=str(self), strict=self.strict)
         self._capture = TensorCapture(
             modules,
             self.tensors,
             samples=self.samples,
             dtype=self.dtype,
-            max_bytes=self.max_bytes,
-            statistics=self.event is not None,
+            max_bytes=outputs.max_bytes,
+            statistics=self._event is not None,
             buffers=buffers,
             strict=self.strict,
         )
@@ -269,7 +262,7 @@ class TensorDumper(RecorderCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._checkpoints.is_pending:
             self._checkpoints.look(trainer)
-        if self.upload:
+        if self.outputs.upload:
             self._replay()
         step = logged_step(trainer)
         if self._capture is None or not self._enabled or step == self._step:
@@ -295,8 +288,9 @@ class TensorDumper(RecorderCallback):
         names = self._capture.ran_eagerly
         if len(names) > self._ran_eagerly:
             self._ran_eagerly = len(names)
-            self.say_ran_eagerly(trainer, names)
-            self.write_ran_eagerly(trainer, self.label(trainer), self._step or 0, names)
+            say_ran_eagerly(trainer, names)
+            directory, label = self._rank_zero_directory(trainer), self.label(trainer)
+            write_ran_eagerly(directory, label, self._step or 0, names, name=str(self))
 
     @override
     def before_evaluation(self, trainer: Trainer) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_recorder.callbacks.base import RecorderCallback, guarded
-from lightning_recorder.callbacks.run import logged_step
+from lightning_recorder.callbacks.base import RecorderCallback
+from lightning_recorder.callbacks.eager import say_ran_eagerly
+from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.schedule import Sampling
 from lightning_recorder.statistics import EvaluationRecorder
 
@@ -22,6 +24,19 @@ class EvaluationCallback(RecorderCallback):
     sampling: Sampling
     evaluations: dict[str, EvaluationRecorder]
     """The evaluation recorders by stage. Contains recorded stages only."""
+
+    @override
+    def idle(self) -> dict[str, Any]:
+        return {**super().idle(), "evaluations": {}}
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages to record: ``"train"`` and evaluations."""
+        return ("train",)
+
+    @override
+    def begins_with(self, function: str) -> bool:
+        return function in self.stages or (function == "fit" and bool({"train", "validate"} & set(self.stages)))
 
     def _start_evaluation_batch(self, trainer: Trainer, stage: str, loader: int) -> None:
         evaluation = self.evaluations.get(stage)
@@ -43,7 +58,7 @@ class EvaluationCallback(RecorderCallback):
         if evaluation is not None and self._is_due(trainer):
             loaders = len(batches) if isinstance(batches, Sequence) else 1
             evaluation.finish(logged_step(trainer), trainer.current_epoch, loaders)
-            self.say_ran_eagerly(trainer, evaluation.recorder.ran_eagerly)
+            say_ran_eagerly(trainer, evaluation.recorder.ran_eagerly)
 
     @guarded
     @override

@@ -8,8 +8,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.run import gradient_factor
 from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.callbacks.trainer import gradient_factor
 from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.taps import OutputGradientTap
 
@@ -21,11 +21,35 @@ class GradientRecorder(StatisticsCallback):
 
     The loss is the one that ``training_step`` returned: the scale of a ``GradScaler`` and the division by the number of
     accumulated batches are undone. The tags are ``gradients/<module>/<statistic>``. A module whose output needs no
-    gradient is not recorded. If gradients overflow in half precision, the optimiser skips the step, and the step is not
+    gradient is not recorded. If gradients overflow in half precision, the optimizer skips the step, and the step is not
     recorded. ``gradients/overflow_steps`` counts these steps, and ``gradients_overflow/…`` shows the modules with NaN
     or infinite gradients.
 
-    The arguments are those of :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`.
+    Args:
+        names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
+        types: Module classes or their names. If ``names`` is also given, a module must match both.
+        exclude: Names or globs of modules to leave out.
+        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
+            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
+            from 0, so 100 records steps 0, 99, 199, …; 0 records nothing.
+        schedule: Further conditions on the steps, and a limit on the overhead.
+        reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
+            recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
+        statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
+            ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
+            ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
+            single rank. Quantiles are estimated from the histogram.
+        histograms: True writes histograms of all values. A number n writes histograms that count at most n values of
+            each tensor. False writes none.
+        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
+            statistics are shown; other statistics are in the dumps and in ``latest``.
+        outputs: Record files, plots, dumps, uploads, and their limits.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
+            and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
+        name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
+            names of dumps and in the tags, which then begin with ``<group>-<name>``.
+        sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
+        strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
         ArgumentError: If an argument is invalid. Raised at construction.

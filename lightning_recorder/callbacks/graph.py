@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS, checked_arguments
-from lightning_recorder.callbacks.base import Compiled, RecorderCallback, fixed_in_run, guarded
-from lightning_recorder.callbacks.run import Silence, logged_step, why_no_files, why_no_training, why_no_validation
-from lightning_recorder.disk import attempt, has_room, is_full, warn_of_full
+from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS
+from lightning_recorder.callbacks.base import Compiled, RecorderCallback, fixed_in_run
+from lightning_recorder.callbacks.eager import say_ran_eagerly, warn_of_eager_memory, write_ran_eagerly
+from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.silence import Silence, why_no_files, why_no_training, why_no_validation
+from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.errors import (
     ArgumentError,
-    RenderError,
     check_bool,
     check_integer,
     check_some,
@@ -27,11 +25,12 @@ from lightning_recorder.errors import (
     did_you_mean,
     warn,
 )
-from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphPicture, GraphvizStyler, record
+from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphvizStyler, record
 from lightning_recorder.graph.renderers.graphviz import check_direction
+from lightning_recorder.outputs import GraphOutput
 from lightning_recorder.portable import Portable, unwrap
-from lightning_recorder.sinks import Image, Sink
-from lightning_recorder.temporary import write_whole
+from lightning_recorder.signatures import checked_arguments
+from lightning_recorder.sinks import Sink
 
 __all__ = ["GraphRecorder"]
 
@@ -39,10 +38,6 @@ _FORMATS = ("svg", "png", "pdf")
 _STAGES = ("train", "validate", "example")
 # The maximum time that a run waits for its picture if it ends early or fails.
 _LAST_WAIT_S = 5.0
-# Upper bounds for a graph of 150 nodes: its document, one picture, and the scratch files of the renderer.
-_DOCUMENT_BYTES = 2**17
-_PICTURE_BYTES = 2**20
-_SCRATCH_BYTES = 2**20
 
 
 class GraphRecorder(RecorderCallback):
@@ -62,7 +57,7 @@ class GraphRecorder(RecorderCallback):
             starts; this call leaves the model unchanged.
         direction: The direction of the data flow: ``"TB"``, ``"LR"``, ``"BT"`` or ``"RL"``.
         formats: The formats of the pictures: any of ``svg``, ``png`` and ``pdf``. Loggers receive the PNG.
-        legend: Explain colours and shapes in the picture.
+        legend: Explain colors and shapes in the picture.
         timeout_s: The time limit of Graphviz in seconds.
         styler: The style of nodes and edges.
         name: The name of the files and of the tag. Two of these callbacks in one trainer need different names.
@@ -92,7 +87,7 @@ class GraphRecorder(RecorderCallback):
     graph: Graph | None
     _directory: Path | None
     _capture: GraphCapture | None
-    _picture: GraphPicture | None
+    _output: GraphOutput | None
     _step: int
     _waiting: bool
     _has_seen_step: bool
@@ -150,7 +145,7 @@ class GraphRecorder(RecorderCallback):
             **super().idle(),
             "graph": None,
             "_capture": None,
-            "_picture": None,
+            "_output": None,
             "_step": 0,
             "_waiting": False,
             "_has_seen_step": False,
@@ -186,7 +181,8 @@ class GraphRecorder(RecorderCallback):
         self.graph = None
         self._recorded = self._waiting = self._has_seen_step = False
         self.open_sinks(trainer)
-        self.warn_of_eager_memory(pl_module)
+        if self.compiled == "eager":
+            warn_of_eager_memory(pl_module, str(self))
         if self._is_in_checkpoint:
             self._recorded, self._is_in_checkpoint = True, False
         elif self.stage == "example":
@@ -232,7 +228,7 @@ class GraphRecorder(RecorderCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._capture is not None or self._picture is not None:
+        if self._capture is not None or self._output is not None:
             self._stop(trainer)
 
     @guarded
@@ -256,7 +252,7 @@ class GraphRecorder(RecorderCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._capture is not None or self._picture is not None:
+        if self._capture is not None or self._output is not None:
             self._stop(trainer)
 
     def _record_example(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -283,9 +279,9 @@ class GraphRecorder(RecorderCallback):
             graph, names = self._capture.graph(), self._capture.ran_eagerly
             self._leave_capture()
             self._keep(trainer, graph)
-            self.say_ran_eagerly(trainer, names)
-            self.write_ran_eagerly(trainer, self.name, self._step, names)
-        elif self._picture is not None and self._picture.done():
+            say_ran_eagerly(trainer, names)
+            write_ran_eagerly(self._rank_zero_directory(trainer), self.name, self._step, names, name=str(self))
+        elif self._output is not None and (self._output.picture is None or self._output.picture.done()):
             self._show(0.0)
 
     def _keep(self, trainer: Trainer, graph: Graph) -> None:
@@ -336,29 +332,13 @@ class GraphRecorder(RecorderCallback):
         if capture is not None:
             capture.__exit__(type(exception) if exception else None, exception, None)
 
-    # Output.
-
     def _write(self, graph: Graph) -> None:
-        if self._sink is not None:
-            self._sink.write_graph(self._step, {self.name: graph})
-            self._sink.replay()
-        if self._directory is None:
-            return
-        path, data = self._directory / f"{self.name}.json", json.dumps(graph.to_json()).encode("utf-8")
-        if not attempt(path, len(data), partial(_write, path, data)):
-            return
-        try:
-            if not self.formats or has_room(gettempdir(), _SCRATCH_BYTES):
-                nbytes = _DOCUMENT_BYTES + len(self.formats) * _PICTURE_BYTES
-                attempt(self._directory, nbytes, partial(self._draw, graph, self._directory))
-        except RenderError as error:
-            self._tell_no_picture(error)
-
-    def _draw(self, graph: Graph, directory: Path) -> None:
-        self._picture = GraphPicture(
-            graph,
-            directory / f"{self.name}.dot",
-            self.formats,
+        self._output = GraphOutput(
+            self.name,
+            self._directory,
+            self._sink,
+            formats=self.formats,
+            strict=self.strict,
             depth=self.depth,
             max_nodes=self.max_nodes,
             styler=self.styler,
@@ -366,37 +346,13 @@ class GraphRecorder(RecorderCallback):
             legend=self.legend,
             timeout_s=self.timeout_s,
         )
+        self._output.write(self._step, graph)
 
     def _show(self, wait_s: float | None) -> None:
-        """Send the picture to the loggers, if there is one.
-
-        Args:
-            wait_s: The maximum time to wait for the renderer, in seconds; ``None`` waits until it ends.
-        """
-        picture, self._picture = self._picture, None
-        if picture is None:
-            return
-        try:
-            paths = picture.finish(wait_s)
-        except (RenderError, OSError) as error:
-            if is_full(error) and not self.strict:
-                warn_of_full(self._directory or Path(), error)
-            else:
-                self._tell_no_picture(error)
-            return
-        if picture.note:
-            warn(f"the picture of the graph is smaller than asked for: {picture.note}")
-        for path in paths:
-            if path.suffix == ".png" and self._sink is not None:
-                self._sink.write_images(self._step, {self.name: _pixels(path)})
-                self._sink.flush()
-                self._sink.replay()
-
-    def _tell_no_picture(self, error: Exception) -> None:
-        if self.strict:
-            raise error
-        there = f"{self._directory}/{self.name}.dot and {self.name}.json"
-        warn(f"the graph is in {there}, without a picture: {error}")
+        """Send the picture to the loggers, if there is one, after waiting for it for at most ``wait_s`` seconds."""
+        output, self._output = self._output, None
+        if output is not None:
+            output.show(wait_s)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "styler": None if self.styler is None else Portable(self.styler, "styler")}
@@ -406,16 +362,3 @@ class GraphRecorder(RecorderCallback):
         styler = None if state["styler"] is None else unwrap(state["styler"])
         self.styler = styler if isinstance(styler, GraphvizStyler) else None
         self._lose([styler])
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda file: file.write(data))
-
-
-def _pixels(path: Path) -> Image:
-    import numpy as np
-    from PIL import Image as Picture
-
-    with Picture.open(path) as picture:
-        return np.asarray(picture.convert("RGB"))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_recorder.errors import ArgumentError
 
 if TYPE_CHECKING:
     from lightning_recorder.callbacks.base import RecorderCallback
+    from lightning_recorder.callbacks.statistics import StatisticsCallback
 
-__all__ = ["check_names", "labels"]
+__all__ = ["check_names", "check_tags", "labels"]
 
 # Tags of evaluations, overflows and pictures begin with the name of the recorder and one of these suffixes.
 _SUFFIXES = ("_validate", "_test", "_predict", "_overflow", "_plots", "_grad", "_grad_plots")
@@ -88,6 +89,30 @@ def _check_pair(one: RecorderCallback, other: RecorderCallback) -> None:
         )
 
 
+def check_tags(recorder: StatisticsCallback, alike: Sequence[StatisticsCallback], modules: Collection[str]) -> None:
+    """Check that no earlier recorder of the same name writes the same tags.
+
+    Args:
+        recorder: The recorder to compare with the others.
+        alike: The recorders of its group, in the order of the trainer's callbacks.
+        modules: The names of the modules that it records.
+
+    Raises:
+        ArgumentError: If both record the same module and neither has a name.
+    """
+    for other in alike:
+        if other is recorder:
+            return
+        shared = [name for name in modules if name in other.recorded_modules]
+        if shared and other.name == recorder.name and recorder.tags & other.tags:
+            kind = type(recorder).__name__
+            more = f" and {len(shared) - 1} more modules" if shared[1:] else ""
+            raise ArgumentError(
+                f"two {kind} without a name record {shared[0]!r}{more} under the same tags: give one of them a name, "
+                f"as {kind}(name='second'), or select other modules"
+            )
+
+
 def _key(name: str) -> str:
-    """Return a normalised name, equal for names that some file systems do not distinguish."""
+    """Return a normalized name, equal for names that some file systems do not distinguish."""
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold()).rstrip(" .")

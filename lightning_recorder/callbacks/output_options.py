@@ -1,121 +1,145 @@
-"""Outputs of a recorder in addition to the loggers: record files, dumps and pictures."""
+"""The public options for record files, plots, dumps and uploads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from lightning_recorder.errors import check_bool, check_integer
+from lightning_recorder.errors import check_bool, check_callable, check_integer, imported
 from lightning_recorder.outputs import (
     DumpFolder,
-    Event,
     Plotter,
     RecordConsumer,
     RecordFile,
     RecordPipeline,
     StatisticsDumps,
-    check_dump,
+    check_dumps,
 )
+from lightning_recorder.portable import Portable, unwrap
+from lightning_recorder.signatures import with_checked_arguments
 from lightning_recorder.statistics import SiteStatistics
 
-__all__ = ["OutputOptions"]
+__all__ = ["Outputs", "consumers"]
 
 
-class OutputOptions:
-    """The options for record files, dumps and pictures, which create the consumers of records for each run.
+@with_checked_arguments
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Files, plots and uploads of a callback, and their limits.
+
+    Recorders of statistics do not use ``max_bytes``. A :class:`~lightning_recorder.TensorDumper` uses ``dump_when``,
+    ``upload`` and the limits in bytes.
 
     Args:
-        dump: The same as in :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`, as are all others.
-        dump_when: See ``dump``.
-        max_total_bytes: See ``dump``.
-        upload: See ``dump``.
-        max_upload_bytes: See ``dump``.
-        records: See ``dump``.
-        plots: See ``dump``.
-        plot_every_n_records: See ``dump``.
-        max_images: See ``dump``.
-        name: The name of the recorder in messages.
-        strict: See ``dump``.
+        records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
+        plots: Draw plots of all records so far, after 10, 20, 40, … records and when the fit ends.
+        plot_every_n_records: Draw the plots after every n-th record instead.
+        max_images: The maximum number of plots that show a single module over time.
+        max_tags: The maximum number of tags for the loggers. If there are more, only some modules are shown: first
+            those with unusual statistics, then an even selection of the others. A module that becomes unusual later is
+            shown from then on. One warning is given. Record files contain all modules.
+        dumps: The times at which statistics are dumped to a file of tensors. ``"checkpoints"`` writes the latest record
+            beside each checkpoint. ``"records"`` writes each record, and ``"epochs"`` the latest one at the end of each
+            epoch, to ``<log_dir>/recorder/dumps``. True means ``"checkpoints"``.
+        dump_when: A function of the statistics of a site, such as ``lambda seen: seen.abs_max > 1e4``, or its import
+            path. A record, or a sampled step of a :class:`~lightning_recorder.TensorDumper`, is also dumped if the
+            function returns true for any of its sites.
+        upload: Also pass the dumps to the loggers that store files, up to ``max_upload_bytes``.
+        max_upload_bytes: The maximum size of all uploads in bytes.
+        max_total_bytes: The maximum size of all dumps in bytes, not counting those beside checkpoints. When it is
+            reached, one warning is given and no more dumps are written. By default, 1 GiB of statistics or 4 GiB of
+            tensors.
+        max_bytes: The maximum size in bytes of one step of a :class:`~lightning_recorder.TensorDumper`. Tensors that
+            exceed it are left out, and the manifest lists them.
 
     Raises:
-        ArgumentError: If an argument is invalid.
+        ArgumentError: If an argument has an invalid value; names the argument.
+
+    Example::
+
+        ActivationRecorder(outputs=Outputs(plots=False, dumps="epochs", upload=True))
     """
 
-    def __init__(
-        self,
-        *,
-        dump: object,
-        dump_when: Callable[[SiteStatistics], object] | str | None,
-        max_total_bytes: int,
-        upload: bool,
-        max_upload_bytes: int,
-        records: bool,
-        plots: bool,
-        plot_every_n_records: int | None,
-        max_images: int,
-        name: str,
-        strict: bool,
-    ) -> None:
-        event = None if dump_when is None else Event(dump_when, "dump_when", name=name, strict=strict)
-        self.dumps = StatisticsDumps(check_dump(dump), event)
-        """The dumps of statistics and their schedule."""
-        self._is_asked_for = not isinstance(dump, bool)
-        for name, flag in (("upload", upload), ("records", records), ("plots", plots)):
-            check_bool(name, flag)
-        check_integer("max_total_bytes", max_total_bytes, 0)
-        check_integer("max_upload_bytes", max_upload_bytes, 0)
-        check_integer("max_images", max_images, 0)
-        if plot_every_n_records is not None:
-            check_integer("plot_every_n_records", plot_every_n_records, 1)
-        self._max_total_bytes, self._upload, self._max_upload_bytes = max_total_bytes, upload, max_upload_bytes
-        self._records, self._plots = records, plots
-        self._every, self._max_images = plot_every_n_records, max_images
+    records: bool = True
+    plots: bool = True
+    plot_every_n_records: int | None = None
+    max_images: int = 4
+    max_tags: int = 5000
+    dumps: bool | str | Sequence[Literal["checkpoints", "records", "epochs"]] = True
+    dump_when: Callable[[SiteStatistics], object] | str | None = None
+    upload: bool = False
+    max_upload_bytes: int = 2**28
+    max_total_bytes: int | None = None
+    max_bytes: int = 2**28
 
-    @property
-    def waits_for_checkpoints(self) -> bool:
-        """True if ``dump`` was given explicitly as ``"checkpoints"`` only and no dump has been written."""
-        folder = self.dumps.folder
-        alone = self.dumps.at == ("checkpoints",) and not self.dumps.has_event
-        return self._is_asked_for and alone and folder is not None and not (folder.written or folder.is_full)
+    def __post_init__(self) -> None:
+        for flag in ("records", "plots", "upload"):
+            check_bool(flag, getattr(self, flag))
+        for limit, least in (("max_images", 0), ("max_tags", 1), ("max_upload_bytes", 0), ("max_bytes", 1)):
+            check_integer(limit, getattr(self, limit), least)
+        for limit, least in (("plot_every_n_records", 1), ("max_total_bytes", 0)):
+            if getattr(self, limit) is not None:
+                check_integer(limit, getattr(self, limit), least)
+        if not isinstance(self.dumps, (bool, str)) and isinstance(self.dumps, Iterable):
+            object.__setattr__(self, "dumps", tuple(self.dumps))
+        check_dumps(self.dumps)
+        object.__setattr__(self, "dump_when", imported("dump_when", self.dump_when))
+        if self.dump_when is not None:
+            check_callable("dump_when", self.dump_when, "seen", " of the statistics of a site")
 
-    def consumers(
-        self,
-        results: RecordPipeline,
-        directory: Path | None,
-        *,
-        group: str,
-        label: str,
-        name: str,
-        called: str,
-        ranks: int,
-        shown: bool,
-    ) -> list[RecordConsumer]:
-        """Return the consumers that receive the records of a run.
+    def __getstate__(self) -> dict[str, Any]:
+        when = None if self.dump_when is None else Portable(self.dump_when, "dump_when")
+        return {**self.__dict__, "dump_when": when}
 
-        Args:
-            results: The pipeline that shows the pictures and passes on uploads.
-            directory: The folder of the run's recordings, if it has one.
-            group: The kind of recording.
-            label: The name of the recorder in file names.
-            name: The recorder's ``name`` argument.
-            called: The name of the recorder in warnings.
-            ranks: The number of ranks that the records cover.
-            shown: True if a sink can show pictures.
-        """
-        folder = DumpFolder(
-            label,
-            group=group,
-            directory=None if directory is None else directory / "dumps",
-            max_total_bytes=self._max_total_bytes,
-            upload=results.artifact_sinks if self._upload else None,
-            max_upload_bytes=self._max_upload_bytes,
-            name=called,
-            quiet=not shown,
-        )
-        self.dumps.begin(folder)
-        found: list[RecordConsumer] = [self.dumps]
-        if self._records and directory is not None:
-            found.append(RecordFile(directory, label, group=group, name=name, ranks=ranks))
-        if self._plots and shown:
-            found.append(Plotter(group, label, every=self._every, max_images=self._max_images, show=results.show))
-        return found
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        when = None if state["dump_when"] is None else unwrap(state["dump_when"])
+        self.__dict__.update(state, dump_when=when)
+
+
+def consumers(
+    outputs: Outputs,
+    dumps: StatisticsDumps,
+    results: RecordPipeline,
+    directory: Path | None,
+    *,
+    group: str,
+    label: str,
+    name: str,
+    called: str,
+    ranks: int,
+    shown: bool,
+) -> list[RecordConsumer]:
+    """Return the consumers that receive the records of a run.
+
+    Args:
+        outputs: The options.
+        dumps: The dumps of statistics, which begin a run.
+        results: The pipeline that shows the pictures and passes on uploads.
+        directory: The folder of the run's recordings, if it has one.
+        group: The kind of recording.
+        label: The name of the recorder in file names.
+        name: The recorder's ``name`` argument.
+        called: The name of the recorder in warnings.
+        ranks: The number of ranks that the records cover.
+        shown: True if a sink can show pictures.
+    """
+    folder = DumpFolder(
+        label,
+        group=group,
+        directory=None if directory is None else directory / "dumps",
+        max_total_bytes=2**30 if outputs.max_total_bytes is None else outputs.max_total_bytes,
+        upload=results.artifact_sinks if outputs.upload else None,
+        max_upload_bytes=outputs.max_upload_bytes,
+        name=called,
+        quiet=not shown,
+    )
+    dumps.begin(folder)
+    found: list[RecordConsumer] = [dumps]
+    if outputs.records and directory is not None:
+        found.append(RecordFile(directory, label, group=group, name=name, ranks=ranks))
+    if outputs.plots and shown:
+        every, images = outputs.plot_every_n_records, outputs.max_images
+        found.append(Plotter(group, label, every=every, max_images=images, show=results.show))
+    return found

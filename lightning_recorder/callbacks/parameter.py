@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import checked_arguments
-from lightning_recorder.callbacks.base import guarded
-from lightning_recorder.callbacks.statistics import StatisticsCallback
+from lightning_recorder.callbacks.base import Compiled
+from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.output_options import Outputs
+from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.errors import SelectionError, check_some
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
+from lightning_recorder.reductions import Reduction
+from lightning_recorder.schedule import Reduce, Schedule
 from lightning_recorder.selection import SelectedModules, Selection
+from lightning_recorder.signatures import checked_arguments
+from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import (
     PARAMETER_PARTS,
     BaseStatisticsRecorder,
@@ -34,16 +39,16 @@ _SYNONYMS = {
 
 
 class ParameterRecorder(StatisticsCallback):
-    """Records statistics of the parameters of the selected modules, their gradients, updates and optimiser state.
+    """Records statistics of the parameters of the selected modules, their gradients, updates and optimizer state.
 
-    The statistics are recorded at each optimiser step of a sampled training step, for the parameters of that optimiser.
+    The statistics are recorded at each optimizer step of a sampled training step, for the parameters of that optimizer.
     For a parameter ``weight``, the tags are:
 
     - ``parameters/<module>/weight/<statistic>``: the values before the step;
-    - ``weight.grad``: the gradient that the optimiser uses: unscaled, accumulated, reduced across ranks, and before
+    - ``weight.grad``: the gradient that the optimizer uses: unscaled, accumulated, reduced across ranks, and before
       clipping;
     - ``weight.update``: the change of the values in the step;
-    - ``weight.exp_avg`` and so on: the optimiser state;
+    - ``weight.exp_avg`` and so on: the optimizer state;
     - ``weight/update_ratio``: the update-to-weight ratio ``rms(update) / rms(values)``.
 
     By default, it records all modules that have parameters of their own, including the LightningModule.
@@ -51,8 +56,30 @@ class ParameterRecorder(StatisticsCallback):
     Args:
         names: Module names or globs, such as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. Only a
             module's own parameters are recorded, not those of its children.
+        types: Module classes or their names. If ``names`` is also given, a module must match both.
+        exclude: Names or globs of modules to leave out.
+        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
+            ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
+            from 0, so 100 records steps 0, 99, 199, …; 0 records nothing.
+        schedule: Further conditions on the steps, and a limit on the overhead.
+        reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
+            recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
-        options: Further arguments of :class:`~lightning_recorder.callbacks.statistics.StatisticsCallback`.
+        statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
+            ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
+            ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
+            single rank. Quantiles are estimated from the histogram.
+        histograms: True writes histograms of all values. A number n writes histograms that count at most n values of
+            each tensor. False writes none.
+        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
+            statistics are shown; other statistics are in the dumps and in ``latest``.
+        outputs: Record files, plots, dumps, uploads, and their limits.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
+            and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
+        name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
+            names of dumps and in the tags, which then begin with ``<group>-<name>``.
+        sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
+        strict: Raise errors of the recorder instead of warning about them.
 
     Raises:
         ArgumentError: If an argument is invalid. Raised at construction.
@@ -76,11 +103,38 @@ class ParameterRecorder(StatisticsCallback):
         self,
         names: str | Sequence[str] | None = None,
         *,
+        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        every_n_train_steps: int | None = None,
+        schedule: Schedule = Schedule(),
+        reduce: Reduce = "step",
         parts: str | Sequence[Literal["values", "gradients", "updates", "moments"]] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
-        **options: Any,
+        statistics: str | Sequence[str] = DEFAULT_STATISTICS,
+        histograms: bool | int = True,
+        extra: Reduction | Sequence[Reduction] = (),
+        outputs: Outputs = Outputs(),
+        compiled: Compiled = "eager",
+        name: str = "",
+        sinks: Iterable[Sink] = (),
+        strict: bool = False,
     ) -> None:
         self.parts = check_some("parts", parts, PARAMETER_PARTS, _SYNONYMS)
-        super().__init__(names, **options)
+        super().__init__(
+            names,
+            types=types,
+            exclude=exclude,
+            every_n_train_steps=every_n_train_steps,
+            schedule=schedule,
+            reduce=reduce,
+            statistics=statistics,
+            histograms=histograms,
+            extra=extra,
+            outputs=outputs,
+            compiled=compiled,
+            name=name,
+            sinks=sinks,
+            strict=strict,
+        )
 
     @override
     def choose(self, pl_module: LightningModule) -> SelectedModules:
@@ -115,14 +169,14 @@ class ParameterRecorder(StatisticsCallback):
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         # The call above may fail and release the run.
         if self._run is run and isinstance(run.recorder, OptimizerRecorder):
-            # Lightning does not unscale the gradients for optimisers that unscale them themselves.
+            # Lightning does not unscale the gradients for optimizers that unscale them themselves.
             scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
             with run.contained():
                 run.recorder.before_step(optimizer, 1 / self.loss_scale.value if scaled else 1.0)
 
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
-        # Lightning does not see the steps of an optimiser that was unwrapped from LightningOptimizer.
+        # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer.
         if isinstance(recorder, OptimizerRecorder) and not pl_module.automatic_optimization:
             recorder.optimizers = tuple(trainer.optimizers)
 

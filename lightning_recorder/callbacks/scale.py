@@ -10,11 +10,11 @@ __all__ = ["LossScale"]
 class LossScale:
     """Tracks the scale of a ``GradScaler`` across the steps of a batch. The scale is 1 without a ``GradScaler``.
 
-    If the gradients of a step are not finite, the optimiser skips the step and the scale shrinks. It shrinks at no
+    If the gradients of a step are not finite, the optimizer skips the step and the scale shrinks. It shrinks at no
     other time, so a smaller scale means a skipped step.
 
     Note:
-        On a GPU, reading the scale synchronises with the device.
+        On a GPU, reading the scale synchronizes with the device.
     """
 
     def __init__(self) -> None:

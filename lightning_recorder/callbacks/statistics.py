@@ -1,45 +1,39 @@
-"""The base class of the recorders of activations, gradients and parameters."""
+"""The base class of the recorders of activations, gradients and parameters: the hooks of a training run."""
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import checked_arguments, checked_statistics, in_words, recorder_options
-from lightning_recorder.callbacks.base import Compiled, fixed_in_run, guarded
-from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
-from lightning_recorder.callbacks.evaluation import EvaluationCallback
-from lightning_recorder.callbacks.output_options import OutputOptions
-from lightning_recorder.callbacks.ranks import agree, decline
-from lightning_recorder.callbacks.run import (
-    Silence,
-    logged_step,
-    stepped,
-    why_no_files,
-    why_no_training,
-    why_no_validation,
-)
+from lightning_recorder.callbacks.arguments import checked_histograms, checked_reductions, checked_statistics
+from lightning_recorder.callbacks.base import Compiled
+from lightning_recorder.callbacks.checkpoints import why_no_checkpoint
+from lightning_recorder.callbacks.eager import say_ran_eagerly, warn_of_eager_memory
+from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.naming import check_tags
+from lightning_recorder.callbacks.output_options import Outputs, consumers
+from lightning_recorder.callbacks.ranks import decline, merge_ranks
+from lightning_recorder.callbacks.resume import ResumingCallback
 from lightning_recorder.callbacks.scale import LossScale
-from lightning_recorder.callbacks.state import ResumeState
-from lightning_recorder.disk import attempt
-from lightning_recorder.errors import ArgumentError, SelectionError, check_bool, check_integer, describe_error, warn
+from lightning_recorder.callbacks.silence import Silence, why_no_due_validation, why_no_files, why_no_step
+from lightning_recorder.callbacks.trainer import logged_step, make_directory, stepped
+from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.outputs import Coverage, RecordPipeline, SinkFormatter, TagBudget, with_gradients
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
-from lightning_recorder.schedule import Reduce, Sampling, check_reduce
+from lightning_recorder.schedule import Reduce, Sampling, Schedule, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
+from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import (
     BaseStatisticsRecorder,
@@ -50,7 +44,6 @@ from lightning_recorder.statistics import (
     RunPhase,
     RunRecorder,
     SiteStatistics,
-    check_overhead,
     with_update_ratios,
 )
 from lightning_recorder.taps import Site
@@ -59,74 +52,18 @@ __all__ = ["DEFAULT_STATISTICS", "StatisticsCallback"]
 
 _EVALUATIONS = {"validate": "validation", "test": "test", "predict": "prediction"}
 
-_FOLDER_BYTES = 4096  # the size of an empty folder
-# Lightning allows a rank to have no batches if this attribute of the model is true.
-_MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 
-
-class StatisticsCallback(EvaluationCallback):
+class StatisticsCallback(ResumingCallback):
     """Records statistics of tensors on the sampled steps of a fit.
 
     Base class of :class:`~lightning_recorder.ActivationRecorder`, :class:`~lightning_recorder.GradientRecorder` and
-    :class:`~lightning_recorder.ParameterRecorder`.
-
-    Args:
-        names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
-        types: Module classes or their names. If ``names`` is also given, a module must match both.
-        exclude: Names or globs of modules to leave out.
-        every_n_train_steps: Record the first optimiser step and then every n-th one. Defaults to
-            ``Trainer(log_every_n_steps=…)``, or to every step if ``step_window`` or ``when`` is given. Steps count from
-            0, so 100 records steps 0, 99, 199, …; 0 records nothing.
-        every_n_epochs: Record in the first epoch and then in every n-th one.
-        first_n_steps: The number of steps at the beginning of the run that are recorded in addition.
-        step_window: ``(start, stop)``: Record only steps from ``start`` up to, but not including, ``stop``.
-        when: A function of the step that returns true if the step is to be recorded, or its import path. It is called
-            last, may be called more than once per step, and must return the same value on all ranks.
-        reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
-            recorded steps in a window of n optimiser steps. ``"epoch"``: all recorded steps of an epoch.
-        statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
-            ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min`` and ``rank_mean_max``. The last two are
-            the smallest and the largest mean of any single rank.
-        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
-            statistics are shown; other statistics are in the dumps and in ``latest``.
-        quantiles: Fractions, such as 0.99. Each quantile is estimated from the histogram and shown as
-            ``quantile_0.99``.
-        histograms: Write histograms.
-        histogram_sample: The number of values of a tensor to include in the histogram. By default, all are included.
-        max_tags: The maximum number of tags for the loggers. If there are more, only some modules are shown: first
-            those with unusual statistics, then an even selection of the others. A module that becomes unusual later is
-            shown from then on. One warning is given. Record files contain all modules.
-        dump: The times at which statistics are dumped to a file of tensors. ``"checkpoints"`` writes the latest record
-            beside each checkpoint. ``"records"`` writes each record, and ``"epochs"`` the latest one at the end of each
-            epoch, to ``<log_dir>/recorder/dumps``. True means ``"checkpoints"``.
-        dump_when: A function of the statistics of a site, such as ``lambda seen: seen.abs_max > 1e4``, or its import
-            path. A record is dumped if the function returns true for any of its sites.
-        max_total_bytes: The maximum size of all dumps in bytes, not counting those beside checkpoints. When it is
-            reached, one warning is given and no more dumps are written.
-        upload: Also pass the dumps to the loggers that store files, up to ``max_upload_bytes``.
-        max_upload_bytes: The maximum size of all uploads in bytes.
-        records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
-        plots: Draw plots of all records so far, after 10, 20, 40, … records and when the fit ends.
-        plot_every_n_records: Draw the plots after every n-th record instead.
-        max_images: The maximum number of plots that show a single module over time.
-        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
-            and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
-        max_overhead: The maximum fraction of training time that recording may take, such as 0.02. If it takes more, the
-            recording interval is increased, and the change is logged.
-        name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
-            names of dumps and in the tags, which then begin with ``<group>-<name>``.
-        sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
-        strict: Raise errors of the recorder instead of warning about them.
+    :class:`~lightning_recorder.ParameterRecorder`. The arguments are those of
+    :class:`~lightning_recorder.GradientRecorder`.
     """
 
-    keeps_state = True
+    unused: ClassVar = {"max_bytes": ""}
 
-    _kept: ResumeState
     loss_scale: LossScale
-    _results: RecordPipeline
-    _checkpoints: CheckpointWatch
-    _run: RunRecorder | None
-    evaluations: dict[str, EvaluationRecorder]
     _coverage: Coverage | None
     _has_receipt: bool
     _every_n: int | None
@@ -139,73 +76,40 @@ class StatisticsCallback(EvaluationCallback):
         types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
         exclude: str | Sequence[str] | None = None,
         every_n_train_steps: int | None = None,
-        every_n_epochs: int = 1,
-        first_n_steps: int = 0,
-        step_window: Sequence[int] | None = None,
-        when: Callable[[int], object] | str | None = None,
+        schedule: Schedule = Schedule(),
         reduce: Reduce = "step",
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
+        histograms: bool | int = True,
         extra: Reduction | Sequence[Reduction] = (),
-        quantiles: Sequence[float] = (),
-        histograms: bool = True,
-        histogram_sample: int | None = None,
-        max_tags: int = 5000,
-        dump: bool | str | Sequence[Literal["checkpoints", "records", "epochs"]] = True,
-        dump_when: Callable[[SiteStatistics], object] | str | None = None,
-        max_total_bytes: int = 2**30,
-        upload: bool = False,
-        max_upload_bytes: int = 2**28,
-        records: bool = True,
-        plots: bool = True,
-        plot_every_n_records: int | None = None,
-        max_images: int = 4,
+        outputs: Outputs = Outputs(),
         compiled: Compiled = "eager",
-        max_overhead: float | None = None,
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
     ) -> None:
         super().__init__(name=name, compiled=compiled, sinks=sinks, strict=strict)
         self.selection = Selection(names, types, exclude)
-        self.sampling = Sampling(every_n_train_steps, every_n_epochs, first_n_steps, step_window, when)
+        self.sampling = Sampling(every_n_train_steps, **vars(schedule))
         check_reduce(reduce)
         self.reduce = reduce
-        if max_overhead is not None:
-            check_overhead(max_overhead)
-        self.max_overhead = max_overhead
-        self.statistics = checked_statistics(statistics)
-        check_bool("histograms", histograms)
-        self.output_options = OutputOptions(
-            dump=dump,
-            dump_when=dump_when,
-            max_total_bytes=max_total_bytes,
-            upload=upload,
-            max_upload_bytes=max_upload_bytes,
-            records=records,
-            plots=plots,
-            plot_every_n_records=plot_every_n_records,
-            max_images=max_images,
-            name=str(self),
-            strict=strict,
-        )
-        self.options = recorder_options(extra, quantiles, histogram_sample, strict)
+        self.statistics, quantiles = checked_statistics(statistics)
+        self.histograms, sample = checked_histograms(histograms)
+        self.outputs = outputs
+        extras = checked_reductions(extra)
+        self.options: dict[str, Any] = {"extra": extras, "quantiles": quantiles, "sample": sample, "strict": strict}
         """The keyword arguments of the recorders of this callback."""
         recorder = self.make_recorder({}, "train")  # raises argument errors now instead of when the fit starts
-        self.histograms = histograms
         self._settings = f"{self.reduce} {recorder.states.described}"
-        check_integer("max_tags", max_tags, 1)
-        self.max_tags = max_tags
         self.__dict__.update(self.idle())
 
     @override
     def idle(self) -> dict[str, Any]:
         tags = "-".join(filter(None, [self.group, self.name]))
         by_path = self.group == "parameters"
-        budget = TagBudget(self.max_tags, str(self), stages=len(self.stages), by_path=by_path)
+        budget = TagBudget(self.outputs.max_tags, str(self), stages=len(self.stages), by_path=by_path)
         report = SinkFormatter(tags, self.statistics, histograms=self.histograms, budget=budget)
         return {
             **super().idle(),
-            "_kept": ResumeState(self._settings),
             "loss_scale": LossScale(),
             "_results": RecordPipeline(
                 report,
@@ -214,11 +118,6 @@ class StatisticsCallback(EvaluationCallback):
                 derive=with_update_ratios if by_path else None,
                 strict=self.strict,
             ),
-            "_checkpoints": CheckpointWatch(
-                self.checkpoint_saved, self.checkpoint_removed, self._no_more, name=str(self)
-            ),
-            "_run": None,
-            "evaluations": {},
             "_coverage": None,
             "_has_receipt": False,
             "_every_n": None,
@@ -236,49 +135,40 @@ class StatisticsCallback(EvaluationCallback):
         """
         return self.selection.resolve(pl_module)
 
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The stages to record: ``"train"`` and evaluations."""
-        return ("train",)
-
-    @override
-    def begins_with(self, function: str) -> bool:
-        return function in self.stages or (function == "fit" and bool({"train", "validate"} & set(self.stages)))
-
     # Start and end of a run.
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
-        modules, error = None, None
+        modules, error, is_first = None, None, trainer.is_global_zero
         try:
             modules = self._chosen(pl_module)
-            directory = self._made(directory) if trainer.is_global_zero else None
+            directory = make_directory(directory, name=str(self), strict=self.strict) if is_first else None
             self.open_sinks(trainer, directory)
             self._begin_results(trainer, directory)
-            if trainer.is_global_zero:
-                self.warn_of_eager_memory(pl_module)
+            if is_first and self.compiled == "eager":
+                warn_of_eager_memory(pl_module, str(self))
             if modules is not None:
-                self._check_others(trainer, modules)
+                alike = [each for each in self.alike(trainer) if isinstance(each, StatisticsCallback)]
+                check_tags(self, alike, modules)
                 self._make_workers(trainer, pl_module, modules)
         except (ArgumentError, SelectionError):
             raise
         except Exception as caught:  # noqa: BLE001 - raised below, after the other ranks know
             error, modules = caught, None
-        about = f"{self.state_key} {self._settings} {None if modules is None else list(modules)}"
-        exchange = agree(trainer, takes_part=modules is not None, about=about, name=str(self))
-        for worker in self._workers:
-            worker.exchange = exchange
-        if exchange is not None and self.evaluations and getattr(pl_module, _MAY_BE_EMPTY, False):
-            # A rank without batches runs no evaluation and would never respond.
-            if trainer.is_global_zero:
-                warn(f"{self}: evaluations are those of rank 0 alone, since {_MAY_BE_EMPTY} is set")
-            for evaluation in self.evaluations.values():
-                evaluation.exchange = None
+        merge_ranks(
+            trainer,
+            pl_module,
+            self._run,
+            self.evaluations,
+            takes_part=modules is not None,
+            about=f"{self.state_key} {self._settings} {None if modules is None else list(modules)}",
+            name=str(self),
+        )
         if error is not None:
             raise error
-        if modules is None and trainer.is_global_zero:
+        if modules is None and is_first:
             warn(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
-        if modules is not None and "checkpoints" in self.output_options.dumps.at and self._run is not None:
+        if modules is not None and "checkpoints" in self._dumps.at and self._run is not None:
             self._checkpoints.begin(trainer)
 
     def _begin_results(self, trainer: Trainer, directory: Path | None) -> None:
@@ -287,7 +177,9 @@ class StatisticsCallback(EvaluationCallback):
         why = why_no_files(trainer, directory)
         self._results.receipt.note = f"; {why}" if why else ""
         if trainer.is_global_zero:
-            self._results.consumers = self.output_options.consumers(
+            self._results.consumers = consumers(
+                self.outputs,
+                self._dumps,
                 self._results,
                 directory,
                 group=self.group,
@@ -300,6 +192,7 @@ class StatisticsCallback(EvaluationCallback):
 
     def _make_workers(self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules) -> None:
         options = {"name": str(self), "rank": trainer.global_rank, "strict": self.strict}
+        limit = self.sampling.max_overhead
         for stage in self.stages:
             if stage != "train":
                 recorder = self.make_recorder(modules, stage)
@@ -311,7 +204,7 @@ class StatisticsCallback(EvaluationCallback):
                     self._on_record,
                     reduce=self.reduce,
                     announce=self._announce,
-                    budget=None if self.max_overhead is None else OverheadLimit(self.max_overhead),
+                    budget=None if limit is None else OverheadLimit(limit),
                     device=pl_module.device,
                     **options,
                 )
@@ -333,42 +226,15 @@ class StatisticsCallback(EvaluationCallback):
             self.release(None)
         return is_news
 
-    def _made(self, directory: Path | None) -> Path | None:
-        """Create the folder, and return it unless that fails. A full disk is no failure, as it may have room later."""
-        try:
-            if directory is not None:
-                attempt(directory, _FOLDER_BYTES, partial(directory.mkdir, parents=True, exist_ok=True))
-        except OSError as error:
-            if self.strict:
-                raise
-            warn(f"{self} writes no files, since their folder cannot be made: {describe_error(error)}")
-            return None
-        return directory
-
-    def _check_others(self, trainer: Trainer, modules: SelectedModules) -> None:
-        """Raise an error if another recorder writes the same tags.
-
-        Raises:
-            ArgumentError: If both record the same module and neither has a name.
-        """
-        for other in self.alike(trainer):
-            if other is self:
-                return
-            if not isinstance(other, StatisticsCallback) or other.name != self.name or other._coverage is None:
-                continue
-            shared = [name for name in modules if name in other._coverage.modules]
-            if shared and self.tags & other.tags:
-                kind = type(self).__name__
-                more = f" and {len(shared) - 1} more modules" if shared[1:] else ""
-                raise ArgumentError(
-                    f"two {kind} without a name record {shared[0]!r}{more} under the "
-                    f"same tags: give one of them a name, as {kind}(name='second'), or select other modules"
-                )
-
     @property
     def tags(self) -> set[str]:
         """The kinds of tags. Two recorders of the same name must not write the same kind for the same module."""
         return set(self.stages)
+
+    @property
+    def recorded_modules(self) -> Collection[str]:
+        """The names of the modules that are recorded in the current run."""
+        return () if self._coverage is None else self._coverage.modules
 
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         """Return the modules to record, or ``None`` if there are none."""
@@ -409,7 +275,7 @@ class StatisticsCallback(EvaluationCallback):
         with suppress(Exception) if failed else nullcontext():
             self._results.end()
         if trainer is None or not trainer.interrupted:  # otherwise the exception's checkpoint follows
-            self.output_options.dumps.end()
+            self._dumps.end()
 
     # Batches.
 
@@ -440,7 +306,7 @@ class StatisticsCallback(EvaluationCallback):
         self.prepare(trainer, pl_module, recorder)
 
     def _end_step(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
-        """Check whether the optimiser skipped the previous step."""
+        """Check whether the optimizer skipped the previous step."""
         if self.counts_overflow and self.loss_scale.end_step(trainer):
             self.prepare(trainer, pl_module, run.recorder)
 
@@ -449,7 +315,7 @@ class StatisticsCallback(EvaluationCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if self._run is None or self._run.phase is not RunPhase.RECORDING:
             return
-        if not pl_module.automatic_optimization:  # another optimiser may have stepped in this batch
+        if not pl_module.automatic_optimization:  # another optimizer may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
         if not self._has_receipt and self._coverage is not None:
             trained = with_gradients(self._coverage.modules) | set(self._coverage.trained)
@@ -464,7 +330,7 @@ class StatisticsCallback(EvaluationCallback):
             if self._run.phase is RunPhase.RECORDING:
                 self._end_step(trainer, pl_module, self._run)
             self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self.loss_scale.overflowed)
-            self.say_ran_eagerly(trainer, self._run.recorder.ran_eagerly)
+            say_ran_eagerly(trainer, self._run.recorder.ran_eagerly)
             self._tell_cadence(self._run)
 
     @property
@@ -474,11 +340,12 @@ class StatisticsCallback(EvaluationCallback):
 
     def _tell_cadence(self, run: RunRecorder) -> None:
         """Log the recording interval and write it as a scalar if it has changed."""
-        if self.max_overhead is None or run.every_n_train_steps == self._every_n:
+        limit = self.sampling.max_overhead
+        if limit is None or run.every_n_train_steps == self._every_n:
             return
         before, self._every_n = self._every_n, run.every_n_train_steps
         if before is not None:
-            share = f"{100 * self.max_overhead:g} %"
+            share = f"{100 * limit:g} %"
             rank_zero_info(f"{self} records every {self._every_n} steps instead of {before}, to take at most {share}")
         tag = f"recorder/{self._results.label}/every_n_train_steps"
         with run.contained():
@@ -510,7 +377,7 @@ class StatisticsCallback(EvaluationCallback):
         self._results.wait()
         recorded, empty = self._results.recorded, self._results.empty
         if self._run is not None and not self._run.has_recorded:
-            yield self.why_no_step(trainer, self.sampling)
+            yield why_no_step(trainer, self.sampling, self._began, is_enabled=self.enabled)
         stage = "validate" if function == "fit" else function
         if stage in self.evaluations and not recorded[stage]:
             what = "recorded nothing" + (f" in the {_EVALUATIONS[stage]}" if recorded["train"] else "")
@@ -520,21 +387,12 @@ class StatisticsCallback(EvaluationCallback):
             elif not self.enabled:
                 yield Silence("it is disabled", "", what)
             elif function == "fit" and (self._run is None or self._run.has_recorded):  # else it was reported above
-                yield self._why_no_validation(trainer)._replace(what=what)
-        if recorded["train"] and self.output_options.waits_for_checkpoints:
+                yield why_no_due_validation(trainer, self.sampling, self._began)._replace(what=what)
+        if recorded["train"] and self.waits_for_checkpoints:
             no_files = why_no_files(trainer, self._directory)
             why = no_files or why_no_checkpoint(trainer)
-            fix = "" if no_files else "Save checkpoints, or give dump='records'."
+            fix = "" if no_files else "Save checkpoints, or give outputs=Outputs(dumps='records')."
             yield Silence(why, fix, "dumped nothing")
-
-    def _why_no_validation(self, trainer: Trainer) -> Silence:
-        if self._began is None:
-            return why_no_training(trainer)
-        epoch = self._began[1]
-        epochs = range(epoch, max(epoch + 1, trainer.current_epoch))
-        if trainer.enable_validation and not any(map(self.sampling.in_epoch, epochs)):
-            return Silence(f"no epoch was due with every_n_epochs={self.sampling.every_n_epochs}", "Lower it.")
-        return why_no_validation(trainer)
 
     # Records.
 
@@ -572,67 +430,3 @@ class StatisticsCallback(EvaluationCallback):
         """Return the data for a receipt."""
         watched = self._coverage if self._coverage is not None else Coverage(nn.Module(), {}, ())
         return watched.having(**traces), run.sampling, self.reduce
-
-    # Checkpoints.
-
-    def checkpoint_saved(self, path: Path) -> None:
-        """Dump the latest record beside a checkpoint."""
-        job = partial(self.output_options.dumps.write_beside, path)
-        if self._run is None:  # a checkpoint for an exception is saved after the run has ended
-            job()
-            return
-        with self._run.contained():
-            self._results.submit(self.output_options.dumps, job)
-
-    def checkpoint_removed(self, path: Path) -> None:
-        """Remove the dump beside a removed checkpoint."""
-        job = partial(self.output_options.dumps.remove_beside, path)
-        job() if self._run is None else self._results.remove(job)
-
-    def _no_more(self) -> None:
-        if self._run is None:  # the run failed, and the checkpoint for its exception is saved
-            self.output_options.dumps.end()
-
-    @fixed_in_run
-    def state_key(self) -> str:
-        """The key of this callback's state in a checkpoint."""
-        chosen = {"name": self.name, **vars(self.selection), **vars(self.sampling), "reduce": self.reduce}
-        named = {key: in_words(value) for key, value in chosen.items() if value not in (None, "", 0) and key != "when"}
-        return self._generate_state_key(**named, stages=list(self.stages))
-
-    @guarded
-    @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Does not use state_dict: Lightning raises an error at construction of the trainer if two callbacks have the
-        # same state_key, and its message cannot name the argument that distinguishes them.
-        self._checkpoints.expect()
-        state: dict[str, Any] = {}
-        if self._run is not None:
-            self._results.wait()
-            with self._run.contained():
-                state = self._run.state_dict()
-                if not trainer.interrupted:
-                    state = self._run.merged_state_dict()
-                else:  # the other ranks are out of step and cannot be reached
-                    if trainer.world_size > 1 and trainer.is_global_zero and self._run.holds_states:
-                        warn(
-                            f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 alone"
-                        )
-                    self._run.abort()
-                    state = self._run.state_dict()
-        packed = {**self._kept.packed(state, self._results.report), "label": self.label(trainer)}
-        states = checkpoint.setdefault("callbacks", {})
-        states[self.state_key] = {**states.get(self.state_key, {}), **packed}
-
-    @guarded
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._kept.forget()
-        state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if state:
-            self._kept.load(deepcopy(state))
-            self._resumed = weakref.ref(trainer), str(state.get("label", ""))
-        elif trainer.state.fn == "fit" and trainer.is_global_zero:
-            warn(
-                f"{self} begins anew: the checkpoint has nothing of it, or was saved with another selection or cadence"
-            )

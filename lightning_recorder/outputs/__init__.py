@@ -1,13 +1,14 @@
-"""Writers of records: to sinks, record files, dumps, pictures and the coverage report."""
+"""Writers of records and graphs: to sinks, record files, dumps, pictures and the coverage report."""
 
 from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
 from lightning_recorder.outputs.formatter import SinkFormatter
+from lightning_recorder.outputs.graph_output import GraphOutput
 from lightning_recorder.outputs.pipeline import RecordConsumer, RecordPipeline
 from lightning_recorder.outputs.plotter import Plotter
 from lightning_recorder.outputs.receipt import CoverageReport, write_receipt
 from lightning_recorder.outputs.record_file import RecordFile
-from lightning_recorder.outputs.statistics_dumps import DUMP_TIMES, Event, StatisticsDumps, check_dump
+from lightning_recorder.outputs.statistics_dumps import DUMP_TIMES, Event, StatisticsDumps, check_dumps
 from lightning_recorder.outputs.tag_budget import TagBudget
 from lightning_recorder.outputs.tensor_dumps import TENSOR_DUMP_TIMES, TensorDumps
 
@@ -19,6 +20,7 @@ __all__ = [
     "DumpContent",
     "DumpFolder",
     "Event",
+    "GraphOutput",
     "Plotter",
     "RecordConsumer",
     "RecordFile",
@@ -27,7 +29,7 @@ __all__ = [
     "StatisticsDumps",
     "TagBudget",
     "TensorDumps",
-    "check_dump",
+    "check_dumps",
     "with_gradients",
     "write_receipt",
 ]

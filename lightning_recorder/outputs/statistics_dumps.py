@@ -26,7 +26,7 @@ from lightning_recorder.statistics.sites import Record, SiteStatistics
 from lightning_recorder.tags import make_tag
 from lightning_recorder.taps import Site
 
-__all__ = ["DUMP_TIMES", "Event", "StatisticsDumps", "check_dump"]
+__all__ = ["DUMP_TIMES", "Event", "StatisticsDumps", "check_dumps"]
 
 DUMP_TIMES = ("checkpoints", "records", "epochs")
 """The times at which the statistics of a recorder can be dumped."""
@@ -146,8 +146,8 @@ class StatisticsDumps(RecordConsumer):
             self.folder.remove_beside(checkpoint)
 
 
-def check_dump(value: object) -> tuple[str, ...]:
-    """Return the dump times from a ``dump`` argument.
+def check_dumps(value: object) -> tuple[str, ...]:
+    """Return the dump times from a ``dumps`` argument.
 
     Raises:
         ArgumentError: If the argument is invalid.
@@ -155,7 +155,7 @@ def check_dump(value: object) -> tuple[str, ...]:
     if isinstance(value, bool):
         return ("checkpoints",) if value else ()
     try:
-        return check_some("dump", value, DUMP_TIMES)
+        return check_some("dumps", value, DUMP_TIMES)
     except ArgumentError as error:
         more = "" if str(error).endswith("?") else "; True stands for 'checkpoints', False for none"
         raise ArgumentError(f"{error}{more}") from None

@@ -2,7 +2,7 @@
 
 from lightning_recorder.statistics.evaluation import EvaluationRecorder
 from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
-from lightning_recorder.statistics.overhead import OverheadLimit, check_overhead
+from lightning_recorder.statistics.overhead import OverheadLimit
 from lightning_recorder.statistics.rank_merging import Exchange, Merged, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.statistics.run_recorder import RunPhase, RunRecorder
@@ -33,6 +33,5 @@ __all__ = [
     "SiteStatistics",
     "Snapshot",
     "StatisticsRecorder",
-    "check_overhead",
     "with_update_ratios",
 ]

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 from torch import device as Device
 
-from lightning_recorder.errors import ArgumentError
 from lightning_recorder.internals.stopwatch import Stopwatch
+from lightning_recorder.schedule import check_overhead
 
-__all__ = ["OverheadLimit", "StepTiming", "check_overhead"]
+__all__ = ["OverheadLimit", "StepTiming"]
 
 _LEAST_MS = 1e-3  # the minimum step time; on the CPU a step may take nearly no time compared with recording on a GPU
 
@@ -137,13 +137,3 @@ class StepTiming:
     def interval(self, now: int) -> int:
         """Return the interval to use from now on, in steps. It is never smaller than the current interval."""
         return now if self.limit is None else self.limit.interval(now)
-
-
-def check_overhead(value: object) -> None:
-    """Check that a value is a share of the training time.
-
-    Raises:
-        ArgumentError: If it is not above 0 and at most 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ArgumentError(f"max_overhead must be a share of the training time, above 0 and at most 1, got {value!r}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder
+from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, Outputs
 from tests.browser.server import tensorboard
 from tests.callbacks.models import Classifier, fit
 
@@ -16,7 +16,7 @@ from tests.callbacks.models import Classifier, fit
 def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with all three callbacks."""
     folder = tmp_path_factory.mktemp("run")
-    recorders = [ActivationRecorder(plots=False), GradientRecorder(plots=False)]
+    recorders = [ActivationRecorder(outputs=Outputs(plots=False)), GradientRecorder(outputs=Outputs(plots=False))]
     fit(Classifier(), folder, [GraphRecorder(), *recorders], max_epochs=3)
     return folder / "lightning_logs"
 

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, MemorySink
+from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, MemorySink, Outputs
 from tests.callbacks.small import told_by
 
 DISK_BYTES = 384 * 1024
@@ -73,14 +73,14 @@ def fill(path: Path, leaves: int) -> None:
 def run(disk: Path, scenario: str) -> dict[str, Any]:
     """Run a scenario, with recorders if it has them, and return its result."""
     logger, kind = scenario.split("-")
-    recorder = ActivationRecorder(every_n_train_steps=1, plots=kind == "lowered")
+    recorder = ActivationRecorder(every_n_train_steps=1, outputs=Outputs(plots=kind == "lowered"))
     sink = MemorySink()
-    gradients = GradientRecorder(every_n_train_steps=1, plots=False, sinks=[sink])
+    gradients = GradientRecorder(every_n_train_steps=1, sinks=[sink], outputs=Outputs(plots=False))
     callbacks: list[Callback] = [recorder, gradients, GraphRecorder(formats=())]
     if kind in ("bare", "barefull"):
         callbacks = []
     elif kind == "checkpoints":
-        recorder = ActivationRecorder(every_n_train_steps=1, dump=["checkpoints"])
+        recorder = ActivationRecorder(every_n_train_steps=1, outputs=Outputs(dumps=["checkpoints"]))
         checkpoints = ModelCheckpoint(disk / "kept", every_n_train_steps=20, save_top_k=-1)
         callbacks = [recorder, gradients, checkpoints]
     elif kind == "neighbour":

@@ -17,7 +17,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
-from lightning_recorder import ActivationRecorder, MemorySink, RecorderWarning, read_dump, read_manifest
+from lightning_recorder import (
+    ActivationRecorder,
+    MemorySink,
+    Outputs,
+    RecorderWarning,
+    Schedule,
+    read_dump,
+    read_manifest,
+)
 from lightning_recorder.callbacks import TensorDumper
 from tests.callbacks.models import Classifier, digits, fit
 
@@ -165,7 +173,7 @@ def test_the_latest_sampled_step_is_in_it(make: Make, label: str, cadence: int, 
 @both
 def test_before_anything_is_sampled_there_is_no_dump(make: Make, label: str, tmp_path: Path) -> None:
     """A checkpoint before the first sampled step has no dump, also in a second run of the callback."""
-    callback = make(every_n_train_steps=None, step_window=(4, 6))
+    callback = make(every_n_train_steps=None, schedule=Schedule(step_window=(4, 6)))
     for run in ("first", "second"):
         kept = tmp_path / run
         train(tmp_path, [callback, ModelCheckpoint(kept, save_top_k=-1, every_n_train_steps=2)])
@@ -276,7 +284,7 @@ class OneThread(MemorySink):
 def test_a_checkpoint_that_lives_shortly_costs_no_upload(make: Make, label: str, tmp_path: Path) -> None:
     """A dump that is pruned before the training thread uploads it is skipped, and later dumps are uploaded."""
     sink = OneThread()
-    callback = make(upload=True, sinks=[sink], strict=False)
+    callback = make(sinks=[sink], strict=False, outputs=Outputs(upload=True))
 
     class Saver(Callback):
         @override

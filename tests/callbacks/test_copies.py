@@ -23,8 +23,10 @@ from lightning_recorder import (
     GradientRecorder,
     GraphRecorder,
     MemorySink,
+    Outputs,
     ParameterRecorder,
     RecorderWarning,
+    Schedule,
     TensorDumper,
 )
 from lightning_recorder.callbacks.base import RecorderCallback
@@ -34,11 +36,19 @@ from lightning_recorder.statistics import SiteStatistics
 from tests.callbacks.models import Classifier, fit, hooks_left
 
 KINDS: dict[str, Callable[[], RecorderCallback]] = {
-    "activations": lambda: ActivationRecorder("encoder.*", extra=[Norms()], dump_when=is_large, stages=("train",)),
-    "gradients": lambda: GradientRecorder(types=torch.nn.Conv2d, when=is_even, every_n_train_steps=1),
-    "parameters": lambda: ParameterRecorder(parts=("values", "moments"), max_overhead=0.9, extra=[ChannelMoments()]),
+    "activations": lambda: ActivationRecorder(
+        "encoder.*", extra=[Norms()], stages=("train",), outputs=Outputs(dump_when=is_large)
+    ),
+    "gradients": lambda: GradientRecorder(
+        types=torch.nn.Conv2d, every_n_train_steps=1, schedule=Schedule(when=is_even)
+    ),
+    "parameters": lambda: ParameterRecorder(
+        parts=("values", "moments"), extra=[ChannelMoments()], schedule=Schedule(max_overhead=0.9)
+    ),
     "graph": lambda: GraphRecorder(formats=(), depth=2),
-    "tensors": lambda: TensorDumper("head", at=("steps", "checkpoints"), dtype=torch.bfloat16, when=is_large),
+    "tensors": lambda: TensorDumper(
+        "head", at=("steps", "checkpoints"), dtype=torch.bfloat16, outputs=Outputs(dump_when=is_large)
+    ),
 }
 
 LOGGERS: dict[str, Callable[[Path], Logger | bool]] = {
@@ -131,7 +141,7 @@ def test_a_callback_survives_every_copy_at_any_time(kind: str, logger: str, tmp_
 @pytest.mark.parametrize("duplicate", COPIES)
 def test_a_copy_from_inside_a_run_records_like_the_original(duplicate: str, tmp_path: Path) -> None:
     """A copy made in a recorded step can record its own run."""
-    callback = ActivationRecorder("head", every_n_train_steps=2, statistics=["mean"], when=is_even)
+    callback = ActivationRecorder("head", every_n_train_steps=2, statistics=["mean"], schedule=Schedule(when=is_even))
     copies: list[ActivationRecorder] = []
     model = configured([], lambda: copies.append(COPIES[duplicate](callback)))
     fit(model, tmp_path / "first", [callback], logger=False)
@@ -200,7 +210,7 @@ class OpenSink(MemorySink):
 @pytest.mark.parametrize("make", [lambda: lambda seen: seen.abs_max > 0, Locked], ids=["lambda", "object"])
 def test_what_cannot_be_pickled_does_not_end_the_fit(make: Any, logger: str, tmp_path: Path) -> None:
     """A run with unpicklable hyperparameters saves its checkpoints, and a loaded copy reports the missing arguments."""
-    callback = TensorDumper("head", when=make(), sinks=[OpenSink()])
+    callback = TensorDumper("head", sinks=[OpenSink()], outputs=Outputs(dump_when=make()))
     model = Configured([callback])
     options: dict[str, Any] = {"logger": LOGGERS[logger](tmp_path), "enable_checkpointing": True}
     trainer = fit(model, tmp_path, [callback], **options)
@@ -215,14 +225,14 @@ def test_what_cannot_be_pickled_does_not_end_the_fit(make: Any, logger: str, tmp
     )
     if make is Locked:
         (lost,) = messages[1:]
-        assert "when=tests.callbacks.test_copies.Locked is missing in this copy of the recorder, because it" in lost
+        assert "dump_when=tests.callbacks.test_copies.Locked is missing in this copy of the recorder, because" in lost
         assert "give a function that is defined at the top level of a module, or its import path" in lost
 
 
 def test_without_cloudpickle_a_lambda_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy names the lambda and its line when it is needed; a deep copy keeps the lambda."""
     monkeypatch.setitem(__import__("sys").modules, "cloudpickle", None)
-    callback = ActivationRecorder("head", when=lambda step: step == 3)
+    callback = ActivationRecorder("head", schedule=Schedule(when=lambda step: step == 3))
     with pytest.warns(RecorderWarning, match=r"when=<lambda> \(.*test_copies.py:\d+\) is missing in this copy"):
         fit(Classifier(), tmp_path / "pickled", [pickle.loads(pickle.dumps(callback))], logger=False)
     copied = copy.deepcopy(callback)
@@ -233,7 +243,7 @@ def test_without_cloudpickle_a_lambda_is_lost(tmp_path: Path, monkeypatch: pytes
 def test_a_function_that_holds_the_recorder_can_be_pickled(tmp_path: Path) -> None:
     """A model's method as ``when=`` is pickled once, even if the model's hyperparameters contain the recorder."""
     model = Asked()
-    model.hparams["callbacks"] = [ActivationRecorder("head", when=model.is_due)]
+    model.hparams["callbacks"] = [ActivationRecorder("head", schedule=Schedule(when=model.is_due))]
     fit(model, tmp_path, model.hparams["callbacks"], logger=False, enable_checkpointing=True)
     assert len(pickle.dumps(model.hparams["callbacks"][0])) < 100_000
 
@@ -269,6 +279,6 @@ def test_copies_while_records_are_written(tmp_path: Path) -> None:
             yaml.dump(callback)
             sink.may_go_on.set()
 
-    callback = ActivationRecorder("head", sinks=[sink], plots=False)
+    callback = ActivationRecorder("head", sinks=[sink], outputs=Outputs(plots=False))
     fit(Classifier(), tmp_path, [callback, Copier()], logger=False)
     assert list(sink.scalars["activations/head/mean"]) == [0, 1, 3, 5]

@@ -35,8 +35,10 @@ from lightning_recorder import (
     GradientRecorder,
     GraphRecorder,
     MemorySink,
+    Outputs,
     ParameterRecorder,
     RecorderWarning,
+    Schedule,
     open_recording,
     read_dump,
 )
@@ -123,7 +125,13 @@ def train(
 
 def watching(sink: MemorySink, *names: str, **options: Any) -> ActivationRecorder:
     """Return the callbacks that record every step in full."""
-    options = {"every_n_train_steps": 1, "statistics": SHOWN_STATISTICS, "dump": False, "sinks": [sink], **options}
+    options = {
+        "every_n_train_steps": 1,
+        "statistics": SHOWN_STATISTICS,
+        "sinks": [sink],
+        "outputs": Outputs(dumps=False),
+        **options,
+    }
     return ActivationRecorder(names or None, **options)
 
 
@@ -520,7 +528,7 @@ class Cadence(Callback):
 @scenario
 def budgeted(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
-    recorder = watching(sink, "squash", max_overhead=1e-6)
+    recorder = watching(sink, "squash", schedule=Schedule(max_overhead=1e-6))
     cadence = Cadence(recorder)
     train(folder, [recorder, cadence], loader=digits(16, 8))
     return {**written(sink), "cadence": cadence.found}

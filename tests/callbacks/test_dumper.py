@@ -26,8 +26,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_recorder import ArgumentError, MemorySink, RecorderWarning, SelectionError, read_dump, read_manifest
+from lightning_recorder import (
+    ArgumentError,
+    MemorySink,
+    Outputs,
+    RecorderWarning,
+    Schedule,
+    SelectionError,
+    read_dump,
+    read_manifest,
+)
 from lightning_recorder.callbacks import TensorDumper
+from lightning_recorder.schedule import Sampling
 from lightning_recorder.statistics import SiteStatistics
 from lightning_recorder.tensors.capture import Captured
 from tests.callbacks import test_noninterference as noninterference
@@ -156,9 +166,9 @@ def test_leaves_are_dumped_by_default(tmp_path: Path) -> None:
     ("options", "steps"),
     [
         ({"every_n_train_steps": 4}, [0, 3, 7, 11]),
-        ({"every_n_train_steps": 0, "first_n_steps": 2}, [0, 1]),
-        ({"every_n_train_steps": None, "step_window": (4, 6)}, [4, 5]),
-        ({"every_n_train_steps": 3, "every_n_epochs": 3}, [0, 2, 5]),
+        ({"every_n_train_steps": 0, "schedule": Schedule(first_n_steps=2)}, [0, 1]),
+        ({"every_n_train_steps": None, "schedule": Schedule(step_window=(4, 6))}, [4, 5]),
+        ({"every_n_train_steps": 3, "schedule": Schedule(every_n_epochs=3)}, [0, 2, 5]),
         ({"at": "epochs", "every_n_train_steps": 4}, [3, 11]),
         ({"at": ("steps", "epochs"), "every_n_train_steps": 6}, [0, 5, 11]),
     ],
@@ -180,7 +190,7 @@ def test_samples_and_dtype(tmp_path: Path) -> None:
 def test_what_has_no_room_is_told_once(tmp_path: Path) -> None:
     """If each step exceeds ``max_bytes``, one warning is given, and the manifest lists the missing tensors."""
     with telling() as told:
-        trainer = fit(Classifier(), tmp_path, [dumper("dropout", "head", max_bytes=8 * 10 * 4)])
+        trainer = fit(Classifier(), tmp_path, [dumper("dropout", "head", outputs=Outputs(max_bytes=8 * 10 * 4))])
     (message,) = told
     assert message == (
         "TensorDumper: 1 tensors of step 0 are left out, 'dropout/out' is the first: a larger max_bytes, or fewer "
@@ -195,7 +205,7 @@ def test_the_total_is_told_once(tmp_path: Path) -> None:
     """From the step that exceeds the limit on, no file is written, one warning is given, and training continues."""
     model = Classifier()
     with telling() as told:
-        trainer = fit(model, tmp_path, [dumper("head", max_total_bytes=1200)])
+        trainer = fit(model, tmp_path, [dumper("head", outputs=Outputs(max_total_bytes=1200))])
     assert told == ["TensorDumper writes no more dumps from step 2 on, which would be more than max_total_bytes=1200"]
     assert [line["step"] for line in lines_of(trainer)] == [0, 1]
     assert len(model.losses) == 6
@@ -217,8 +227,13 @@ def large(seen: SiteStatistics) -> bool:
 
 @pytest.mark.parametrize("when", [large, "tests.callbacks.test_dumper.large", "tests.callbacks.test_dumper:large"])
 def test_an_event_is_dumped_by_itself(when: Any, tmp_path: Path) -> None:
-    """With ``when`` alone, a step is dumped only if one of its tensors matches, and the manifest names the tensor."""
-    callbacks = [Burst(), TensorDumper(["head", "dropout"], when=when, every_n_train_steps=1, samples=1, strict=True)]
+    """With ``dump_when`` alone, a step is dumped only if one of its tensors matches, and the manifest names it."""
+    callbacks = [
+        Burst(),
+        TensorDumper(
+            ["head", "dropout"], every_n_train_steps=1, samples=1, strict=True, outputs=Outputs(dump_when=when)
+        ),
+    ]
     trainer = fit(Classifier(), tmp_path, callbacks)
     assert [(line["step"], line["reason"], line["event"]) for line in lines_of(trainer)] == [
         (3, "event", [["head", "out"]])
@@ -278,7 +293,9 @@ def test_the_validation_is_in_no_file(tmp_path: Path) -> None:
 def test_training_is_bitwise_the_same(make: type[Classifier], options: dict[str, Any], tmp_path: Path) -> None:
     """With every step and kind dumped, a run ends bitwise as without, from losses to random states."""
     bare = noninterference.run(make, tmp_path / "bare", [], dict(options))
-    callbacks: list[Callback] = [dumper(tensors=KINDS, at=("steps", "epochs"), when=large, samples=2)]
+    callbacks: list[Callback] = [
+        dumper(tensors=KINDS, at=("steps", "epochs"), samples=2, outputs=Outputs(dump_when=large))
+    ]
     left = noninterference.run(make, tmp_path / "dumped", callbacks, dict(options))
     noninterference.assert_same(left, bare)
     (manifest,) = (tmp_path / "dumped").rglob("recorder-manifest.jsonl")
@@ -413,8 +430,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"at": "records"}, "at takes some of 'checkpoints', 'steps', 'epochs'; got 'records'"),
     ({"at": []}, "at takes some of"),
     ({"at": True}, "at takes some of"),
-    ({"when": 3}, r"when takes a function \(seen\) of the statistics of a site, got 3"),
-    ({"when": "no.such.function"}, "when='no.such.function' cannot be imported"),
     ({"samples": 0}, "samples must be an integer of at least 1"),
     ({"samples": 1.5}, "samples must be an integer"),
     ({"dtype": "int8"}, "dtype must be a floating-point type"),
@@ -425,19 +440,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float8_e4m3fnuz"}, "dtype must be"),
     ({"dtype": "float8_e8m0fnu"}, "dtype must be"),
     ({"dtype": "float4_e2m1fn_x2"}, "dtype must be"),
-    ({"max_bytes": 0}, "max_bytes must be an integer of at least 1"),
-    ({"max_bytes": True}, "max_bytes must be an integer"),
-    ({"max_total_bytes": -1}, "max_total_bytes must be an integer"),
-    ({"max_upload_bytes": -1}, "max_upload_bytes must be an integer"),
     ({"per_rank": "yes"}, "per_rank must be True or False"),
-    ({"upload": "no"}, "upload must be True or False"),
     ({"strict": 1}, "strict must be True or False"),
     ({"compiled": "always"}, "compiled must be 'eager' or 'skip'"),
     ({"name": "../a"}, "name must be that of a file"),
     ({"sinks": MemorySink()}, "sinks takes a list of sinks"),
     ({"every_n_train_steps": -1}, "every_n_train_steps must be"),
-    ({"every_n_epochs": 0}, "every_n_epochs must be"),
-    ({"step_window": (3, 3)}, "step_window must be"),
 ]
 
 
@@ -486,7 +494,7 @@ def test_named_ones_have_files_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [False, True])
 def test_a_copy_dumps_as_the_original(duplicate: Callable[[Any], Any], after: bool, tmp_path: Path) -> None:
     """A copy or pickle made before or after a run dumps the same as the original."""
-    original = dumper("head", at=("steps", "checkpoints"), when=large, upload=True)
+    original = dumper("head", at=("steps", "checkpoints"), outputs=Outputs(dump_when=large, upload=True))
     if after:
         fit(Classifier(), tmp_path / "first", [original])
     copied = duplicate(original)
@@ -499,7 +507,7 @@ def test_a_copy_dumps_as_the_original(duplicate: Callable[[Any], Any], after: bo
 
 def test_a_copy_of_one_that_is_at_work_is_not_at_work(tmp_path: Path) -> None:
     """A copy made during a run has no run state, and the run continues."""
-    callback = dumper("head", upload=True, sinks=[MemorySink()])
+    callback = dumper("head", sinks=[MemorySink()], outputs=Outputs(upload=True))
     copies: list[TensorDumper] = []
 
     class Copier(Callback):
@@ -514,7 +522,7 @@ def test_a_copy_of_one_that_is_at_work_is_not_at_work(tmp_path: Path) -> None:
 
 def test_a_second_fit_writes_anew(tmp_path: Path) -> None:
     """In a second run with another trainer, the callback writes its own files and its size limit starts anew."""
-    callback = dumper("head", max_total_bytes=6 * 600)
+    callback = dumper("head", outputs=Outputs(max_total_bytes=6 * 600))
     for run in ("first", "second"):
         with warnings.catch_warnings():
             warnings.simplefilter("error", RecorderWarning)
@@ -615,22 +623,22 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "exclude": "dropout",
         "tensors": ["inputs", "output_gradients"],
         "at": "steps",
-        "when": "tests.callbacks.test_dumper.large",
         "every_n_train_steps": 5,
-        "every_n_epochs": 2,
-        "first_n_steps": 1,
-        "step_window": [0, 9],
         "samples": 4,
         "dtype": "bfloat16",
-        "max_bytes": 10,
-        "max_total_bytes": 20,
         "per_rank": True,
-        "upload": True,
-        "max_upload_bytes": 30,
         "compiled": "skip",
         "name": "mine",
         "sinks": [{"class_path": "lightning_recorder.MemorySink"}],
         "strict": True,
+        "schedule": {"every_n_epochs": 2, "first_n_steps": 1, "step_window": [0, 9]},
+        "outputs": {
+            "dump_when": "tests.callbacks.test_dumper.large",
+            "max_bytes": 10,
+            "max_total_bytes": 20,
+            "upload": True,
+            "max_upload_bytes": 30,
+        },
     }
     entry = {"class_path": "lightning_recorder.callbacks.TensorDumper", "init_args": arguments}
     path = tmp_path / "config.yaml"
@@ -639,11 +647,10 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     cli = LightningCLI(Classifier, run=False, save_config_callback=None, seed_everything_default=1, args=args)
     (made,) = (each for each in cast("Any", cli.trainer).callbacks if isinstance(each, TensorDumper))
     assert (made.tensors, made.at) == (("inputs", "output_gradients"), ("steps",))
-    assert made.event is not None
-    assert (made.samples, made.dtype, made.max_bytes) == (4, torch.bfloat16, 10)
-    assert (made.max_total_bytes, made.max_upload_bytes) == (20, 30)
-    assert (made.per_rank, made.upload, made.name, made.compiled, made.strict) == (True, True, "mine", "skip", True)
-    assert made.sampling.step_window == (0, 9)
+    assert (made.samples, made.dtype, made.per_rank) == (4, torch.bfloat16, True)
+    assert made.outputs == Outputs(dump_when=large, max_bytes=10, max_total_bytes=20, upload=True, max_upload_bytes=30)
+    assert made.sampling == Sampling(5, every_n_epochs=2, first_n_steps=1, step_window=(0, 9))
+    assert (made.name, made.compiled, made.strict) == ("mine", "skip", True)
 
 
 # Uploads.
@@ -652,7 +659,12 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_uploads_reach_who_keeps_files(tmp_path: Path) -> None:
     """A sink that stores files receives each dump and the table of dumps."""
     sink = MemorySink()
-    fit(Classifier(), tmp_path, [dumper("head", upload=True, sinks=[sink], every_n_train_steps=3)], logger=False)
+    fit(
+        Classifier(),
+        tmp_path,
+        [dumper("head", sinks=[sink], every_n_train_steps=3, outputs=Outputs(upload=True))],
+        logger=False,
+    )
     assert list(sink.files) == [f"dumps/tensors-step={step}.safetensors" for step in (0, 2, 5)]
     assert list(sink.texts["recorder/tensors/dumps"]) == [0, 2, 5]
 
@@ -670,7 +682,7 @@ def test_tensorboard_has_a_table(loggers: Sequence[Callable[[Path], Any]], tmp_p
     trainer = fit(
         Classifier(),
         tmp_path,
-        [dumper("head", upload=True, every_n_train_steps=3)],
+        [dumper("head", every_n_train_steps=3, outputs=Outputs(upload=True))],
         logger=[logger(tmp_path / str(index)) for index, logger in enumerate(loggers)],
     )
     accumulator = EventAccumulator(f"{trainer.loggers[0].log_dir}/recorder", size_guidance={"tensors": 0})
@@ -723,7 +735,7 @@ class OneThread(MemorySink):
 def test_some_sinks_are_written_to_from_the_training_thread_alone(tmp_path: Path) -> None:
     """Sinks bound to the training thread still receive everything."""
     sink = OneThread()
-    fit(Classifier(), tmp_path, [dumper("head", upload=True, sinks=[sink])], logger=False)
+    fit(Classifier(), tmp_path, [dumper("head", sinks=[sink], outputs=Outputs(upload=True))], logger=False)
     assert sink.elsewhere == []
     assert list(sink.files) == [f"dumps/tensors-step={step}.safetensors" for step in range(6)]
     assert list(sink.texts["recorder/tensors/dumps"]) == list(range(6))

@@ -20,10 +20,11 @@ from lightning_recorder import (
     GradientRecorder,
     GraphRecorder,
     MemorySink,
+    Outputs,
     ParameterRecorder,
     RecordingError,
 )
-from lightning_recorder.callbacks.base import guarded
+from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.outputs import SinkFormatter
 from lightning_recorder.reductions import Change
@@ -376,7 +377,7 @@ def test_a_logger_that_raises_is_one_warning(
 def test_a_full_disk_is_one_warning(logger: Any, bare: Small, well: Callable[[Any], Any], tmp_path: Path) -> None:
     """If files cannot grow, one warning is given, other sinks get everything, and the run continues."""
     sink, model = MemorySink(), small()
-    recorder = made(ActivationRecorder, sink, dump=("checkpoints", "records"))
+    recorder = made(ActivationRecorder, sink, outputs=Outputs(dumps=("checkpoints", "records")))
     options: dict[str, Any] = {"model": model, "validation": True, "logger": logger and logger(tmp_path)}
     with files_up_to(4_000):
         told = told_by(lambda: go(tmp_path, [recorder, GraphRecorder(sinks=[sink])], **options))

@@ -36,11 +36,9 @@ class CallCounter(Callback):
         self.validation = 0
 
     def count(self, batch_idx: int, kind: str) -> None:
-        if batch_idx == BATCHES.start:
-            # The picture of the graph is drawn in the meantime and shown by the next hook.
-            picture = getattr(self.recorder, "_picture", None)
-            if picture is not None:
-                self.recorder._show(None)
+        # The picture of the graph is drawn in the meantime and shown by the next hook.
+        if batch_idx == BATCHES.start and getattr(self.recorder, "_output", None) is not None:
+            self.recorder._show(None)
 
         def see(frame: FrameType, event: str, argument: object) -> None:
             if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):

@@ -31,6 +31,7 @@ from lightning_recorder import (
     MemorySink,
     ParameterRecorder,
     RecorderWarning,
+    Schedule,
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.taps import Site
@@ -589,7 +590,7 @@ def test_an_evaluation_after_epochs_that_are_left_out_is_recorded(tmp_path: Path
     """``every_n_epochs`` applies to a fit only; a separate test run is always recorded."""
     sink, model = MemorySink(), Net()
     recorder = ActivationRecorder(
-        stages=["train", "test"], every_n_epochs=3, statistics=["count"], sinks=[sink], strict=True
+        stages=["train", "test"], statistics=["count"], sinks=[sink], strict=True, schedule=Schedule(every_n_epochs=3)
     )
     trainer = trainer_of(tmp_path, [recorder])
     trainer.fit(model, loader())
@@ -604,20 +605,26 @@ def test_an_evaluation_after_epochs_that_are_left_out_is_recorded(tmp_path: Path
 SAMPLINGS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "every_n_train_steps": ({"every_n_train_steps": 5}, [0, 4, 9, 14, 19]),
     "nothing": ({"every_n_train_steps": 0}, []),
-    "every_n_epochs": ({"every_n_train_steps": 2, "every_n_epochs": 2}, [0, 1, 3, 5, 7, 9, 11, 19, 21, 23]),
-    "every third epoch": ({"every_n_train_steps": 1, "every_n_epochs": 3}, [*range(6), *range(12, 18)]),
-    "first_n_steps": ({"every_n_train_steps": 10, "first_n_steps": 4}, [0, 1, 2, 3, 9, 19]),
-    "first_n_steps alone": ({"every_n_train_steps": 0, "first_n_steps": 4}, [0, 1, 2, 3]),
-    "step_window": ({"step_window": (3, 7)}, [3, 4, 5, 6]),
-    "step_window and cadence": ({"step_window": (3, 20), "every_n_train_steps": 4}, [3, 7, 11, 15, 19]),
-    "when": ({"when": lambda step: step % 7 == 2}, [2, 9, 16, 23]),
+    "every_n_epochs": (
+        {"every_n_train_steps": 2, "schedule": Schedule(every_n_epochs=2)},
+        [0, 1, 3, 5, 7, 9, 11, 19, 21, 23],
+    ),
+    "every third epoch": (
+        {"every_n_train_steps": 1, "schedule": Schedule(every_n_epochs=3)},
+        [*range(6), *range(12, 18)],
+    ),
+    "first_n_steps": ({"every_n_train_steps": 10, "schedule": Schedule(first_n_steps=4)}, [0, 1, 2, 3, 9, 19]),
+    "first_n_steps alone": ({"every_n_train_steps": 0, "schedule": Schedule(first_n_steps=4)}, [0, 1, 2, 3]),
+    "step_window": ({"schedule": Schedule(step_window=(3, 7))}, [3, 4, 5, 6]),
+    "step_window and cadence": (
+        {"every_n_train_steps": 4, "schedule": Schedule(step_window=(3, 20))},
+        [3, 7, 11, 15, 19],
+    ),
+    "when": ({"schedule": Schedule(when=lambda step: step % 7 == 2)}, [2, 9, 16, 23]),
     "all": (
         {
             "every_n_train_steps": 4,
-            "every_n_epochs": 2,
-            "first_n_steps": 3,
-            "step_window": (1, 22),
-            "when": lambda step: step != 7,
+            "schedule": Schedule(every_n_epochs=2, first_n_steps=3, step_window=(1, 22), when=lambda step: step != 7),
         },
         [1, 2, 3, 11, 19],
     ),
@@ -674,10 +681,10 @@ REDUCTIONS: list[tuple[dict[str, Any], dict[str, Any], dict[int, list[int]]]] = 
     ({"reduce": 5}, {}, {4: [0, 1, 2, 3, 4], 9: [5, 6, 7, 8, 9], 11: [10, 11]}),
     ({"reduce": 100}, {}, {11: list(range(12))}),
     ({"reduce": "epoch"}, {}, {5: list(range(6)), 11: list(range(6, 12))}),
-    ({"reduce": "epoch", "every_n_epochs": 3}, {}, {5: list(range(6))}),
+    ({"reduce": "epoch", "schedule": Schedule(every_n_epochs=3)}, {}, {5: list(range(6))}),
     ({"reduce": 4, "every_n_train_steps": 3}, {}, {3: [0, 2], 7: [5], 11: [8, 11]}),
-    ({"reduce": 2, "step_window": (3, 6)}, {}, {3: [3], 5: [4, 5]}),
-    ({"reduce": "epoch", "when": lambda step: step in (1, 7, 8)}, {}, {5: [1], 11: [7, 8]}),
+    ({"reduce": 2, "schedule": Schedule(step_window=(3, 6))}, {}, {3: [3], 5: [4, 5]}),
+    ({"reduce": "epoch", "schedule": Schedule(when=lambda step: step in (1, 7, 8))}, {}, {5: [1], 11: [7, 8]}),
     ({"reduce": "epoch"}, {"max_steps": 8}, {5: list(range(6)), 7: [6, 7]}),
     ({"reduce": 5}, {"max_steps": 8}, {4: [0, 1, 2, 3, 4], 7: [5, 6, 7]}),
     ({"reduce": 2}, {"accumulate_grad_batches": 4}, {1: [0, 1], 3: [2, 3]}),
@@ -1190,7 +1197,9 @@ def test_a_schedule_that_raises_is_told_of_once(tmp_path: Path) -> None:
         return True
 
     sink, model = MemorySink(), Net()
-    trainer = trainer_of(tmp_path, [ActivationRecorder("head", when=when, statistics="count", sinks=[sink])])
+    trainer = trainer_of(
+        tmp_path, [ActivationRecorder("head", statistics="count", sinks=[sink], schedule=Schedule(when=when))]
+    )
     with pytest.warns(RecorderWarning, match="of the schedule") as told:
         trainer.fit(model, loader())
     assert sum(each.category is RecorderWarning for each in told) == 1

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_recorder import ActivationRecorder, MemorySink, ParameterRecorder, RecorderWarning, open_recording
+from lightning_recorder import (
+    ActivationRecorder,
+    MemorySink,
+    Outputs,
+    ParameterRecorder,
+    RecorderWarning,
+    open_recording,
+)
 from tests.callbacks.models import events
 from tests.sinks.test_dashboard import layouts
 
@@ -84,7 +91,7 @@ def shown(scalars: dict[str, dict[int, float]], step: int) -> dict[str, set[str]
 def test_whole_modules_are_shown_and_one_that_goes_bad_joins_them(tmp_path: Path) -> None:
     """Each shown module has all its tags, also in the plots, and a layer that dies later is added."""
     sink = MemorySink()
-    recorder = ParameterRecorder(max_tags=1500, plots=False, sinks=[sink], strict=True)
+    recorder = ParameterRecorder(sinks=[sink], strict=True, outputs=Outputs(max_tags=1500, plots=False))
     with pytest.warns(
         RecorderWarning, match=r"ParameterRecorder shows \d+ of 300 modules .*more than max_tags=1500 tags"
     ) as told:
@@ -121,7 +128,7 @@ def test_a_resumed_run_shows_the_same_modules(tmp_path: Path) -> None:
 
     def recorder() -> tuple[MemorySink, ActivationRecorder]:
         sink = MemorySink()
-        return sink, ActivationRecorder(max_tags=700, plots=False, sinks=[sink], strict=True)
+        return sink, ActivationRecorder(sinks=[sink], strict=True, outputs=Outputs(max_tags=700, plots=False))
 
     sink, whole = recorder()
     with pytest.warns(RecorderWarning, match="of 300 modules"):

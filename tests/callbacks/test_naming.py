@@ -18,6 +18,7 @@ from lightning_recorder import (
     GradientRecorder,
     GraphRecorder,
     MemorySink,
+    Outputs,
     ParameterRecorder,
     TensorDumper,
     open_recording,
@@ -110,7 +111,7 @@ def test_one_object_twice(tmp_path: Path) -> None:
 def test_names_that_other_files_have() -> None:
     """A graph cannot have the name of the receipt, nor a dumper that of another process's files."""
     with pytest.raises(ArgumentError, match=r"name must not be 'Receipt': the other recorders write receipt\.json"):
-        GraphRecorder(name="CoverageReport")
+        GraphRecorder(name="Receipt")
     with pytest.raises(ArgumentError, match="name must not end like the files of another process, such as 'rank1'"):
         TensorDumper(name="slow-rank1")
 
@@ -119,7 +120,7 @@ def test_names_that_other_files_have() -> None:
 def test_two_without_a_name_write_nothing_twice(kind: Any, tmp_path: Path) -> None:
     """Two disjoint selections have different tags and names for pictures, texts and files."""
     sinks = MemorySink(), MemorySink()
-    options: dict[str, Any] = {"every_n_train_steps": 1, "dump": ["records", "checkpoints"]}
+    options: dict[str, Any] = {"every_n_train_steps": 1, "outputs": Outputs(dumps=["records", "checkpoints"])}
     recorders = [
         kind("encoder.conv1", sinks=[sinks[0]], **options),
         kind("head", sinks=[sinks[1]], **options),

@@ -10,7 +10,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder import ActivationRecorder, GraphRecorder, MemorySink, RecorderWarning, TensorDumper
+from lightning_recorder import (
+    ActivationRecorder,
+    GraphRecorder,
+    MemorySink,
+    Outputs,
+    RecorderWarning,
+    TensorDumper,
+)
 from tests.callbacks.models import Classifier, digits, fit, hooks_left
 
 FUNCTIONS: tuple[Literal["fit", "validate", "test", "predict"], ...] = ("fit", "validate", "test", "predict")
@@ -59,7 +66,7 @@ class Failing(Callback):
 
 def recorders(sink: MemorySink) -> list[Callback]:
     return [
-        ActivationRecorder(every_n_train_steps=1, sinks=[sink], stages=STAGES, plots=False),
+        ActivationRecorder(every_n_train_steps=1, sinks=[sink], stages=STAGES, outputs=Outputs(plots=False)),
         GraphRecorder(formats=(), stage="validate"),
         TensorDumper("head", at="steps", every_n_train_steps=1),
     ]

@@ -15,7 +15,15 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, MemorySink, ParameterRecorder, StatisticsRecorder
+from lightning_recorder import (
+    ActivationRecorder,
+    GradientRecorder,
+    MemorySink,
+    Outputs,
+    ParameterRecorder,
+    Schedule,
+    StatisticsRecorder,
+)
 from lightning_recorder.reductions import Norms
 from lightning_recorder.schedule import Sampling
 from lightning_recorder.statistics import OverheadLimit, Record, RunRecorder
@@ -211,7 +219,7 @@ def test_parameters_that_no_optimiser_has_say_so(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"extra": [Norms()]}, {"reduce": 3}, {"histogram_sample": 10}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"extra": [Norms()]}, {"reduce": 3}, {"histograms": 10}], ids=str)
 def test_the_bytes_of_state_are_those_of_the_recorder(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +269,7 @@ def test_the_forecast_of_the_files_holds(kind: Any, every: int, logger: Any, tmp
             paths = [*folder.glob("events.*"), *folder.glob("metrics.csv"), *folder.glob("records/*")]
             sizes[trainer.global_step] = sum(path.stat().st_size for path in paths)
 
-    recorder = kind(every_n_train_steps=every, plots=False)
+    recorder = kind(every_n_train_steps=every, outputs=Outputs(plots=False))
     trainer = go(tmp_path, [recorder, Measuring()], model=Still(), logger=logger(tmp_path), max_epochs=16)
     about = json.loads((Path(str(trainer.log_dir)) / "recorder" / "receipt.json").read_text())[recorder.group]
     first, last = 3, 63  # their distance is a multiple of the interval
@@ -318,7 +326,11 @@ def test_one_line_is_logged(told: Callable[[], list[str]], tmp_path: Path) -> No
     fit(
         Odd(),
         tmp_path,
-        [ActivationRecorder(["head", "unused", "bypassed", "attention.out_proj", "apart", "frozen"], plots=False)],
+        [
+            ActivationRecorder(
+                ["head", "unused", "bypassed", "attention.out_proj", "apart", "frozen"], outputs=Outputs(plots=False)
+            )
+        ],
         logger=False,
         max_steps=1,
     )
@@ -394,7 +406,12 @@ def test_changes_are_said_once(label: str, tmp_path: Path, monkeypatch: pytest.M
     kind, expected = CHANGES[label]
     sink, said = MemorySink(), list[str]()
     monkeypatch.setattr("lightning_recorder.callbacks.statistics.rank_zero_info", said.append)
-    go(tmp_path, [kind(every_n_train_steps=1, sinks=[sink], plots=False)], model=Changing(), max_epochs=15)
+    go(
+        tmp_path,
+        [kind(every_n_train_steps=1, sinks=[sink], outputs=Outputs(plots=False))],
+        model=Changing(),
+        max_epochs=15,
+    )
     about = receipt(tmp_path, label)
     assert sorted(line.partition(": ")[2] for line in said[1:]) == sorted(expected)
     assert sorted(change["text"] for change in about["changes"]) == sorted(expected)
@@ -412,7 +429,12 @@ def test_changes_are_said_once(label: str, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_parameter_that_never_has_a_gradient_is_named(tmp_path: Path, told: Callable[[], list[str]]) -> None:
     """The line and the receipt name the parameters without a gradient in any recorded step."""
-    go(tmp_path, [ParameterRecorder(every_n_train_steps=1, plots=False)], model=Changing(), max_epochs=6)
+    go(
+        tmp_path,
+        [ParameterRecorder(every_n_train_steps=1, outputs=Outputs(plots=False))],
+        model=Changing(),
+        max_epochs=6,
+    )
     assert (
         "10 of 10 modules recorded, without a gradient: late.weight, late.bias, never.weight and 3 more; " in told()[0]
     )
@@ -445,7 +467,7 @@ def test_steps_in_which_a_recorder_is_disabled_change_nothing(tmp_path: Path) ->
         def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
             (recorder.disable if 5 <= trainer.global_step < 35 else recorder.enable)()
 
-    recorder = ActivationRecorder(every_n_train_steps=1, plots=False)
+    recorder = ActivationRecorder(every_n_train_steps=1, outputs=Outputs(plots=False))
     go(tmp_path, [Switching(), recorder], max_epochs=10)
     about = receipt(tmp_path, "activations")
     assert (about["changes"], about["modules"]["head"]["last_step"]) == ([], 39)
@@ -541,7 +563,7 @@ def test_a_window_is_announced_after_its_first_step(reduce: Any, told: Callable[
             about = receipt(tmp_path, "activations")
             seen.append((len(told()), about["event_bytes_per_1000_steps"]))
 
-    recorder = ActivationRecorder(every_n_train_steps=1, reduce=reduce, plots=False)
+    recorder = ActivationRecorder(every_n_train_steps=1, reduce=reduce, outputs=Outputs(plots=False))
     go(tmp_path, [recorder, Reading()])
     lines_then, bytes_then = zip(*seen, strict=True)
     assert lines_then == (1,) * 8
@@ -680,7 +702,9 @@ TAG = "recorder/activations/every_n_train_steps"
 
 def wide(sink: MemorySink, **options: Any) -> Callback:
     """Return a recorder with a very small overhead limit."""
-    return ActivationRecorder("head", every_n_train_steps=1, max_overhead=1e-9, sinks=[sink], **options)
+    return ActivationRecorder(
+        "head", every_n_train_steps=1, sinks=[sink], schedule=Schedule(max_overhead=1e-9), **options
+    )
 
 
 def test_a_fit_is_recorded_less_often_and_says_so(told: Callable[[], list[str]], caplog: Any, tmp_path: Path) -> None:

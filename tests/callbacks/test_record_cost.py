@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
 import lightning_recorder
-from lightning_recorder import ActivationRecorder
+from lightning_recorder import ActivationRecorder, Outputs
 from lightning_recorder.outputs import RecordPipeline
 from tests.callbacks.models import digits, fit
 from tests.callbacks.small import small
@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
 
 def test_a_record_crosses_each_layer_once(calls: list[Counter[str]], tmp_path: Path) -> None:
     """After the first record, which also completes the receipt, each record takes the stated number of calls."""
-    recorder = ActivationRecorder(NAMES, every_n_train_steps=1, plots=False)
+    recorder = ActivationRecorder(NAMES, every_n_train_steps=1, outputs=Outputs(plots=False))
     fit(small(), tmp_path, [recorder], loader=digits(4), logger=TensorBoardLogger(tmp_path))
     assert sorted(Path(tmp_path).rglob("recorder/events.out.tfevents.*"))
     assert len(calls) == 4

@@ -21,7 +21,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, MemorySink, ParameterRecorder
+from lightning_recorder import (
+    ActivationRecorder,
+    GradientRecorder,
+    GraphRecorder,
+    MemorySink,
+    Outputs,
+    ParameterRecorder,
+)
 from lightning_recorder.reductions import Change, Norms, statistics
 from lightning_recorder.reductions.kernels import fused
 from tests.callbacks.models import hooks_left
@@ -33,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_p
 
 def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
     """Return one recorder of each kind, all with the same sink."""
-    options = {"every_n_train_steps": 1, "dump": False, "sinks": [sink], **options}
+    options = {"every_n_train_steps": 1, "sinks": [sink], "outputs": Outputs(dumps=False), **options}
     return [
         ActivationRecorder(**options),
         GradientRecorder(**options),
@@ -48,9 +55,9 @@ def every_step(folder: Path) -> ModelCheckpoint:
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "step": ({}, {}),
-    "every-third": ({"every_n_train_steps": 3, "quantiles": [0.5]}, {}),
+    "every-third": ({"every_n_train_steps": 3, "statistics": ["mean", "quantile_0.5"]}, {}),
     "window": ({"reduce": 3}, {}),
-    "window-of-some": ({"reduce": 5, "every_n_train_steps": 2, "histogram_sample": 20}, {}),
+    "window-of-some": ({"reduce": 5, "every_n_train_steps": 2, "histograms": 20}, {}),
     "epoch": ({"reduce": "epoch"}, {}),
     "accumulated": ({"reduce": 3}, {"accumulate_grad_batches": 2}),
     "change": ({"extra": [Change()]}, {}),
@@ -213,8 +220,8 @@ def test_checkpoints_hold_plain_data_alone(tmp_path: Path) -> None:
         ({"reduce": 3}, {"reduce": 2}),
         ({"extra": [Norms()]}, {}),
         ({}, {"extra": [Norms()]}),
-        ({"quantiles": [0.5]}, {"quantiles": [0.25]}),
-        ({"histogram_sample": 10}, {"histogram_sample": 20}),
+        ({"statistics": ["mean", "quantile_0.5"]}, {"statistics": ["mean", "quantile_0.25"]}),
+        ({"histograms": 10}, {"histograms": 20}),
         ({"names": "head"}, {}),
         ({"every_n_train_steps": 2}, {}),
         ({"name": "other"}, {}),
@@ -225,7 +232,7 @@ def test_a_state_of_other_settings_is_one_warning(
     before: dict[str, Any] | None, after: dict[str, Any], tmp_path: Path
 ) -> None:
     """A checkpoint without the callback, or with other settings, gives one warning, and recording starts anew."""
-    plain = {"every_n_train_steps": 1, "dump": False}
+    plain = {"every_n_train_steps": 1, "outputs": Outputs(dumps=False)}
     path = saved_by(tmp_path, [] if before is None else [ActivationRecorder(**{**plain, **before})])
     sink, model = MemorySink(), small()
     told = told_by(
@@ -276,7 +283,7 @@ SPOILT: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_spoilt_state_is_one_warning(how: str, tmp_path: Path) -> None:
     """An invalid state in a checkpoint gives one warning, and the run continues to train and record."""
-    options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": 3, "dump": False}
+    options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": 3, "outputs": Outputs(dumps=False)}
     path = saved_by(tmp_path, [ActivationRecorder(**options)])
     spoil(path, SPOILT[how])
     sink, model = MemorySink(), small()

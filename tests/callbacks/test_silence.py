@@ -15,8 +15,10 @@ from lightning_recorder import (
     ActivationRecorder,
     GradientRecorder,
     GraphRecorder,
+    Outputs,
     ParameterRecorder,
     RecorderWarning,
+    Schedule,
     TensorDumper,
 )
 from lightning_recorder.callbacks import base, statistics
@@ -87,12 +89,12 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
         "ActivationRecorder recorded nothing: Trainer(limit_val_batches=0) validates nothing. Raise limit_val_batches.",
     ),
     "a window behind the end": (
-        lambda: GradientRecorder(step_window=(100, 200)),
+        lambda: GradientRecorder(schedule=Schedule(step_window=(100, 200))),
         {},
         f"GradientRecorder recorded nothing: steps 0 to 3 lie outside of step_window=(100, 200). {LATER}",
     ),
     "a function that is never true": (
-        lambda: ParameterRecorder(when=lambda step: False),
+        lambda: ParameterRecorder(schedule=Schedule(when=lambda step: False)),
         {},
         f"ParameterRecorder recorded nothing: when= was true of none of the steps that were due. {LATER}",
     ),
@@ -123,9 +125,9 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
         f"TensorDumper wrote nothing: {NO_CHECKPOINTS} every_n_train_steps or at='steps'.",
     ),
     "dumps of statistics without checkpoints": (
-        lambda: ActivationRecorder(dump="checkpoints"),
+        lambda: ActivationRecorder(outputs=Outputs(dumps="checkpoints")),
         {},
-        f"ActivationRecorder dumped nothing: {NO_CHECKPOINTS} dump='records'.",
+        f"ActivationRecorder dumped nothing: {NO_CHECKPOINTS} outputs=Outputs(dumps='records').",
     ),
     "no tensor to dump": (
         lambda: TensorDumper("encoder.0", tensors="output_gradients", at="steps"),
@@ -136,7 +138,7 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
         ),
     ),
     "no step to dump": (
-        lambda: TensorDumper(step_window=(50, 60)),
+        lambda: TensorDumper(schedule=Schedule(step_window=(50, 60))),
         {},
         f"TensorDumper wrote nothing: steps 0 to 3 lie outside of step_window=(50, 60). {LATER}",
     ),
@@ -225,17 +227,17 @@ def test_an_interval_alone_dumps_at_steps(tmp_path: Path) -> None:
     [
         ({}, ("checkpoints",)),
         ({"every_n_train_steps": 5}, ("steps",)),
-        ({"first_n_steps": 5}, ("steps",)),
-        ({"step_window": (1, 2)}, ("steps",)),
-        ({"every_n_epochs": 2}, ("epochs",)),
-        ({"every_n_epochs": 2, "every_n_train_steps": 5}, ("steps",)),
+        ({"schedule": Schedule(first_n_steps=5)}, ("steps",)),
+        ({"schedule": Schedule(step_window=(1, 2))}, ("steps",)),
+        ({"schedule": Schedule(every_n_epochs=2)}, ("epochs",)),
+        ({"every_n_train_steps": 5, "schedule": Schedule(every_n_epochs=2)}, ("steps",)),
         ({"at": "checkpoints", "every_n_train_steps": 5}, ("checkpoints",)),
-        ({"when": "builtins.bool", "every_n_train_steps": 5}, ()),
+        ({"every_n_train_steps": 5, "outputs": Outputs(dump_when="builtins.bool")}, ()),
     ],
     ids=str,
 )
 def test_when_dumps_are_written_by_default(options: dict[str, Any], at: tuple[str, ...]) -> None:
-    """Arguments about steps imply ``"steps"``; ``at`` and ``when`` take precedence."""
+    """Arguments about steps imply ``"steps"``; ``at`` and ``dump_when`` take precedence."""
     assert TensorDumper(**options).at == at
 
 
@@ -261,7 +263,7 @@ def every_kind(**options: Any) -> list[Callback]:
         ParameterRecorder(**options),
         GraphRecorder(formats=[]),
         TensorDumper(at="steps"),
-        TensorDumper(name="odd", when=lambda seen: False),
+        TensorDumper(name="odd", outputs=Outputs(dump_when=lambda seen: False)),
     ]
 
 

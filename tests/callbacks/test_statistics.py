@@ -23,6 +23,7 @@ from lightning_recorder import (
     ArgumentError,
     GradientRecorder,
     MemorySink,
+    Outputs,
     RecorderWarning,
     SelectionError,
     open_recording,
@@ -243,7 +244,7 @@ def test_a_logger_without_histograms_leaves_them_to_the_records(tmp_path: Path) 
 
 def test_without_records_and_loggers_no_number_is_written(tmp_path: Path) -> None:
     """With ``records=False`` and no logger, the numbers are only in ``latest`` and in the pictures."""
-    recorder = ActivationRecorder("head", records=False)
+    recorder = ActivationRecorder("head", outputs=Outputs(records=False))
     fit(Classifier(), tmp_path, [recorder], logger=False)
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["images", "receipt.json", "texts"]
     assert recorder.latest[Site("head", "out")].scalars["count"] == 80
@@ -349,9 +350,14 @@ def test_a_dump_that_fails_costs_neither_the_run_nor_the_checkpoint(tmp_path: Pa
 
 
 def test_dump_can_be_switched_off(tmp_path: Path) -> None:
-    """With ``dump=False``, nothing is written beside the checkpoints."""
+    """With ``dumps=False``, nothing is written beside the checkpoints."""
     checkpoints = ModelCheckpoint(tmp_path / "kept")
-    fit(Classifier(), tmp_path, [ActivationRecorder(dump=False), checkpoints], enable_checkpointing=True)
+    fit(
+        Classifier(),
+        tmp_path,
+        [ActivationRecorder(outputs=Outputs(dumps=False)), checkpoints],
+        enable_checkpointing=True,
+    )
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".ckpt"]
 
 
@@ -588,10 +594,9 @@ def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
     recorder = ActivationRecorder(
         "encoder.conv1",
         every_n_train_steps=3,
-        statistics="count",
+        statistics=["count", "quantile_0.5"],
         extra=[Norms(), ChannelMoments()],
-        quantiles=[0.5],
-        histogram_sample=100,
+        histograms=100,
         sinks=[sink],
     )
     checkpoint = ModelCheckpoint(tmp_path, filename="last")
@@ -614,10 +619,12 @@ def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
     [
         ({"extra": [Extrema()]}, "two of the reductions give 'min', 'max': leave one of them out"),
         ({"extra": None}, "extra takes a list, got None"),
-        ({"quantiles": 0.5}, "quantiles takes a list, got 0.5"),
+        ({"statistics": 0.5}, "statistics takes a list, got 0.5"),
         ({"extra": [Extrema]}, r"got the class Extrema: write Extrema\(\)"),
-        ({"quantiles": [2.0]}, "quantiles takes shares between 0 and 1, got 2.0"),
-        ({"histogram_sample": 0}, "sample must be an integer of at least 1, got 0"),
+        ({"statistics": ["quantile_2"]}, "takes quantiles between 0 and 1, got 'quantile_2': write 'quantile_0.02'$"),
+        ({"statistics": ["quantile_a"]}, "got 'quantile_a': 'quantile_0.99' shows the value below which 99 % of"),
+        ({"statistics": "median"}, "got 'median': did you mean 'quantile_0.5'"),
+        ({"histograms": 0}, "histograms must be an integer of at least 1, got 0"),
         ({"statistics": "abs_max"}, r"got 'abs_max': extra=\[Norms"),
     ],
 )
@@ -665,8 +672,9 @@ def test_a_strict_error_takes_no_other_exceptions_place(tmp_path: Path) -> None:
 
 
 def test_what_can_be_gone_through_once_serves_every_fit(tmp_path: Path) -> None:
-    """Reductions and quantiles given by a generator are available in the first and in the second fit."""
-    recorder = ActivationRecorder("head", extra=(each for each in [Norms()]), quantiles=iter([0.5]))
+    """Reductions and statistics given by a generator are available in the first and in the second fit."""
+    given: Any = {"extra": (each for each in [Norms()]), "statistics": iter(["quantile_0.5"])}
+    recorder = ActivationRecorder("head", **given)
     for run in ("first", "second"):
         fit(Classifier(), tmp_path / run, [recorder], logger=False)
         assert {"l2_norm", "quantile_0.5"} <= set(recorder.latest[Site("head", "out")].scalars)
@@ -690,5 +698,5 @@ class Nameless(Logger):
 
 def test_a_logger_that_cannot_name_its_run(tmp_path: Path) -> None:
     """Its recordings are in the trainer's folder, without a warning."""
-    fit(Classifier(), tmp_path, [ActivationRecorder(plots=False)], logger=Nameless())
+    fit(Classifier(), tmp_path, [ActivationRecorder(outputs=Outputs(plots=False))], logger=Nameless())
     assert (tmp_path / "recorder" / "records" / "activations.jsonl").is_file()

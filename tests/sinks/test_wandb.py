@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from PIL import Image
 
-from lightning_recorder import ActivationRecorder, Graph, MemorySink, open_recording
+from lightning_recorder import ActivationRecorder, Graph, MemorySink, Outputs, open_recording
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.sinks import WandbSink, sink_for_logger
 from tests.callbacks.models import Classifier, fit
@@ -255,7 +255,13 @@ def test_each_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
     folders = []
     for _ in range(2):
         logger = WandbLogger(save_dir=tmp_path, offline=True, project="mine")
-        fit(Classifier(), tmp_path, [ActivationRecorder(plots=False)], logger=logger, enable_checkpointing=True)
+        fit(
+            Classifier(),
+            tmp_path,
+            [ActivationRecorder(outputs=Outputs(plots=False))],
+            logger=logger,
+            enable_checkpointing=True,
+        )
         folders.append(tmp_path / "mine" / str(logger.version))
         logger.experiment.finish()
     assert sorted(open_recording(tmp_path)) == sorted(f"mine/{folder.name}" for folder in folders)

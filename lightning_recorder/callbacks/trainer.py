@@ -1,38 +1,26 @@
-"""Queries about a trainer's run: its step, its folder, and the reasons for an empty recording."""
+"""Queries about a trainer's run, such as its step and its folder."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 
-__all__ = [
-    "Silence",
-    "gradient_factor",
-    "logged_step",
-    "recorder_directory",
-    "stepped",
-    "why_no_files",
-    "why_no_training",
-    "why_no_validation",
-]
+from lightning_recorder.disk import attempt
+from lightning_recorder.errors import describe_error, warn
 
+__all__ = ["gradient_factor", "logged_step", "make_directory", "recorder_directory", "running_function", "stepped"]
 
-class Silence(NamedTuple):
-    """The reason why a run recorded nothing."""
-
-    why: str
-    fix: str = ""
-    """A sentence with the fix; empty if the user asked for this or if there is nothing to fix."""
-    what: str = "recorded nothing"
+_FOLDER_BYTES = 4096  # the size of an empty folder
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step at which ``self.log`` would log now: the number of batches that ended in an optimiser step.
+    """Return the step at which ``self.log`` would log now: the number of batches that ended in an optimizer step.
 
-    ``global_step`` is not used, because it counts a batch twice if two optimisers step in it and so does not match the
+    ``global_step`` is not used, because it counts a batch twice if two optimizers step in it and so does not match the
     x-axis of the user's own metrics. The attribute is private, but Lightning's own monitors use it. If it does not
     exist, ``global_step`` is returned.
     """
@@ -62,45 +50,23 @@ def recorder_directory(trainer: Trainer) -> Path | None:
     return Path(directory) / "recorder"
 
 
-def why_no_files(trainer: Trainer, directory: Path | None) -> str:
-    """Return the reason why a run has no folder for recordings, or an empty string if it has one.
+def make_directory(directory: Path | None, *, name: str, strict: bool) -> Path | None:
+    """Create a folder, and return it unless that fails. A full disk is no failure, as it may have room later.
 
     Args:
-        trainer: The trainer.
-        directory: The folder that :func:`recorder_directory` returned. It is not asked again, because that is a
-            collective call.
+        directory: The folder, if the run has one.
+        name: The name of the recorder in the warning about a failure.
+        strict: Raise the error instead of warning.
     """
-    if directory is not None:
-        return ""
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set in Trainer.__init__
-        return "fast_dev_run writes no files"
-    return "a barebones run writes no files" if trainer.barebones else "its log folder is no local folder"
-
-
-def why_no_training(trainer: Trainer) -> Silence:
-    """Return the reason why a fit has trained on no batch."""
-    if trainer.limit_train_batches == 0:
-        return Silence("Trainer(limit_train_batches=0) trains on no batch", "Raise limit_train_batches.")
-    if trainer.max_steps == 0 or trainer.max_epochs == 0:
-        limit = "max_steps" if trainer.max_steps == 0 else "max_epochs"
-        return Silence(f"Trainer({limit}=0) trains on no batch", f"Raise {limit}.")
-    if trainer.global_step:
-        return Silence("the run had ended before, so this fit trained on no batch")
-    return Silence("the fit trained on no batch", "Check that the training loader has batches.")
-
-
-def why_no_validation(trainer: Trainer) -> Silence:
-    """Return the reason why a fit has run no validation."""
-    if trainer.limit_val_batches == 0:
-        return Silence("Trainer(limit_val_batches=0) validates nothing", "Raise limit_val_batches.")
-    if not trainer.enable_validation:
-        return Silence("the fit had no validation", "Give it a validation loader and a validation_step.")
-    every = (
-        f"check_val_every_n_epoch={trainer.check_val_every_n_epoch}, val_check_interval={trainer.val_check_interval}"
-    )
-    return Silence(
-        f"the fit ran no validation but the sanity check ({every})", "Validate more often, or train for longer."
-    )
+    try:
+        if directory is not None:
+            attempt(directory, _FOLDER_BYTES, partial(directory.mkdir, parents=True, exist_ok=True))
+    except OSError as error:
+        if strict:
+            raise
+        warn(f"{name} writes no files, since their folder cannot be made: {describe_error(error)}")
+        return None
+    return directory
 
 
 def _has_folder_of_run(logger: Logger) -> bool:
@@ -121,7 +87,7 @@ def _run_of(logger: Logger) -> list[str]:
 def stepped(trainer: Trainer, batch_idx: int) -> bool:
     """Return True if ``self.log`` counts a step after the batch that ends. Equal on all ranks.
 
-    With gradient accumulation, this is the last of the accumulated batches. In manual optimisation, the trainer does
+    With gradient accumulation, this is the last of the accumulated batches. In manual optimization, the trainer does
     not accumulate batches, so it is every batch.
     """
     is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
@@ -132,6 +98,11 @@ def gradient_factor(trainer: Trainer, pl_module: LightningModule, scale: float) 
     """Return the factor that converts a gradient of the backward pass to the gradient of the ``training_step`` loss.
 
     Lightning divides the loss by the number of accumulated batches, and a ``GradScaler`` multiplies it by ``scale``.
-    The factor undoes both. In manual optimisation the user accumulates, so the factor only undoes the scale.
+    The factor undoes both. In manual optimization the user accumulates, so the factor only undoes the scale.
     """
     return (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1) / scale
+
+
+def running_function(trainer: Any) -> str:
+    """Return the function that a trainer runs: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+    return str(getattr(trainer.state.fn, "value", ""))

@@ -1,0 +1,114 @@
+"""Containment of errors in hooks, and of runs inside the recorded run."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
+
+from lightning_recorder.callbacks.trainer import running_function
+from lightning_recorder.errors import ArgumentError, SelectionError, describe_error, warn
+
+__all__ = ["SET_BY_LIGHTNING", "GuardedCallback", "guarded"]
+
+Owner = TypeVar("Owner", bound="GuardedCallback")
+Parameters = ParamSpec("Parameters")
+
+SET_BY_LIGHTNING = ("log", "log_dict")
+"""The methods of the model that Lightning sets on a callback. They keep a reference to the whole model."""
+
+
+def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Concatenate[Owner, Parameters], None]:
+    """Decorate a hook so that an error in it disables the callback for the rest of the run and gives one warning.
+
+    ``ArgumentError`` and ``SelectionError`` are raised, since they occur before the first step. With ``strict``, all
+    errors are raised. Hooks are ignored if they come from a trainer that runs inside the recorded run of another one.
+    """
+
+    @functools.wraps(hook)
+    def wrapper(self: Owner, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        # This runs several times per step, so the common case makes no further calls.
+        owner: object = self
+        if not isinstance(owner, GuardedCallback):
+            _refuse_class(self, hook.__name__)
+            return
+        trainer = args[0] if args else kwargs.get("trainer")
+        outer = self._trainer
+        if outer is not None and outer() is not trainer and self._is_nested(trainer, hook.__name__):
+            return
+        try:
+            hook(self, *args, **kwargs)
+        except (ArgumentError, SelectionError) as error:
+            self.release(None)
+            if not str(error).startswith(str(self)):
+                error.args = (f"{self}: {error}",)
+            raise
+        except Exception as error:
+            is_news = self.give_up()
+            if self.strict:
+                raise
+            if is_news:
+                warn(f"{self} is off for the rest of the run, {hook.__name__} failed: {describe_error(error)}")
+
+    return wrapper  # type: ignore[return-value]  # functools.wraps makes self a named argument
+
+
+def _refuse_class(trainer: Any, hook: str) -> None:
+    """Raise an error if ``callbacks`` contains a class, on which Lightning calls hooks with the trainer as ``self``.
+
+    Lightning calls ``on_exception`` after this error. That hook must not raise another one, which would replace it.
+    """
+    listed = getattr(trainer, "callbacks", [])
+    classes = [each for each in listed if isinstance(each, type) and issubclass(each, GuardedCallback)]
+    for each in classes:
+        for name in SET_BY_LIGHTNING:
+            if name in vars(each):  # Lightning set it on the class
+                delattr(each, name)
+    if hook != "on_exception":
+        name = classes[0].__name__ if classes else "a recorder"
+        raise ArgumentError(f"callbacks contains the class {name} instead of an instance: write {name}()")
+
+
+class GuardedCallback(Callback):
+    """Base class of callbacks whose hooks are :func:`guarded`."""
+
+    strict: bool
+    """Raise errors of the recorder instead of warning about them."""
+    _trainer: weakref.ref[Trainer] | None
+    _has_warned_of_nested_run: bool
+
+    @abstractmethod
+    def release(self, trainer: Trainer | None) -> None:
+        """Remove all hooks and wrappers from the model and the trainer. Must be idempotent.
+
+        Args:
+            trainer: The trainer, or ``None`` after an internal error.
+        """
+
+    def give_up(self) -> bool:
+        """Stop recording after an error; return True if this is the first error."""
+        self.release(None)
+        return True
+
+    def begins_with(self, function: str) -> bool:
+        """Return True if this callback records the function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        return function == "fit"
+
+    def _is_nested(self, trainer: object, hook: str) -> bool:
+        """Return True if a hook belongs to another trainer's run inside the recorded run, and warn once about it."""
+        outer = None if self._trainer is None else self._trainer()
+        if outer is None or outer is trainer or outer.state.status != TrainerStatus.RUNNING:
+            return False
+        function = running_function(trainer)
+        if hook.endswith("_start") and not self._has_warned_of_nested_run and self.begins_with(function):
+            self._has_warned_of_nested_run = True
+            warn(
+                f"{self} does not record the {function} of another Trainer inside the run that it records: give the "
+                f"inner Trainer its own {type(self).__name__}"
+            )
+        return True

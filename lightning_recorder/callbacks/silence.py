@@ -1,0 +1,107 @@
+"""The reasons why a run recorded nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning.pytorch import Trainer
+
+from lightning_recorder.callbacks.trainer import logged_step
+from lightning_recorder.schedule import Sampling
+
+__all__ = ["Silence", "why_no_due_validation", "why_no_files", "why_no_step", "why_no_training", "why_no_validation"]
+
+
+class Silence(NamedTuple):
+    """The reason why a run recorded nothing."""
+
+    why: str
+    fix: str = ""
+    """A sentence with the fix; empty if the user asked for this or if there is nothing to fix."""
+    what: str = "recorded nothing"
+
+
+def why_no_files(trainer: Trainer, directory: Path | None) -> str:
+    """Return the reason why a run has no folder for recordings, or an empty string if it has one.
+
+    Args:
+        trainer: The trainer.
+        directory: The folder that :func:`recorder_directory` returned. It is not asked again, because that is a
+            collective call.
+    """
+    if directory is not None:
+        return ""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set in Trainer.__init__
+        return "fast_dev_run writes no files"
+    return "a barebones run writes no files" if trainer.barebones else "its log folder is no local folder"
+
+
+def why_no_training(trainer: Trainer) -> Silence:
+    """Return the reason why a fit has trained on no batch."""
+    if trainer.limit_train_batches == 0:
+        return Silence("Trainer(limit_train_batches=0) trains on no batch", "Raise limit_train_batches.")
+    if trainer.max_steps == 0 or trainer.max_epochs == 0:
+        limit = "max_steps" if trainer.max_steps == 0 else "max_epochs"
+        return Silence(f"Trainer({limit}=0) trains on no batch", f"Raise {limit}.")
+    if trainer.global_step:
+        return Silence("the run had ended before, so this fit trained on no batch")
+    return Silence("the fit trained on no batch", "Check that the training loader has batches.")
+
+
+def why_no_validation(trainer: Trainer) -> Silence:
+    """Return the reason why a fit has run no validation."""
+    if trainer.limit_val_batches == 0:
+        return Silence("Trainer(limit_val_batches=0) validates nothing", "Raise limit_val_batches.")
+    if not trainer.enable_validation:
+        return Silence("the fit had no validation", "Give it a validation loader and a validation_step.")
+    every = (
+        f"check_val_every_n_epoch={trainer.check_val_every_n_epoch}, val_check_interval={trainer.val_check_interval}"
+    )
+    return Silence(
+        f"the fit ran no validation but the sanity check ({every})", "Validate more often, or train for longer."
+    )
+
+
+def why_no_due_validation(trainer: Trainer, sampling: Sampling, began: tuple[int, int] | None) -> Silence:
+    """Return the reason why no validation of a fit was recorded.
+
+    Args:
+        trainer: The trainer.
+        sampling: The schedule of recorded steps, as given by the arguments of the recorder.
+        began: The step and the epoch at which training began, or ``None`` if it has not.
+    """
+    if began is None:
+        return why_no_training(trainer)
+    epochs = range(began[1], max(began[1] + 1, trainer.current_epoch))
+    if trainer.enable_validation and not any(map(sampling.in_epoch, epochs)):
+        return Silence(f"no epoch was due with every_n_epochs={sampling.every_n_epochs}", "Lower it.")
+    return why_no_validation(trainer)
+
+
+def why_no_step(trainer: Trainer, sampling: Sampling, began: tuple[int, int] | None, *, is_enabled: bool) -> Silence:
+    """Return the reason why no step of a fit was recorded.
+
+    Args:
+        trainer: The trainer.
+        sampling: The schedule of recorded steps, as given by the arguments of the recorder.
+        began: The step and the epoch at which training began, or ``None`` if it has not.
+        is_enabled: False if the recorder is disabled.
+    """
+    first, epoch = began or (0, 0)
+    steps = range(first, logged_step(trainer))
+    if began is None or not steps:
+        return why_no_training(trainer)
+    if not is_enabled:
+        return Silence("it is disabled", "")
+    log_every_n_steps = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__
+    resolved = sampling.with_default(log_every_n_steps)
+    if not resolved.every_n_train_steps and sampling.every_n_train_steps is None and not sampling.first_n_steps:
+        why = "Trainer(log_every_n_steps=0) sets the interval, and every_n_train_steps is not given"
+        return Silence(why, "Give every_n_train_steps.")
+    why = resolved.why_none(steps, range(epoch, max(epoch + 1, trainer.current_epoch)))
+    if why:
+        is_off = not resolved.every_n_train_steps and not resolved.first_n_steps
+        fix = "Give a number of at least 1." if is_off else "Change the schedule, or train for longer."
+        return Silence(why, fix)
+    return Silence("it was disabled at every step that was due")

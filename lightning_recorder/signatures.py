@@ -1,0 +1,164 @@
+"""Errors about arguments, which name the class and suggest the intended argument."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, cast
+
+from lightning_recorder.errors import ArgumentError, UnknownArgumentError, closest
+
+__all__ = ["checked_arguments", "with_checked_arguments"]
+
+Init = TypeVar("Init", bound=Callable[..., None])
+Kind = TypeVar("Kind", bound=type)
+
+_SYNONYMS = {
+    "every_n_train_steps": (
+        "every_n_steps", "every_n_step", "every_n_batches", "every_n_train_batches", "log_every_n_steps", "every_n",
+        "every", "interval", "log_interval", "freq", "log_freq", "frequency", "cadence", "n_steps", "period",
+    ),
+    "every_n_epochs": ("every_n_train_epochs", "log_every_n_epochs", "epochs"),
+    "names": (
+        "name_filter", "layers", "layer", "layer_names", "modules", "module", "module_names", "include", "patterns",
+        "pattern", "targets", "model", "net",
+    ),
+    "types": ("classes", "module_types", "layer_types", "type_filter"),
+    "exclude": ("ignore", "skip", "except", "without", "blacklist"),
+    "statistics": ("stats", "metrics", "scalars"),
+    "histograms": ("hist", "hists", "bins"),
+    "extra": ("reductions", "reduction"),
+    "sinks": ("logger", "loggers", "writers"),
+    "schedule": ("sampling",),
+    "when": ("condition", "predicate"),
+    "step_window": ("window", "start", "stop", "steps"),
+    "plots": ("images", "pictures", "figures"),
+    "samples": ("rows", "batch_size"),
+    "formats": ("format", "fmt", "suffix"),
+    "depth": ("max_depth", "render_depth", "expand"),
+    "direction": ("rankdir", "graph_dir", "orientation"),
+    "stages": ("stage", "splits", "phases"),
+    "stage": ("stages", "phase"),
+    "parts": ("kinds", "what"),
+    "tensors": ("kinds", "what"),
+    "dumps": ("dump", "save"),
+}  # fmt: skip
+"""The names that other packages use for each argument."""
+
+_PARTS = {
+    "quantiles": ("statistics", 'statistics=[…, "quantile_0.99"]'),
+    "histogram_sample": ("histograms", "histograms=…"),
+}
+"""Words for a part of another argument: the argument, and the code to write."""
+
+
+def with_checked_arguments(kind: Kind) -> Kind:
+    """Decorate a dataclass as :func:`checked_arguments` decorates an ``__init__``."""
+    kind.__init__ = checked_arguments(kind.__init__)  # type: ignore[misc]  # subclasses define their own
+    return kind
+
+
+def checked_arguments(init: Init) -> Init:
+    """Decorate an ``__init__`` so that argument errors name the class and suggest the intended argument.
+
+    An argument whose default is a dataclass is a group of options. The class may list the fields of groups that it does
+    not use in a mapping ``unused``, from the name of a field to the code to write instead, which may be empty.
+
+    Raises:
+        UnknownArgumentError: If an argument does not exist, or if there are too many positional arguments.
+        ArgumentError: If a group has the wrong type or sets an unused field, or if ``init`` raises it. The message is
+            prefixed with the name of the class.
+    """
+    parameters = inspect.signature(init).parameters
+    positional = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+    groups = _groups(parameters)
+
+    @functools.wraps(init)
+    def wrapper(self: object, *args: Any, **kwargs: Any) -> None:
+        kind = type(self)
+        unknown = next((name for name in kwargs if name not in _known(kind)), None)
+        if unknown is not None:
+            raise UnknownArgumentError(_unknown(kind, unknown))
+        if len(args) > len(positional):
+            raise UnknownArgumentError(_too_many(kind, positional, args))
+        try:
+            for name in groups.keys() & kwargs.keys():
+                _check_group(kind, name, groups[name], kwargs[name])
+            init(self, *args, **kwargs)
+        except ArgumentError as error:
+            head = f"{kind.__name__}: "
+            if not str(error).startswith((head, f"{kind.__name__} ")):
+                error.args = (f"{head}{error}",)
+            raise
+
+    return cast("Init", wrapper)
+
+
+def _groups(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Return the arguments whose default is an instance of a dataclass, with these defaults."""
+    return {name: each.default for name, each in parameters.items() if is_dataclass(each.default)}
+
+
+def _check_group(kind: type, name: str, default: Any, given: Any) -> None:
+    """Raise if the value of a group of options has the wrong type, or sets a field that the class does not use."""
+    group = type(default).__name__
+    if not isinstance(given, type(default)):
+        fix = ", ".join(f"{key}={value!r}" for key, value in given.items()) if isinstance(given, Mapping) else "…"
+        raise ArgumentError(f"{name} takes {group}(…), got {given!r}: write {name}={group}({fix})")
+    unused: Mapping[str, str] = getattr(kind, "unused", {})
+    for field in fields(given):
+        value = getattr(given, field.name)
+        if field.name in unused and value != field.default:
+            fix = unused[field.name]
+            raise ArgumentError(
+                f"{name} must not set {field.name}, which {kind.__name__} does not use, got {value!r}: "
+                + (f"write {fix}" if fix else "leave it out")
+            )
+
+
+def _known(kind: type) -> dict[str, inspect.Parameter]:
+    """Return the arguments that a class accepts, including those that it passes to its base classes."""
+    known: dict[str, inspect.Parameter] = {}
+    for each in kind.__mro__:
+        if "__init__" in vars(each):
+            found = list(inspect.signature(vars(each)["__init__"]).parameters.values())[1:]
+            variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            known |= {every.name: every for every in found if every.kind not in variable}
+    return known
+
+
+def _elsewhere(kind: type, known: Mapping[str, inspect.Parameter]) -> dict[str, str]:
+    """Return the words that are no arguments of a class but parts of one, with the code to write."""
+    found = {word: code for word, (argument, code) in _PARTS.items() if argument in known}
+    for name, default in _groups(known).items():
+        found |= {each.name: f"{name}={type(default).__name__}({each.name}=…)" for each in fields(default)}
+    unused: Mapping[str, str] = getattr(kind, "unused", {})
+    found = {name: unused.get(name, code) for name, code in found.items()}
+    return {name: code for name, code in found.items() if code and name not in known}
+
+
+def _unknown(kind: type, name: str) -> str:
+    """Return the error message for an unknown argument."""
+    known = _known(kind)
+    elsewhere = _elsewhere(kind, known)
+    head = f"{kind.__name__} has no argument {name}"
+    if name in elsewhere:
+        return f"{head}: write {elsewhere[name]}"
+    words = [*known, *elsewhere]
+    meant = {synonym: argument for argument, them in _SYNONYMS.items() if argument in words for synonym in them}
+    found = closest(name, words, meant)
+    if found:
+        return f"{head}: did you mean {elsewhere.get(found, found)}?"
+    return f"{head}; its arguments are {', '.join(known)}"
+
+
+def _too_many(kind: type, positional: list[str], args: tuple[Any, ...]) -> str:
+    """Return the error message for more positional arguments than a class takes."""
+    if not positional:
+        return f"{kind.__name__} takes no argument without a name, got {len(args)}: write them as name=value"
+    hint = f"write {kind.__name__}({list(args)!r})" if all(isinstance(each, str) for each in args) else ""
+    return f"{kind.__name__} takes one argument without a name, {positional[0]}, got {len(args)}: " + (
+        hint or "write the others as name=value"
+    )
