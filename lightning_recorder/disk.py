@@ -65,7 +65,7 @@ def has_room(path: str | Path, nbytes: int = UNKNOWN_BYTES) -> bool:
         warn(
             f"lightning_recorder skips writes to the disk of {folder}: {_size(_free_bytes(folder) or 0)} are free, the "
             f"write may need {_size(nbytes)}, and {_size(_reserve_bytes())} are reserved for the rest of the run. "
-            "Training goes on, and so does writing when there is space again. Free some space, or set "
+            "Training continues, and writing resumes when there is space. Free some space, or set "
             f"{_VARIABLE} to a smaller number of bytes"
         )
     return False
@@ -106,7 +106,7 @@ def warn_of_full(path: str | Path, error: BaseException) -> None:
     """Warn about such an error, once per disk and run."""
     if _is_news(_existing(Path(path))):
         warn(
-            f"lightning_recorder could not write to {path}: {error}. Training goes on, and so does writing when it "
+            f"lightning_recorder could not write to {path}: {error}. Training continues, and writing resumes when it "
             "works again; until then records are lost. Free some space, or raise the quota or the limit of file sizes"
         )
 
@@ -157,7 +157,7 @@ def _reserve_bytes() -> int:
     if _is_news(_VARIABLE):
         warn(
             f"{_VARIABLE}={text!r} is not a number of bytes, so lightning_recorder leaves {_size(RESERVE_BYTES)} of "
-            f"each disk free: set it to a whole number, as {_VARIABLE}={RESERVE_BYTES}"
+            f"each disk free: set it to a whole number, such as {_VARIABLE}={RESERVE_BYTES}"
         )
     return RESERVE_BYTES
 

@@ -197,7 +197,7 @@ def check_some(
     if wrong or not chosen:
         got = ", ".join(map(repr, chosen)) or "none"
         hint = did_you_mean(wrong[0], known, synonyms) if wrong else ""
-        raise ArgumentError(f"{name} takes some of {', '.join(map(repr, known))}; got {got}{hint}")
+        raise ArgumentError(f"{name} must be one or more of {', '.join(map(repr, known))}; got {got}{hint}")
     return tuple(str(each) for each in chosen)
 
 

@@ -158,7 +158,7 @@ class Sampling(Schedule):
             return f"no epoch was due with every_n_epochs={self.every_n_epochs}"
         if not any(step < self.first_n_steps or _is_nth(step, cadence) for step in inside):
             return f"none of {span} was due with every_n_train_steps={cadence}"
-        return "" if self.when is None else "when= was true of none of the steps that were due"
+        return "" if self.when is None else "when= was not true for any step that was due"
 
     def _is_wanted(self, step: int) -> bool:
         if not callable(self.when):
@@ -201,7 +201,9 @@ def check_overhead(value: object) -> None:
         ArgumentError: If it is not above 0 and at most 1.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ArgumentError(f"max_overhead must be a share of the training time, above 0 and at most 1, got {value!r}")
+        raise ArgumentError(
+            f"max_overhead must be a fraction of the training time, above 0 and at most 1, got {value!r}"
+        )
 
 
 def check_reduce(reduce: object) -> None:

@@ -114,7 +114,7 @@ class Selection:
                 that left nothing.
         """
         if not isinstance(module, nn.Module):
-            raise ArgumentError(f"a selection is resolved against a torch.nn.Module, got {type(module).__name__}")
+            raise ArgumentError(f"resolve() takes a torch.nn.Module, got {type(module).__name__}")
         tree = _Tree(module)
         chosen = self._candidates(tree)
         for field, holds in self._criteria(tree):
@@ -155,7 +155,7 @@ class Selection:
         for name in tree.opened(found):
             first_names.setdefault(tree.modules[name], name)
         if not first_names:
-            raise SelectionError(f"names={_shown(self.names)} matches only lists and dictionaries without entries")
+            raise SelectionError(f"names={_shown(self.names)} matches only empty lists and dictionaries")
         return {name: each for each, name in first_names.items()}
 
     def _criteria(self, tree: _Tree) -> Iterator[tuple[str, Callable[[str, nn.Module], bool]]]:
@@ -192,11 +192,11 @@ class Selection:
             wanted = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in given)
             present = sorted({type(each).__name__ for each in tree.names})
             return f"no selected module is a {wanted}; the model has {', '.join(present)}"
-        told = f"{field}={_shown(given)} leaves none of the {len(chosen)} selected modules"
+        told = f"{field}={_shown(given)} excludes all of the {len(chosen)} selected modules"
         if field == "exclude":
             return told
         if field == "predicate":
-            return f"{told}; it was asked about {_listed(map(repr, chosen))}"
+            return f"{told}; it was called with {_listed(map(repr, chosen))}"
         examples: dict[object, str] = {}
         for name, each in chosen.items():
             examples.setdefault(getattr(tree.places[each], field), name)
@@ -376,7 +376,7 @@ def _entries(field: str, value: object) -> tuple[Any, ...] | None:
         if not is_allowed(entry):
             raise ArgumentError(f"{field} takes {expected}, got {_given(field, entry)}")
     if not entries and field != "exclude":
-        raise ArgumentError(f"{field} is empty; leave it out to record what is recorded by default")
+        raise ArgumentError(f"{field} is empty; omit it to record the default modules")
     return entries or None
 
 

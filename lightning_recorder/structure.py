@@ -91,7 +91,7 @@ def register_container(kind: type | str, parts: _Parts) -> None:
     """
     is_class = isinstance(kind, type) and not issubclass(kind, Tensor)
     if not is_class and not (isinstance(kind, str) and kind):
-        raise ArgumentError(f"kind must be a class that is no tensor, or the name of one, got {kind!r}")
+        raise ArgumentError(f"kind must be a class other than Tensor, or its name, got {kind!r}")
     if not callable(parts):
         raise ArgumentError(f"parts must be a function from a value to pairs (suffix, part), got {parts!r}")
     _REGISTERED[kind] = lambda value: map(_with_suffix, parts(value))
@@ -101,7 +101,7 @@ def register_container(kind: type | str, parts: _Parts) -> None:
 def _with_suffix(pair: tuple[str, Any]) -> tuple[str, Any]:
     suffix, part = pair
     if suffix[:1] not in (".", "["):
-        raise ArgumentError(f"a suffix is to lead from the value to its part, as '.keys' or '[0]'; got {suffix!r}")
+        raise ArgumentError(f"a suffix must lead from the value to its part, such as '.keys' or '[0]'; got {suffix!r}")
     return suffix, part
 
 
@@ -117,7 +117,7 @@ def describe_unknown(name: str, path: str, value: object, error: Exception | Non
     where = f"the tensors inside the {type(value).__name__} at {path!r} of module {name!r}"
     if error is None:
         return f"{where}; register_container can name them."
-    return f"{where}, which could not be taken apart: {type(error).__name__}: {error}"
+    return f"{where}, which could not be searched: {type(error).__name__}: {error}"
 
 
 class _Walk:

@@ -78,7 +78,7 @@ def test_only_some_epochs() -> None:
         ({"when": 3}, r"when takes a function \(step\) that returns whether to record the step, got 3"),
         ({"when": lambda: True}, r"when takes a function \(step\) .*; the lambda at .*test_schedule.py:\d+ takes \(\)"),
         ({"step_window": (9, 2)}, r"got \(9, 2\): write \(2, 9\)"),
-        ({"max_overhead": 2}, "max_overhead must be a share of the training time, above 0 and at most 1, got 2"),
+        ({"max_overhead": 2}, "max_overhead must be a fraction of the training time, above 0 and at most 1, got 2"),
         ({"every_n_train_steps": 2.0}, r"got 2\.0: write 2$"),
         ({"every_n_train_steps": True}, "got True: write 1 to record every step"),
     ],

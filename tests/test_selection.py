@@ -615,7 +615,7 @@ FIVE = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
         (
             {"names": "heads", "predicate": lambda *_: False},
             "predicate=<lambda> leaves none of the 2",
-            "it was asked about 'heads.a', 'heads.b'",
+            "it was called with 'heads.a', 'heads.b'",
         ),
     ],
 )
@@ -630,9 +630,7 @@ def test_a_list_without_entries_is_no_choice() -> None:
     """An empty module list has no entries, which is an error like any other."""
     net = nn.Module()
     net.empty, net.full = nn.ModuleList(), nn.ReLU()
-    with pytest.raises(
-        SelectionError, match=r"^names=\['empty'\] matches only lists and dictionaries without entries$"
-    ):
+    with pytest.raises(SelectionError, match=r"^names=\['empty'\] matches only empty lists and dictionaries$"):
         chosen("empty", module=net)
     with pytest.raises(
         SelectionError, match=r"^indices=\[1\] leaves none of the 2 selected modules; '' has 0, 'full' has 2$"

@@ -306,7 +306,7 @@ def test_the_registration_of_a_user_comes_first() -> None:
 @pytest.mark.parametrize("kind", [3, "", None, Tensor, nn.Parameter, Plain()])
 def test_what_is_no_class_cannot_be_registered(kind: Any) -> None:
     """A kind that is not a class or name, or is a tensor class, is rejected."""
-    with pytest.raises(ArgumentError, match=r"^kind must be a class that is no tensor, or the name of one, got "):
+    with pytest.raises(ArgumentError, match=r"^kind must be a class other than Tensor, or its name, got "):
         register_container(kind, lambda value: [])
 
 
@@ -600,4 +600,4 @@ def test_what_was_registered_wrongly_is_told_with_its_error(parts: Any, message:
     told: list[str] = []
     found = list(iter_tensors(Bare(), unknown=lambda *each: told.append(describe_unknown("m", *each))))
     assert found == []
-    assert re.search(rf"the Bare at 'out' of module 'm', which could not be taken apart: ({message})", told[0])
+    assert re.search(rf"the Bare at 'out' of module 'm', which could not be searched: ({message})", told[0])

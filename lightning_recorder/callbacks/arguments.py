@@ -49,7 +49,9 @@ def checked_statistics(given: str | Sequence[str]) -> tuple[tuple[str, ...], tup
     unknown = [name for name, share in found if share is None and name not in SHOWN_STATISTICS]
     if unknown:
         known, got = ", ".join(SHOWN_STATISTICS), ", ".join(map(repr, unknown))
-        raise ArgumentError(f"statistics takes some of {known}, quantile_<q>; got {got}{_where_it_is(unknown[0])}")
+        raise ArgumentError(
+            f"statistics must be one or more of {known}, quantile_<q>; got {got}{_where_it_is(unknown[0])}"
+        )
     shares = dict.fromkeys(share for _, share in found if share is not None)
     return tuple(name for name, share in found if share is None), tuple(shares)
 
@@ -124,11 +126,11 @@ def check_name(name: object) -> None:
     if not isinstance(name, str):
         raise ArgumentError(f"name must be a string, got {name!r}")
     if name and (Path(name).name != name or "\\" in name):
-        raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")
+        raise ArgumentError(f"name must be a file name without a folder, got {name!r}")
     if "\0" in name or "\ufffd" in (text := name.encode("utf-8", "surrogatepass").decode("utf-8", "replace")):
-        raise ArgumentError(f"name must be that of a file, without such characters, got {name!r}")
+        raise ArgumentError(f"name must be a file name without invalid characters, got {name!r}")
     if len(text.encode()) > _LONGEST_NAME:
-        raise ArgumentError(f"name must be that of a file, of at most {_LONGEST_NAME} bytes, got {name!r:.80}")
+        raise ArgumentError(f"name must be a file name of at most {_LONGEST_NAME} bytes, got {name!r:.80}")
 
 
 def checked_sinks(given: object) -> list[Sink]:

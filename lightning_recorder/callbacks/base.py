@@ -265,7 +265,7 @@ class RecorderCallback(GuardedCallback):
         """Log that the recorders are switched off, once per trainer."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
         if next(each for each in callbacks if isinstance(each, RecorderCallback)) is self:
-            rank_zero_info(f"{_SWITCH}={os.environ[_SWITCH]} in the environment: the recorders record nothing")
+            rank_zero_info(f"{_SWITCH}={os.environ[_SWITCH]} in the environment: nothing is recorded")
 
     @guarded
     @override
@@ -284,7 +284,7 @@ class RecorderCallback(GuardedCallback):
             self._end(trainer)
         except Exception as error:  # noqa: BLE001 - even with strict, the user's exception must not be replaced
             self.release(None)
-            warn(f"{self} could not write all that it had recorded: {describe_error(error)}")
+            warn(f"{self} could not write all of its records: {describe_error(error)}")
 
     @guarded
     @override

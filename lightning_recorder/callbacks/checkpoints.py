@@ -203,7 +203,8 @@ def listen(trainer: Trainer, listener: CheckpointListener) -> None:
         except TypeError:
             strategy.checkpoint_io = plain
             warn(
-                f"{type(strategy).__name__} takes no checkpoint IO of ours: no dumps are written beside its checkpoints"
+                f"{type(strategy).__name__} does not accept a checkpoint IO plugin: no dumps are written beside its "
+                "checkpoints"
             )
             return
     if listener not in observed.listeners:

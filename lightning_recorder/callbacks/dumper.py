@@ -141,7 +141,7 @@ class TensorDumper(RecorderCallback):
         check_bool("per_rank", per_rank)
         self.samples, self.dtype, self.per_rank = samples, _dtype(dtype), per_rank
         if re.fullmatch(r"(.*-)?rank\d+", name):
-            raise ArgumentError(f"name must not end like the files of another process, such as 'rank1', got {name!r}")
+            raise ArgumentError(f"name must not end like a rank, such as 'rank1', got {name!r}")
         self.__dict__.update(self.idle())
 
     @override
@@ -183,14 +183,14 @@ class TensorDumper(RecorderCallback):
             why_not = why_no_step(trainer, self.sampling, self._began, is_enabled=self.enabled)
             yield why_not._replace(what=what)
         elif not dumps.tensors:
-            why = "the selected modules gave none of the tensors that were asked for"
+            why = "the selected modules produced none of the requested tensors"
             yield Silence(why, "Select others.", "wrote no tensors")
         elif dumps.folder.written or dumps.folder.is_full:
             return
         elif self.at and (why := why_no_files(trainer, self._directory)):
             yield Silence(why, "", what)
         elif self.at == ("checkpoints",):
-            fix = "Save checkpoints, or give every_n_train_steps or at='steps'."
+            fix = "Save checkpoints, or pass every_n_train_steps or at='steps'."
             yield Silence(why_no_checkpoint(trainer), fix, what)
 
     @override
@@ -361,6 +361,6 @@ def _dtype(given: object) -> torch.dtype | None:
     if not isinstance(found, torch.dtype) or not found.is_floating_point or not can_hold(found):
         hint = did_you_mean(given, ("float64", "float32", "float16", "bfloat16"), _DTYPE_SYNONYMS)
         raise ArgumentError(
-            f"dtype must be a floating-point type that safetensors has, as 'bfloat16', got {given!r}{hint}"
+            f"dtype must be a floating-point type that safetensors supports, such as 'bfloat16', got {given!r}{hint}"
         )
     return found

@@ -62,6 +62,6 @@ def warn_of_eager_memory(pl_module: LightningModule, name: str) -> None:
     users = flex_attention_users(pl_module) if compiled_modules(pl_module) else []
     if users:
         warn(
-            f"{name} runs recorded steps without compiled code, in which flex_attention of {users[0]!r} takes "
-            "the memory of all scores: compiled='skip' leaves compiled modules out"
+            f"{name} runs recorded steps eagerly, where flex_attention of {users[0]!r} needs "
+            "memory for all scores: compiled='skip' avoids this"
         )

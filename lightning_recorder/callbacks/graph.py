@@ -127,7 +127,7 @@ class GraphRecorder(RecorderCallback):
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
             raise ArgumentError(f"timeout_s must be positive, got {timeout_s!r}")
         if not name:
-            raise ArgumentError(f"name must be that of a file, without a folder, got {name!r}")
+            raise ArgumentError(f"name must be a file name without a folder, got {name!r}")
         if name.casefold() == "receipt":
             raise ArgumentError(f"name must not be {name!r}: the other recorders write receipt.json")
         self.depth = depth
@@ -203,7 +203,7 @@ class GraphRecorder(RecorderCallback):
         if not self.enabled:
             why = Silence("it is disabled")
         elif self._has_seen_step:
-            why = Silence("no step computed anything", "Compute something in the step.")
+            why = Silence("no step ran an operation", "Run the model in the step.")
         elif function == "fit" and self._began is None:
             why = why_no_training(trainer)
         elif function == "fit" and self.stage == "validate":

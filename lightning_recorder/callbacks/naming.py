@@ -75,7 +75,7 @@ def _check_pair(one: RecorderCallback, other: RecorderCallback) -> None:
             )
         return
     if one.name == other.name:
-        raise ArgumentError(f"two {kind} have the name {one.name!r}: give each of them a name= of its own")
+        raise ArgumentError(f"two {kind} have the name {one.name!r}: give each of them its own name=")
     if _key(one.name) == _key(other.name):
         raise ArgumentError(
             f"two {kind} have the names {one.name!r} and {other.name!r}, which are the same on some file systems: give "

@@ -146,7 +146,7 @@ class ParameterRecorder(StatisticsCallback):
         if not any(True for module in modules.values() for _ in own_parameters(module)):
             first = next(iter(modules))
             raise SelectionError(
-                f"none of the selected modules has parameters of its own, {first!r} is the first: write "
+                f"no selected module has parameters of its own, such as {first!r}: write "
                 f"'{first}.**' for those of its children"
             )
         return modules

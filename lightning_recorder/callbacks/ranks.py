@@ -42,7 +42,7 @@ def merge_ranks(
     # A rank without batches runs no evaluation and would never respond.
     is_alone = exchange is not None and bool(evaluations) and bool(getattr(pl_module, _MAY_BE_EMPTY, False))
     if is_alone and trainer.is_global_zero:
-        warn(f"{name}: evaluations are those of rank 0 alone, since {_MAY_BE_EMPTY} is set")
+        warn(f"{name}: evaluations are those of rank 0 only, because {_MAY_BE_EMPTY} is set")
     for evaluation in evaluations.values():
         evaluation.exchange = None if is_alone else exchange
 
@@ -66,12 +66,12 @@ def agree(trainer: Trainer, *, takes_part: bool, about: str, name: str) -> Excha
     if not Exchange.is_needed():
         if trainer.is_global_zero:
             kind = type(trainer.strategy).__name__
-            warn(f"{name}: {kind} has no processes of torch.distributed, rank 0 records alone")
+            warn(f"{name}: {kind} does not use torch.distributed, so only rank 0 records")
         return None
     exchange = Exchange(trainer.strategy.root_device)
     reason = exchange.agree(takes_part, about)
     if reason and trainer.is_global_zero and takes_part:
-        warn(f"{name}: statistics are those of rank 0 alone, since {reason}")
+        warn(f"{name}: statistics are those of rank 0 only, because {reason}")
     return exchange
 
 

@@ -111,7 +111,7 @@ class ResumingCallback(EvaluationCallback):
             return run.merged_state_dict()
         # The other ranks are out of step and cannot be reached.
         if trainer.world_size > 1 and trainer.is_global_zero and run.holds_states:
-            warn(f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 alone")
+            warn(f"{self}: a checkpoint that is saved after an exception has the statistics of rank 0 only")
         run.abort()
         return run.state_dict()
 
@@ -125,5 +125,6 @@ class ResumingCallback(EvaluationCallback):
             self._resumed = weakref.ref(trainer), str(state.get("label", ""))
         elif trainer.state.fn == "fit" and trainer.is_global_zero:
             warn(
-                f"{self} begins anew: the checkpoint has nothing of it, or was saved with another selection or cadence"
+                f"{self} starts without saved statistics: the checkpoint has none, or was saved with another selection "
+                "or interval"
             )

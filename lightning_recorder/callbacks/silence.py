@@ -34,7 +34,7 @@ def why_no_files(trainer: Trainer, directory: Path | None) -> str:
         return ""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set in Trainer.__init__
         return "fast_dev_run writes no files"
-    return "a barebones run writes no files" if trainer.barebones else "its log folder is no local folder"
+    return "a barebones run writes no files" if trainer.barebones else "its log folder is not local"
 
 
 def why_no_training(trainer: Trainer) -> Silence:
@@ -54,12 +54,12 @@ def why_no_validation(trainer: Trainer) -> Silence:
     if trainer.limit_val_batches == 0:
         return Silence("Trainer(limit_val_batches=0) validates nothing", "Raise limit_val_batches.")
     if not trainer.enable_validation:
-        return Silence("the fit had no validation", "Give it a validation loader and a validation_step.")
+        return Silence("the fit had no validation", "Add a validation loader and a validation_step.")
     every = (
         f"check_val_every_n_epoch={trainer.check_val_every_n_epoch}, val_check_interval={trainer.val_check_interval}"
     )
     return Silence(
-        f"the fit ran no validation but the sanity check ({every})", "Validate more often, or train for longer."
+        f"the fit ran no validation except the sanity check ({every})", "Validate more often, or train for longer."
     )
 
 
@@ -102,6 +102,6 @@ def why_no_step(trainer: Trainer, sampling: Sampling, began: tuple[int, int] | N
     why = resolved.why_none(steps, range(epoch, max(epoch + 1, trainer.current_epoch)))
     if why:
         is_off = not resolved.every_n_train_steps and not resolved.first_n_steps
-        fix = "Give a number of at least 1." if is_off else "Change the schedule, or train for longer."
+        fix = "Pass a number of at least 1." if is_off else "Change the schedule, or train for longer."
         return Silence(why, fix)
-    return Silence("it was disabled at every step that was due")
+    return Silence("it was disabled at every due step")

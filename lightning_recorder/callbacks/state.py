@@ -81,7 +81,7 @@ class ResumeState:
         try:
             if kept_at is None:
                 if (state["version"], state["settings"]) != (_VERSION, self._settings):
-                    return "its state in the checkpoint is that of other settings or another version"
+                    return "its state in the checkpoint has other settings or another version"
                 report.nonfinite |= {Site(*site) for site in state["nonfinite"]}
                 report.load_state_dict(state.get("tags", {}))
                 if not state.keys() - {"version", "settings", "nonfinite", "tags", "label"}:

@@ -295,7 +295,7 @@ class StatisticsCallback(ResumingCallback):
             report, at = self._results.report, trainer.global_step
             why_not = self._kept.hand_over(self._run, report, global_step=at, step=step, epoch=epoch)
             if why_not and trainer.is_global_zero:
-                warn(f"{self} begins anew: {why_not}")
+                warn(f"{self} starts without saved statistics: {why_not}")
         self._run.enabled = self._enabled
         if not self._run.skip_batch(step, epoch):
             prepare = partial(self._prepare, trainer, pl_module, self._run.recorder)
@@ -382,7 +382,7 @@ class StatisticsCallback(ResumingCallback):
         if stage in self.evaluations and not recorded[stage]:
             what = "recorded nothing" + (f" in the {_EVALUATIONS[stage]}" if recorded["train"] else "")
             if empty[stage]:
-                why = f"the selected modules gave no tensor in the {_EVALUATIONS[stage]}"
+                why = f"the selected modules produced no tensor in the {_EVALUATIONS[stage]}"
                 yield Silence(why, "Select others.", what)
             elif not self.enabled:
                 yield Silence("it is disabled", "", what)

@@ -64,7 +64,7 @@ def make_directory(directory: Path | None, *, name: str, strict: bool) -> Path |
     except OSError as error:
         if strict:
             raise
-        warn(f"{name} writes no files, since their folder cannot be made: {describe_error(error)}")
+        warn(f"{name} writes no files, because their folder cannot be created: {describe_error(error)}")
         return None
     return directory
 

@@ -42,12 +42,12 @@ def _lines(found: Comparison, *, exact: bool) -> list[str]:
 def _headline(found: Comparison, *, exact: bool) -> str:
     if found.first is None:
         if not found.steps:
-            return "they have no step in common"
-        what = "the same" if found.first_bits is not None else "the same to the bit"
+            return "they have no common step"
+        what = "the same" if found.first_bits is not None else "bitwise equal"
         what += ", histograms too," if exact else ""
         told = f"{what} in all {found.steps} steps" + (" that both have" if found.differences else "")
         if found.first_bits is not None:
-            told += f", not to the bit: from step {found.first_bits.step}, {_place(found.first_bits)}"
+            told += f", but not bitwise from step {found.first_bits.step}, {_place(found.first_bits)}"
         return told
     until = "" if found.last_same is None else f"same until step {found.last_same}, "
     return f"{until}part at step {found.first.step} in {_place(found.first)}{_cause(found, found.first)}"

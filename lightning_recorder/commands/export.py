@@ -26,7 +26,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     path = Path(arguments.out)
     write = {".csv": _write_csv, ".parquet": _write_parquet, ".pt": _write_tensors}.get(path.suffix.lower())
     if write is None:
-        raise ArgumentError(f"OUT ends in .csv, .parquet or .pt, got {path.name!r}")
+        raise ArgumentError(f"OUT must end in .csv, .parquet or .pt, got {path.name!r}")
     recording = open_recording(arguments.path)
     if not any(recording.runs.values()):
         raise ArgumentError(f"{arguments.path!r} has no records to export")

@@ -33,9 +33,9 @@ def run(arguments: Namespace, out: TextIO) -> int:
     form = (arguments.format or suffix or "svg").lower()
     if form not in _TEXTS and form not in _PICTURES:
         known = ", ".join([*_PICTURES, *dict.fromkeys(_TEXTS.values())])
-        raise ArgumentError(f"{form!r} is no format that is drawn; there are {known}")
+        raise ArgumentError(f"{form!r} is not a known format; the formats are {known}")
     if arguments.format and suffix and form not in _TEXTS and form != suffix.lower():
-        raise ArgumentError(f"the format {form!r} and the file {arguments.output!r} say two different things")
+        raise ArgumentError(f"the format {form!r} and the file {arguments.output!r} contradict each other")
     most = _MOST_NODES if arguments.max_nodes is None and arguments.depth is None else arguments.max_nodes
     options: dict[str, Any] = {"depth": arguments.depth, "max_nodes": most, "graph_dir": arguments.direction}
     values, caption = dict[str, float](), ""

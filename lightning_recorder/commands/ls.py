@@ -83,7 +83,7 @@ def _lines(about: dict[str, Any]) -> list[str]:
     lines += failed
     for recorder in about["recorders"]:
         if recorder.get("skipped"):
-            lines.append(f"  {printable(recorder['label'])}: {recorder['skipped']} damaged lines were passed over")
+            lines.append(f"  {printable(recorder['label'])}: {recorder['skipped']} damaged lines were skipped")
     if dumps["count"]:
         lines.append(f"  dumps: {dumps['count']}, {size(dumps['bytes'])}")
     if graph is not None:

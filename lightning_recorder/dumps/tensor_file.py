@@ -60,9 +60,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise OSError(f"{path} could not be written: safetensors has no {tensor.dtype}, which {name!r} is of")
+            raise OSError(
+                f"{path} could not be written: safetensors does not support {tensor.dtype}, the dtype of {name!r}"
+            )
         if name == _METADATA:
-            raise OSError(f"{path} could not be written: safetensors keeps the name {name!r} for itself")
+            raise OSError(f"{path} could not be written: safetensors reserves the name {name!r}")
     # Tensors with the largest item size come first, so that each tensor is aligned to its item size.
     ordered = dict(sorted(tensors.items(), key=lambda each: -each[1].dtype.itemsize))
 
@@ -134,9 +136,9 @@ def read_tensors(path: Path, expected: str) -> tuple[dict[str, Tensor], dict[str
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is not a mapping
     except SafetensorError as error:
-        raise DumpError(f"{path} is no readable safetensors file: {error}") from error
+        raise DumpError(f"{path} is not a readable safetensors file: {error}") from error
     found = metadata.pop("format", None)
     if found != expected:
         what = f"has the format {found!r}" if found else "was not written by lightning_recorder"
-        raise DumpError(f"{path} {what}; what is read here has the format {expected!r}")
+        raise DumpError(f"{path} {what}; the supported format is {expected!r}")
     return tensors, metadata

@@ -94,11 +94,11 @@ def render_network(
     """
     check_integer("render_depth", render_depth, 1)
     if not fmt.isalnum():
-        raise ArgumentError(f"fmt is a format of Graphviz, as svg, png or pdf; got {fmt!r}")
+        raise ArgumentError(f"fmt must be a format of Graphviz, such as svg, png or pdf; got {fmt!r}")
     file = f"{filename or name or type(net).__name__}.{fmt}"
     # The rules of Windows are the strictest: both slashes and drive letters make a path more than a file name.
     if file != PureWindowsPath(file).name or "\0" in file:
-        raise ArgumentError(f"filename, by default the name, is that of a file in the directory; got {file!r}")
+        raise ArgumentError(f"filename must be a file name without a folder; got {file!r}")
     dot = make_dot(record(net, name, input_shapes, input_data), render_depth, **styler_args)
     return _write(dot, Path(directory) / file)
 
@@ -234,7 +234,7 @@ def _sizes(input_size: Any, input_data: Any, input_kwargs: Mapping[str, Any] | N
 def _write(dot: Digraph, path: Path, timeout_s: float = 60.0) -> Path:
     suffix = path.suffix[1:]
     if not suffix:
-        raise ArgumentError(f"the name of a picture ends with its format, as in graph.svg; got {path.name!r}")
+        raise ArgumentError(f"the name of a picture must end with its format, such as graph.svg; got {path.name!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryFolder() as folder:
         document = folder.path / "graph.dot"

@@ -39,7 +39,7 @@ for path in sys.argv[3:]:
 """
 
 _NO_RENDERER = (
-    "no Graphviz was found: install the package pygraphviz (pip install pygraphviz), whose wheels carry it, "
+    "Graphviz was not found: install the package pygraphviz (pip install pygraphviz), whose wheels include it, "
     "or put dot on PATH"
 )
 
@@ -125,9 +125,9 @@ class Layout:
                 self._end()
             if self._process.returncode != 0 or not all(path.exists() for path in self._made):
                 words = self._messages.read_text(errors="replace").strip()[-500:]
-                limit = f"it was ended, having {self._timeout_s:g} s at most; a smaller view takes less"
+                limit = f"it was stopped after {self._timeout_s:g} s; draw a smaller view"
                 late = limit if self._late else "it failed"
-                raise RenderError(f"Graphviz gave no picture, {late}" + (f": {words}" if words else ""))
+                raise RenderError(f"Graphviz produced no picture, {late}" + (f": {words}" if words else ""))
             self._check_size()
             for made, path in zip(self._made, self.pictures, strict=True):
                 copy_whole(made, path)

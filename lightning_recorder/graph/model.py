@@ -247,7 +247,7 @@ class Graph:
         """
         version = data.get("version") if isinstance(data, Mapping) else None
         if version != _VERSION:
-            raise ArgumentError(f"a graph of version {_VERSION} is expected, got {version!r}")
+            raise ArgumentError(f"expected a graph of version {_VERSION}, got {version!r}")
         try:
             nodes = tuple(map(_node, data["nodes"]))
             edges = tuple(
@@ -255,11 +255,14 @@ class Graph:
             )
             graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""))
         except (KeyError, TypeError) as error:
-            raise ArgumentError(f"this is no graph of ours: {error}") from error
+            raise ArgumentError(f"this is not a graph written by lightning_recorder: {error}") from error
         there = {node.id for node in nodes}
         ends = {end for edge in edges for end in (edge.source, edge.target)} | {node.parent for node in nodes[1:]}
         if not nodes or nodes[0].parent is not None or not ends <= there:
-            raise ArgumentError("this is no graph of ours: it has no root, or leads to nodes that are not there")
+            raise ArgumentError(
+                "this is not a graph written by lightning_recorder: it has no root, or refers to nodes that do not "
+                "exist"
+            )
         return graph
 
 

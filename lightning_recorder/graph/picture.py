@@ -111,5 +111,5 @@ class GraphPicture:
         except RenderError as error:
             self._result = error
             if self._budgets and not last and time.monotonic() < self._deadline:
-                self.note = f"it shows no more than {self._budgets[0]} nodes, since with more: {error}"
+                self.note = f"it shows at most {self._budgets[0]} nodes, because with more: {error}"
                 self._try_next()

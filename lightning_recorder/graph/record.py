@@ -90,12 +90,12 @@ def record(
 def _check(net: object, device: object, mode: object) -> None:
     """Raise an error for a model, device or mode that cannot be recorded."""
     if not isinstance(net, nn.Module):
-        called = f"the class {net.__name__}: make a model of it first" if isinstance(net, type) else repr(net)
-        raise ArgumentError(f"a model is an nn.Module, got {called}")
+        called = f"the class {net.__name__}: create an instance first" if isinstance(net, type) else repr(net)
+        raise ArgumentError(f"the model must be an nn.Module, got {called}")
     if device not in (None, "meta"):
-        raise ArgumentError(f"device is 'meta', or None to run the model where it is; got {device!r}")
+        raise ArgumentError(f"device must be 'meta', or None to run the model on its own device; got {device!r}")
     if mode not in (None, "train", "eval"):
-        raise ArgumentError(f"mode is 'train', 'eval' or None for that of each module, got {mode!r}")
+        raise ArgumentError(f"mode must be 'train', 'eval' or None to keep the mode of each module, got {mode!r}")
 
 
 def _arguments(
@@ -105,7 +105,7 @@ def _arguments(
         given = "both" if shapes is not None else "neither"
         raise ArgumentError(f"give either input_shapes or input_data, got {given}")
     if dtypes is not None and shapes is None:
-        raise ArgumentError("dtypes says of what kind the inputs of input_shapes are, and goes with nothing else")
+        raise ArgumentError("dtypes gives the dtypes of input_shapes, and needs input_shapes")
     if shapes is None:
         return arguments(() if data is None else data, more)
     return arguments(make_inputs(net, shapes, dtypes, name="input_shapes"), more)
@@ -120,7 +120,9 @@ def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], f
     """Return the graph of a call in which all parameters, buffers and inputs have shapes but no values."""
     lazy = [name for name, each in (*net.named_parameters(), *net.named_buffers()) if is_uninitialized(each)]
     if lazy:
-        raise ArgumentError(f"device='meta' needs the shape of {lazy[0]!r}, which it gets when the model is first run")
+        raise ArgumentError(
+            f"device='meta' needs the shape of {lazy[0]!r}, which is known after the first run of the model"
+        )
     stand = _Stand(net)
     own = {name: fake.from_tensor(tensor) for name, tensor in (*stand.named_parameters(), *stand.named_buffers())}
     copies = own_copies({**dict(enumerate(args)), **kwargs}, fake.from_tensor)
@@ -131,7 +133,7 @@ def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], f
             )
     except ForwardError as error:
         if type(error.__cause__).__name__ in _NO_VALUES:
-            hint = "the model asks for the values of a tensor, of which device='meta' has none: record without it"
+            hint = "the model reads the values of a tensor, but device='meta' has no values: record without it"
             raise ForwardError(f"{error}; {hint}", error.graph) from error.__cause__
         raise
     return graph

@@ -100,19 +100,19 @@ class Coverage:
 
     def _missing_reason(self, name: str, parent: nn.Module | None) -> str:
         if name in self.skipped:
-            return "compiled: skipped, as compiled='skip' says"
+            return "compiled: skipped because of compiled='skip'"
         if name in self.failed:
-            return "failed: a warning says how"
+            return "failed: see the warning"
         if self.of == "parameters":
             return self._missing_parameter_reason(name)
         if name in self.called:
             if self.of == "activations":
-                return "unsupported output: no tensor was found in what it returned"
+                return "unsupported output: its output has no tensors"
             if name in self.without_gradient:
-                return "no gradient: what it returned needs none"
+                return "no gradient: its output does not require one"
             if name in self.changed_in_place:
                 return "changed in place: its output is a view that was changed after the module returned it"
-            return "no gradient: what it returned took no part in the loss, or is no tensor"
+            return "no gradient: its output was not used by the loss, or is not a tensor"
         if isinstance(parent, nn.MultiheadAttention):
             return "bypassed: nn.MultiheadAttention uses its parameters without calling it"
         if isinstance(parent, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) and not parent.training:
@@ -147,21 +147,21 @@ class Coverage:
     def stop_reason(self, name: str) -> str:
         """Return the reason why a previously recorded module was missing from the latest records."""
         if name not in self.called:
-            return "not called any more"
+            return "no longer called"
         if self.of == "activations":
-            return "no tensor is found any more in what it returns"
+            return "its output no longer has tensors"
         if name not in self.without_gradient:
-            return "what it returns takes no part in the loss any more"
+            return "its output is no longer used by the loss"
         own = [each for _, each in own_parameters(self.modules[name])]
         frozen = own and not any(each.requires_grad for each in own)
-        return "what it returns needs no gradient any more" + (", its parameters are frozen" if frozen else "")
+        return "its output no longer requires a gradient" + (", its parameters are frozen" if frozen else "")
 
     def gradient_stop_reason(self, name: str, path: str) -> str:
         """Return the reason why a parameter that had a gradient before has none now."""
         parameter = dict(own_parameters(self.modules[name])).get(path)
         if parameter is None:
-            return "it is no parameter of the module any more"
-        return "no backward pass reaches it any more" if parameter.requires_grad else "frozen, requires_grad is False"
+            return "it is no longer a parameter of the module"
+        return "backward passes no longer reach it" if parameter.requires_grad else "frozen, requires_grad is False"
 
     def without_gradients(self, sites: Collection[Site]) -> list[str]:
         """Return the names of the recorded parameters that had no gradient in any recorded step."""
@@ -179,15 +179,16 @@ class Coverage:
     def _missing_parameter_reason(self, name: str) -> str:
         parameters = [parameter for _, parameter in own_parameters(self.modules[name])]
         if not any(parameter.requires_grad for parameter in parameters):
-            return "frozen: no parameter of its own requires a gradient"
+            return "frozen: none of its own parameters requires a gradient"
         theirs = {id(parameter) for parameter in parameters}
         for other in self.fired:
             if other in self.modules and theirs <= {id(each) for _, each in own_parameters(self.modules[other])}:
                 return f"shared: its parameters are recorded as those of {other or '(root)'}"
         if not {"values", "updates"}.intersection(self.parts) and name not in self.trained:
-            return "no gradient: none of its parameters had one"
+            return "no gradient: none of its parameters has one"
         return (
-            "no step: no optimiser that stepped has its parameters, or another module that shares them has the record"
+            "no step: no optimizer that stepped has its parameters, or they are recorded for another module that "
+            "shares them"
         )
 
 

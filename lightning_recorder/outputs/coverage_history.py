@@ -238,7 +238,7 @@ class CoverageHistory:
         """Group the modules or parameters that changed in the same way into one change each."""
         changes = []
         if started:
-            why = f"there was none in the {self.records - 1} records before"
+            why = f"the {self.records - 1} records before have none"
             text = f"first {what} of {listed(started, noun)} at step {step}, {why}"
             changes.append(Change(step, "started", tuple(started), why, text))
         groups: dict[tuple[str, int], list[str]] = {}

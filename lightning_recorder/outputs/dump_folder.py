@@ -99,7 +99,7 @@ class DumpFolder:
         """
         if self.directory is None:
             if not self.quiet:
-                self._warn_once("folder", "writes no dumps but those beside checkpoints, since the run has no folder")
+                self._warn_once("folder", "writes only dumps beside checkpoints, because the run has no folder")
             return None
         if "total" in self._warned:
             return None
@@ -108,9 +108,7 @@ class DumpFolder:
         size = file_bytes(content.tensors, self._manifest_entries(content, reason=reason)) - replaced
         if self._max_total_bytes is not None and self._total_bytes + size > self._max_total_bytes:
             limit = f"max_total_bytes={self._max_total_bytes}"
-            self._warn_once(
-                "total", f"writes no more dumps from step {content.step} on, which would be more than {limit}"
-            )
+            self._warn_once("total", f"writes no more dumps from step {content.step} on: the size would exceed {limit}")
             return None
         written = self._write(path, content, reason=reason)
         if written is None:
@@ -176,7 +174,7 @@ class DumpFolder:
             if most is not None and self._uploaded_bytes + size > most:
                 limit = f"max_upload_bytes={most}"
                 self._warn_once(
-                    "upload", f"uploads no dumps from step {content.step} on, which would be more than {limit}"
+                    "upload", f"uploads no more dumps from step {content.step} on: the size would exceed {limit}"
                 )
             elif sink.write_files(content.step, {self._upload_name(path): path}):
                 self._uploaded_bytes += size

@@ -101,7 +101,7 @@ class GraphOutput:
                 self._warn_of_no_picture(error)
             return
         if picture.note:
-            warn(f"the picture of the graph is smaller than asked for: {picture.note}")
+            warn(f"the picture of the graph is reduced: {picture.note}")
         for path in paths:
             if path.suffix == ".png" and self._sink is not None:
                 self._sink.write_images(self._step, {self._name: _pixels(path)})

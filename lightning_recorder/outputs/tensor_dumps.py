@@ -73,8 +73,8 @@ class TensorDumps:
         if captured.left_out and not self._has_warned:
             self._has_warned = True
             warn(
-                f"{self._name}: {len(captured.left_out)} tensors of step {step} are left out, {captured.left_out[0]!r} "
-                "is the first: a larger max_bytes, or fewer samples, has room for them"
+                f"{self._name}: {len(captured.left_out)} tensors of step {step} are left out, the first is "
+                f"{captured.left_out[0]!r}: use a larger max_bytes or fewer samples"
             )
         self.steps += 1
         self.tensors += len(captured.tensors) + len(captured.left_out) + len(captured.unsupported)

@@ -146,7 +146,7 @@ def _picture_shape(inputs: int, shape: tuple[int, ...] | None) -> tuple[int, ...
         if channels * side * side == inputs:
             return channels, side, side
     raise ArgumentError(
-        f"weight has the shape [out, {inputs}], which is no square picture; give its shape=(height, width)"
+        f"weight has the shape [out, {inputs}], which is not a square picture; give its shape=(height, width)"
     )
 
 
@@ -194,7 +194,7 @@ def _grid(
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
     """
     if not panels.size:
-        return blank(title, "there is nothing to show")
+        return blank(title, "the array is empty")
     plane = panels.ndim == 3
     if plane and not shared:
         panels, label = _normed(panels), f"{label} / largest |{label}| of the panel"

@@ -77,7 +77,7 @@ def ridge(
         notes.append(f"{len(chosen)} of {len(found):,} layers, evenly spread from the first to the last")
     if axis.kind == "symlog":
         notes.append(f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}")
-        notes.append("a bell that is wider than the linear part has two humps")
+        notes.append("a bell that is wider than the linear part has two peaks")
     names = [names[row] if found[row].count else f"{names[row]} (none)" for row in chosen]
     edges = edges_along(axis, _BINS)
     parts = [shares(found[row], edges) for row in chosen]

@@ -129,7 +129,7 @@ def _pairs(
     differences += _only("recorder", "", [each for each in labels if each in one], [e for e in labels if e in other])
     keys = {label: ([*_keys(one[label], stage)], [*_keys(other[label], stage)]) for label in both}
     if stage is not None and both and not any(mine or theirs for mine, theirs in keys.values()):
-        raise ArgumentError(f"neither run has recorded the stage {stage!r}")
+        raise ArgumentError(f"neither run recorded the stage {stage!r}")
     found = []
     for label, (mine, theirs) in keys.items():
         differences += _only("stage", label, map(_stage_name, mine), map(_stage_name, theirs))
@@ -231,7 +231,7 @@ def _notes(one: Run, other: Run, pairs: list[SeriesPair]) -> Iterator[str]:
             found[f"ranks: {about[0].get('ranks')} in A, {about[1].get('ranks')} in B"] = None
         for which, series in (("A", pair.one), ("B", pair.other)):
             if series.skipped:
-                found[f"{series.skipped} damaged lines of {pair.recorder} were passed over in {which}"] = None
+                found[f"{series.skipped} damaged lines of {pair.recorder} were skipped in {which}"] = None
     yield from found
 
 

@@ -91,7 +91,7 @@ class DumpEntry:
                     raise DumpError(f"{self.path} was not written by lightning_recorder")
                 return read(file)
         except (SafetensorError, OSError) as error:
-            raise DumpError(f"{self.path} is no readable safetensors file: {error}") from error
+            raise DumpError(f"{self.path} is not a readable safetensors file: {error}") from error
 
     def __repr__(self) -> str:
         return f"<dump {self.path.name}: {self.kind}, step {self.step}>"

@@ -191,7 +191,7 @@ class History:
         if written == FORMAT:
             self.sessions.append(Session(len(self.sessions) + 1, found))
         elif isinstance(written, str) and written.startswith(_FAMILY):
-            raise DumpError(f"{self.path} has the format {written[:80]!r}; what is read here is {FORMAT!r}")
+            raise DumpError(f"{self.path} has the format {written[:80]!r}; the supported format is {FORMAT!r}")
         else:
             raise ValueError("the line has another format")
 
@@ -205,7 +205,7 @@ class History:
             found = parse(self._tail.line_at(entry.offset))
             sites = [(line[0], line[1]) for line in found["sites"]]
             if found["step"] != entry.row.about["step"] or sites != list(entry.row.layout.sites):
-                raise ValueError("another record is there")
+                raise ValueError("its place holds another record")
             return [line[5] for line in found["sites"]]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DumpError(f"{self.path} has changed since it was read: {error}") from error

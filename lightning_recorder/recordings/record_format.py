@@ -153,12 +153,12 @@ def parse(line: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("the line is nested too deeply") from error
     if not isinstance(found, dict):
-        raise ValueError("the line is no object")
+        raise ValueError("the line is not a JSON object")
     return found
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def read_row(found: dict[str, Any], known: dict[RecordSchema, RecordSchema]) -> Row:
@@ -180,10 +180,10 @@ def read_row(found: dict[str, Any], known: dict[RecordSchema, RecordSchema]) -> 
         values, further = _values(entries, len(columns))
         _check_about(found)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"this is no record of ours: {error!r}") from error
+        raise ValueError(f"this is not a record written by lightning_recorder: {error!r}") from error
     layout = RecordSchema(sites, dtypes, shapes, columns)
     if len(set(sites)) < len(sites) or len(set(columns)) < len(columns):
-        raise ValueError("a site or a column is there twice")
+        raise ValueError("a site or a column appears twice")
     return Row(found, known.setdefault(layout, layout), values, further)
 
 
@@ -216,16 +216,16 @@ def _number(value: object) -> float:
         return math.nan
     if isinstance(value, str):
         if value not in _NAMES:
-            raise ValueError(f"{value[:20]!r} is no number")
+            raise ValueError(f"{value[:20]!r} is not a number")
         return _NAMES[value]
     if not isinstance(value, (int, float)):
-        raise TypeError("a value is no number")
+        raise TypeError("a value is not a number")
     return float(value)
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError("a name is no text")
+        raise TypeError("a name is not a string")
     return value
 
 
@@ -286,11 +286,11 @@ def unpack_counts(text: object) -> Tensor:
     """
     try:
         if not isinstance(text, str) or len(text) > _LONGEST:
-            raise ValueError("it is no text of its length")
+            raise ValueError("its length is wrong")
         inflater = zlib.decompressobj()
         packed = inflater.decompress(binascii.a2b_base64(text, strict_mode=True), _MOST_BYTES)
         if not inflater.eof or inflater.unused_data:
-            raise ValueError("it does not end where it should")
+            raise ValueError("it has surplus data")
         bins = [0] * BINS
         place = -1
         numbers = _numbers(packed)
@@ -299,7 +299,7 @@ def unpack_counts(text: object) -> Tensor:
             bins[place] = count
         return torch.tensor(bins, dtype=torch.int64)
     except (ValueError, IndexError, zlib.error, RuntimeError) as error:
-        raise DumpError(f"this is no histogram of ours: {error}") from error
+        raise DumpError(f"this is not a histogram written by lightning_recorder: {error}") from error
 
 
 def _numbers(packed: bytes) -> Iterator[int]:
@@ -314,4 +314,4 @@ def _numbers(packed: bytes) -> Iterator[int]:
         yield value
         value = shift = 0
     if shift:
-        raise ValueError("the last number is cut off")
+        raise ValueError("the last number is incomplete")

@@ -257,7 +257,7 @@ class Run:
             graph = Graph.from_json(data)
             _check_graph(graph)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-            raise DumpError(f"{path} is no graph of ours: {describe_error(error)}") from error
+            raise DumpError(f"{path} is not a graph written by lightning_recorder: {describe_error(error)}") from error
         return graph
 
     @property
@@ -271,7 +271,7 @@ class Run:
         """
         data = self._json("receipt.json")
         if data is not None and not isinstance(data, dict):
-            raise DumpError(f"{self.directory / 'receipt.json'} is no receipt of ours")
+            raise DumpError(f"{self.directory / 'receipt.json'} is not a receipt written by lightning_recorder")
         return data
 
     def _json(self, name: str) -> Any:
@@ -342,11 +342,11 @@ def _check_graph(graph: Graph) -> None:
     seen: set[int | None] = {None}
     for place, node in enumerate(graph.nodes):
         if node.parent not in seen or (place and node.parent is None) or not isinstance(node.id, int):
-            raise ValueError("a node comes before the one that it lies in")
+            raise ValueError("a node comes before its parent")
         if not all(isinstance(text, str) for text in (node.kind, node.name, node.type_name, node.scope, node.source)):
-            raise TypeError("a name is no text")
+            raise TypeError("a name is not a string")
         if not all(isinstance(number, int) for number in (node.depth, node.call, node.parameters, node.repeats)):
-            raise TypeError("a number is none")
+            raise TypeError("a number is not numeric")
         seen.add(node.id)
     if len(seen) <= len(graph.nodes):
-        raise ValueError("two nodes have one number")
+        raise ValueError("two nodes have the same number")

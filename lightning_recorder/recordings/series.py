@@ -381,7 +381,7 @@ class SiteSeries:
 def _nearest_steps(step: object, steps: list[int]) -> str:
     """Return the end of an error message about a step that was not recorded."""
     if not steps:
-        return "there is no record yet"
+        return "there are no records yet"
     if not isinstance(step, int):
         return f"steps are whole numbers from {steps[0]} to {steps[-1]}"
     near = sorted(sorted(steps, key=lambda each: abs(each - step))[:3])

@@ -17,7 +17,7 @@ from lightning_recorder.reductions.values import Values
 
 __all__ = ["Reduction", "ScalarReduction", "merged_along", "slots_of_all"]
 
-_ROWS = "state being [..., width]: write state[..., 0] for the first slot"
+_ROWS = "the state has the shape [..., width]: write state[..., 0] for the first slot"
 
 
 class Reduction(ABC):
@@ -256,23 +256,23 @@ class Reduction(ABC):
         state = self.initial()
         if state.shape != (width,) or state.dtype != torch.float64:
             got = f"{state.dtype} of shape {tuple(state.shape)}"
-            raise ArgumentError(f"{name}.initial must give float64 of shape ({width},), got {got}")
+            raise ArgumentError(f"{name}.initial must return float64 of shape ({width},), got {got}")
         merges = type(self).merge_states is not Reduction.merge_states
         if not merges and (not self.additive or bool(state.any())):
             raise ArgumentError(
-                f"{name} is merged by adding, so it begins with zeros, or else has its own merge_states"
+                f"{name} is merged by addition, so its initial state must be zero, or it must override merge_states"
             )
         rows = 3 if width == 2 else 2  # must differ from the width, so that rows are not mistaken for slots
         try:
             found = self.summarize(state.repeat(rows, 1))
             shapes = {key: value.shape[:1] == (rows,) for key, value in found.items()}
         except Exception as error:
-            raise ArgumentError(f"{name}.summarize must take several states at once, {_ROWS}: {error!r}") from error
+            raise ArgumentError(f"{name}.summarize must accept several states at once, {_ROWS}: {error!r}") from error
         if set(shapes) != set(statistics):
             raise ArgumentError(f"{name}.summarize gives {sorted(shapes)}, its statistics are {sorted(statistics)}")
         if not all(shapes.values()):
             wrong = sorted(key for key, is_right in shapes.items() if not is_right)
-            raise ArgumentError(f"{name}.summarize must give a number for each site, {_ROWS}; wrong is {wrong}")
+            raise ArgumentError(f"{name}.summarize must return a number for each site, {_ROWS}; wrong is {wrong}")
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ __all__ = ["Combined"]
 
 
 class Combined(Reduction):
-    """A reduction that combines several reductions in one row and shares the passes over the tensor between them.
+    """A reduction that combines several reductions in one row and shares the ignores the tensor between them.
 
     Statistics: the statistics of all parts.
 
@@ -47,7 +47,7 @@ class Combined(Reduction):
         self.statistics = tuple(name for part in self.parts for name in part.statistics)
         twice = [name for name, count in Counter(self.statistics).items() if count > 1]
         if twice:
-            raise ArgumentError(f"two of the reductions give {', '.join(map(repr, twice))}: leave one of them out")
+            raise ArgumentError(f"two reductions have the statistics {', '.join(map(repr, twice))}: remove one of them")
         self._measure()
         self._is_fixed = self.is_sized
 
@@ -110,7 +110,7 @@ class Combined(Reduction):
         self.check(values)
         others = [(part, state[slots]) for part, slots in self._others]
         slots = []
-        # Process one piece at a time for all piecewise parts, which share the passes over it.
+        # Process one piece at a time for all piecewise parts, which share the ignores it.
         for piece in values.pieces():
             if (found := slots_of_all(self._scalars, piece)) is not None:
                 slots.append(found)

@@ -139,13 +139,13 @@ class ExponentHistogram(Reduction):
 
 def _checked_shares(shares: object) -> tuple[float, ...]:
     if not isinstance(shares, Iterable):
-        raise ArgumentError(f"quantiles takes a list of shares, got {shares!r}")
+        raise ArgumentError(f"quantiles takes a list of fractions, got {shares!r}")
     found = tuple(shares)
     for share in found:
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
             is_percentage = isinstance(share, (int, float)) and 1 < share <= 100
             hint = f": write {share / 100:g}" if is_percentage else ""
-            raise ArgumentError(f"quantiles takes shares between 0 and 1, got {share!r}{hint}")
+            raise ArgumentError(f"quantiles takes fractions between 0 and 1, got {share!r}{hint}")
         if found.count(share) > 1:
             raise ArgumentError(f"quantiles has {share:g} more than once")
     return found
@@ -202,7 +202,7 @@ class Histogram:
             (1.0, 1.8)
         """
         if not 0 <= share <= 1:
-            raise ArgumentError(f"a quantile has a share between 0 and 1, got {share!r}")
+            raise ArgumentError(f"a quantile is a fraction between 0 and 1, got {share!r}")
         if not self.count:
             return math.nan
         below = np.concatenate(([0], np.cumsum(self.counts)))

@@ -69,7 +69,9 @@ class ShapedReduction(Reduction):
     def check(self, values: Values) -> None:
         shape = self.shape_of(values)
         if shape != self.shape:
-            raise ArgumentError(f"{type(self).__name__} keeps numbers of shape {self.shape}, now the shape is {shape}")
+            raise ArgumentError(
+                f"{type(self).__name__} has numbers of shape {self.shape}, but the new shape is {shape}"
+            )
 
     @override
     def update_state(self, state: Tensor, values: Values) -> None:
@@ -90,7 +92,9 @@ class ShapedReduction(Reduction):
             raise ArgumentError(f"the saved state of {self} must have a part 'shape', got {sorted(state_dict)}")
         shape = tuple(map(int, state_dict["shape"].tolist()))
         if self.shape not in (None, shape):
-            raise ArgumentError(f"{type(self).__name__} keeps numbers of shape {self.shape}, those saved have {shape}")
+            raise ArgumentError(
+                f"{type(self).__name__} has numbers of shape {self.shape}, but the saved ones have {shape}"
+            )
         self._check_kind(state_dict)
         self.shape = shape
         super().load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""The default statistics as one reduction that shares its passes over the tensor."""
+"""The default statistics as one reduction that shares its ignores the tensor."""
 
 from __future__ import annotations
 

@@ -53,13 +53,13 @@ def as_plain(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided:
         if tensor.numel() > _MOST_DENSE:
             size = "×".join(map(str, tensor.shape))
-            raise ArgumentError(f"a sparse tensor of {size} would be made dense to be reduced; leave it out")
+            raise ArgumentError(f"a sparse tensor of {size} would become dense; exclude it")
         tensor = tensor.to_dense()
     return tensor
 
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-# The temporaries of the passes over this many values fit into a CPU cache, or into 128 MiB on a GPU.
+# The temporaries of the ignores this many values fit into a CPU cache, or into 128 MiB on a GPU.
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 24
 # Most values of a tensor fall into about a hundred bins, and GPU threads that add to the same number wait for each

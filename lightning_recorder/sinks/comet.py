@@ -56,8 +56,8 @@ class CometSink(Sink):
         if experiment.disabled and experiment not in _WARNED:
             _WARNED.add(experiment)
             warn(
-                "the Comet experiment is disabled and writes nothing: CometLogger(online=False) of Lightning makes it "
-                "so; to write to the disk instead, leave online out and set COMET_START_ONLINE=0 in the environment"
+                "the Comet experiment is disabled and writes nothing: CometLogger(online=False) causes this; to "
+                "write to the disk, omit online and set COMET_START_ONLINE=0 in the environment"
             )
 
     @override

@@ -169,7 +169,7 @@ class MultiSink(Sink):
             return True
         elif not destination.has_failed:
             cause = f"{type(error).__name__}: {error}"
-            warn(f"{destination.sink}.{verb} failed, nothing more is written there: {cause}")
+            warn(f"{destination.sink}.{verb} failed, and nothing more is written to it: {cause}")
         destination.has_failed = True
         return False
 

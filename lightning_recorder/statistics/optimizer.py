@@ -54,7 +54,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     similar, the optimizer states after the step that have the shape of the parameter. :func:`with_update_ratios` adds
     ``update_ratio`` to the statistics of ``weight``: ``rms(update) / rms(values)``, over the recorded steps.
 
-    A parameter that several modules share is recorded for the first of them. A frozen parameter, or one that no
+    A parameter that several modules share is recorded for the first. A frozen parameter, or one that no
     recorded step updates, has no record.
 
     Args:
@@ -197,7 +197,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
                 before = [each.tensor.detach().clone() for each in parameters]
             except torch.OutOfMemoryError as error:
                 self.parts = tuple(part for part in self.parts if part != "updates")
-                warn(f"updates of parameters are not recorded, a copy of them is too large: {describe_error(error)}")
+                warn(f"updates of parameters are not recorded, because a copy is too large: {describe_error(error)}")
         after = getattr(optimizer, "register_step_post_hook", None)
         if after is not None and not any(each is optimizer for each in self._hooked):
             # Kept until remove(), because torch iterates over the optimizer's hooks while it calls this one.
@@ -260,7 +260,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             if self.strict:
                 raise RecordingError(message) from error
             self._failed.add(name)
-            warn(f"{message}. The module is left alone from now on; strict=True raises instead.")
+            warn(f"{message}. The module is no longer recorded; strict=True raises instead.")
 
 
 def is_own_part(tensor: Tensor) -> bool:

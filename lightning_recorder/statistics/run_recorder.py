@@ -438,6 +438,6 @@ class RunRecorder(RankMergingRecorder):
             self.recorder.states.load_state_dict(states, self._device)
         except Exception as error:  # noqa: BLE001 - a file may contain anything
             # The other ranks resume the window, so this one does, too, with empty statistics.
-            warn(f"{self.name} begins anew, the saved statistics cannot be read: {describe_error(error)}")
+            warn(f"{self.name} starts without the saved statistics, which cannot be read: {describe_error(error)}")
             with self.contained():
                 self.recorder.states.reset_all()

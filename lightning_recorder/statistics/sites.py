@@ -136,7 +136,7 @@ class Snapshot:
                 raise
             if place not in self.warned:
                 self.warned.add(place)
-                warn(f"{groups[0].reduction} is left out, its summarize failed: {describe_error(error)}")
+                warn(f"{groups[0].reduction} is left out, because its summarize failed: {describe_error(error)}")
             return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -301,8 +301,8 @@ class SiteStates:
                 raise
             if not self._left_out[place]:
                 warn(
-                    f"{self._banks[place].reduction} could not take {site.path!r} of module {site.name!r}: "
-                    f"{describe_error(error)}. It is left out there, and wherever else that happens."
+                    f"{self._banks[place].reduction} does not support {site.path!r} of module {site.name!r}: "
+                    f"{describe_error(error)}. It is left out for this site and for others with this error."
                 )
             self._left_out[place].add(site)
 
@@ -368,7 +368,7 @@ class SiteStates:
         """
         banks = state_dict.get("banks")
         if not isinstance(banks, list) or len(banks) != len(self._banks):
-            raise ArgumentError("the saved state is that of other reductions")
+            raise ArgumentError("the saved state has other reductions")
         for bank, rows in zip(self._banks, banks, strict=True):
             bank.load_state_dict(rows, lambda key: Site(*key), device)
         for left_out, sites in zip(self._left_out, state_dict["left_out"], strict=True):

@@ -253,7 +253,7 @@ class Tap(ABC):
             if self.strict:
                 raise RecordingError(message) from error
             self._ignored.add(name)
-            warn(f"{message}. It is left alone from now on; strict=True raises instead.")
+            warn(f"{message}. It is no longer recorded; strict=True raises instead.")
         finally:
             if watch is not None and started is not None:
                 watch.stop(started)
@@ -285,7 +285,7 @@ class Tap(ABC):
     def _warn_of_unknown(self, name: str, path: str, found: object, error: Exception | None) -> None:
         if type(found) not in self._unknown:
             self._unknown.add(type(found))
-            warn(f"{type(self).__name__} passes over {describe_unknown(name, path, found, error)}")
+            warn(f"{type(self).__name__} ignores {describe_unknown(name, path, found, error)}")
 
 
 def _checked(modules: object) -> dict[str, nn.Module]:
@@ -293,7 +293,8 @@ def _checked(modules: object) -> dict[str, nn.Module]:
     if isinstance(modules, Mapping) and all(isinstance(module, nn.Module) for module in modules.values()):
         return dict(modules)
     raise ArgumentError(
-        f"modules takes a mapping from names to modules, as Selection(...).resolve(model) gives it; got {modules!r:.80}"
+        "modules takes a mapping from names to modules, such as the result of Selection(...).resolve(model); "
+        f"got {modules!r:.80}"
     )
 
 

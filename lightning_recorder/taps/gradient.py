@@ -95,8 +95,8 @@ class GradientTap(Tap):
         if not self._warned:
             self._warned = True
             warn(
-                f"{type(self).__name__} follows {_MOST_NODES:,} operations of the graphs that there are at a time, and "
-                "records no gradients of further ones, since torch could not free longer graphs. Record fewer modules."
+                f"{type(self).__name__} follows {_MOST_NODES:,} operations of the living graphs, and "
+                "records no gradients beyond them, because torch cannot free longer graphs. Record fewer modules."
             )
         return False
 

@@ -85,7 +85,7 @@ class Accumulator(ABC):
                 self._load(state)
         except (ArgumentError, KeyError, RuntimeError) as error:
             raise ArgumentError(
-                f"the state has the parts {sorted(state)}, which are of another kind of reduction ({error})"
+                f"the state has the parts {sorted(state)}, which belong to another kind of reduction ({error})"
             ) from error
 
     @abstractmethod
@@ -116,7 +116,7 @@ def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget:
             "reduction takes a function of two arguments, a Reduction, a torchmetrics.Metric or None; "
             f"got {reduction!r}"
         )
-    check_callable("reduction", given, "before, new", " that returns what is kept, as functools.reduce does")
+    check_callable("reduction", given, "before, new", " that returns the new result, as in functools.reduce")
     return _FoldAccumulator(given)
 
 
@@ -145,7 +145,7 @@ class ByteBudget:
             self._has_warned = True
             warn(
                 f"a recorder without a reduction has kept {self.used:,} bytes, and a tensor of {nbytes:,} more would "
-                f"exceed max_bytes={self.max_bytes:,}: it keeps no further ones that do. Give it a reduction, or a "
+                f"exceed max_bytes={self.max_bytes:,}: further tensors that do are not kept. Give it a reduction, or a "
                 "greater max_bytes."
             )
         return False
@@ -241,7 +241,7 @@ class _ComputedAccumulator(Accumulator):
     def update(self, tensor: Tensor) -> bool:
         if self._replaced:
             raise ArgumentError(
-                "the result of the reduction was replaced, by apply() or an assignment: reset() begins anew"
+                "the result of the reduction was replaced, by apply() or an assignment: reset() starts again"
             )
         self._update(tensor)
         return True
@@ -356,5 +356,5 @@ def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, (Number, bool)):
         return torch.tensor(value)
     raise ArgumentError(
-        f"a {type(value).__name__} cannot be saved by name, only tensors and numbers can; apply() can make one of it"
+        f"a {type(value).__name__} cannot be saved by name; only tensors and numbers can. apply() can convert it"
     )

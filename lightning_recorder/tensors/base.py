@@ -305,7 +305,7 @@ class Recorder(ABC):
         if mkdir:
             folder.mkdir(*args, **kwargs)
         if not folder.is_dir():
-            raise FileNotFoundError(f"there is no folder {folder}; mkdir=True makes it")
+            raise FileNotFoundError(f"there is no folder {folder}; mkdir=True creates it")
         for index, data in enumerate(self):
             torch.save(data, folder / f"{index}.pt")
         save_recording(folder, self.state_dict(), type(self).__name__)

@@ -215,7 +215,7 @@ class TensorCapture:
         self._captured.unsupported.append(name)
         if not self._has_warned:
             self._has_warned = True
-            warn(f"{name!r} is not dumped, nor is what else is of {dtype}, which safetensors does not have")
+            warn(f"{name!r} is not dumped, nor are other tensors of {dtype}, which safetensors does not support")
 
 
 def _plain(name: str) -> str:

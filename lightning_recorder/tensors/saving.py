@@ -59,7 +59,7 @@ def load_recording(folder: Path, kind: str) -> dict[str, Any]:
             for recorded in paths.values():
                 recorded["state"] = {part: tensors[key] for part, key in recorded["state"].items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise DumpError(f"{_file(folder)} has no layout that fits its tensors: {error!r}") from error
+        raise DumpError(f"{_file(folder)} has metadata that do not match its tensors: {error!r}") from error
     return state
 
 

@@ -79,7 +79,7 @@ class SubRecorder:
         else:
             paths = ", ".join(map(repr, self._sites))
             raise ArgumentError(
-                f"the data of the module {self.name!r} are several: assign to one of them, by its path {paths}, or a "
+                f"module {self.name!r} has data for several tensors: assign to one of them, by its path {paths}, or a "
                 "dictionary with a value for each path"
             )
 
@@ -161,7 +161,7 @@ class SubRecorder:
 def _refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
     raise TypeError(
         "a recorder has one entry of data for each module, and one for each tensor of it: entries can be assigned but "
-        "not added or deleted. recorder.remove(…) removes a module, list(recorder.data) is a list of your own"
+        "not added or deleted. recorder.remove(…) removes a module, list(recorder.data) is an independent list"
     )
 
 

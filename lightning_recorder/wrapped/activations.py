@@ -48,7 +48,7 @@ class SavedOutput:
 
 
 def _warn_unknown(name: str, path: str, value: object, error: Exception | None) -> None:
-    warn(f"RecordedNet passes over {describe_unknown(name, path, value, error)}")
+    warn(f"RecordedNet ignores {describe_unknown(name, path, value, error)}")
 
 
 class OutputRecorder(CallWatch):

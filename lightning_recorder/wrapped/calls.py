@@ -83,7 +83,7 @@ def differences(labels: Mapping[Label, Call], calls: Sequence[Call]) -> str | No
         for (label, expected), found in zip(labels.items(), calls, strict=True)
         if expected != found
     )
-    return f"another order: where {label} {expected} was labelled, {found} was called"
+    return f"another order: {label} was {expected} when it was labeled, and now is {found}"
 
 
 def _shortened(entries: Sequence[str]) -> str:
@@ -223,7 +223,7 @@ def run_without_trace(
                 net(*args, **kwargs)
         except Exception as error:
             module, where = _raised_in(error, watch.modules) or (net, "the net itself")
-            message = f"the labelling run failed in {where} ({type(module).__name__}): {type(error).__name__}: {error}"
+            message = f"the labeling run failed in {where} ({type(module).__name__}): {type(error).__name__}: {error}"
             raise RecordingError(message) from error
         finally:
             snapshot.restore()

@@ -226,10 +226,10 @@ class RecordedNet(nn.Module):
     def _explain(self, entry: object) -> str:
         if isinstance(entry, str):
             if entry in named_submodules(self._net):
-                return f"module {entry!r} was not called when the net was labelled"
+                return f"module {entry!r} was not called when the net was labeled"
             known = list(dict.fromkeys(self.labels.values()))
             closest = difflib.get_close_matches(entry, known, n=3, cutoff=0.5) or known[1:4] or known
-            return f"no module is called {entry!r}; the closest names are {', '.join(map(repr, closest))}"
+            return f"there is no module {entry!r}; the closest names are {', '.join(map(repr, closest))}"
         last: dict[int, Label] = {}
         for label in sorted(self._calls):
             last[label[0]] = label
@@ -309,14 +309,14 @@ class RecordedNet(nn.Module):
             found = differences(self._calls, recording.calls)
             if found is not None:
                 raise FlowError(
-                    f"the net made other calls than when it was labelled: {found}. With force_static_flow=False only "
-                    "the recorded ones must be made."
+                    f"the net made other calls than when it was labeled: {found}. With force_static_flow=False only "
+                    "the recorded calls must occur."
                 )
         missed = [
             f"{label} {self._calls[label]}" for label in self._recording if self._calls[label] not in recording.ended
         ]
         if missed:
-            raise FlowError(f"recorded calls that were not made to their end: {', '.join(missed)}")
+            raise FlowError(f"recorded calls that did not finish: {', '.join(missed)}")
 
     @override
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

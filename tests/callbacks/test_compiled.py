@@ -223,7 +223,7 @@ def test_compiled_modules_can_be_left_out(how: str, backend: str, tmp_path: Path
     receipt = json.loads((tmp_path / "recorded" / "recorder" / "receipt.json").read_text())
     for group, names in (("activations", ENCODER), ("gradients", ENCODER)):
         why = {name: each.get("why") for name, each in receipt[group]["modules"].items()}
-        skipped = "compiled: skipped, as compiled='skip' says"
+        skipped = "compiled: skipped because of compiled='skip'"
         assert why == {"dropout": None, "head": None, **dict.fromkeys(names, skipped)}
 
 

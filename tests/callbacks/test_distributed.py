@@ -980,7 +980,7 @@ def test_a_recorder_that_fails_on_one_rank_costs_its_share(pair: Path, rank: int
 def test_ranks_that_do_not_record_the_same_are_not_merged(pair: Path, name: str, reason: str) -> None:
     """If the ranks' settings differ, or one has ``LIGHTNING_RECORDER=off``, rank 0 records alone and warns."""
     results, told = outcome(pair, name)
-    assert told == [[f"ActivationRecorder: statistics are those of rank 0 alone, since {reason}"], []]
+    assert told == [[f"ActivationRecorder: statistics are those of rank 0 only, because {reason}"], []]
     assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(STEPS), ROWS * 64)
     assert not [tag for tag in results[0]["scalars"] if "rank_mean" in tag]
 

@@ -193,8 +193,8 @@ def test_what_has_no_room_is_told_once(tmp_path: Path) -> None:
         trainer = fit(Classifier(), tmp_path, [dumper("dropout", "head", outputs=Outputs(max_bytes=8 * 10 * 4))])
     (message,) = told
     assert message == (
-        "TensorDumper: 1 tensors of step 0 are left out, 'dropout/out' is the first: a larger max_bytes, or fewer "
-        "samples, has room for them"
+        "TensorDumper: 1 tensors of step 0 are left out, the first is 'dropout/out': use a larger max_bytes or fewer "
+        "samples"
     )
     assert [(list(line["tensors"]), line["left_out"]) for line in lines_of(trainer)] == [
         (["head/out"], ["dropout/out"])
@@ -424,12 +424,15 @@ def test_a_fault_gives_the_trainer_its_checkpoint_io_back(tmp_path: Path) -> Non
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"tensors": "weights"}, "tensors takes some of 'inputs', 'outputs', 'input_gradients', 'output_gradients'"),
-    ({"tensors": []}, "tensors takes some of .*got none"),
-    ({"tensors": 3}, "tensors takes some of"),
-    ({"at": "records"}, "at takes some of 'checkpoints', 'steps', 'epochs'; got 'records'"),
-    ({"at": []}, "at takes some of"),
-    ({"at": True}, "at takes some of"),
+    (
+        {"tensors": "weights"},
+        "tensors must be one or more of 'inputs', 'outputs', 'input_gradients', 'output_gradients'",
+    ),
+    ({"tensors": []}, "tensors must be one or more of .*got none"),
+    ({"tensors": 3}, "tensors must be one or more of"),
+    ({"at": "records"}, "at must be one or more of 'checkpoints', 'steps', 'epochs'; got 'records'"),
+    ({"at": []}, "at must be one or more of"),
+    ({"at": True}, "at must be one or more of"),
     ({"samples": 0}, "samples must be an integer of at least 1"),
     ({"samples": 1.5}, "samples must be an integer"),
     ({"dtype": "int8"}, "dtype must be a floating-point type"),

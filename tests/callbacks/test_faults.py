@@ -340,7 +340,7 @@ def test_a_sink_that_raises_is_one_warning(
     recorder = made(ActivationRecorder, sink, sinks=[broken, sink])
     told = told_by(lambda: models.append(trained(tmp_path, [recorder])))
     assert len(told) == 1, told
-    assert f".{verb} failed, nothing more is written there: ZeroDivisionError: of ours" in told[0]
+    assert f".{verb} failed, and nothing more is written to it: ZeroDivisionError: of ours" in told[0]
     assert_unharmed(models[0], bare)
     assert shown(sink) == well(ActivationRecorder)
 
@@ -365,7 +365,7 @@ def test_a_logger_that_raises_is_one_warning(
     told = told_by(lambda: go(tmp_path, callbacks, **options))
     (message,) = told
     assert message == (
-        "MetricsSink(Deaf).write_scalars failed, nothing more is written there: ConnectionError: the server is gone"
+        "MetricsSink(Deaf).write_scalars failed, and nothing more is written to it: ConnectionError: the server is gone"
     )
     assert_unharmed(model, bare)
     assert shown(sink) == well(ActivationRecorder)
@@ -417,7 +417,7 @@ def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch
     models: list[Small] = []
     told = told_by(lambda: models.append(trained(tmp_path, [GraphRecorder(timeout_s=0.5)])))
     assert len(told) == 1
-    assert "graph.dot and graph.json, without a picture: Graphviz gave no picture, it was ended" in told[0]
+    assert "graph.dot and graph.json, without a picture: Graphviz produced no picture, it was ended" in told[0]
     assert_unharmed(models[0], bare)
     assert {path.name for path in (tmp_path / "recorder").iterdir()} == {"graph.dot", "graph.json"}
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]

@@ -391,12 +391,12 @@ def test_a_picture_that_cannot_be_laid_out_is_drawn_smaller(tmp_path: Path, monk
         ({"depth": 0}, "depth must be an integer of at least 1, got 0"),
         ({"max_nodes": "many"}, "max_nodes must be an integer of at least 1, got 'many'"),
         ({"direction": "up"}, "direction must be one of TB, LR, BT, RL, got 'up'"),
-        ({"formats": ["jpg"]}, "formats takes some of 'svg', 'png', 'pdf'; got 'jpg'"),
+        ({"formats": ["jpg"]}, "formats must be one or more of 'svg', 'png', 'pdf'; got 'jpg'"),
         ({"styler": 3}, "styler must be a GraphvizStyler, got 3"),
         ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
         ({"stage": "test"}, "stage must be one of train, validate, example, got 'test'"),
-        ({"name": ""}, "name must be that of a file, without a folder, got ''"),
-        ({"name": "../graph"}, "name must be that of a file, without a folder, got '../graph'"),
+        ({"name": ""}, "name must be a file name without a folder, got ''"),
+        ({"name": "../graph"}, "name must be a file name without a folder, got '../graph'"),
     ],
 )
 def test_wrong_arguments_raise_at_construction(arguments: dict[str, Any], message: str) -> None:

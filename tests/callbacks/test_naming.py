@@ -51,11 +51,11 @@ EQUAL: dict[str, tuple[Callable[[], list[Callback]], str]] = {
     ),
     "two graphs": (
         lambda: [GraphRecorder(), GraphRecorder(depth=1)],
-        "two GraphRecorder have the name 'graph': give each of them a name= of its own",
+        "two GraphRecorder have the name 'graph': give each of them its own name=",
     ),
     "equal names": (
         lambda: [ActivationRecorder("head", name="a"), ActivationRecorder("dropout", name="a")],
-        "two ActivationRecorder have the name 'a': give each of them a name= of its own",
+        "two ActivationRecorder have the name 'a': give each of them its own name=",
     ),
     "equal names of dumpers": (
         lambda: [TensorDumper("head", name="a"), TensorDumper("dropout", name="a")],

@@ -19,11 +19,11 @@ def is_large(seen: SiteStatistics) -> bool:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dumps": "steps"}, "dumps takes some of 'checkpoints', 'records', 'epochs'; got 'steps'"),
-        ({"dumps": "checkpoint"}, r"dumps takes some of .*: did you mean 'checkpoints'\?$"),
-        ({"dumps": []}, "dumps takes some of .*got none"),
-        ({"dumps": 1}, "dumps takes some of .*; True stands for 'checkpoints', False for none"),
-        ({"dumps": None}, "dumps takes some of"),
+        ({"dumps": "steps"}, "dumps must be one or more of 'checkpoints', 'records', 'epochs'; got 'steps'"),
+        ({"dumps": "checkpoint"}, r"dumps must be one or more of .*: did you mean 'checkpoints'\?$"),
+        ({"dumps": []}, "dumps must be one or more of .*got none"),
+        ({"dumps": 1}, "dumps must be one or more of .*; True stands for 'checkpoints', False for none"),
+        ({"dumps": None}, "dumps must be one or more of"),
         ({"dump_when": 3}, r"dump_when takes a function \(seen\) of the statistics of a site, got 3"),
         ({"dump_when": lambda: True}, r"dump_when takes a function .*takes \(\)"),
         ({"dump_when": "no.such.thing"}, "dump_when='no.such.thing' cannot be imported"),

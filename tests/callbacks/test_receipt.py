@@ -101,8 +101,10 @@ def why(about: dict[str, Any]) -> dict[str, str]:
 NEVER = "never called: no recorded step called it"
 WITHOUT_CALL = "bypassed: its parameters have a gradient, so .forward() or a function used them without a call"
 ATTENTION = "bypassed: nn.MultiheadAttention uses its parameters without calling it"
-NO_LOSS = "no gradient: what it returned took no part in the loss, or is no tensor"
-NO_STEP = "no step: no optimiser that stepped has its parameters, or another module that shares them has the record"
+NO_LOSS = "no gradient: its output was not used by the loss, or is not a tensor"
+NO_STEP = (
+    "no step: no optimizer that stepped has its parameters, or they are recorded for another module that shares them"
+)
 
 EXPECTED: dict[str, tuple[Any, dict[str, str]]] = {
     "activations": (
@@ -112,8 +114,8 @@ EXPECTED: dict[str, tuple[Any, dict[str, str]]] = {
             "head": "out",
             "bypassed": WITHOUT_CALL,
             "unused": NEVER,
-            "silent": "unsupported output: no tensor was found in what it returned",
-            "opaque": "unsupported output: no tensor was found in what it returned",
+            "silent": "unsupported output: its output has no tensors",
+            "opaque": "unsupported output: its output has no tensors",
             "detached": "out",
             "apart": "out",
             "attention": "out[0], out[1]",
@@ -130,7 +132,7 @@ EXPECTED: dict[str, tuple[Any, dict[str, str]]] = {
             "unused": NEVER,
             "silent": NO_LOSS,
             "opaque": NO_LOSS,
-            "detached": "no gradient: what it returned needs none",
+            "detached": "no gradient: its output does not require one",
             "apart": NO_LOSS,
             "attention": "out[0]",
             "attention.out_proj": ATTENTION,
@@ -148,13 +150,13 @@ EXPECTED: dict[str, tuple[Any, dict[str, str]]] = {
             "apart": "weight, bias",
             "attention": "in_proj_weight, in_proj_bias, out_proj.weight, out_proj.bias",
             "attention.out_proj": "shared: its parameters are recorded as those of attention",
-            "frozen": "frozen: no parameter of its own requires a gradient",
+            "frozen": "frozen: none of its own parameters requires a gradient",
         },
     ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.* passes over:lightning_recorder.RecorderWarning")
+@pytest.mark.filterwarnings("ignore:.* ignores:lightning_recorder.RecorderWarning")
 @pytest.mark.parametrize("label", EXPECTED)
 def test_every_module_has_its_reason(label: str, tmp_path: Path) -> None:
     """Each selected module has its tensors or a reason, unless it cannot have what is recorded, such as parameters."""
@@ -194,7 +196,7 @@ def test_a_compiled_module_that_is_left_out_has_its_reason(tmp_path: Path) -> No
     model = small()
     model.encoder.compile(backend="eager")
     go(tmp_path, [ActivationRecorder(["encoder", "encoder.1", "head"], compiled="skip")], model=model)
-    reason = "compiled: skipped, as compiled='skip' says"
+    reason = "compiled: skipped because of compiled='skip'"
     assert why(receipt(tmp_path, "activations")) == {"head": "out", "encoder": reason, "encoder.1": reason}
     torch._dynamo.reset()
 
@@ -376,8 +378,8 @@ class Changing(Small):
 
 
 LATE = "there was none in the 20 records before"
-UNGRADED = "what it returns needs no gradient any more"
-STOPPED = "no record of 4 modules of stops.* after step 9: not called any more"
+UNGRADED = "its output no longer requires a gradient"
+STOPPED = "no record of 4 modules of stops.* after step 9: no longer called"
 CHANGES: dict[str, tuple[Any, list[str]]] = {
     "activations": (ActivationRecorder, [f"first record of late at step 20, {LATE}", STOPPED]),
     "gradients": (
@@ -394,7 +396,7 @@ CHANGES: dict[str, tuple[Any, list[str]]] = {
         [
             f"first gradient of late.weight and late.bias at step 20, {LATE}",
             "no gradient of encoder.1.weight and encoder.1.bias after step 9: frozen, requires_grad is False",
-            "no gradient of 8 parameters of stops.* after step 9: no backward pass reaches it any more",
+            "no gradient of 8 parameters of stops.* after step 9: backward passes no longer reach it",
         ],
     ),
 }

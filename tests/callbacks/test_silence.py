@@ -57,14 +57,14 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
     "an interval of 0": (
         lambda: ActivationRecorder(every_n_train_steps=0),
         {},
-        "ActivationRecorder recorded nothing: every_n_train_steps=0 records no step. Give a number of at least 1.",
+        "ActivationRecorder recorded nothing: every_n_train_steps=0 records no step. Pass a number of at least 1.",
     ),
     "no validation loader": (
         lambda: ActivationRecorder(stages=["validate"]),
         {},
         (
             "ActivationRecorder recorded nothing: the fit had no validation. "
-            "Give it a validation loader and a validation_step."
+            "Add a validation loader and a validation_step."
         ),
     ),
     "no validation loader beside the training": (
@@ -72,14 +72,14 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
         {},
         (
             "ActivationRecorder recorded nothing in the validation: the fit had no validation. "
-            "Give it a validation loader and a validation_step."
+            "Add a validation loader and a validation_step."
         ),
     ),
     "only the sanity check": (
         lambda: ActivationRecorder(stages=["validate"]),
         {"validation": True, "check_val_every_n_epoch": 2},
         (
-            "ActivationRecorder recorded nothing: the fit ran no validation but the sanity check "
+            "ActivationRecorder recorded nothing: the fit ran no validation except the sanity check "
             "(check_val_every_n_epoch=2, val_check_interval=1.0). Validate more often, or train for longer."
         ),
     ),
@@ -96,7 +96,7 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
     "a function that is never true": (
         lambda: ParameterRecorder(schedule=Schedule(when=lambda step: False)),
         {},
-        f"ParameterRecorder recorded nothing: when= was true of none of the steps that were due. {LATER}",
+        f"ParameterRecorder recorded nothing: when= was not true for any step that was due. {LATER}",
     ),
     "no batches": (
         ActivationRecorder,
@@ -114,10 +114,7 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
     "a graph of a validation that is not there": (
         lambda: GraphRecorder(stage="validate"),
         {},
-        (
-            "GraphRecorder recorded no graph: the fit had no validation. "
-            "Give it a validation loader and a validation_step."
-        ),
+        ("GraphRecorder recorded no graph: the fit had no validation. Add a validation loader and a validation_step."),
     ),
     "dumps of tensors without checkpoints": (
         TensorDumper,
@@ -132,10 +129,7 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
     "no tensor to dump": (
         lambda: TensorDumper("encoder.0", tensors="output_gradients", at="steps"),
         {},
-        (
-            "TensorDumper wrote no tensors: the selected modules gave none of the tensors that were asked for. "
-            "Select others."
-        ),
+        ("TensorDumper wrote no tensors: the selected modules produced none of the requested tensors. Select others."),
     ),
     "no step to dump": (
         lambda: TensorDumper(schedule=Schedule(step_window=(50, 60))),
@@ -181,7 +175,7 @@ def test_what_was_asked_for_is_said_without_a_warning(says: Says, tmp_path: Path
 def test_the_switch_is_said_once(says: Says, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the environment switches recording off, only the first recorder reports it."""
     monkeypatch.setenv("LIGHTNING_RECORDER", "off")
-    line = "LIGHTNING_RECORDER=off in the environment: the recorders record nothing"
+    line = "LIGHTNING_RECORDER=off in the environment: nothing is recorded"
     assert says(run(tmp_path, ActivationRecorder(), GraphRecorder(), TensorDumper())) == ([], [line])
 
 
@@ -329,7 +323,7 @@ def test_an_evaluation_without_a_tensor_says_so(says: Says, tmp_path: Path) -> N
             self(batch[0])
 
     message = (
-        "ActivationRecorder recorded nothing: the selected modules gave no tensor in the validation. Select others."
+        "ActivationRecorder recorded nothing: the selected modules produced no tensor in the validation. Select others."
     )
     recorder = ActivationRecorder("head", stages="validate")
     assert says(run(tmp_path, recorder, model=Training(), validation=True)) == ([message], [])

@@ -268,7 +268,7 @@ def test_latest_keeps_the_last_record_after_the_fit(tmp_path: Path) -> None:
 
 
 def test_nan_and_inf_are_counted_and_shown_from_then_on(tmp_path: Path) -> None:
-    """Counts of NaN and infinities appear with the first of them, and finite values keep their statistics."""
+    """Counts of NaN and infinities appear with the first, and finite values keep their statistics."""
 
     class Diverging(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -399,7 +399,7 @@ def test_a_model_without_submodules_is_a_warning(tmp_path: Path) -> None:
         ({"sinks": [MemorySink]}, r"sinks takes Sink instances, got the class MemorySink: write MemorySink\(\)"),
         ({"sinks": ["memory"]}, "sinks takes Sink instances, got 'memory'"),
         ({"statistics": ["histogram"]}, "got 'histogram': histograms=True or False chooses"),
-        ({"statistics": ["median"]}, "statistics takes some of count, mean, .*; got 'median'"),
+        ({"statistics": ["median"]}, "statistics must be one or more of count, mean, .*; got 'median'"),
         ({"sinks": MemorySink()}, r"write sinks=\[MemorySink"),
     ],
 )
@@ -617,7 +617,7 @@ def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"extra": [Extrema()]}, "two of the reductions give 'min', 'max': leave one of them out"),
+        ({"extra": [Extrema()]}, "two reductions have the statistics 'min', 'max': remove one of them"),
         ({"extra": None}, "extra takes a list, got None"),
         ({"statistics": 0.5}, "statistics takes a list, got 0.5"),
         ({"extra": [Extrema]}, r"got the class Extrema: write Extrema\(\)"),
@@ -665,7 +665,7 @@ def test_a_strict_error_takes_no_other_exceptions_place(tmp_path: Path) -> None:
 
     recorder = ActivationRecorder(every_n_train_steps=2, sinks=[Slow()], strict=True)
     with (
-        pytest.warns(RecorderWarning, match="could not write all that it had recorded: OSError: disk full"),
+        pytest.warns(RecorderWarning, match="could not write all of its records: OSError: disk full"),
         pytest.raises(ValueError, match="of the user"),
     ):
         fit(Broken(), tmp_path, [recorder], logger=False)

@@ -78,7 +78,7 @@ def test_ls_of_what_is_damaged(tmp_path: Path) -> None:
         file.write("text\n")
     said = run("ls", tmp_path)
     assert said.status == 0
-    assert "  activations: 1 damaged lines were passed over\n" in said.out
+    assert "  activations: 1 damaged lines were skipped\n" in said.out
     assert "  other: " in said.out
     assert "graph.json is no graph of ours" in said.out
 
@@ -233,7 +233,7 @@ def test_graph_with_the_colours_of_a_statistic(arguments: list[str], step: int, 
         (["version_1"], "has no graph.json"),
         (["."], "there are 2 runs; choose one of 'version_0', 'version_1'"),
         (["version_0", "--depth", "0"], "depth must be an integer of at least 1"),
-        (["version_0", "--format", "png", "--output", "x.svg"], "say two different things"),
+        (["version_0", "--format", "png", "--output", "x.svg"], "contradict each other"),
     ],
 )
 def test_graph_errors(arguments: list[str], message: str, runs: Path) -> None:
@@ -246,9 +246,9 @@ def test_graph_errors(arguments: list[str], message: str, runs: Path) -> None:
 def test_diff_of_equal_runs(runs: Path) -> None:
     """A run compared with itself is the same, with exit status 0."""
     said = run("diff", runs / "version_0", runs / "version_0")
-    assert (said.status, said.out.splitlines()[2:]) == (0, ["the same to the bit in all 4 steps"])
+    assert (said.status, said.out.splitlines()[2:]) == (0, ["bitwise equal in all 4 steps"])
     exact = run("diff", "--exact", runs / "version_0", runs / "version_0")
-    assert (exact.status, exact.out.splitlines()[2:]) == (0, ["the same to the bit, histograms too, in all 4 steps"])
+    assert (exact.status, exact.out.splitlines()[2:]) == (0, ["bitwise equal, histograms too, in all 4 steps"])
 
 
 def test_diff_of_one_weight(runs: Path) -> None:
@@ -279,7 +279,7 @@ def test_diff_within_the_tolerance(tmp_path: Path) -> None:
     write_simple(tmp_path / "a", {0: 1.0, 1: 1.0})
     write_simple(tmp_path / "b", {0: 1.0, 1: 1.0 + 2**-50})
     said = run("diff", tmp_path / "a", tmp_path / "b")
-    told = f"the same in all 2 steps, not to the bit: from step 1, fc (activations, rms 1 vs {1 + 2**-50!r})"
+    told = f"the same in all 2 steps, but not bitwise from step 1, fc (activations, rms 1 vs {1 + 2**-50!r})"
     assert (said.status, said.out.splitlines()[2]) == (0, told.replace(repr(1 + 2**-50), f"{1 + 2**-50:.17g}"))
     assert run("diff", tmp_path / "a", tmp_path / "b", "--exact").status == 1
     assert run("diff", tmp_path / "a", tmp_path / "b", "--rtol", "0", "--atol", "0").status == 1
@@ -293,7 +293,7 @@ def test_diff_of_what_only_one_has(tmp_path: Path) -> None:
     said = run("diff", tmp_path / "a", tmp_path / "b")
     assert said.status == 1
     assert said.out.splitlines()[2:] == [
-        "the same to the bit in all 1 steps that both have",
+        "bitwise equal in all 1 steps that both have",
         "",
         "recorders only in A: gradients",
         "steps (activations) only in A: 1, 2, 3, 4, 5, 6, 7, 8 and 3 more",

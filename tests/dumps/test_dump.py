@@ -263,7 +263,7 @@ def test_a_damaged_file(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write_dump(path, {"fc/mean": torch.arange(100.0)}, {})
     path.write_bytes(_damage(path.read_bytes())[kind])
-    with pytest.raises(DumpError, match=r"a\.safetensors is no readable safetensors file"):
+    with pytest.raises(DumpError, match=r"a\.safetensors is not a readable safetensors file"):
         read_dump(path)
 
 

@@ -337,7 +337,7 @@ def test_saving(name: str, magic: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["graph", ".svg", "graph."])
 def test_saving_without_a_format(name: str, tmp_path: Path) -> None:
     """A name without a suffix is rejected, an unknown format is an error of Graphviz, and nothing is written."""
-    with pytest.raises(ArgumentError, match=r"the name of a picture ends with its format, as in graph\.svg; got"):
+    with pytest.raises(ArgumentError, match=r"the name of a picture must end with its format, such as graph\.svg; got"):
         draw(small(), X).save(tmp_path / name)
     with pytest.raises(RenderError, match="txt"):
         draw(small(), X).save(tmp_path / "graph.txt")

@@ -203,7 +203,7 @@ def test_no_name_leads_out_of_the_directory(filename: str, by_name: bool, tmp_pa
     """A name that is a path on any system is rejected before the model runs, and nothing is written."""
     calls: list[Any] = []
     net, folder = Net(lambda _, x: calls.append(x)), tmp_path / "here"
-    with pytest.raises(ArgumentError, match="filename, by default the name, is that of a file in the directory; got"):
+    with pytest.raises(ArgumentError, match="filename must be a file name without a folder; got"):
         render_network(net, filename if by_name else "net", (2, 4), folder, None if by_name else filename)
     assert (calls, list(tmp_path.iterdir())) == ([], [])
 
@@ -220,7 +220,7 @@ def test_odd_names_are_names(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fmt", ["", ".svg", "svg/../../x", "svg:cairo", "s v g"])
 def test_formats_are_one_word(fmt: str, tmp_path: Path) -> None:
     """A format that is not a suffix is rejected, one unknown to Graphviz is its error, and nothing is written."""
-    with pytest.raises(ArgumentError, match="fmt is a format of Graphviz, as svg, png or pdf; got"):
+    with pytest.raises(ArgumentError, match="fmt must be a format of Graphviz, such as svg, png or pdf; got"):
         render_network(small(), "net", (2, 4), tmp_path, fmt=fmt)
     with pytest.raises(RenderError, match="exe"):
         render_network(small(), "net", (2, 4), tmp_path, fmt="exe")

@@ -225,7 +225,7 @@ def test_no_renderer(no_dot: None, document: Path, scratch: Path, monkeypatch: p
 def test_a_dot_that_fails(dot: Callable[[str], None], document: Path, scratch: Path) -> None:
     """If the renderer fails, the error has the end of its output, and no picture appears, not even a finished one."""
     dot('#!/bin/sh\necho half > "${2#-o}"\necho "out of ideas" >&2\nexit 3\n')
-    with pytest.raises(RenderError, match=r"^Graphviz gave no picture, it failed: out of ideas$"):
+    with pytest.raises(RenderError, match=r"^Graphviz produced no picture, it failed: out of ideas$"):
         Layout(document, ("svg", "png")).finish()
     assert [path.name for path in document.parent.iterdir()] == ["graph.dot"]
     assert list(scratch.iterdir()) == []
@@ -242,7 +242,7 @@ def test_a_dot_that_says_too_much(dot: Callable[[str], None], document: Path) ->
 def test_a_dot_that_makes_nothing(dot: Callable[[str], None], document: Path) -> None:
     """A renderer that exits successfully without a picture has failed."""
     dot("#!/bin/sh\nexit 0\n")
-    with pytest.raises(RenderError, match=r"^Graphviz gave no picture, it failed$"):
+    with pytest.raises(RenderError, match=r"^Graphviz produced no picture, it failed$"):
         Layout(document, ("svg",)).finish()
 
 
@@ -274,7 +274,8 @@ def test_a_dot_that_hangs(dot: Callable[[str], None], document: Path, scratch: P
     running = int(wait_for(pid))
     assert is_alive(running)
     with pytest.raises(
-        RenderError, match=r"^Graphviz gave no picture, it was ended, having 1.5 s at most; a smaller view takes less$"
+        RenderError,
+        match=r"^Graphviz produced no picture, it was ended, having 1.5 s at most; a smaller view takes less$",
     ):
         layout.finish()
     assert not is_alive(running)

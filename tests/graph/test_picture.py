@@ -78,7 +78,7 @@ def test_every_attempt_is_smaller(large: Graph, tmp_path: Path, monkeypatch: pyt
     )
     _fake_dot(tmp_path, monkeypatch, script)
     picture = GraphPicture(large, tmp_path / "graph.dot", ("svg",))
-    with pytest.raises(RenderError, match="Graphviz gave no picture, it failed"):
+    with pytest.raises(RenderError, match="Graphviz produced no picture, it failed"):
         picture.finish()
     sizes = [int(line) for line in log.read_text().split()]
     assert len(sizes) == 3

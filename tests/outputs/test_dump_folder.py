@@ -105,7 +105,7 @@ def test_without_a_folder_there_are_dumps_beside_checkpoints_alone(tmp_path: Pat
     with pytest.warns(RecorderWarning) as told:
         assert [dumps.write(content(step), "step") for step in range(3)] == [None] * 3
     assert [str(each.message) for each in told] == [
-        "the dumper writes no dumps but those beside checkpoints, since the run has no folder"
+        "the dumper writes only dumps beside checkpoints, because the run has no folder"
     ]
     dumps.write_beside(content(), tmp_path / "a.ckpt")
     assert files(tmp_path) == ["a.tensors.safetensors"]

@@ -120,7 +120,7 @@ def test_large_maps_are_averaged_until_they_are_small_enough() -> None:
         (feature_maps, np.ones((3, 3)), r"\[channels, height, width\] or \[batch, .*\], got \[3, 3\]"),
         (attention_maps, np.ones(3), r"\[heads, queries, keys\] or \[batch, .*\], got \[3\]"),
         (kernels, np.ones((2, 3, 4)), r"\[out, in, height, width\] .*, got \[2, 3, 4\]"),
-        (kernels, np.ones((2, 7)), r"\[out, 7\], which is no square picture; give its shape"),
+        (kernels, np.ones((2, 7)), r"\[out, 7\], which is not a square picture; give its shape"),
         (feature_maps, torch.ones(1, 2, 2, dtype=torch.complex64), r"numbers \[channels"),
     ],
 )

@@ -191,7 +191,7 @@ def test_a_recorder_or_stage_alone(tmp_path: Path) -> None:
     assert {each.first.recorder for each in found.sites} == {"gradients"}
     with pytest.raises(ArgumentError, match="neither run has the recorder 'x'; there are 'activations', 'gradients'"):
         compare(one, other, recorder="x")
-    with pytest.raises(ArgumentError, match="neither run has recorded the stage 'test'"):
+    with pytest.raises(ArgumentError, match="neither run recorded the stage 'test'"):
         compare(one, other, stage="test")
     with pytest.raises(ArgumentError, match="rtol must be a number of at least 0"):
         compare(one, other, Tolerance(rtol=-1.0))

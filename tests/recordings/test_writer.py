@@ -24,7 +24,7 @@ from tests.disks import files_up_to
 
 def lines(path: Path) -> list[Any]:
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="ascii").splitlines()]
 

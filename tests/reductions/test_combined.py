@@ -330,9 +330,9 @@ def test_a_refused_tensor_is_refused() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([Extrema(), Extrema()], "two of the reductions give 'min', 'max': leave one of them out"),
-        ([Combined([Norms()]), Norms()], "two of the reductions give 'abs_max', 'l1_norm', 'l2_norm'"),
-        ([BatchMean(0), BatchMean(1)], "two of the reductions give 'batch_mean'"),
+        ([Extrema(), Extrema()], "two reductions have the statistics 'min', 'max': remove one of them"),
+        ([Combined([Norms()]), Norms()], "two reductions have the statistics 'abs_max', 'l1_norm', 'l2_norm'"),
+        ([BatchMean(0), BatchMean(1)], "two reductions have the statistics 'batch_mean'"),
         ([], "at least one reduction is needed, got none"),
         ([Extrema], "reductions are instances of Reduction, got the class Extrema: write Extrema()"),
         (Extrema, "reductions are instances of Reduction, got the class Extrema: write Extrema()"),

@@ -87,7 +87,7 @@ def test_without_values_a_quantile_is_nan(share: float) -> None:
 @pytest.mark.parametrize("share", [-0.01, 1.01, NAN, 50])
 def test_a_share_beyond_one_is_refused(share: float) -> None:
     """A share that is not between 0 and 1, such as a percentage, is rejected."""
-    with pytest.raises(ArgumentError, match=r"^a quantile has a share between 0 and 1, got "):
+    with pytest.raises(ArgumentError, match=r"^a quantile is a fraction between 0 and 1, got "):
         plain([0, 1], [1]).quantile(share)
 
 

@@ -231,7 +231,7 @@ def test_a_sparse_tensor_has_the_shape_of_the_dense_one() -> None:
 def test_a_huge_sparse_tensor_is_refused(shape: tuple[int, ...]) -> None:
     """A sparse tensor whose dense copy would take a gibibyte or more is rejected with an error that names its shape."""
     sparse = torch.sparse_coo_tensor(torch.zeros(len(shape), 1, dtype=torch.int64), torch.ones(1), shape)
-    named = rf"^a sparse tensor of {'×'.join(map(str, shape))} would be made dense to be reduced; leave it out$"
+    named = rf"^a sparse tensor of {'×'.join(map(str, shape))} would become dense; exclude it$"
     for statistics in (Statistics(), Extrema()):
         before = statistics.state.tolist()
         with pytest.raises(ArgumentError, match=named):

@@ -19,7 +19,7 @@ from tests.sinks.samples import graph, histogram, picture
 
 def lines(path: Path) -> list[Any]:
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
 

@@ -94,7 +94,7 @@ def test_a_sink_that_fails_is_told_once_and_left_out() -> None:
         assert [write_all(step) for step in (1, 2, 3)] == [True, True, True]
     (warning,) = told
     assert str(warning.message) == (
-        "Broken.write_scalars failed, nothing more is written there: ConnectionError: no write_scalars"
+        "Broken.write_scalars failed, and nothing more is written to it: ConnectionError: no write_scalars"
     )
     assert broken.calls == ["write_text", "flush", "write_scalars"]
     assert memory.scalars == {"a": {1: 1.0, 2: 2.0, 3: 3.0}}

@@ -184,7 +184,9 @@ def test_a_fault_costs_its_statistic_and_strict_raises() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with (
         OptimizerRecorder({"0": net[0]}, [optimizer], extra=[Refusing()]) as recorder,
-        pytest.warns(RecorderWarning, match=r"Refusing\(\) could not take 'weight' of module '0': ValueError: refused"),
+        pytest.warns(
+            RecorderWarning, match=r"Refusing\(\) does not support 'weight' of module '0': ValueError: refused"
+        ),
     ):
         step(net, optimizer, 0)
     assert recorder.collect()[Site("0", "weight")].scalars["count"] == 12
@@ -196,7 +198,10 @@ def test_a_fault_costs_its_statistic_and_strict_raises() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"parts": ["weights"]}, "parts takes some of 'values', 'gradients', 'updates', 'moments'; got 'weights'"),
+        (
+            {"parts": ["weights"]},
+            "parts must be one or more of 'values', 'gradients', 'updates', 'moments'; got 'weights'",
+        ),
         ({"parts": []}, "got none"),
         ({"optimizers": ["adam"]}, "optimizers takes torch.optim.Optimizer instances, got 'adam'"),
     ],

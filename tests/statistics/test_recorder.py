@@ -375,7 +375,7 @@ def test_an_extra_that_a_tensor_does_not_suit_costs_itself_alone() -> None:
     recorder = StatisticsRecorder(modules, extra=[BatchMean(), Norms()])
     with recorder:
         net(torch.ones(2, 3))
-        with pytest.warns(RecorderWarning, match=r"BatchMean\(.*\) could not take 'out' of module 'a'") as told:
+        with pytest.warns(RecorderWarning, match=r"BatchMean\(.*\) does not support 'out' of module 'a'") as told:
             net(torch.ones(2, 4))
         net(torch.ones(2, 4))
     assert len(told) == 1
@@ -439,10 +439,10 @@ class Own(Reduction):
         ("sum", r"summarize must give a number for each site, .*wrong is \['own'\]"),
         ("number", r"summarize must take several states at once"),
         ("name", r"Own.summarize gives \['another'\], its statistics are \['own'\]"),
-        ("float32", r"Own.initial must give float64 of shape \(2,\), got torch.float32"),
-        ("width", r"Own.initial must give float64 of shape \(2,\), got torch.float64 of shape \(3,\)"),
-        ("ones", "is merged by adding, so it begins with zeros, or else has its own merge_states"),
-        ("merge", "is merged by adding, so it begins with zeros, or else has its own merge_states"),
+        ("float32", r"Own.initial must return float64 of shape \(2,\), got torch.float32"),
+        ("width", r"Own.initial must return float64 of shape \(2,\), got torch.float64 of shape \(3,\)"),
+        ("ones", "is merged by addition, so its initial state must be zero, or it must override merge_states"),
+        ("merge", "is merged by addition, so its initial state must be zero, or it must override merge_states"),
     ],
 )
 def test_a_reduction_that_breaks_the_contract_is_refused(fault: str, told: str) -> None:
@@ -462,7 +462,9 @@ def test_a_reduction_that_cannot_be_summarised_costs_itself_alone() -> None:
             with pytest.raises(ZeroDivisionError, match="of theirs"):
                 recorder.collect()
         else:
-            with pytest.warns(RecorderWarning, match=r"Own\(.*\) is left out, its summarize failed: ZeroDivisionError"):
+            with pytest.warns(
+                RecorderWarning, match=r"Own\(.*\) is left out, because its summarize failed: ZeroDivisionError"
+            ):
                 found = recorder.collect()[Site("m", "out")].scalars
             assert ("own" in found, found["l1_norm"]) == (False, 2.0)
             recorder.collect()  # a second warning would be an error

@@ -414,7 +414,7 @@ def test_a_fault_is_one_warning_that_names_the_module(kind: type[Tap]) -> None:
     with pytest.warns(RecorderWarning) as told, tap:
         module(x).backward()
     assert [str(warning.message) for warning in told] == [
-        f"{message}. It is left alone from now on; strict=True raises instead."
+        f"{message}. It is no longer recorded; strict=True raises instead."
     ]
     for _ in range(2):
         with tap:
@@ -974,7 +974,7 @@ class Gives(nn.Module):
 def test_an_unknown_object_is_told_once(kind: type[Tap]) -> None:
     """Tensors in objects of an unknown class cause one warning that names class, path, module and a solution."""
     module = Gives()
-    message = "passes over the tensors inside the Opaque at 'out' of module 'm'; register_container can name them."
+    message = "ignores the tensors inside the Opaque at 'out' of module 'm'; register_container can name them."
     tap = kind({"m": module}, fail)
     with pytest.warns(RecorderWarning) as told, tap:
         steps(module, torch.ones(2, requires_grad=True))

@@ -209,7 +209,7 @@ def test_a_graph_that_torch_could_not_free_is_left_alone(tap: str, calls: bool, 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     count, told = done.stdout.strip().split(maxsplit=1)
     assert int(count) == (2 * recorded if backward else 0)
-    assert told.startswith(f"['{tap} follows 20,000 operations of the graphs that there are at a time")
+    assert told.startswith(f"['{tap} follows 20,000 operations of the living graphs")
     assert told.count(tap) == 1
 
 

@@ -277,5 +277,5 @@ def test_a_result_that_was_replaced_takes_nothing_more(reduction: Any) -> None:
     """After the result of a Reduction or a Metric was replaced, another tensor raises an error with the remedy."""
     store = keep(reduction, BATCHES)
     store.replace(1)
-    with pytest.raises(ArgumentError, match=r"replaced, by apply\(\) or an assignment: reset\(\) begins anew"):
+    with pytest.raises(ArgumentError, match=r"replaced, by apply\(\) or an assignment: reset\(\) starts again"):
         store.update(BATCHES[0])

@@ -449,8 +449,7 @@ def test_left_out_tensors_are_told_once_and_kept_in_the_manifest(tmp_path: Path)
         dumps.wait()
     (message,) = told
     assert message == (
-        "the dumper: 2 tensors of step 0 are left out, 'b/out' is the first: a larger max_bytes, or fewer samples, has "
-        "room for them"
+        "the dumper: 2 tensors of step 0 are left out, the first is 'b/out': use a larger max_bytes or fewer samples"
     )
     assert [line["left_out"] for line in read_manifest(tmp_path)] == [["b/out", "c/out"]] * 2
 

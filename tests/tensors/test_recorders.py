@@ -454,7 +454,9 @@ def test_apply_of_a_reduction_ends_it() -> None:
     recorder = ForwardOutput(reduction=RunningMoments).modules(net)
     net(torch.tensor([1.0, 3.0]))
     recorder.apply(lambda data: float(data["mean"]))
-    with pytest.warns(RecorderWarning, match=r"module '' at 'out': .*replaced, by apply\(\) .*: reset\(\) begins anew"):
+    with pytest.warns(
+        RecorderWarning, match=r"module '' at 'out': .*replaced, by apply\(\) .*: reset\(\) starts again"
+    ):
         net(torch.ones(1))
     assert recorder[0] == 2.0
 
@@ -533,7 +535,7 @@ def test_names_that_look_alike_in_a_file_stay_apart(name: str, tmp_path: Path) -
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     """Saving to a missing folder raises an error with the remedy; arguments of mkdir are passed on."""
     recorder = ForwardPre().children(network())
-    with pytest.raises(FileNotFoundError, match="mkdir=True makes it"):
+    with pytest.raises(FileNotFoundError, match="mkdir=True creates it"):
         recorder.save(tmp_path / "a" / "b")
     recorder.save(tmp_path / "a" / "b", mkdir=True, parents=True)
     with pytest.raises(FileExistsError):
@@ -575,7 +577,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="saved by a ForwardPre, and cannot be loaded by a ForwardOutput"):
         ForwardOutput().children(net).load(tmp_path / "x")
     for reduction in (RunningMoments, torchmetrics.MeanMetric):
-        with pytest.raises(ArgumentError, match=r"parts \['0'\], which are of another kind of reduction"):
+        with pytest.raises(ArgumentError, match=r"parts \['0'\], which belong to another kind of reduction"):
             ForwardPre(reduction=reduction).children(net).load(tmp_path / "x")
 
 

@@ -145,7 +145,7 @@ def test_a_module_that_is_never_called_has_no_label() -> None:
     x = torch.rand(1, 3, 4)
     wrapped = RecordedNet(attention, input_data=(x, x, x))
     assert dict(wrapped.labels) == {(0, 1): ""}
-    with pytest.raises(ArgumentError, match=r"^module 'out_proj' was not called when the net was labelled$"):
+    with pytest.raises(ArgumentError, match=r"^module 'out_proj' was not called when the net was labeled$"):
         wrapped.record("out_proj")
     wrapped.record("")
     output, weights = wrapped(x, x, x)
@@ -464,7 +464,7 @@ def test_another_order_is_refused() -> None:
     net.plan = "ab"
     wrapped = wrap(net, "head")
     net.plan = "ba"
-    with pytest.raises(FlowError, match=r": another order: where \(1, 1\) 'a' was labelled, 'b' was called\. "):
+    with pytest.raises(FlowError, match=r": another order: \(1, 1\) was 'a' when it was labeled, and now is 'b'\. "):
         wrapped(X)
 
 
@@ -481,7 +481,7 @@ def test_dynamic_flow_is_matched_by_module_and_number() -> None:
     assert torch.equal(tensor(wrapped, (1, 2)), second)
     assert torch.equal(tensor(wrapped, (1, 3)), output)
     net.plan = "abb"
-    with pytest.raises(FlowError, match=r"^recorded calls that were not made to their end: \(1, 2\) 'a' \(call 2\)$"):
+    with pytest.raises(FlowError, match=r"^recorded calls that did not finish: \(1, 2\) 'a' \(call 2\)$"):
         wrapped(X)
     assert wrapped.activations == {}
 
@@ -830,12 +830,12 @@ def test_a_labelling_that_raises_names_the_module() -> None:
     """An error of the net becomes one that names the module that raised, and there are no side effects either."""
     net = nn.Sequential(noisy(), nn.Sequential(nn.Tanh(), nn.Linear(3, 2)))
     before = state_of(net)
-    message = r"^the labelling run failed in module '1\.1' \(Linear\): RuntimeError: mat1 and mat2 shapes"
+    message = r"^the labeling run failed in module '1\.1' \(Linear\): RuntimeError: mat1 and mat2 shapes"
     with pytest.raises(RecordingError, match=message) as raised:
         RecordedNet(net, input_size=(3, 5))
     assert isinstance(raised.value.__cause__, RuntimeError)
     assert state_of(net) == before
-    with pytest.raises(RecordingError, match=r"^the labelling run failed in the net itself \(Linear\): TypeError"):
+    with pytest.raises(RecordingError, match=r"^the labeling run failed in the net itself \(Linear\): TypeError"):
         RecordedNet(nn.Linear(2, 2), input_data=(X, X))
 
 
@@ -1313,9 +1313,7 @@ class Opaque(nn.Module):
 def test_an_output_of_an_unknown_class_is_told() -> None:
     """A recorded output whose tensors cannot be found causes a warning that names it."""
     wrapped = wrap(Opaque(), "")
-    with pytest.warns(
-        RecorderWarning, match="RecordedNet passes over the tensors inside the Result at 'out' of module ''"
-    ):
+    with pytest.warns(RecorderWarning, match="RecordedNet ignores the tensors inside the Result at 'out' of module ''"):
         wrapped(X)
     assert wrapped.activations == {(0, 1): {}}
 

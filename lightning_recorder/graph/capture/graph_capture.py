@@ -113,7 +113,7 @@ class GraphCapture:
 
     def __enter__(self) -> Self:
         if self._mode is not None:
-            raise RecordingError("this capture is entered already: make one for each block that is recorded")
+            raise RecordingError("this capture is already active: create one for each block to record")
         self._thread = threading.get_ident()
         if self._eager:
             self._stance.hold()
@@ -135,7 +135,7 @@ class GraphCapture:
         self._recording.name_modules(self.module)
         # If torch._dynamo is not imported, nothing is compiled yet.
         if not self._eager and not observe_compiled_calls(self._enter_compiled) and self._left_out:
-            raise RecordingError("this release of torch does not show when compiled code is called")
+            raise RecordingError("this version of torch does not report calls of compiled code")
         self._put_on_hooks()
 
     def _put_on_hooks(self) -> None:
@@ -227,7 +227,7 @@ class GraphCapture:
             self._active = False
             self._broken = True
             self.stop()
-            warn(f"the graph could not be recorded to its end: {describe_error(error)}")
+            warn(f"the graph is incomplete: {describe_error(error)}")
             return None
 
     def _is_part(self, module: nn.Module) -> bool:

@@ -46,7 +46,9 @@ class BaseRenderer(ABC, Generic[Canvas]):
     def __init__(self, graph: Graph) -> None:
         given: object = graph
         if not isinstance(given, Graph):
-            raise ArgumentError(f"what is rendered is a Graph, as of record() or a view, got {type(given).__name__}")
+            raise ArgumentError(
+                f"a renderer takes a Graph, such as the result of record() or of a view, got {type(given).__name__}"
+            )
         self.graph = graph
 
     @abstractmethod

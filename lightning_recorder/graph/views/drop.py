@@ -56,7 +56,7 @@ def without(graph: Graph, kinds: Kind | Collection[Kind]) -> Graph:
     """
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if unknown := [kind for kind in kinds if kind not in get_args(Kind)]:
-        raise ArgumentError(f"there are nodes of the kinds {', '.join(get_args(Kind))}; got {unknown[0]!r}")
+        raise ArgumentError(f"the kinds of nodes are {', '.join(get_args(Kind))}; got {unknown[0]!r}")
     kept = [node for node in graph.nodes if node.kind not in kinds]
     return rebuilt(graph, kept, {node.id: node.id for node in kept})
 

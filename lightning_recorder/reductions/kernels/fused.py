@@ -135,7 +135,7 @@ def _add(row: Tensor, tensor: Tensor, factor: float, sample: int | None) -> bool
 def _load() -> None:
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None or ctypes.sizeof(ctypes.c_void_p) != 8:
-        _log.info("no C compiler is there; statistics are computed by torch")
+        _log.info("there is no C compiler; torch computes the statistics")
         return
     if not _load_with(compiler, _FLAGS + _THREADS):
         _load_with(compiler, _FLAGS + _NO_THREADS)
@@ -150,7 +150,7 @@ def _load_with(compiler: str, flags: Sequence[str]) -> bool:
         return False
     missing = _missing(kernel)
     if missing is None:
-        _log.warning("the C function built by %s is wrong, and not used", compiler)
+        _log.warning("the C function built by %s gives wrong results and is not used", compiler)
         return False
     _Loaded.kernel, _Loaded.missing = kernel, missing
     return True
@@ -164,7 +164,7 @@ def _built(compiler: str, flags: Sequence[str]) -> Path:
     if library.exists():
         return library
     if not fits(folder):
-        raise OSError(errno.ENOSPC, "the disk has no room for the library", str(folder))
+        raise OSError(errno.ENOSPC, "the disk has no space for the library", str(folder))
     started = time.perf_counter()
     with TemporaryFolder(folder) as scratch:
         object_file, made = scratch.path / "fused.o", scratch.path / "fused.so"
@@ -187,7 +187,7 @@ def _cache() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} can be written to by others")
+        raise PermissionError(f"{folder} is writable by other users")
     return folder
 
 

@@ -192,7 +192,7 @@ def _load(device: torch.device) -> None:
     from lightning_recorder.reductions.kernels import triton_kernels
 
     if not isinstance(triton_kernels.reduce_share, triton.JITFunction):
-        raise RuntimeError("TRITON_INTERPRET is set, and interpreted kernels wait for the device")
+        raise RuntimeError("TRITON_INTERPRET is set, and interpreted kernels synchronize with the device")
     most = _PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
     # Run each kernel for each dtype, with one program and with several.
     several = (_FEW_TILES + 1) * triton_kernels.ROWS * triton_kernels.COLUMNS + 1
@@ -202,7 +202,7 @@ def _load(device: torch.device) -> None:
             launch(triton_kernels, found, Values(tensor.to(device), 2.0), sample, most)
             missing = missing_parts(found.cpu(), Values(tensor, 2.0), sample)
             if missing is None:
-                _log.warning("the kernels that Triton compiled for %s are wrong, and not used", device)
+                _log.warning("the kernels that Triton compiled for %s give wrong results and are not used", device)
                 return
             _Prepared.missing = missing
     _Prepared.kernels, _Prepared.most_programs[device.index] = triton_kernels, most

@@ -63,7 +63,7 @@ def test_calls_that_show_different_things_stay_apart() -> None:
 
 
 def test_twelve_blocks_are_drawn_once() -> None:
-    """Consecutive equal blocks become the first of them, with their number."""
+    """Consecutive equal blocks become the first, with their number."""
     view = fold_repeats(collapse(bare(stack(12), X)))
     assert outline(view) == text(
         """

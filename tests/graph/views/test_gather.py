@@ -94,7 +94,7 @@ def test_one_name_or_kind_instead_of_several() -> None:
     graph = capture_graph(Net(lambda _, x: x.t().transpose(0, 1).relu()), X)
     assert [node.name for node in hide(graph, "transpose").nodes if node.kind == "op"] == ["t", "relu"]
     assert without(graph, "output") == without(graph, ["output"])
-    with pytest.raises(ArgumentError, match=r"there are nodes of the kinds module, op, .*; got 'params'"):
+    with pytest.raises(ArgumentError, match=r"the kinds of nodes are module, op, .*; got 'params'"):
         without(graph, ["params"])  # type: ignore[list-item]  # deliberately invalid
 
 
@@ -115,8 +115,14 @@ MISTAKEN: Any = {"class": nn.Linear, "function": abs, "model": nn.ReLU(), "style
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: draw(MISTAKEN["class"], X), "a model is an nn.Module, got the class Linear: make a model of it first"),
-        (lambda: record(MISTAKEN["function"], input_data=X), "a model is an nn.Module, got <built-in function abs>"),
+        (
+            lambda: draw(MISTAKEN["class"], X),
+            "the model must be an nn.Module, got the class Linear: create an instance first",
+        ),
+        (
+            lambda: record(MISTAKEN["function"], input_data=X),
+            "the model must be an nn.Module, got <built-in function abs>",
+        ),
         (
             lambda: GraphvizRenderer(MISTAKEN["model"]),
             "what is rendered is a Graph, as of record.. or a view, got ReLU",

@@ -315,5 +315,5 @@ def test_code_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> No
     folder.chmod(0o777)
     *logged, result = prepared({"XDG_CACHE_HOME": str(tmp_path)})
     assert result == "False 3.0"
-    assert "can be written to by others" in logged[0]
+    assert "is writable by other users" in logged[0]
     assert list(folder.iterdir()) == []
