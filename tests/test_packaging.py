@@ -62,7 +62,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
-    suffixes = (".py", ".c", ".typed", ".ttf")
+    suffixes = (".py", ".pyi", ".c", ".typed", ".ttf")
     sources = {path.relative_to(ROOT).as_posix() for path in SOURCES.rglob("*") if path.suffix in suffixes}
     sources.add(FONTS_LICENSE)
     about = f"lightning_recorder-{lightning_recorder.__version__}.dist-info"

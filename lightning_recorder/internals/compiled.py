@@ -70,12 +70,17 @@ def observe_compiled_calls(observer: CompiledCallObserver) -> bool:
             _Observed.original = staticmethod(eval_frame._callback_from_stance)
             eval_frame._callback_from_stance = _callback_from_stance
         # A weak reference: an abandoned recording must not be kept alive.
-        reference: Any = weakref.WeakMethod(observer) if inspect.ismethod(observer) else weakref.ref(observer)
+        kind: Any = weakref.WeakMethod if inspect.ismethod(observer) else weakref.ref
+        reference = kind(observer, _remove_dead)
         _Observed.observers = (*_Observed.observers, reference)
     return True
 
 
-def stop_observing(observer: CompiledCallObserver) -> None:
+def _remove_dead(reference: object) -> None:
+    stop_observing(None)
+
+
+def stop_observing(observer: CompiledCallObserver | None) -> None:
     """Undo :func:`observe_compiled_calls`; a no-op for a function that is not registered."""
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     with _Observed.lock:

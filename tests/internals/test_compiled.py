@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_recorder.internals.compiled import compiled_modules, flex_attention_users
+from lightning_recorder.internals.compiled import compiled_modules, flex_attention_users, observe_compiled_calls
 
 
 def block() -> nn.Sequential:
@@ -53,3 +53,19 @@ def test_users_of_flex_attention() -> None:
     net = nn.ModuleDict({"plain": block(), "own": Flexible()})
     assert flex_attention_users(net) == ["own"]
     assert "model.layers.0.self_attn" in flex_attention_users(LlamaForCausalLM(config))
+
+
+def test_an_abandoned_observer_leaves_torch_as_it_was() -> None:
+    """An observer that is freed while it observes is removed, so compiled calls run no code of the package."""
+    from torch._dynamo import eval_frame  # not loaded before the first compiled call
+
+    class Observer:
+        def see(self, function: object) -> None:
+            pass
+
+    before = eval_frame._callback_from_stance
+    observer = Observer()
+    assert observe_compiled_calls(observer.see)
+    assert eval_frame._callback_from_stance is not before
+    del observer
+    assert eval_frame._callback_from_stance is before

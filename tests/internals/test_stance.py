@@ -207,7 +207,7 @@ def test_a_tap_that_is_on_when_the_program_ends_says_nothing() -> None:
     """A program that ends with an attached tap produces no output."""
     code = (
         "import torch, torch._dynamo\n"
-        "from lightning_recorder import OutputTap\n"
+        "from lightning_recorder.taps import OutputTap\n"
         "tap = OutputTap({'m': torch.nn.ReLU()}, print)\n"
         "tap.attach()\n"
     )

@@ -252,7 +252,7 @@ def test_a_state_is_independent_of_what_follows() -> None:
 
 def test_what_cannot_be_named_is_refused() -> None:
     """A value with something other than tensors and numbers has no state; the message names what is supported."""
-    with pytest.raises(ArgumentError, match=r"^a str cannot be saved by name, .*apply\(\)"):
+    with pytest.raises(ArgumentError, match=r"^a str cannot be saved by name; .*apply\(\)"):
         keep(lambda seen, new: "text", BATCHES).state_dict()
     assert equal(keep(lambda seen, new: 2.5, BATCHES).state_dict(), {"": torch.tensor(2.5)})
 
