@@ -6,7 +6,7 @@
     ├── ArgumentError    (ValueError)    an argument has an invalid value; raised at construction
     │   └── UnknownArgumentError (TypeError) an argument does not exist; the message names the closest one
     ├── SelectionError   (ValueError)    a selection matches no module; raised at fit start
-    ├── FlowError        (RuntimeError)  a run's calls differ from the labelled ones
+    ├── FlowError        (RuntimeError)  a run's calls differ from the labeled ones
     ├── RecordingError   (RuntimeError)  recording a site failed; raised only with ``strict=True``
     ├── ForwardError     (RuntimeError)  the model raised while its graph was recorded; has the graph up to there
     ├── RenderError      (RuntimeError)  no renderer was found, or it failed
@@ -71,7 +71,7 @@ class SelectionError(RecorderError, ValueError):
 
 
 class FlowError(RecorderError, RuntimeError):
-    """A run's calls differ from the labelled ones; the message names the calls that are missing or extra."""
+    """A run's calls differ from the labeled ones; the message names the calls that are missing or extra."""
 
 
 class RecordingError(RecorderError, RuntimeError):

@@ -96,7 +96,7 @@ class Selection:
     predicate: Callable[[str, nn.Module], bool] | str | None = None
 
     def __post_init__(self) -> None:
-        # Normalised once, so that equal selections compare equal.
+        # Normalized once, so that equal selections compare equal.
         for field in _ENTRIES:
             object.__setattr__(self, field, _entries(field, getattr(self, field)))
         object.__setattr__(self, "predicate", _imported(self.predicate))
@@ -160,13 +160,13 @@ class Selection:
 
     def _criteria(self, tree: _Tree) -> Iterator[tuple[str, Callable[[str, nn.Module], bool]]]:
         """Yield each criterion other than the names, with the name of its argument."""
-        given = vars(self)  # normalised, which the field annotations do not express
+        given = vars(self)  # normalized, which the field annotations do not express
         if given["indices"] is not None:
             indexed = tree.at_indices(given["indices"])
             yield "indices", lambda name, each: each in indexed
         if given["labels"] is not None:
-            labelled = tree.at_labels(given["labels"])
-            yield "labels", lambda name, each: each in labelled
+            labeled = tree.at_labels(given["labels"])
+            yield "labels", lambda name, each: each in labeled
         if given["depth"] is not None:
             yield "depth", lambda name, each: tree.places[each].depth in given["depth"]
         if given["types"] is not None:
@@ -315,12 +315,12 @@ class _Tree:
 
     def at_labels(self, labels: Iterable[tuple[int, int]]) -> set[nn.Module]:
         """Return the modules with these labels."""
-        labelled = {place.labels: each for each, place in self.places.items()}
+        labeled = {place.labels: each for each, place in self.places.items()}
         for label in labels:
-            if label not in labelled:
+            if label not in labeled:
                 there = _counted(self._widths[label[0]])
                 raise SelectionError(f"no module has the label {label}; depth {label[0]} has {there}")
-        return self._meant(labelled[label] for label in labels)
+        return self._meant(labeled[label] for label in labels)
 
     def _meant(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
         return {self.modules[name] for name in self.opened(self.names[each][0] for each in modules)}

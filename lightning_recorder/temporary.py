@@ -186,7 +186,7 @@ def _remove_own(path: Path, lock: BinaryIO, pid: int) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder, its lock last, so that the rest is recognised as a leftover if this process is killed."""
+    """Remove a folder, its lock last, so that the rest is recognized as a leftover if this process is killed."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

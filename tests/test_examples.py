@@ -52,7 +52,7 @@ def check_commands(said: str, folder: Path) -> None:
 
 
 def test_digits_learns_and_leaves_picture_and_dumps(tmp_path: Path) -> None:
-    """More than 95 % of the digits are recognised, every printed file exists, and every command works."""
+    """More than 95 % of the digits are recognized, every printed file exists, and every command works."""
     said = run("digits.py", tmp_path)
     accuracy = re.search(r"validation accuracy +([\d.]+)%", said)
     assert accuracy is not None

@@ -1,1 +1,1 @@
-"""Private names and behaviour of torch, each in one file."""
+"""Private names and behavior of torch, each in one file."""

@@ -378,7 +378,7 @@ def _nothing_on(device: torch.device) -> Tensor:
 def version_of(tensor: Tensor) -> int | None:
     """Return the number of in-place writes to the tensor, or ``None`` if they are not counted, as in inference mode.
 
-    Fallback: ``None``; in-place operations are recognised only by their names.
+    Fallback: ``None``; in-place operations are recognized only by their names.
     """
     try:
         return None if is_uninitialized(tensor) else tensor._version

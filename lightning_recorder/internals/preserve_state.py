@@ -49,7 +49,7 @@ class ModuleState:
     def take(self, module: nn.Module) -> None:
         """Save the state of a module. Idempotent.
 
-        A lazy module is skipped at first, and saved right before its first call, once it has been initialised.
+        A lazy module is skipped at first, and saved right before its first call, once it has been initialized.
         """
         if module in self._taken:
             return

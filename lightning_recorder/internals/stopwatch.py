@@ -29,8 +29,8 @@ class Stopwatch:
         clock: A monotonic clock of the host, in seconds.
 
     Note:
-        Starting and stopping never synchronise the device. :meth:`take_ms` reads events, so call it after something
-        that has already synchronised.
+        Starting and stopping never synchronize the device. :meth:`take_ms` reads events, so call it after something
+        that has already synchronized.
 
     Example:
         >>> ticks = iter([1.0, 1.5, 2.0, 2.25])

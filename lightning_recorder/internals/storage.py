@@ -1,4 +1,4 @@
-"""Tensor storage, including tensors that are not initialised yet."""
+"""Tensor storage, including tensors that are not initialized yet."""
 
 from __future__ import annotations
 

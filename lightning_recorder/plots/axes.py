@@ -140,7 +140,7 @@ def scale_of(values: NDArray[Any], *, log: bool | None = None) -> Scale:
 
 
 def _signed_scale_of(finite: NDArray[Any], *, log: bool | None = None) -> Scale:
-    """Return a scale with 0 at its centre."""
+    """Return a scale with 0 at its center."""
     size = np.abs(finite[finite != 0])
     if not size.size:
         return Scale("linear", -1.0, 1.0)

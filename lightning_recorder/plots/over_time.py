@@ -28,7 +28,7 @@ from lightning_recorder.plots.rebin import edges_along, shares, to_histograms, v
 
 __all__ = ["histogram_over_time"]
 
-_BINS, _BIN_PX = 145, 2  # odd, so that 0 is the centre of a bin on a symmetric axis
+_BINS, _BIN_PX = 145, 2  # odd, so that 0 is the center of a bin on a symmetric axis
 _LEFT = 60
 _LEAST_SHARE = 1e-5  # all rarer values have this colour
 

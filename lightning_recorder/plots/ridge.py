@@ -29,7 +29,7 @@ from lightning_recorder.plots.rebin import edges_along, shares, to_histograms, v
 
 __all__ = ["ridge"]
 
-_BINS = 121  # odd, so that 0 is the centre of a bin on a symmetric axis
+_BINS = 121  # odd, so that 0 is the center of a bin on a symmetric axis
 _MOST_LAYERS = 80
 _OVERLAP = 1.6  # height of a curve in rows
 

@@ -329,7 +329,7 @@ def _chosen(
     indices: int | Iterable[int] | None,
 ) -> dict[str, nn.Module]:
     """Return the modules of the given types and at the given positions."""
-    wanted = Selection(types=types, indices=indices)  # checks and normalises both
+    wanted = Selection(types=types, indices=indices)  # checks and normalizes both
     places = wanted.indices if isinstance(wanted.indices, tuple) else None
     beyond = [place for place in places or () if place >= len(modules)]
     if beyond:

@@ -102,7 +102,7 @@ class TensorCapture:
         strict: Raise errors that occur inside a hook.
 
     Note:
-        The copies stay on the device of the tensors, so the device is not synchronised.
+        The copies stay on the device of the tensors, so the device is not synchronized.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

@@ -151,7 +151,7 @@ class SubRecorder:
             self._sites[site.path] = recorded
 
     def _start(self, accumulator: Accumulator, path: str) -> None:
-        """Initialise the accumulator of a new path with data that were assigned before its first tensor."""
+        """Initialize the accumulator of a new path with data that were assigned before its first tensor."""
         if isinstance(self._initial, Mapping) and path in self._initial:
             accumulator.replace(self._initial[path])
         elif self._initial is not _MISSING and not self._sites:

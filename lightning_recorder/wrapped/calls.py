@@ -63,7 +63,7 @@ def label_calls(calls: Iterable[Call]) -> dict[Label, Call]:
 
 
 def differences(labels: Mapping[Label, Call], calls: Sequence[Call]) -> str | None:
-    """Describe the differences between the calls of a run and the labelled ones, or return ``None`` if there are none.
+    """Describe the differences between the calls of a run and the labeled ones, or return ``None`` if there are none.
 
     Example:
         >>> differences({(0, 1): Call("", 1), (1, 1): Call("a", 1)}, [Call("", 1), Call("b", 1)])

@@ -26,7 +26,7 @@ _NET = "_net"  # the name of the net in the wrapper, which is removed from keys
 
 
 class RecordedNet(nn.Module):
-    """A net with labelled module calls whose outputs can be recorded.
+    """A net with labeled module calls whose outputs can be recorded.
 
     The net is run once when it is wrapped. Each call of a module gets the label ``(depth, idx)``: the depth of the
     module's name, 0 for the net itself, and the position of the call among those at that depth, starting at 1. A module
@@ -39,7 +39,7 @@ class RecordedNet(nn.Module):
 
     Args:
         net: The net. It is neither copied nor changed, and has hooks only during a recorded forward pass.
-        input_size: The shape of the input for the labelling run, or a list of shapes for several inputs. The inputs are
+        input_size: The shape of the input for the labeling run, or a list of shapes for several inputs. The inputs are
             created on the device of the net's first parameter or buffer.
         input_data: The input itself, instead of ``input_size``: a tensor, a tuple or list of positional arguments, or a
             dictionary of keyword arguments. The net receives a copy.
@@ -47,7 +47,7 @@ class RecordedNet(nn.Module):
         dtypes: The dtype of the inputs of ``input_size``, or a list with one for each; by default that of the net's
             first floating-point parameter. Integers and booleans are zeros, floats are random numbers.
         depth: The maximum depth of the calls in the table; deeper calls still have labels.
-        force_static_flow: Require every run to make the calls of the labelling run in the same order. If ``False``,
+        force_static_flow: Require every run to make the calls of the labeling run in the same order. If ``False``,
             other calls may vary, and only the recorded ones are required.
 
     Raises:
@@ -56,10 +56,10 @@ class RecordedNet(nn.Module):
         RecordingError: If the net raises; the message names the module that raised.
 
     Note:
-        The labelling run uses the current mode, without autograd, and has no side effects: attributes and buffers of
+        The labeling run uses the current mode, without autograd, and has no side effects: attributes and buffers of
         modules, training flags and random number generators are restored, the given tensors are not modified, and taps
         and recorders do not see it. There are three exceptions: lazy modules, such as ``nn.LazyLinear``, are
-        initialised; values that a forward pass writes into parameters, or into lists and dictionaries of a module,
+        initialized; values that a forward pass writes into parameters, or into lists and dictionaries of a module,
         remain; and other hooks are called.
 
     Note:
@@ -153,7 +153,7 @@ class RecordedNet(nn.Module):
 
     @property
     def summary(self) -> Summary:
-        """The results of the labelling run as data; ``repr()`` of the wrapper shows them as a table."""
+        """The results of the labeling run as data; ``repr()`` of the wrapper shows them as a table."""
         return self._summary
 
     @property
@@ -248,7 +248,7 @@ class RecordedNet(nn.Module):
             args: The positional arguments of the net.
             activation_postproc: A function that is applied to the output of each recorded call after recording. Its
                 result replaces the output unless it is ``None``. A sequence has one function per recorded call, in the
-                order in which the calls ended in the labelling run; extra functions are ignored.
+                order in which the calls ended in the labeling run; extra functions are ignored.
             dont_record: Record nothing; outputs are still postprocessed.
             kwargs: The keyword arguments of the net.
 
@@ -257,7 +257,7 @@ class RecordedNet(nn.Module):
 
         Raises:
             ArgumentError: If ``activation_postproc`` is too short; raised before the net runs.
-            FlowError: If the net made other calls than the labelled ones; raised after the net ran.
+            FlowError: If the net made other calls than the labeled ones; raised after the net ran.
 
         Note:
             If there is nothing to record or postprocess, the net is simply called. A forward pass inside a backward

@@ -205,11 +205,11 @@ class _Seen:
 
 
 class SummaryWatch(CallWatch):
-    """A watch of the labelling run.
+    """A watch of the labeling run.
 
     Args:
         modules: All modules of the net by name.
-        snapshot: The snapshot that saves a lazy module once it has been initialised.
+        snapshot: The snapshot that saves a lazy module once it has been initialized.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], snapshot: ModuleState) -> None:

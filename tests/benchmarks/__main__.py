@@ -1,4 +1,4 @@
-"""What recording costs: the time of a training step as a ratio to the bare step, styles interleaved in one process."""
+"""The cost of recording: the time of a training step as a ratio to the bare step, styles interleaved in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FEW_STEPS = {
 
 
 def train_step(case: Case) -> Callable[[], None]:
-    """A whole step: forward, backward, optimiser."""
+    """A whole step: forward, backward, optimizer."""
     optimizer = torch.optim.SGD(case.module.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -47,7 +47,7 @@ def train_step(case: Case) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What steps of one style took.
+    """The times of the steps of one style.
 
     Args:
         step_s: Seconds of a step, of a turn those of all.
@@ -124,7 +124,7 @@ def courses(make: Callable[[], Case], styles: Iterable[str], steps: int, stack: 
 
 
 def failure(make: Callable[[], Case], style: str) -> str | None:
-    """What a style raises on a model, which is a result, too."""
+    """The error of a style on a model, which is a result too."""
     try:
         with ExitStack() as stack:
             run_round(courses(make, [style], 2, stack), 2)

@@ -1,4 +1,4 @@
-"""What it costs to record the graph of one forward pass, beside other packages; python -m tests.benchmarks.capture."""
+"""The cost of recording the graph of one forward pass, beside other packages; python -m tests.benchmarks.capture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Case:
     """A model with its input.
 
     Args:
-        name: What the table calls it.
+        name: The name in the table.
         module: Takes one tensor and gives one tensor, so that every package can record it.
         tensor: The input.
     """
@@ -198,7 +198,7 @@ def memory_of_a_step(*, recorded: bool) -> float:
 
 
 def peaks(repeats: int) -> str:
-    """What the recording adds to the peak of a step."""
+    """The increase of the peak memory of a step by the recording."""
     found: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(repeats):
         for recorded in (False, True):

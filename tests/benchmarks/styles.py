@@ -146,7 +146,7 @@ def add_histogram(writer: SummaryWriter, tag: str, number: int, tensor: Tensor) 
 
 
 def four_numbers(writer: SummaryWriter, tag: str, number: int, tensor: Tensor) -> None:
-    """What Composer's ActivationMonitor computes of each tensor: mean norm, mean maximum, skewness and kurtosis."""
+    """The statistics of Composer's ActivationMonitor: mean norm, mean maximum, skewness and kurtosis."""
     values = tensor.float()
     rows = values.flatten(1) if values.dim() > 1 else values.unsqueeze(0)
     rows.norm(dim=-1).mean().item()

@@ -1,4 +1,4 @@
-"""What writing costs: records to TensorBoard and to files, and dumps of tensors."""
+"""The cost of writing: records to TensorBoard and to files, and dumps of tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def step_of_gpt2() -> Callable[[], None]:
 
 
 def flushing(repeats: int) -> list[str]:
-    """What a flush of 200 sites takes of the training thread and until all is written, beside 50 steps of the GPT-2."""
+    """The time of a flush of 200 sites, in the training thread and until it is written, and of 50 GPT-2 steps."""
     modules: dict[str, nn.Module] = {f"layers.{number}": nn.Identity() for number in range(SITES)}
     recorder = StatisticsRecorder(modules)
     step = step_of_gpt2()
@@ -85,7 +85,7 @@ def flushing(repeats: int) -> list[str]:
 
 
 def dumping(repeats: int) -> list[str]:
-    """What dumping 100 tensors of a megabyte takes of the training thread, beside saving them at once."""
+    """The time of dumping 100 tensors of a megabyte, in the training thread, and of saving them directly."""
     modules: dict[str, nn.Module] = {f"layers.{number}": nn.Identity() for number in range(100)}
     tensors = {name: torch.randn(512, 512) for name in modules}
     here: list[float] = []
@@ -126,7 +126,7 @@ def dumping(repeats: int) -> list[str]:
 
 
 def drawing(repeats: int) -> list[str]:
-    """What the pictures of 50 sites and 200 records take, and a step meanwhile."""
+    """The time of the pictures of 50 sites and 200 records, and of a step meanwhile."""
     modules: dict[str, nn.Module] = {f"layers.{number}": nn.Identity() for number in range(50)}
     recorder = StatisticsRecorder(modules)
     plotter = Plotter("activations", every=10**9, max_images=4, show=lambda step, images: len(images))

@@ -48,7 +48,7 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-class Neighbour(Callback):
+class Neighbor(Callback):
     """Another program, which fills the disk at one step except for some bytes, and frees it at a later step."""
 
     def __init__(self, path: Path, recorder: ActivationRecorder, fills_at: int, frees_at: int, leaves: int) -> None:
@@ -83,11 +83,11 @@ def run(disk: Path, scenario: str) -> dict[str, Any]:
         recorder = ActivationRecorder(every_n_train_steps=1, outputs=Outputs(dumps=["checkpoints"]))
         checkpoints = ModelCheckpoint(disk / "kept", every_n_train_steps=20, save_top_k=-1)
         callbacks = [recorder, gradients, checkpoints]
-    elif kind == "neighbour":
-        callbacks = [recorder, Neighbour(disk / "filler", recorder, 20, 40, LOWERED_BYTES)]
+    elif kind == "neighbor":
+        callbacks = [recorder, Neighbor(disk / "filler", recorder, 20, 40, LOWERED_BYTES)]
     elif kind == "enospc":
-        callbacks.append(Neighbour(disk / "filler", recorder, 20, 40, 6_000))
-    if kind in ("lowered", "neighbour"):
+        callbacks.append(Neighbor(disk / "filler", recorder, 20, 40, 6_000))
+    if kind in ("lowered", "neighbor"):
         os.environ["LIGHTNING_RECORDER_DISK_RESERVE"] = str(LOWERED_BYTES)
     if kind == "enospc":
         os.environ["LIGHTNING_RECORDER_DISK_RESERVE"] = "0"
@@ -128,7 +128,7 @@ def run(disk: Path, scenario: str) -> dict[str, Any]:
 SCENARIOS = [
     *(f"{logger}-{kind}" for logger in ("tensorboard", "csv") for kind in ("bare", "default", "lowered")),
     *(f"{logger}-{kind}" for logger in ("csv", "none") for kind in ("barefull", "full")),
-    *(f"tensorboard-{kind}" for kind in ("neighbour", "enospc")),
+    *(f"tensorboard-{kind}" for kind in ("neighbor", "enospc")),
     "none-enospc",
     "none-checkpoints",
 ]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Encoder(nn.Module):
-    """A convolution, a normalisation and an in-place activation, then a second convolution with a skip connection."""
+    """A convolution, a normalization and an in-place activation, then a second convolution with a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -282,7 +282,7 @@ def test_the_validation_is_in_no_file(tmp_path: Path) -> None:
         (noninterference.Overflowing, {"precision": "scaled"}),
         (noninterference.Checkpointed, {"precision": "bf16-mixed", "accumulate_grad_batches": 3}),
         (noninterference.Reentrant, {}),
-        (noninterference.TwoOptimisers, {"precision": "scaled"}),
+        (noninterference.TwoOptimizers, {"precision": "scaled"}),
         (noninterference.Gan, {}),
         (noninterference.UNet, {}),
         (noninterference.TwoTower, {}),

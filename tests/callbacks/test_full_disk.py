@@ -58,7 +58,7 @@ def test_the_run_goes_as_far_as_without(scenario: str, results: dict[str, Any]) 
     found = results[scenario]
     assert (found["steps"], found["error"]) == (bare["steps"], bare["error"])
     assert found["weights"] == bare["weights"]
-    assert found["recorded"] == (found["steps"] if kind != "neighbour" else 0)
+    assert found["recorded"] == (found["steps"] if kind != "neighbor" else 0)
     (message,) = found["told"]
     assert message.startswith("lightning_recorder ")
     if kind != "enospc":
@@ -92,7 +92,7 @@ def test_writing_stops_at_the_reserve(logger: str, folder: Path, results: dict[s
     assert losses(logger, folder / f"{logger}-lowered") == losses(logger, folder / f"{logger}-bare")
 
 
-@pytest.mark.parametrize("scenario", ["tensorboard-neighbour", "tensorboard-enospc", "none-enospc"])
+@pytest.mark.parametrize("scenario", ["tensorboard-neighbor", "tensorboard-enospc", "none-enospc"])
 def test_writing_goes_on_when_there_is_space_again(scenario: str, folder: Path) -> None:
     """If the disk is full from step 20 to step 40, only records in between are missing."""
     series = open_recording(of_run(folder / scenario))["activations"]

@@ -110,8 +110,8 @@ def test_the_sanity_check_is_not_what_is_recorded(tmp_path: Path) -> None:
     assert flow(recorder.graph)[-2:] == ["cross_entropy -> backward", "backward -> Adam"]
 
 
-def test_manual_optimisation_shows_each_forward_and_backward(tmp_path: Path) -> None:
-    """A GAN's step shows both losses with their backward passes, and no optimiser operation."""
+def test_manual_optimization_shows_each_forward_and_backward(tmp_path: Path) -> None:
+    """A GAN's step shows both losses with their backward passes, and no optimizer operation."""
 
     class Gan(Classifier):
         def __init__(self) -> None:

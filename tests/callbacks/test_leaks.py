@@ -67,7 +67,7 @@ def recorders(reduce: Reduce = "step") -> list[Callback]:
 
 
 def hooks(trainer: Trainer, model: nn.Module) -> int:
-    """Return the number of hooks on the model, on its optimisers, and on all modules."""
+    """Return the number of hooks on the model, on its optimizers, and on all modules."""
     owners: list[Any] = [*model.modules(), *model.parameters(), *trainer.optimizers]
     tables = [value for owner in owners for name, value in _attributes(owner) if name.endswith("_hooks")]
     tables += [value for name, value in vars(torch_module).items() if name.startswith("_global_") and "_hooks" in name]
@@ -205,7 +205,7 @@ def succeeds(model: Plain) -> None:
 @pytest.mark.parametrize("end", [succeeds, fails])
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, ParameterRecorder, GraphRecorder])
 def test_a_callback_keeps_nothing_of_the_model(kind: Any, end: Callable[[Plain], None], tmp_path: Path) -> None:
-    """After a fit, the callback does not keep model, parameters, optimiser or trainer alive."""
+    """After a fit, the callback does not keep model, parameters, optimizer or trainer alive."""
     callback = kind()
     model = Plain()
     end(model)

@@ -165,7 +165,7 @@ def stance() -> str:
 
 
 def assert_nothing_left(trainer: Trainer, model: nn.Module) -> None:
-    """Check that no hook is on the model or an optimiser, and that compiled code runs as before."""
+    """Check that no hook is on the model or an optimizer, and that compiled code runs as before."""
     assert hooks_left(model) == []
     for optimizer in trainer.optimizers:
         assert not optimizer._optimizer_step_post_hooks
@@ -208,7 +208,7 @@ class Stops(Net):
 
 
 class Manual(Net):
-    """Uses manual optimisation."""
+    """Uses manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Fetching(Net):
         return self.loss(batch)
 
 
-class Normalised(Net):
+class Normalized(Net):
     """Has running statistics, which weight averaging has to recompute."""
 
     def __init__(self) -> None:
@@ -383,7 +383,7 @@ for average, options in {"WeightAveraging": {}, "EMAWeightAveraging": {"decay": 
 
 @pytest.mark.parametrize("life", LIVES)
 def test_each_step_has_the_record_of_its_batches(life: str, tmp_path: Path) -> None:
-    """In every way of running, each optimiser step has one record of exactly its batches."""
+    """In every way of running, each optimizer step has one record of exactly its batches."""
     kind, options, expected = LIVES[life]
     options = dict(options)
     model = kind()
@@ -397,14 +397,14 @@ def test_each_step_has_the_record_of_its_batches(life: str, tmp_path: Path) -> N
 
 def test_a_pass_without_steps_for_running_statistics_is_one_step(tmp_path: Path) -> None:
     """The last pass of stochastic weight averaging, which has no backward pass, counts as one step."""
-    sink = run(Normalised(), tmp_path, [StochasticWeightAveraging(1e-2, swa_epoch_start=1)], max_epochs=3)
+    sink = run(Normalized(), tmp_path, [StochasticWeightAveraging(1e-2, swa_epoch_start=1)], max_epochs=3)
     steps = {step: [index + 1 for index in found] for step, found in numbered(range(18)).items()}
     assert recorded(sink, "gradients") == steps
     assert recorded(sink) == {**steps, 18: [1, 2, 3, 4, 5, 6]}
 
 
 class Twice(Manual):
-    """Has an optimiser and a loss for each layer."""
+    """Has an optimizer and a loss for each layer."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         for optimizer in self.optimizers():  # type: ignore[union-attr]  # there are two
@@ -416,8 +416,8 @@ class Twice(Manual):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.body, self.head)]
 
 
-def test_two_optimisers_have_their_own_parameters(tmp_path: Path) -> None:
-    """If two optimisers step in a batch, each records its own parameters once, and both losses count."""
+def test_two_optimizers_have_their_own_parameters(tmp_path: Path) -> None:
+    """If two optimizers step in a batch, each records its own parameters once, and both losses count."""
     sink = run(Twice(), tmp_path, max_epochs=2)
     twice = {step: 2.0 * WIDTH * 2 ** (step % BATCHES) for step in range(12)}
     assert sink.scalars["activations/head/count"] == twice
@@ -782,7 +782,7 @@ def test_parameters_gradients_updates_and_moments_are_those_of_the_step(
     assert len(sink.scalars["parameters/head/weight/mean"]) == BATCHES // size
 
 
-def test_accumulated_gradients_are_recorded_as_the_optimiser_finds_them(tmp_path: Path) -> None:
+def test_accumulated_gradients_are_recorded_as_the_optimizer_finds_them(tmp_path: Path) -> None:
     """With accumulation, a gradient is the sum over the batches of a step, once per step."""
     sink, kept = MemorySink(), Kept()
     recorder = ParameterRecorder(every_n_train_steps=1, statistics=SHOWN, sinks=[sink], strict=True)
@@ -837,7 +837,7 @@ class Thawing(BaseFinetuning):
 
 
 class Partly(Net):
-    """Passes to the optimiser the parameters that are trainable when the fit starts."""
+    """Passes to the optimizer the parameters that are trainable when the fit starts."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
@@ -1212,7 +1212,7 @@ def test_a_schedule_that_raises_is_told_of_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ours", [1, 2])
-def test_an_optimiser_may_have_step_hooks_of_others(ours: int, tmp_path: Path) -> None:
+def test_an_optimizer_may_have_step_hooks_of_others(ours: int, tmp_path: Path) -> None:
     """Step hooks of other code, before and after ours, are called once each, and ours record."""
     called: list[str] = []
 
@@ -1283,7 +1283,7 @@ def test_a_callback_may_serve_two_trainers(tmp_path: Path) -> None:
 
 
 class Toggled(Twice):
-    """Enables gradients only for the layer of the current optimiser while its loss is computed."""
+    """Enables gradients only for the layer of the current optimizer while its loss is computed."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         for optimizer in self.optimizers():  # type: ignore[union-attr]  # there are two
@@ -1294,7 +1294,7 @@ class Toggled(Twice):
             self.untoggle_optimizer(optimizer)
 
 
-def test_optimisers_that_are_toggled_record_their_own(tmp_path: Path) -> None:
+def test_optimizers_that_are_toggled_record_their_own(tmp_path: Path) -> None:
     """A layer frozen for a loss has no gradient from it, and its parameters are recorded at their own step."""
     sink = run(Toggled(), tmp_path)
     rows = {step: 2.0**step for step in range(6)}
@@ -1334,8 +1334,8 @@ class Inner(Manual):
             optimizer.step()
 
 
-def test_batches_of_several_optimiser_steps_and_of_none(tmp_path: Path) -> None:
-    """In manual optimisation, a batch is a step, and its record covers all of its optimiser steps."""
+def test_batches_of_several_optimizer_steps_and_of_none(tmp_path: Path) -> None:
+    """In manual optimization, a batch is a step, and its record covers all of its optimizer steps."""
     sink = run(Inner(), tmp_path)
     expected = {step: 2.0 * WIDTH * 2**step for step in (1, 3, 5)}
     assert sink.scalars["activations/head/count"] == sink.scalars["gradients/head/count"] == expected

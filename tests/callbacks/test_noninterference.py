@@ -76,8 +76,8 @@ class Gpt2(Classifier):
         self.log("val_loss", self.encoder(input_ids=words, labels=words).loss)
 
 
-class TwoOptimisers(Mlp):
-    """Manual optimisation of two parts with one loss each."""
+class TwoOptimizers(Mlp):
+    """Manual optimization of two parts with one loss each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class UNet(TwoTower):
 
 
 class Attention(nn.Module):
-    """A causal block with dropout, normalised before each part."""
+    """A causal block with dropout, normalized before each part."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def made(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(make: Callable[[], Classifier], folder: Path, callbacks: list[Callback], options: dict[str, Any]) -> Any:
-    """Return the result of a run: losses, model, train flags, optimisers, schedules, scale, metrics, RNG states."""
+    """Return the result of a run: losses, model, train flags, optimizers, schedules, scale, metrics, RNG states."""
     seed_everything(11, verbose=False)
     model = make()
     trainer = fit(model, folder, callbacks, validation=digits(2), max_epochs=2, **made(options))
@@ -313,8 +313,8 @@ def assert_recorded(callbacks: list[Callback]) -> None:
         (Checkpointed, {}),
         (Checkpointed, {"precision": "bf16-mixed", "accumulate_grad_batches": 3}),
         (Reentrant, {}),
-        (TwoOptimisers, {}),
-        (TwoOptimisers, {"precision": "scaled"}),
+        (TwoOptimizers, {}),
+        (TwoOptimizers, {"precision": "scaled"}),
         (Gpt2, {}),
         (Gpt2, {"precision": "bf16-mixed"}),
         (Gpt2, {"precision": "scaled", "accumulate_grad_batches": 3}),
@@ -463,8 +463,8 @@ def test_a_run_of_which_every_step_overflows_says_so(
     assert not [tag for tag in sink.scalars if tag.startswith(f"{kind.group}/head")]
 
 
-class SecondOverflowing(TwoOptimisers):
-    """The second of two optimisers has an infinite loss in some batches."""
+class SecondOverflowing(TwoOptimizers):
+    """The second of two optimizers has an infinite loss in some batches."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         factors = (1.0, math.inf if batch_idx in Overflowing.overflows else 1.0)
@@ -486,13 +486,13 @@ class WatchedScaler(torch.amp.GradScaler):
         before = self.get_scale()
         super().update(new_scale)
         if self.get_scale() < before:
-            self.shrunk.add(self.updates // 2)  # there are two optimisers
+            self.shrunk.add(self.updates // 2)  # there are two optimizers
         self.updates += 1
 
 
 @pytest.mark.parametrize("growth_interval", [1, 2000])
 def test_an_overflow_is_seen_where_the_scale_grows_in_the_same_batch(growth_interval: int, tmp_path: Path) -> None:
-    """A skipped step is detected even if another optimiser's step grows the scale in the same batch."""
+    """A skipped step is detected even if another optimizer's step grows the scale in the same batch."""
     sink = MemorySink()
     scaler = WatchedScaler(growth_interval)
     callbacks: list[Callback] = [GradientRecorder("head", every_n_train_steps=1, strict=True, sinks=[sink])]

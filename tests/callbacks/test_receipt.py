@@ -201,8 +201,8 @@ def test_a_compiled_module_that_is_left_out_has_its_reason(tmp_path: Path) -> No
     torch._dynamo.reset()
 
 
-def test_parameters_that_no_optimiser_has_say_so(tmp_path: Path) -> None:
-    """A module whose parameters are in no optimiser, or belong to another module, has its own reason."""
+def test_parameters_that_no_optimizer_has_say_so(tmp_path: Path) -> None:
+    """A module whose parameters are in no optimizer, or belong to another module, has its own reason."""
 
     class Partly(Odd):
         def configure_optimizers(self) -> Any:

@@ -49,7 +49,7 @@ def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
 
 
 def every_step(folder: Path) -> ModelCheckpoint:
-    """Return a callback that keeps a checkpoint of each optimiser step, such as ``step=3.ckpt``."""
+    """Return a callback that keeps a checkpoint of each optimizer step, such as ``step=3.ckpt``."""
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
 
@@ -70,7 +70,7 @@ BY_TORCH = ("change-window", "accumulated")
 
 
 def steps_of(case: str) -> int:
-    """Return the number of optimiser steps in a run of the case."""
+    """Return the number of optimizer steps in a run of the case."""
     return EPOCHS * BATCHES // int(CASES[case][1].get("accumulate_grad_batches", 1))
 
 

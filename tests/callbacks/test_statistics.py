@@ -148,7 +148,7 @@ def test_gradients_are_those_of_the_returned_loss(tmp_path: Path) -> None:
     sink = MemorySink()
     callbacks = [GradientRecorder("head", every_n_train_steps=1, sinks=[sink])]
     fit(Kept(), tmp_path, callbacks, logger=False, accumulate_grad_batches=3)
-    # Six batches are two optimiser steps of three batches each.
+    # Six batches are two optimizer steps of three batches each.
     assert steps_of(sink, "gradients/head/rms") == [0, 1]
     for step in (0, 1):
         grads = torch.cat(expected[3 * step : 3 * step + 3])
@@ -157,11 +157,11 @@ def test_gradients_are_those_of_the_returned_loss(tmp_path: Path) -> None:
 
 
 def test_all_accumulated_batches_of_a_recorded_step_count(tmp_path: Path) -> None:
-    """A recorded optimiser step includes all of its batches, and an unrecorded step none."""
+    """A recorded optimizer step includes all of its batches, and an unrecorded step none."""
     sink = MemorySink()
     callbacks = [ActivationRecorder("head", every_n_train_steps=2, statistics=["count"], sinks=[sink])]
     fit(Classifier(), tmp_path, callbacks, logger=False, accumulate_grad_batches=2)
-    # Three optimiser steps; the first and the second are recorded, with 2 batches × 8 rows × 10 logits each.
+    # Three optimizer steps; the first and the second are recorded, with 2 batches × 8 rows × 10 logits each.
     assert sink.scalars["activations/head/count"] == {0: 160.0, 1: 160.0}
 
 
@@ -440,8 +440,8 @@ def test_ending_an_epoch_from_on_train_batch_start_leaves_no_hook(tmp_path: Path
     assert steps_of(sink, "activations/head/mean") == [0, 1, 2, 3]
 
 
-def test_manual_optimisation_is_recorded_once_per_batch(tmp_path: Path) -> None:
-    """If two optimisers step in every batch, there is one record per batch, on the axis of ``self.log``."""
+def test_manual_optimization_is_recorded_once_per_batch(tmp_path: Path) -> None:
+    """If two optimizers step in every batch, there is one record per batch, on the axis of ``self.log``."""
 
     class Manual(Classifier):
         def __init__(self) -> None:

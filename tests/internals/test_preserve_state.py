@@ -223,8 +223,8 @@ def test_frozen_modules() -> None:
     assert not hasattr(frozen, "training")
 
 
-def test_lazy_modules_stay_initialised() -> None:
-    """A lazy module stays initialised; only its training flag is restored."""
+def test_lazy_modules_stay_initialized() -> None:
+    """A lazy module stays initialized; only its training flag is restored."""
     lazy = nn.LazyLinear(3)
     state = ModuleState([lazy])
     lazy(torch.ones(1, 2))

@@ -56,7 +56,7 @@ def fresh() -> Iterator[None]:
 
 
 def stance() -> str:
-    """Return the stance of the process, inferred from the behaviour of a compiled function."""
+    """Return the stance of the process, inferred from the behavior of a compiled function."""
     counter = Counter()
 
     def double(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensor storage, including uninitialised tensors."""
+"""Tensor storage, including uninitialized tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_recorder.internals.storage import is_uninitialized, storage_of
 
 
 def test_what_has_no_shape_yet() -> None:
-    """Parameters and buffers of a lazy module are uninitialised until its first call; other tensors never are."""
+    """Parameters and buffers of a lazy module are uninitialized until its first call; other tensors never are."""
     lazy = nn.LazyBatchNorm1d()
     assert [is_uninitialized(each) for each in (lazy.weight, lazy.running_mean)] == [True, True]
     lazy(torch.ones(2, 3))
@@ -30,6 +30,6 @@ def test_views_share_their_memory() -> None:
     "make", [lambda: torch.eye(2).to_sparse(), lambda: nn.LazyLinear(2).weight], ids=["sparse", "lazy"]
 )
 def test_tensors_without_memory_of_their_own(make: object) -> None:
-    """Sparse and uninitialised tensors have no storage."""
+    """Sparse and uninitialized tensors have no storage."""
     assert callable(make)
     assert storage_of(make()) is None

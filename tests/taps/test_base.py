@@ -682,7 +682,7 @@ def test_memory_is_the_same_after_each_step(kind: type[Tap]) -> None:
 @each_model
 @each_tap
 def test_a_tap_reads_no_number(name: str, kind: type[Tap]) -> None:
-    """The hooks do not synchronise a device: a tap adds no read of a value to a step."""
+    """The hooks do not synchronize a device: a tap adds no read of a value to a step."""
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -702,7 +702,7 @@ def test_a_model_that_owns_its_recorder_can_be_copied(
     assert [twin.recorder.calls(0), net.recorder.calls(0)] == [2, 1]
 
 
-# No synchronisation, no growth.
+# No synchronization, no growth.
 
 
 class NoWaiting(TorchDispatchMode):

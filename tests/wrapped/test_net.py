@@ -441,7 +441,7 @@ def test_what_is_not_recorded_is_postprocessed() -> None:
 
 
 def test_other_calls_are_refused() -> None:
-    """A run with other module calls than the labelled one raises an error that names missing and extra calls."""
+    """A run with other module calls than the labeled one raises an error that names missing and extra calls."""
     net = Branching()
     wrapped = wrap(net, "head")
     wrapped(X)
@@ -487,7 +487,7 @@ def test_dynamic_flow_is_matched_by_module_and_number() -> None:
 
 
 def test_other_shapes_are_the_same_flow() -> None:
-    """Inputs of another shape than the labelled one are recorded unchanged."""
+    """Inputs of another shape than the labeled one are recorded unchanged."""
     wrapped = wrap(None, (1, 1))
     wrapped(torch.ones(7, 3, 5))
     assert tensor(wrapped, (1, 1)).shape == (7, 3, 4)
@@ -632,7 +632,7 @@ def test_a_backward_pass_inside_the_forward_is_not_recorded() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_fused_layers_have_the_same_calls_in_every_mode(training: bool) -> None:
-    """A transformer labelled in one mode is recorded in the other, although one of them could be fused."""
+    """A transformer labeled in one mode is recorded in the other, although one of them could be fused."""
     torch.manual_seed(0)
     net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2).train(training)
     x = torch.rand(2, 3, 8)
@@ -648,7 +648,7 @@ def test_fused_layers_have_the_same_calls_in_every_mode(training: bool) -> None:
 
 
 def test_reparametrised_weights_are_recorded() -> None:
-    """Modules that compute a weight have labels, and their state is restored after the labelling."""
+    """Modules that compute a weight have labels, and their state is restored after the labeling."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)))
     before = state_of(net)
@@ -839,8 +839,8 @@ def test_a_labelling_that_raises_names_the_module() -> None:
         RecordedNet(nn.Linear(2, 2), input_data=(X, X))
 
 
-def test_lazy_modules_are_initialised() -> None:
-    """Wrapping initialises lazy modules, with running statistics unchanged and without drawing random numbers."""
+def test_lazy_modules_are_initialized() -> None:
+    """Wrapping initializes lazy modules, with running statistics unchanged and without drawing random numbers."""
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -1137,7 +1137,7 @@ class Noting(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        # Not a list, which would be emptied again after the labelling.
+        # Not a list, which would be emptied again after the labeling.
         self.given: UserList[tuple[tuple[Any, ...], dict[str, Any]]] = UserList()
         self.weight = nn.Parameter(torch.zeros(1, dtype=dtype))
 
@@ -1202,7 +1202,7 @@ def test_gpt2() -> None:
     output = wrapped(**inputs, output_hidden_states=True)
     bare = net(**inputs, output_hidden_states=True)
     assert torch.equal(output.logits, bare.logits)
-    # The last hidden state is normalised.
+    # The last hidden state is normalized.
     for label, hidden in zip(blocks[:-1], bare.hidden_states[1:-1], strict=True):
         assert torch.equal(tensor(wrapped, label), hidden)
     whole = wrapped.activations[0, 1]
@@ -1351,7 +1351,7 @@ def test_a_net_with_a_scripted_part_is_wrapped() -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which torch's encoder itself uses
 def test_a_padded_encoder_is_wrapped() -> None:
-    """An encoder that packs padded rows into nested tensors in eval mode is labelled, and its output is unchanged."""
+    """An encoder that packs padded rows into nested tensors in eval mode is labeled, and its output is unchanged."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
     x, mask = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False, False, True, True, True]])
     wrapped = RecordedNet(encoder, input_data=x, input_kwargs={"src_key_padding_mask": mask})

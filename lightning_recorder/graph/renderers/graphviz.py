@@ -57,7 +57,7 @@ _MEANINGS: dict[Kind, str] = {
     "buffer": "buffer",
     "tensor": "other tensor",
     "backward": "backward pass",
-    "optimizer": "optimiser step",
+    "optimizer": "optimizer step",
 }
 
 

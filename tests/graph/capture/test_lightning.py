@@ -51,7 +51,7 @@ def recorded_fit(model: LightningModule, folder: Path, **options: Any) -> Graph:
     return recorder.graph
 
 
-def test_automatic_optimisation(tmp_path: Path) -> None:
+def test_automatic_optimization(tmp_path: Path) -> None:
     """A real run has the loss after the last layer, then the backward pass and the optimizer step."""
     graph = recorded_fit(Classifier(), tmp_path)
     assert scoped(graph) == text(
@@ -113,7 +113,7 @@ def test_two_evaluations(tmp_path: Path) -> None:
     assert into_steps(graph) == ["LBFGS <- cross_entropy, cross_entropy"]
 
 
-def test_manual_optimisation(tmp_path: Path) -> None:
+def test_manual_optimization(tmp_path: Path) -> None:
     """Both parts of a GAN's step are recorded with their optimizers, which Lightning wraps."""
     graph = recorded_fit(Gan(), tmp_path)
     assert into_steps(graph) == ["SGD <- sub", "Adam <- neg"]

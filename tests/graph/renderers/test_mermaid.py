@@ -116,7 +116,7 @@ def test_edges_with_several_tensors_say_so() -> None:
 
 
 def test_calls_and_repeats() -> None:
-    """A second call and a parallel repetition are labelled."""
+    """A second call and a parallel repetition are labeled."""
     sketch = Sketch()
     sketch.call("act", "ReLU", call=2)
     sketch.call("heads.0", "Head", repeats=3, parallel=True)

@@ -63,7 +63,7 @@ def test_focus_on_a_block() -> None:
 
 
 def test_focus_names_what_lies_inside_of_others() -> None:
-    """A neighbour inside another call is named by that call; inputs, outputs and parameters by their own names."""
+    """A neighbor inside another call is named by that call; inputs, outputs and parameters by their own names."""
     graph = capture_graph(residual(), X)
     assert outline(focus(graph, "body.act"), outputs=True) == "body.fc\nrelu <- body.fc\nadd <- relu"
     assert outline(focus(graph, "stem"), outputs=True) == "input\nlinear <- input\nexp <- linear"
