@@ -106,8 +106,8 @@ def warn_of_full(path: str | Path, error: BaseException) -> None:
     """Warn about such an error, once per disk and run."""
     if _is_news(_existing(Path(path))):
         warn(
-            f"lightning_recorder could not write to {path}: {error}. Training continues, and writing resumes when it "
-            "works again; until then records are lost. Free some space, or raise the quota or the limit of file sizes"
+            f"lightning_recorder could not write to {path}: {error}. Training continues. Records are lost "
+            "until writing works again. Free some space, or raise the quota or the limit of file sizes"
         )
 
 

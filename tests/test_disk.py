@@ -54,7 +54,7 @@ def test_a_reserve_that_is_no_number(value: str, tmp_path: Path, monkeypatch: py
     (message,) = told_by(lambda: [fits(tmp_path, 1) for _ in range(3)])
     assert message == (
         f"{VARIABLE}={value!r} is not a number of bytes, so lightning_recorder leaves 256.0 MiB of each disk free: set "
-        f"it to a whole number, as {VARIABLE}=268435456"
+        f"it to a whole number, such as {VARIABLE}=268435456"
     )
 
 
@@ -75,9 +75,8 @@ def test_an_append_that_fails_changes_nothing(tmp_path: Path) -> None:
     with files_up_to(8):
         (message,) = told_by(lambda: attempt(path, 6, lambda: append(path, b"67890\n")))
     assert message == (
-        f"lightning_recorder could not write to {path}: [Errno 27] File too large. Training goes on, and so does "
-        "writing when it works again; until then records are lost. Free some space, or raise the quota or the limit of "
-        "file sizes"
+        f"lightning_recorder could not write to {path}: [Errno 27] File too large. Training continues. Records "
+        "are lost until writing works again. Free some space, or raise the quota or the limit of file sizes"
     )
     assert path.read_bytes() == b"12345\n"
     with pytest.raises(IsADirectoryError):

@@ -179,7 +179,7 @@ def test_without_arguments_the_leaves_are_chosen() -> None:
 def test_an_empty_list_is_no_choice(field: str) -> None:
     """An empty list is rejected, since it looks like nothing but means everything; an empty ``exclude`` is valid."""
     empty: Any = {field: []}
-    with pytest.raises(ArgumentError, match=f"{field} is empty; leave it out"):
+    with pytest.raises(ArgumentError, match=f"{field} is empty; omit it"):
         Selection(**empty)
     assert Selection(exclude=[]) == Selection()
 
@@ -584,7 +584,7 @@ def test_excluding_everything_is_an_error() -> None:
     """An exclusion that leaves nothing is an error that has the number of modules selected before it."""
     with pytest.raises(SelectionError) as raised:
         chosen("heads.*", exclude="heads.**")
-    assert str(raised.value) == "exclude=['heads.**'] leaves none of the 2 selected modules"
+    assert str(raised.value) == "exclude=['heads.**'] excludes all of the 2 selected modules"
 
 
 DEPTHS = "'' has 0, 'embed' has 1, 'blocks.0' has 2, 'blocks.0.attn' has 3, 'blocks.0.attn.out_proj' has 4"
@@ -596,25 +596,25 @@ FIVE = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
     [
         (
             {"names": "heads", "indices": [1, 3]},
-            "indices=[1, 3] leaves none of the 2",
+            "indices=[1, 3] excludes all of the 2",
             "'heads.a' has 20, 'heads.b' has 21",
         ),
         (
             {"names": "heads", "labels": (1, 1)},
-            "labels=[(1, 1)] leaves none of the 2",
+            "labels=[(1, 1)] excludes all of the 2",
             "'heads.a' has (2, 3), 'heads.b' has (2, 4)",
         ),
-        ({"indices": range(16), "depth": 7}, "depth=[7] leaves none of the 15", DEPTHS),
-        ({"depth": 9, "types": "Linear"}, "depth=[9] leaves none of the 20", DEPTHS),
-        ({"names": "blocks.?.*", "depth": [1, 4]}, "depth=[1, 4] leaves none of the 6", "'blocks.0.attn' has 3"),
+        ({"indices": range(16), "depth": 7}, "depth=[7] excludes all of the 15", DEPTHS),
+        ({"depth": 9, "types": "Linear"}, "depth=[9] excludes all of the 20", DEPTHS),
+        ({"names": "blocks.?.*", "depth": [1, 4]}, "depth=[1, 4] excludes all of the 6", "'blocks.0.attn' has 3"),
         (
             {"names": "blocks.?.mlp.*", "indices": 3},
-            "indices=[3] leaves none of the 6",
+            "indices=[3] excludes all of the 6",
             ", ".join([*(f"'blocks.{block}.mlp.{layer}' has {8 * block + layer + 8}" for block, layer in FIVE), "..."]),
         ),
         (
             {"names": "heads", "predicate": lambda *_: False},
-            "predicate=<lambda> leaves none of the 2",
+            "predicate=<lambda> excludes all of the 2",
             "it was called with 'heads.a', 'heads.b'",
         ),
     ],
@@ -633,7 +633,7 @@ def test_a_list_without_entries_is_no_choice() -> None:
     with pytest.raises(SelectionError, match=r"^names=\['empty'\] matches only empty lists and dictionaries$"):
         chosen("empty", module=net)
     with pytest.raises(
-        SelectionError, match=r"^indices=\[1\] leaves none of the 2 selected modules; '' has 0, 'full' has 2$"
+        SelectionError, match=r"^indices=\[1\] excludes all of the 2 selected modules; '' has 0, 'full' has 2$"
     ):
         chosen(indices=1, module=net)
 

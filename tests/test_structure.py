@@ -587,7 +587,7 @@ class Bare:
     [
         (
             lambda value: [("held", value.held)],
-            r"ArgumentError: a suffix is to lead .* as '\.keys' or '\[0\]'; got 'held'",
+            r"ArgumentError: a suffix must lead .* such as '\.keys' or '\[0\]'; got 'held'",
         ),
         (lambda value: value.other, "AttributeError: 'Bare' object has no attribute 'other'"),
         (lambda value: value.held, "TypeError: cannot unpack|TypeError: iteration|ValueError"),

@@ -391,7 +391,7 @@ class StatisticsCallback(ResumingCallback):
         if recorded["train"] and self.waits_for_checkpoints:
             no_files = why_no_files(trainer, self._directory)
             why = no_files or why_no_checkpoint(trainer)
-            fix = "" if no_files else "Save checkpoints, or give outputs=Outputs(dumps='records')."
+            fix = "" if no_files else "Save checkpoints, or pass outputs=Outputs(dumps='records')."
             yield Silence(why, fix, "dumped nothing")
 
     # Records.

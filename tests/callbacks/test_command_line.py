@@ -362,7 +362,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "timeout_s": [(0, "must be positive"), ("5", "must be positive"), (None, "must be positive")],
     "styler": [(GraphvizStyler, "must be a GraphvizStyler"), ("dark", "must be a GraphvizStyler")],
 }
-GRAPH_WRONG = {"name": [("a/b", "that of a file"), ("", "that of a file"), (3, "must be a string")]}
+GRAPH_WRONG = {"name": [("a/b", "a file name"), ("", "a file name"), (3, "must be a string")]}
 REFUSED = [
     (kind, name, value, told)
     for kind in KINDS

@@ -924,7 +924,7 @@ def test_replicas_that_have_come_apart_are_told(pair: Path, name: str) -> None:
     """One warning on rank 0 reports replicas that differ: shifted values, equal means, or NaN."""
     told = outcome(pair, name)[1]
     assert [len(each) for each in told] == [1, 0]
-    assert told[0][0].startswith("the ranks do not have the same 'hidden.weight")
+    assert told[0][0].startswith("the ranks have diverged: 'hidden.weight")
 
 
 def test_windows_epochs_and_evaluations_are_merged(pair: Path) -> None:

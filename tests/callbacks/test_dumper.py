@@ -206,7 +206,7 @@ def test_the_total_is_told_once(tmp_path: Path) -> None:
     model = Classifier()
     with telling() as told:
         trainer = fit(model, tmp_path, [dumper("head", outputs=Outputs(max_total_bytes=1200))])
-    assert told == ["TensorDumper writes no more dumps from step 2 on, which would be more than max_total_bytes=1200"]
+    assert told == ["TensorDumper writes no more dumps from step 2 on: the size would exceed max_total_bytes=1200"]
     assert [line["step"] for line in lines_of(trainer)] == [0, 1]
     assert len(model.losses) == 6
 
@@ -446,7 +446,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"per_rank": "yes"}, "per_rank must be True or False"),
     ({"strict": 1}, "strict must be True or False"),
     ({"compiled": "always"}, "compiled must be 'eager' or 'skip'"),
-    ({"name": "../a"}, "name must be that of a file"),
+    ({"name": "../a"}, "name must be a file name"),
     ({"sinks": MemorySink()}, "sinks takes a list of sinks"),
     ({"every_n_train_steps": -1}, "every_n_train_steps must be"),
 ]

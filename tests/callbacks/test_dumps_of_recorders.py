@@ -209,7 +209,7 @@ def test_the_limit_is_told_once(tmp_path: Path) -> None:
         fit(Classifier(), tmp_path, [recorder(outputs=Outputs(max_total_bytes=limit))], logger=False)
     sizes = [line["bytes"] for line in lines_of(tmp_path)]
     assert sum(sizes) <= limit < sum(sizes) + sizes[0]
-    about = f"from step {len(sizes)} on, which would be more than max_total_bytes={limit}"
+    about = f"from step {len(sizes)} on: the size would exceed max_total_bytes={limit}"
     assert told == [f"ActivationRecorder writes no more dumps {about}"]
 
 
@@ -317,7 +317,7 @@ def test_uploads_have_a_limit(limit: int, tmp_path: Path) -> None:
     assert [line["bytes"] for line in lines[:2]] == [lines[0]["bytes"]] * 2
     assert len(sink.files) == given
     assert told == [
-        f"ActivationRecorder uploads no dumps from step {given} on, which would be more than max_upload_bytes={limit}"
+        f"ActivationRecorder uploads no more dumps from step {given} on: the size would exceed max_upload_bytes={limit}"
     ]
 
 

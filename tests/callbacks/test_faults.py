@@ -310,7 +310,7 @@ def test_a_site_that_fails_costs_its_module_alone(failing_site: Any, bare: Small
     assert len(told) == 1
     assert f"{site.path!r}" in told[0]
     assert f"module {site.name!r}" in told[0]
-    assert told[0].endswith(" is left alone from now on; strict=True raises instead.")
+    assert told[0].endswith(" is no longer recorded; strict=True raises instead.")
     assert_unharmed(models[0], bare)
     group = {ActivationRecorder: "activations", GradientRecorder: "gradients"}.get(failing_site, "parameters")
     last = "encoder.1/weight.grad" if group == "parameters" else "encoder.1"
@@ -417,7 +417,7 @@ def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch
     models: list[Small] = []
     told = told_by(lambda: models.append(trained(tmp_path, [GraphRecorder(timeout_s=0.5)])))
     assert len(told) == 1
-    assert "graph.dot and graph.json, without a picture: Graphviz produced no picture, it was ended" in told[0]
+    assert "graph.dot and graph.json, without a picture: Graphviz produced no picture, it was stopped" in told[0]
     assert_unharmed(models[0], bare)
     assert {path.name for path in (tmp_path / "recorder").iterdir()} == {"graph.dot", "graph.json"}
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]

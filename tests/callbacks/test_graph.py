@@ -213,7 +213,7 @@ def test_a_hanging_renderer_costs_only_the_picture(tmp_path: Path, monkeypatch: 
     fake.write_text("#!/bin/sh\nexec sleep 600\n")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
-    with pytest.warns(RecorderWarning, match=r"without a picture.*it was ended"):
+    with pytest.warns(RecorderWarning, match=r"without a picture.*it was stopped"):
         fit(Classifier(), tmp_path, [GraphRecorder(timeout_s=0.2)], logger=False)
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["graph.dot", "graph.json"]
 
@@ -380,7 +380,7 @@ def test_a_picture_that_cannot_be_laid_out_is_drawn_smaller(tmp_path: Path, monk
     fake.write_text(f'#!/bin/sh\nif mkdir "{tmp_path}/first" 2>/dev/null; then exit 3; fi\n{drawn}\n')
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
-    with pytest.warns(RecorderWarning, match=r"smaller than asked for: it shows no more than 52 nodes.*it failed"):
+    with pytest.warns(RecorderWarning, match=r"is reduced: it shows at most 52 nodes.*it failed"):
         fit(Classifier(), tmp_path, [GraphRecorder(formats="svg")], logger=False)
     assert "conv1" in "".join(ET.parse(tmp_path / "recorder" / "graph.svg").getroot().itertext())
 
@@ -418,7 +418,7 @@ def test_a_recording_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys.modules["lightning_recorder.graph.capture.step"], "function_name", broken)
     model = Classifier()
     recorder = GraphRecorder(formats=())
-    with pytest.warns(RecorderWarning, match="could not be recorded to its end: LookupError: ours"):
+    with pytest.warns(RecorderWarning, match="the graph is incomplete: LookupError: ours"):
         fit(model, tmp_path, [recorder], logger=False)
     assert len(model.losses) == 6
     assert recorder.graph is not None

@@ -112,7 +112,7 @@ def test_names_that_other_files_have() -> None:
     """A graph cannot have the name of the receipt, nor a dumper that of another process's files."""
     with pytest.raises(ArgumentError, match=r"name must not be 'Receipt': the other recorders write receipt\.json"):
         GraphRecorder(name="Receipt")
-    with pytest.raises(ArgumentError, match="name must not end like the files of another process, such as 'rank1'"):
+    with pytest.raises(ArgumentError, match="name must not end like a rank, such as 'rank1'"):
         TensorDumper(name="slow-rank1")
 
 

@@ -377,7 +377,7 @@ class Changing(Small):
             self.encoder.requires_grad_(False)
 
 
-LATE = "there was none in the 20 records before"
+LATE = "the 20 records before have none"
 UNGRADED = "its output no longer requires a gradient"
 STOPPED = "no record of 4 modules of stops.* after step 9: no longer called"
 CHANGES: dict[str, tuple[Any, list[str]]] = {

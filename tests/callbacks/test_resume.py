@@ -239,7 +239,7 @@ def test_a_state_of_other_settings_is_one_warning(
         lambda: go(tmp_path, [ActivationRecorder(**{**plain, "sinks": [sink], **after})], model=model, ckpt=path)
     )
     assert len(told) == 1
-    assert told[0].startswith("ActivationRecorder begins anew: ")
+    assert told[0].startswith("ActivationRecorder starts without saved statistics: ")
     expected = [5, 7] if after.get("reduce") else [4, 5, 6, 7]
     assert list(sink.scalars["activations/head/mean"]) == expected
     assert len(model.losses) == BATCHES
@@ -289,7 +289,7 @@ def test_a_spoilt_state_is_one_warning(how: str, tmp_path: Path) -> None:
     sink, model = MemorySink(), small()
     told = told_by(lambda: go(tmp_path, [ActivationRecorder(sinks=[sink], **options)], model=model, ckpt=path))
     assert len(told) == 1, told
-    assert "begins anew" in told[0]
+    assert "starts without" in told[0]
     assert len(model.losses) == BATCHES
     assert hooks_left(model) == []
     assert list(sink.scalars["activations/head/mean"]) == [5, 7]

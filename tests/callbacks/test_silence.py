@@ -51,7 +51,7 @@ def run(folder: Path, *callbacks: Callback, **options: Any) -> Callable[[], obje
     return lambda: go(folder, list(callbacks), **{"max_epochs": 1, **options})
 
 
-NO_CHECKPOINTS = "the run saves no checkpoints. Save checkpoints, or give"
+NO_CHECKPOINTS = "the run saves no checkpoints. Save checkpoints, or pass"
 LATER = "Change the schedule, or train for longer."
 NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
     "an interval of 0": (

@@ -395,7 +395,7 @@ def test_a_model_without_submodules_is_a_warning(tmp_path: Path) -> None:
         ({"exclude": [None]}, "exclude takes module names or globs, got None"),
         ({"every_n_train_steps": -1}, "every_n_train_steps must be an integer of at least 0, got -1"),
         ({"every_n_train_steps": 1.5}, "every_n_train_steps must be an integer of at least 0, got 1.5"),
-        ({"names": []}, "names is empty; leave it out"),
+        ({"names": []}, "names is empty; omit it"),
         ({"sinks": [MemorySink]}, r"sinks takes Sink instances, got the class MemorySink: write MemorySink\(\)"),
         ({"sinks": ["memory"]}, "sinks takes Sink instances, got 'memory'"),
         ({"statistics": ["histogram"]}, "got 'histogram': histograms=True or False chooses"),

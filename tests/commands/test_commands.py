@@ -80,7 +80,7 @@ def test_ls_of_what_is_damaged(tmp_path: Path) -> None:
     assert said.status == 0
     assert "  activations: 1 damaged lines were skipped\n" in said.out
     assert "  other: " in said.out
-    assert "graph.json is no graph of ours" in said.out
+    assert "graph.json is not a graph written by lightning_recorder" in said.out
 
 
 def test_show(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

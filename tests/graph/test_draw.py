@@ -243,8 +243,8 @@ def test_inputs() -> None:
         ({"input_data": 4}, "input_data takes a tensor"),
         ({"input_data": X, "max_nodes": 0}, "max_nodes must be an integer of at least 1, got 0"),
         ({"input_data": X, "graph_dir": "up"}, "direction must be one of TB, LR, BT, RL, got 'up'"),
-        ({"input_data": X, "device": "cpu"}, "device is 'meta', or None"),
-        ({"input_data": X, "mode": "fast"}, "mode is 'train', 'eval' or None"),
+        ({"input_data": X, "device": "cpu"}, "device must be 'meta', or None"),
+        ({"input_data": X, "mode": "fast"}, "mode must be 'train', 'eval' or None"),
     ],
 )
 def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> None:

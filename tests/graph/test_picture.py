@@ -54,7 +54,7 @@ def test_a_bitmap_that_would_be_shrunk_is_refused(large: Graph, tmp_path: Path) 
     picture = GraphPicture(large, tmp_path / "graph.dot", ("png",), max_nodes=2000)
     (path,) = picture.finish()
     assert path.is_file()
-    assert "no more than 700 nodes" in picture.note or "no more than 200 nodes" in picture.note
+    assert "at most 700 nodes" in picture.note or "at most 200 nodes" in picture.note
     assert "would be shrunk to" in picture.note
     GraphPicture(large, tmp_path / "large.dot", (), max_nodes=2000)
     with pytest.raises(RenderError, match=r"would be shrunk to \d+%, its text too small to read: draw a smaller view"):

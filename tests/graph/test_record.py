@@ -302,11 +302,11 @@ def test_a_graph_is_that_of_a_plain_call() -> None:
         ({"input_shapes": (2, True)}, "input_shapes takes a shape"),
         ({"input_shapes": (2, 4), "dtypes": "float32"}, "dtypes takes a torch.dtype, .* 1 inputs, got 'float32'"),
         ({"input_shapes": [(2,)] * 3, "dtypes": [torch.float32]}, "one for each of the 3 inputs"),
-        ({"input_data": X, "dtypes": torch.float32}, "dtypes .* goes with nothing else"),
+        ({"input_data": X, "dtypes": torch.float32}, "dtypes .* needs input_shapes"),
         ({"input_data": 3}, "input_data takes a tensor, .*, got int"),
         ({"input_data": X, "input_kwargs": [1]}, "input_kwargs takes a dictionary of keyword arguments, got list"),
-        ({"input_data": X, "device": "cuda"}, "device is 'meta', or None .*; got 'cuda'"),
-        ({"input_data": X, "mode": "test"}, "mode is 'train', 'eval' or None .*, got 'test'"),
+        ({"input_data": X, "device": "cuda"}, "device must be 'meta', or None .*; got 'cuda'"),
+        ({"input_data": X, "mode": "test"}, "mode must be 'train', 'eval' or None .*, got 'test'"),
     ],
 )
 def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> None:

@@ -225,7 +225,7 @@ _UNKNOWN: dict[str, Callable[[Any, Tensor], Any]] = {
 def test_flow_that_depends_on_values(forward: Callable[[Any, Tensor], Any]) -> None:
     """A model that reads a value fails with the reason, a remedy, and the graph until then."""
     net = nn.Sequential(nn.ReLU(), Net(forward, fc=linear()))
-    message = r"^module '1' \(Net\) raised .*; the model asks for the values .* device='meta' .*: record without it$"
+    message = r"^module '1' \(Net\) raised .*; the model reads the values .* device='meta' .*: record without it$"
     with pytest.raises(ForwardError, match=message) as caught:
         record(net, input_data=X, device="meta")
     assert outline(caught.value.graph).startswith("input\n0: ReLU\n  relu <- input\n1!: Net")

@@ -122,7 +122,7 @@ def test_the_folder_takes_no_more_than_its_limit(steps: int, tmp_path: Path) -> 
     with pytest.warns(RecorderWarning) as told:
         write_all(dumps, range(1, 7))
     assert [str(each.message) for each in told] == [
-        f"the dumper writes no more dumps from step {steps + 1} on, which would be more than max_total_bytes={limit}"
+        f"the dumper writes no more dumps from step {steps + 1} on: the size would exceed max_total_bytes={limit}"
     ]
     assert len(files(tmp_path / "dumps")) == steps
     dumps.write_beside(content(9), tmp_path / "kept" / "a.ckpt")
@@ -213,7 +213,7 @@ def test_no_more_than_so_many_bytes_are_uploaded(tmp_path: Path) -> None:
     with pytest.warns(RecorderWarning) as told:
         write_all(dumps, range(1, 6))
     assert [str(each.message) for each in told] == [
-        f"the dumper uploads no dumps from step 3 on, which would be more than max_upload_bytes={limit}"
+        f"the dumper uploads no more dumps from step 3 on: the size would exceed max_upload_bytes={limit}"
     ]
     assert list(sink.files) == [f"dumps/tensors-step={step}.safetensors" for step in (1, 2)]
     table = sink.texts["recorder/tensors/dumps"][5].splitlines()[2:]

@@ -54,7 +54,7 @@ def test_a_dump_that_is_cut_off(run: Path) -> None:
     """A truncated file raises an error for every tensor."""
     path = run / "recorder" / "dumps" / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DumpError, match="no readable safetensors file"):
+    with pytest.raises(DumpError, match="not a readable safetensors file"):
         open_recording(run).dumps[0].load("fc/out")
 
 

@@ -138,7 +138,7 @@ def test_a_damaged_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"format": "lightning_recorder.records/2"}', "records/2'; what is read here"),
+        ('{"format": "lightning_recorder.records/2"}', "records/2'; the supported format"),
         ("text", "no line of the format"),
     ],
 )

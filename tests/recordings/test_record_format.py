@@ -109,7 +109,7 @@ def test_what_are_no_counts(bins: torch.Tensor) -> None:
 )
 def test_what_is_no_histogram(text: object) -> None:
     """Invalid, truncated, out-of-range and overflowing texts raise DumpError."""
-    with pytest.raises(DumpError, match="no histogram"):
+    with pytest.raises(DumpError, match="not a histogram"):
         unpack_counts(text)
 
 

@@ -194,7 +194,7 @@ def test_sites_of_several_shapes() -> None:
         for row, key in enumerate(group.keys)
     }
     assert found == {"two": [4.0, 5.0], "three": [1.0, 2.0, 6.0]}
-    with pytest.raises(ArgumentError, match=r"BatchMean keeps numbers of shape \(2,\), now the shape is \(3,\)"):
+    with pytest.raises(ArgumentError, match=r"BatchMean has numbers of shape \(2,\), but the new shape is \(3,\)"):
         bank.add("two", Values(torch.ones(1, 3)))
 
 

@@ -203,7 +203,7 @@ def test_another_number_of_channels_is_refused(kind: Callable[[int], Reduction])
     """The first tensor determines the number of channels; another number is rejected and changes nothing."""
     state = reduced(lambda: kind(1), torch.ones(2, 3))
     before = bits(state.state)
-    with pytest.raises(ArgumentError, match=r"keeps numbers of shape \(3,\), now the shape is \(4,\)$"):
+    with pytest.raises(ArgumentError, match=r"has numbers of shape \(3,\), but the new shape is \(4,\)$"):
         state.update(torch.ones(2, 4))
     assert bits(state.state) == before
 

@@ -320,7 +320,7 @@ def test_before_the_first_tensor_there_is_no_number() -> None:
 def test_a_refused_tensor_is_refused() -> None:
     """A tensor whose shape a part rejects raises the error of that part."""
     state = reduced(combined(BatchMean, Extrema), SAMPLES[0])
-    with pytest.raises(ArgumentError, match=r"^BatchMean keeps numbers of shape \(2,\), now the shape is \(3,\)$"):
+    with pytest.raises(ArgumentError, match=r"^BatchMean has numbers of shape \(2,\), but the new shape is \(3,\)$"):
         state.update(torch.ones(1, 3))
 
 

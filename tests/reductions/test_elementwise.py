@@ -243,9 +243,9 @@ def test_a_sample_of_another_shape_is_refused(kind: Kind) -> None:
     """The first tensor determines the shape of a sample; another shape is rejected and changes nothing."""
     state = reduced(lambda: kind(0), FIRST)
     before = bits(state.state)
-    with pytest.raises(ArgumentError, match=r"keeps numbers of shape \(2,\), now the shape is \(3,\)$"):
+    with pytest.raises(ArgumentError, match=r"has numbers of shape \(2,\), but the new shape is \(3,\)$"):
         state.update(torch.ones(2, 3))
-    with pytest.raises(ArgumentError, match=r"keeps numbers of shape \(2,\), now the shape is \(2, 1\)$"):
+    with pytest.raises(ArgumentError, match=r"has numbers of shape \(2,\), but the new shape is \(2, 1\)$"):
         state.update(torch.ones(2, 2, 1))
     assert bits(state.state) == before
 
@@ -285,7 +285,7 @@ def test_a_state_dict_of_another_shape_is_refused(kind: Kind) -> None:
     """A saved state of samples with another shape is rejected, and the state does not change."""
     state = reduced(lambda: kind(0), FIRST)
     before = bits(state.state)
-    with pytest.raises(ArgumentError, match=r"keeps numbers of shape \(2,\), those saved have \(3,\)$"):
+    with pytest.raises(ArgumentError, match=r"has numbers of shape \(2,\), but the saved ones have \(3,\)$"):
         state.load_state_dict(reduced(lambda: kind(0), torch.ones(1, 3)).state_dict())
     assert bits(state.state) == before
 

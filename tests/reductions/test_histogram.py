@@ -231,7 +231,7 @@ def test_quantiles_by_hand() -> None:
         ({"sample": 0}, "sample must be an integer of at least 1, got 0"),
         ({"quantiles": [0.5, 1.5]}, "quantiles takes fractions between 0 and 1, got 1.5"),
         ({"quantiles": [math.nan]}, "quantiles takes fractions between 0 and 1, got nan"),
-        ({"quantiles": 0.5}, "quantiles takes a list of shares"),
+        ({"quantiles": 0.5}, "quantiles takes a list of fractions"),
         ({"quantiles": ["a"]}, "quantiles takes fractions between 0 and 1, got 'a'"),
         ({"quantiles": [0.5, 0.5]}, "quantiles has 0.5 more than once"),
     ],

@@ -397,7 +397,7 @@ def test_an_extra_that_fails_raises_when_strict() -> None:
     with StatisticsRecorder({"m": module}, extra=[BatchMean()], strict=True):
         module(torch.ones(2, 3))
         with pytest.raises(
-            RecordingError, match="could not record module 'm' at 'out': ArgumentError: BatchMean keeps numbers"
+            RecordingError, match="could not record module 'm' at 'out': ArgumentError: BatchMean has numbers"
         ):
             module(torch.ones(2, 4))
 
@@ -435,9 +435,9 @@ class Own(Reduction):
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("first", r"summarize must give a number for each site, .*write state\[..., 0\].*; wrong is \['own'\]"),
-        ("sum", r"summarize must give a number for each site, .*wrong is \['own'\]"),
-        ("number", r"summarize must take several states at once"),
+        ("first", r"summarize must return a number for each site, .*write state\[..., 0\].*; wrong is \['own'\]"),
+        ("sum", r"summarize must return a number for each site, .*wrong is \['own'\]"),
+        ("number", r"summarize must accept several states at once"),
         ("name", r"Own.summarize gives \['another'\], its statistics are \['own'\]"),
         ("float32", r"Own.initial must return float64 of shape \(2,\), got torch.float32"),
         ("width", r"Own.initial must return float64 of shape \(2,\), got torch.float64 of shape \(3,\)"),

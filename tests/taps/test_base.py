@@ -917,7 +917,7 @@ def test_a_compiled_part_is_seen_as_it_is_in_eager_mode(kind: type[Tap]) -> None
 def test_modules_must_be_modules_by_name(kind: type[Tap], modules: Any) -> None:
     """Anything but a mapping from names to modules is rejected with an error that shows how to get one."""
     with pytest.raises(
-        ArgumentError, match=r"modules takes a mapping .* as Selection\(...\)\.resolve\(model\) gives it"
+        ArgumentError, match=r"modules takes a mapping .* the result of Selection\(...\)\.resolve\(model\)"
     ):
         kind(modules, ignore)
 

@@ -172,7 +172,7 @@ def test_order_and_duplicates_do_not_matter() -> None:
             [(1, 9), (0, 1), (7, 1)],
             r"^no call has the label \(1, 9\); the last ones are \(0, 1\), \(1, 4\); no call has the label \(7, 1\); ",
         ),
-        ([(1, 3), "stem"], r"^no module is called 'stem'; the closest names are '0', '1', '2'$"),
+        ([(1, 3), "stem"], r"^there is no module 'stem'; the closest names are '0', '1', '2'$"),
         ([1, 3], r"^a label is a pair: did you mean record\(\(1, 3\)\)\?$"),
         ([1], r"^no call has the label 1; "),
         ([[[1], 3]], r"^no call has the label \[\[1\], 3\]; "),

@@ -95,7 +95,7 @@ class _Odd(UserDict[str, Tensor]):
 def test_inputs_that_cannot_be_read(batch: Any, told: str) -> None:
     """Inputs that raise when they are inspected cost only the graph and one warning, whatever their error is."""
     net = nn.Sequential(linear())
-    with pytest.warns(RecorderWarning, match=f"could not be recorded to its end: {told}"):
+    with pytest.warns(RecorderWarning, match=f"the graph is incomplete: {told}"):
         recording = GraphCapture(net, batch)
     with recording:
         out = net(X)
@@ -106,7 +106,7 @@ def test_inputs_that_cannot_be_read(batch: Any, told: str) -> None:
 def test_a_capture_is_entered_once() -> None:
     """Entering a capture a second time raises, and leaving it removes everything."""
     net = nn.Sequential(linear())
-    with GraphCapture(net, X) as recording, pytest.raises(RecordingError, match="entered already: make one for each"):
+    with GraphCapture(net, X) as recording, pytest.raises(RecordingError, match="already active: create one for each"):
         recording.__enter__()
     assert torch.overrides._get_current_function_mode_stack() == []
 

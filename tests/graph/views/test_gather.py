@@ -125,7 +125,7 @@ MISTAKEN: Any = {"class": nn.Linear, "function": abs, "model": nn.ReLU(), "style
         ),
         (
             lambda: GraphvizRenderer(MISTAKEN["model"]),
-            "what is rendered is a Graph, as of record.. or a view, got ReLU",
+            "a renderer takes a Graph, such as the result of record.. or of a view, got ReLU",
         ),
         (
             lambda: GraphvizRenderer(capture_graph(nn.ReLU(), X), MISTAKEN["styler class"]),
