@@ -240,7 +240,7 @@ def test_another_shape_is_refused() -> None:
     """The first tensor determines the shape; a tensor of another shape is rejected and changes nothing."""
     state = reduced(Change, torch.ones(2, 3))
     before = bits(state.state)
-    with pytest.raises(ArgumentError, match=r"^Change keeps numbers of shape \(2, 3\), now the shape is \(3, 2\)$"):
+    with pytest.raises(ArgumentError, match=r"^Change has numbers of shape \(2, 3\), but the new shape is \(3, 2\)$"):
         state.update(torch.ones(3, 2))
     assert bits(state.state) == before
 
