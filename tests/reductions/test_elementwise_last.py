@@ -162,7 +162,8 @@ def test_another_shape_is_refused() -> None:
     """The first tensor determines the shape; another shape is rejected and changes nothing."""
     state = reduced(LastValue, torch.ones(2, 3))
     before = bits(state.state)
-    with pytest.raises(ArgumentError, match=r"^LastValue has numbers of shape \(2, 3\), but the new shape is \(1, 3\)$"):
+    message = r"^LastValue has numbers of shape \(2, 3\), but the new shape is \(1, 3\)$"
+    with pytest.raises(ArgumentError, match=message):
         state.update(torch.zeros(1, 3))
     assert bits(state.state) == before
 
