@@ -18,7 +18,7 @@ class _Depth(threading.local):
 _depth = _Depth()
 
 
-class pause_recording:  # noqa: N801 - reads like a verb: with unrecorded()
+class pause_recording:  # noqa: N801 - reads like a verb: with pause_recording()
     """Disable autograd and graph capture in this thread.
 
     Otherwise a reduction that runs inside a hook would appear in a graph that is captured at the same step. A class and

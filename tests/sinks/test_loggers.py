@@ -9,8 +9,10 @@ from typing import Any
 
 import fsspec  # type: ignore[import-untyped]  # it has no annotations
 import pytest
+import torch
+import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from lightning.fabric.loggers.tensorboard import TensorBoardLogger as FabricTensorBoardLogger
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
@@ -28,6 +30,8 @@ from lightning_recorder.sinks import (
     sink_for_logger,
     sinks_for_loggers,
 )
+from tests.callbacks.models import fit
+from tests.callbacks.test_copies import COPIES, KINDS, configured
 from tests.sinks.back_ends import COMET_QUIET
 from tests.sinks.events import read_events
 from tests.sinks.lit_logger import lit_logger
@@ -230,3 +234,33 @@ def test_registering_again_replaces(tmp_path: Path) -> None:
     """A built-in registration can be replaced, and a logger can be silenced."""
     register_sink("CSVLogger", lambda logger: None)
     assert sinks_for_loggers([CSVLogger(tmp_path)]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("library", ["wandb", "mlflow", "comet"])
+def test_callbacks_in_hyperparameters_survive_copies(
+    library: str, kind: str, offline: Path, database: str, tmp_path: Path
+) -> None:
+    """In a fit with each library's logger, each callback in the hyperparameters can be copied in every way."""
+    logger: Logger
+    if library == "wandb":
+        logger = WandbLogger(save_dir=tmp_path, offline=True)
+    elif library == "mlflow":
+        logger = MLFlowLogger(str(tmp_path), tracking_uri=database, artifact_location=(tmp_path / "files").as_uri())
+    else:
+        logger = CometLogger(offline_directory=str(tmp_path), **COMET_QUIET)
+    callback, fresh = KINDS[kind](), yaml.dump(KINDS[kind]())
+    copies: list[Any] = []
+    model = configured([callback], lambda: copies.extend(duplicate(callback) for duplicate in COPIES.values()))
+    fit(model, tmp_path, [callback], logger=logger, enable_checkpointing=True)
+    logger.finalize("success")
+    if library == "wandb":
+        logger.experiment.finish()
+    elif library == "comet":
+        logger.experiment.end()
+    assert len(copies) >= len(COPIES)
+    assert {yaml.dump(each) for each in copies} == {fresh}
+    bare = configured([])
+    fit(bare, tmp_path / "bare", logger=False)
+    assert torch.equal(torch.stack(model.losses), torch.stack(bare.losses))

@@ -125,7 +125,7 @@ def _attributes(node: Node, graph: Graph) -> dict[str, str | int | float]:
     call = node if node.kind == "module" or node.parent is None else graph[node.parent]
     # The tab shows shapes on edges, but draws a parameter as a dot without an edge.
     shape = str(node.outputs[0]).replace("×", "x") if node.kind in ("parameter", "buffer") and node.outputs else ""
-    told: dict[str, str | int | float] = {
+    found: dict[str, str | int | float] = {
         "shape": shape,
         "dtype": ", ".join(dict.fromkeys(meta.dtype for meta in node.outputs)),
         "autograd": ", ".join(node.autograd),
@@ -138,7 +138,7 @@ def _attributes(node: Node, graph: Graph) -> dict[str, str | int | float]:
         "failed": node.failed,
         "duration_ms": float(node.duration_ms or 0),
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in found.items() if value}
 
 
 # Names with a meaning of their own in the tab. It is written in JavaScript and keeps nodes and ops in plain objects,
