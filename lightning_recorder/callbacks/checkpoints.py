@@ -25,7 +25,7 @@ class CheckpointListener(Protocol):
     def checkpoint_removed(self, path: Path) -> None:
         """Called after this process has removed the checkpoint at ``path``."""
 
-    def no_more(self) -> None:
+    def saving_ended(self) -> None:
         """Called when no more checkpoints can follow."""
 
 
@@ -52,7 +52,7 @@ class CheckpointWatch:
         name: str = "the recorder",
     ) -> None:
         self._saved, self._removed, self._ended, self._name = saved, removed, ended, name
-        self._told: set[Path] = set()
+        self._reported: set[Path] = set()
         self._found: dict[Path, int] = {}
         self._is_active = self._has_failed = False
         self.is_pending = False
@@ -61,7 +61,7 @@ class CheckpointWatch:
     def begin(self, trainer: Trainer) -> None:
         """Start watching a run. No callback is called before."""
         self._is_active = True
-        self._told, self.is_pending, self._has_failed = set(), False, False
+        self._reported, self.is_pending, self._has_failed = set(), False, False
         self._found = {path: _written_at(path) for path in _kept(trainer)}
         if trainer.is_global_zero:
             listen(trainer, self)
@@ -85,7 +85,7 @@ class CheckpointWatch:
             return
         self.is_pending = False
         kept = _kept(trainer)
-        for path in sorted(kept - self._told):
+        for path in sorted(kept - self._reported):
             written_at = _written_at(path)
             if written_at > self._found.get(path, 0):
                 self._found[path] = written_at
@@ -97,7 +97,7 @@ class CheckpointWatch:
 
     def checkpoint_saved(self, path: Path) -> None:
         """Handle a save that the checkpoint IO reports."""
-        self._told.add(path)
+        self._reported.add(path)
         self._call(self._saved, path)
 
     def checkpoint_removed(self, path: Path) -> None:
@@ -105,7 +105,7 @@ class CheckpointWatch:
         self._found.pop(path, None)
         self._call(self._removed, path)
 
-    def no_more(self) -> None:
+    def saving_ended(self) -> None:
         """Handle the end of the run's checkpoints."""
         if self._ended is not None:
             self._ended()
@@ -163,14 +163,14 @@ class _ObservedCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         self.inner.save_checkpoint(checkpoint, path, storage_options)
-        self._tell(lambda listener: listener.checkpoint_saved(Path(path)), path)
+        self._notify(lambda listener: listener.checkpoint_saved(Path(path)), path)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.inner.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
         self.inner.remove_checkpoint(path)
-        self._tell(lambda listener: listener.checkpoint_removed(Path(path)), path)
+        self._notify(lambda listener: listener.checkpoint_removed(Path(path)), path)
 
     def teardown(self) -> None:
         self.inner.teardown()
@@ -178,12 +178,12 @@ class _ObservedCheckpointIO(CheckpointIO):
         if strategy is not None and strategy.checkpoint_io is self:  # after an exception, no callback hook runs
             strategy.checkpoint_io = self.inner
             for listener in self.listeners:
-                listener.no_more()
+                listener.saving_ended()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
 
-    def _tell(self, what: Callable[[CheckpointListener], None], path: Any) -> None:
+    def _notify(self, what: Callable[[CheckpointListener], None], path: Any) -> None:
         if "://" in str(path):
             # A remote checkpoint, such as an object in a bucket, has no local folder for a dump.
             return

@@ -14,12 +14,10 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.base import Compiled, RecorderCallback
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
-from lightning_recorder.callbacks.eager import say_ran_eagerly, write_ran_eagerly
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.messages import Silence, say_ran_eagerly, why_no_files, why_no_step, write_ran_eagerly
 from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.scale import LossScale
-from lightning_recorder.callbacks.silence import Silence, why_no_files, why_no_step
-from lightning_recorder.callbacks.trainer import gradient_factor, logged_step
+from lightning_recorder.callbacks.trainer import LossScale, gradient_factor, logged_step
 from lightning_recorder.dumps import can_hold
 from lightning_recorder.errors import ArgumentError, check_bool, check_integer, check_some, did_you_mean, warn
 from lightning_recorder.internals.compiled import compiled_modules
@@ -152,7 +150,7 @@ class TensorDumper(RecorderCallback):
             "_scale": LossScale(),
             "_event": None if when is None else Event(when, "dump_when", name=str(self), strict=self.strict),
             "_checkpoints": CheckpointWatch(
-                self._checkpoint_saved, self._checkpoint_removed, self._no_more, name=str(self)
+                self._checkpoint_saved, self._checkpoint_removed, self._saving_ended, name=str(self)
             ),
             "_capture": None,
             "_dumps": None,
@@ -332,7 +330,7 @@ class TensorDumper(RecorderCallback):
         if self._dumps is not None:
             self._dumps.remove_beside(path)
 
-    def _no_more(self) -> None:
+    def _saving_ended(self) -> None:
         if self._capture is None:  # the run failed, and the checkpoint for its exception is saved
             self._dumps = None
 

@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
-from lightning_recorder.callbacks.eager import say_ran_eagerly
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.messages import say_ran_eagerly
 from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.schedule import Sampling
 from lightning_recorder.statistics import EvaluationRecorder

@@ -14,18 +14,26 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import checked_histograms, checked_reductions, checked_statistics
+from lightning_recorder.callbacks.arguments import (
+    check_tags,
+    checked_histograms,
+    checked_reductions,
+    checked_statistics,
+)
 from lightning_recorder.callbacks.base import Compiled
 from lightning_recorder.callbacks.checkpoints import why_no_checkpoint
-from lightning_recorder.callbacks.eager import say_ran_eagerly, warn_of_eager_memory
 from lightning_recorder.callbacks.guard import guarded
-from lightning_recorder.callbacks.naming import check_tags
+from lightning_recorder.callbacks.messages import (
+    Silence,
+    say_ran_eagerly,
+    warn_of_eager_memory,
+    why_no_due_validation,
+    why_no_files,
+    why_no_step,
+)
 from lightning_recorder.callbacks.output_options import Outputs, consumers
-from lightning_recorder.callbacks.ranks import decline, merge_ranks
 from lightning_recorder.callbacks.resume import ResumingCallback
-from lightning_recorder.callbacks.scale import LossScale
-from lightning_recorder.callbacks.silence import Silence, why_no_due_validation, why_no_files, why_no_step
-from lightning_recorder.callbacks.trainer import logged_step, make_directory, stepped
+from lightning_recorder.callbacks.trainer import LossScale, decline, logged_step, make_directory, merge_ranks, stepped
 from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.outputs import Coverage, RecordPipeline, SinkFormatter, TagBudget, with_gradients
@@ -331,14 +339,14 @@ class StatisticsCallback(ResumingCallback):
                 self._end_step(trainer, pl_module, self._run)
             self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self.loss_scale.overflowed)
             say_ran_eagerly(trainer, self._run.recorder.ran_eagerly)
-            self._tell_cadence(self._run)
+            self._report_interval(self._run)
 
     @property
     def counts_overflow(self) -> bool:
         """True if steps whose gradients overflowed are counted separately."""
         return False
 
-    def _tell_cadence(self, run: RunRecorder) -> None:
+    def _report_interval(self, run: RunRecorder) -> None:
         """Log the recording interval and write it as a scalar if it has changed."""
         limit = self.sampling.max_overhead
         if limit is None or run.every_n_train_steps == self._every_n:

@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_recorder.disk import UNKNOWN_BYTES, has_room, is_full, warn_of_full
 from lightning_recorder.errors import warn
 from lightning_recorder.reductions.histogram import Histogram
+from lightning_recorder.sinks.background import DeferredSink
 from lightning_recorder.sinks.base import Image, Sink
-from lightning_recorder.sinks.deferred import DeferredSink
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
