@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_recorder import RecorderWarning
-from lightning_recorder.disk import RESERVE_BYTES, append, attempt, begin_run, fits, has_room
+from lightning_recorder.disk import RESERVE_BYTES, append, attempt, begin_run, fits, has_room, readable_size
 from tests.callbacks.small import warnings_by
 from tests.disks import files_up_to
 
@@ -90,3 +90,13 @@ def test_a_line_ends_one_that_was_left_unfinished(tmp_path: Path) -> None:
     assert append(path, b"whole\n", is_line=True) == 7
     assert append(path, b"whole\n", is_line=True) == 6
     assert path.read_bytes() == b"half\nwhole\nwhole\n"
+
+
+def test_sizes() -> None:
+    """Sizes are printed in a suitable unit."""
+    assert [readable_size(each) for each in (999, 1000, 2_500_000, 10**9)] == [
+        "999 bytes",
+        "1.0 KB",
+        "2.5 MB",
+        "1.0 GB",
+    ]

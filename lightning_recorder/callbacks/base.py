@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from typing_extensions import override
 
 from lightning_recorder import disk
@@ -22,6 +23,7 @@ from lightning_recorder.callbacks.guard import SET_BY_LIGHTNING, GuardedCallback
 from lightning_recorder.callbacks.messages import Silence
 from lightning_recorder.callbacks.trainer import logged_step, recorder_directory, running_function
 from lightning_recorder.errors import check_bool, describe_error, warn
+from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.portable import Lost, Portable, unwrap
 from lightning_recorder.sinks import FilesSink, MultiSink, Sink, for_any_thread, sinks_for_loggers
 
@@ -149,6 +151,14 @@ class RecorderCallback(GuardedCallback):
             function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """
         return ()
+
+    def _skip_compiled(self, pl_module: LightningModule, modules: dict[str, nn.Module]) -> list[str]:
+        """Remove compiled modules if they are to be skipped, and return their names."""
+        compiled = compiled_modules(pl_module) if self.compiled == "skip" else set()
+        skipped = [name for name, module in modules.items() if module in compiled]
+        for name in skipped:
+            del modules[name]
+        return skipped
 
     def _rank_zero_directory(self, trainer: Trainer) -> Path | None:
         """Return the folder of the run's recordings on rank 0, and ``None`` on the other ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
@@ -14,19 +14,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning_recorder.errors import describe_error, warn
 
 __all__ = ["CheckpointWatch", "why_no_checkpoint"]
-
-
-class CheckpointListener(Protocol):
-    """An object that is notified of checkpoints."""
-
-    def checkpoint_saved(self, path: Path) -> None:
-        """Called after this process has written a checkpoint to ``path``."""
-
-    def checkpoint_removed(self, path: Path) -> None:
-        """Called after this process has removed the checkpoint at ``path``."""
-
-    def saving_ended(self) -> None:
-        """Called when no more checkpoints can follow."""
 
 
 class CheckpointWatch:
@@ -64,7 +51,7 @@ class CheckpointWatch:
         self._reported, self.is_pending, self._has_failed = set(), False, False
         self._found = {path: _written_at(path) for path in _kept(trainer)}
         if trainer.is_global_zero:
-            listen(trainer, self)
+            _listen(trainer, self)
 
     def end(self, trainer: Trainer) -> None:
         """Stop watching a run. After a failure, the checkpoint that is saved on the exception is still reported."""
@@ -73,7 +60,7 @@ class CheckpointWatch:
         self.look(trainer)
         self._is_active = False
         if not trainer.interrupted:
-            stop_listening(trainer, self)
+            _stop_listening(trainer, self)
 
     def expect(self) -> None:
         """Announce that a checkpoint is being saved."""
@@ -158,7 +145,7 @@ class _ObservedCheckpointIO(CheckpointIO):
 
     def __init__(self, inner: CheckpointIO, strategy: Strategy) -> None:
         self.inner = inner
-        self.listeners: list[CheckpointListener] = []
+        self.listeners: list[CheckpointWatch] = []
         self._strategy = weakref.ref(strategy)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -183,7 +170,7 @@ class _ObservedCheckpointIO(CheckpointIO):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
 
-    def _notify(self, what: Callable[[CheckpointListener], None], path: Any) -> None:
+    def _notify(self, what: Callable[[CheckpointWatch], None], path: Any) -> None:
         if "://" in str(path):
             # A remote checkpoint, such as an object in a bucket, has no local folder for a dump.
             return
@@ -191,7 +178,7 @@ class _ObservedCheckpointIO(CheckpointIO):
             what(listener)
 
 
-def listen(trainer: Trainer, listener: CheckpointListener) -> None:
+def _listen(trainer: Trainer, listener: CheckpointWatch) -> None:
     """Notify a listener of the checkpoints of a trainer from now on."""
     strategy = trainer.strategy
     observed = strategy.checkpoint_io
@@ -211,7 +198,7 @@ def listen(trainer: Trainer, listener: CheckpointListener) -> None:
         observed.listeners.append(listener)
 
 
-def stop_listening(trainer: Trainer, listener: CheckpointListener) -> None:
+def _stop_listening(trainer: Trainer, listener: CheckpointWatch) -> None:
     """Remove a listener. Removing the last one restores the trainer's own checkpoint IO."""
     observed = trainer.strategy.checkpoint_io
     if isinstance(observed, _ObservedCheckpointIO):

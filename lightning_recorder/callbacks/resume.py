@@ -163,6 +163,19 @@ class ResumingCallback(EvaluationCallback):
         if self._run is None:  # the run failed, and the checkpoint for its exception is saved
             self._dumps.end()
 
+    def _keep_state(self, run: RunRecorder, trainer: Trainer) -> None:
+        """Keep the state of a run that ends, for the next fit."""
+        if not self._kept.waits:
+            self._results.wait()  # the last records may add modules to the shown tags
+            self._kept.keep({**run.state_dict(), "tags": self._results.report.state_dict()}, trainer.global_step)
+
+    def _resume(self, run: RunRecorder, trainer: Trainer, step: int) -> None:
+        """Restore the kept state into a run that resumes with this step."""
+        report, at = self._results.report, trainer.global_step
+        why_not = self._kept.hand_over(run, report, global_step=at, step=step, epoch=trainer.current_epoch)
+        if why_not and trainer.is_global_zero:
+            warn(f"{self} starts without saved statistics: {why_not}")
+
     @fixed_in_run
     def state_key(self) -> str:
         """The key of this callback's state in a checkpoint."""

@@ -7,14 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.receipt import ReceiptFacts, ReceiptWriter
 from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
+from lightning_recorder.statistics.run_recorder import RunRecorder
 from lightning_recorder.statistics.sites import Record, SiteStatistics
 from lightning_recorder.taps import Site
 
@@ -83,7 +87,11 @@ class RecordPipeline:
         """The sink for the records, or None to keep only the latest statistics."""
         self.receipt = ReceiptWriter(name=name, log=log, logged_bytes=self._logged_bytes)
         """The receipt of the run."""
-        self._name = name
+        self.coverage: Coverage | None = None
+        """The selected modules of the run, or None before they are known."""
+        self._name, self._log = name, log
+        self._has_receipt = False
+        self._interval: int | None = None
         self._derive = derive
         self._has_warned_of_divergence = False
         self._strict = strict
@@ -115,6 +123,7 @@ class RecordPipeline:
         self.receipt.begin(sink, directory, label)
         self.consumers = []
         self.recorded, self.empty = Counter(), Counter()
+        self._has_receipt, self._interval = False, None
 
     def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
         """Return the latest statistics of a stage such as ``"train"``; with several loaders, ``"validate/0"``."""
@@ -146,24 +155,46 @@ class RecordPipeline:
             self.replay()
             self._queue.drain()
         finally:
-            self.sink = self.artifact_sinks = None
+            self.sink = self.artifact_sinks = self.coverage = None
             self.receipt.begin(None, None, self.label)
             self.consumers = []
 
-    def add(self, record: Record, facts: ReceiptFacts | None = None) -> None:
+    def add(self, record: Record, run: RunRecorder | None = None) -> None:
         """Queue a record for writing.
 
         Args:
             record: The record.
-            facts: The arguments of the receipt, with the facts since the previous record, or ``None`` for an
-                evaluation.
+            run: The run of a training record, which has the facts for the receipt.
         """
+        facts = None
+        if record.stage == "train" and record.steps and run is not None and run.is_covered:
+            self._has_receipt = True
+            facts = self._facts(run, run.recorder.take_traces())
         self._queue.submit(partial(self._write, record, facts))
 
-    def add_scalar(self, step: int, tag: str, value: float) -> None:
-        """Write a single scalar."""
+    def _facts(self, run: RunRecorder, traces: Mapping[str, Any]) -> ReceiptFacts:
+        coverage = self.coverage or Coverage(nn.Module(), {}, ())
+        return coverage.having(**traces), run.sampling, run.reduce
+
+    def find_gradients(self) -> None:
+        """Note the modules whose parameters have a gradient now, for the first receipt."""
+        if not self._has_receipt and self.coverage is not None:
+            trained = with_gradients(self.coverage.modules) | set(self.coverage.trained)
+            self.coverage = self.coverage.having(trained=trained)
+
+    def report_interval(self, run: RunRecorder) -> None:
+        """Log the recording interval and write it as a scalar if an overhead limit has changed it."""
+        limit, interval = run.sampling.max_overhead, run.every_n_train_steps
+        if limit is None or interval == self._interval:
+            return
+        before, self._interval = self._interval, interval
+        if before is not None:
+            self._log(
+                f"{self._name} records every {interval} steps instead of {before}, to take at most {100 * limit:g} %"
+            )
         if self.sink is not None:
-            self._queue.submit(partial(self.sink.write_scalars, step, {tag: value}))
+            scalars = {f"recorder/{self.label}/every_n_train_steps": interval}
+            self._queue.submit(partial(self.sink.write_scalars, run.last_step, scalars))
 
     def end_epoch(self) -> None:
         """Queue the consumers' work at the end of an epoch."""
@@ -188,9 +219,11 @@ class RecordPipeline:
         after = sink.written_bytes
         return None if after is None else after - (before or 0)
 
-    def announce(self, step: int, recording_ms: float, sites: list[Site], facts: ReceiptFacts) -> None:
+    def announce(self, step: int, recording_ms: float, run: RunRecorder) -> None:
         """Report the receipt of a step that is not a record yet. Its record completes the receipt."""
-        self._queue.submit(partial(self.receipt.write, self.receipt.announce(step, recording_ms, sites, facts)))
+        facts = self._facts(run, run.recorder.traces())
+        receipt = self.receipt.announce(step, recording_ms, run.recorder.states.sites, facts)
+        self._queue.submit(partial(self.receipt.write, receipt))
 
     def _write(self, record: Record, facts: ReceiptFacts | None) -> None:
         found = record.snapshot.statistics()

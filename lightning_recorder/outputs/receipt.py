@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_recorder.disk import attempt
+from lightning_recorder.disk import attempt, readable_size
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs.coverage import Coverage
 from lightning_recorder.outputs.coverage_history import FEW_NAMES, Change, CoverageHistory, first_few, paths_by_module
@@ -79,9 +79,10 @@ class CoverageReport:
         """The receipt as one line."""
         total = len(self.sites) + len(self.missing)
         size = self.event_bytes_per_1000_steps
-        files = "" if size is None else f", {_bytes(size)} of files per 1,000 steps"
+        files = "" if size is None else f", {readable_size(size)} of files per 1,000 steps"
         ranks = f" by {self.merged_ranks} ranks" if self.merged_ranks > 1 else ""
-        costs = f"{_bytes(self.state_bytes)} of state, {self.recording_ms + self.flush_ms:.1f} ms in step {self.step}"
+        spent_ms = self.recording_ms + self.flush_ms
+        costs = f"{readable_size(self.state_bytes)} of state, {spent_ms:.1f} ms in step {self.step}"
         return f"{len(self.sites)} of {total} modules recorded{ranks}{self._missing()}; {costs}{files}"
 
     def _missing(self) -> str:
@@ -162,13 +163,6 @@ def _write(path: Path, text: str) -> None:
 def _cell(text: str) -> str:
     """Return a module name as the text of a table cell."""
     return "`" + (text or "(root)").replace("`", "'").replace("|", "¦").replace("\n", " ") + "`"
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"
 
 
 _SOME_RECORDS = 10  # enough records to estimate their mean size

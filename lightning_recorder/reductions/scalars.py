@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -288,10 +287,8 @@ class _Share(ScalarReduction):
         self.threshold = threshold
         self.statistics = self.statistics if name is None else (name,)
 
-    @property
-    @abstractmethod
-    def _comparison(self) -> Callable[..., Tensor]:
-        """The comparison of a magnitude with the threshold. It is always false for NaN."""
+    _comparison: Callable[..., Tensor]
+    """The comparison of a magnitude with the threshold. It is always false for NaN."""
 
     @override
     def slots_of(self, values: Values) -> Sequence[Tensor]:
@@ -322,10 +319,7 @@ class NearZero(_Share):
     def __init__(self, threshold: float = 1e-6, name: str | None = None) -> None:
         super().__init__(threshold, name)
 
-    @property
-    @override
-    def _comparison(self) -> Callable[..., Tensor]:
-        return torch.le
+    _comparison = staticmethod(torch.le)
 
 
 class Saturation(_Share):
@@ -343,7 +337,4 @@ class Saturation(_Share):
 
     statistics: tuple[str, ...] = ("saturation_fraction",)
 
-    @property
-    @override
-    def _comparison(self) -> Callable[..., Tensor]:
-        return torch.gt
+    _comparison = staticmethod(torch.gt)

@@ -7,16 +7,11 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
-from lightning_recorder.reductions.histogram import Histogram
-from lightning_recorder.sinks.base import Image, Sink
-
-if TYPE_CHECKING:
-    from lightning_recorder.graph.model import Graph
+from lightning_recorder.sinks.base import Sink, UniformSink
 
 __all__ = ["BackgroundQueue", "DeferredSink", "for_any_thread"]
 
@@ -139,7 +134,7 @@ class BackgroundQueue:
             self._jobs.task_done()
 
 
-class DeferredSink(Sink):
+class DeferredSink(UniformSink):
     """Queue the writes from any thread, and run them when :meth:`replay` is called.
 
     A verb that the wrapped sink does not override returns ``False``. Any other verb returns ``True``, because the
@@ -180,43 +175,19 @@ class DeferredSink(Sink):
             self.verb, write = self._queue.get()
             write()
 
-    def _defer(self, verb: str, step: int, values: Mapping[str, object]) -> bool:
+    @override
+    def _write(self, verb: str, step: int, values: Mapping[str, Any]) -> bool:
         if not self.supports(verb):
             return False
-        self._queue.put((verb, partial(getattr(self._sink, verb), step, values)))
+        self._queue.put((verb, partial(self._write_later, verb, step, values)))
         return True
 
-    @override
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
-        return self._defer("write_scalars", step, scalars)
-
-    @override
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
-        return self._defer("write_histograms", step, histograms)
-
-    @override
-    def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
-        return self._defer("write_images", step, images)
-
-    @override
-    def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
-        return self._defer("write_text", step, texts)
-
-    @override
-    def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
-        if not self.supports("write_files"):
-            return False
-        self._queue.put(("write_files", partial(self._write_files, step, files)))
-        return True
-
-    def _write_files(self, step: int, files: Mapping[str, Path]) -> None:
-        there = {name: path for name, path in files.items() if path.exists()}  # others were pruned in the meantime
-        if there:
-            self._sink.write_files(step, there)
-
-    @override
-    def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
-        return self._defer("write_graph", step, graphs)
+    def _write_later(self, verb: str, step: int, values: Mapping[str, Any]) -> None:
+        if verb == "write_files":
+            values = {name: path for name, path in values.items() if path.exists()}  # others were pruned meanwhile
+            if not values:
+                return
+        getattr(self._sink, verb)(step, values)
 
     @override
     def flush(self) -> None:

@@ -214,7 +214,7 @@ def test_a_fault_inside_is_one_warning(
         assert shown(sink) == well(other), other
 
 
-OVERRIDDEN = ["prepare", "_on_record", "_announce", "_tell_cadence", "make_recorder", "choose"]
+OVERRIDDEN = ["prepare", "_on_record", "_announce", "make_recorder", "choose"]
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
