@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.arguments import in_words
 from lightning_recorder.callbacks.base import fixed_in_run
-from lightning_recorder.callbacks.checkpoints import CheckpointWatch
+from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.messages import Silence, why_no_due_validation, why_no_files
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs import Event, RecordPipeline, SinkFormatter, StatisticsDumps, check_dumps
@@ -28,6 +29,7 @@ from lightning_recorder.taps import Site
 __all__ = ["ResumeState", "ResumingCallback"]
 
 _VERSION = 1
+_EVALUATIONS = {"validate": "validation", "test": "test", "predict": "prediction"}
 
 
 class ResumeState:
@@ -144,6 +146,33 @@ class ResumingCallback(EvaluationCallback):
         is_alone = self._dumps.at == ("checkpoints",) and not self._dumps.has_event
         is_asked_for = not isinstance(self.outputs.dumps, bool)
         return is_asked_for and is_alone and folder is not None and not (folder.written or folder.is_full)
+
+    def _evaluation_silences(self, trainer: Trainer, function: str, *, is_trained: bool) -> Iterator[Silence]:
+        """Return the reason why an evaluation recorded nothing.
+
+        Args:
+            trainer: The trainer.
+            function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            is_trained: False if the training recorded nothing either, which is reported separately.
+        """
+        stage = "validate" if function == "fit" else function
+        if stage not in self.evaluations or self._results.recorded[stage]:
+            return
+        noun = _EVALUATIONS[stage]
+        what = "recorded nothing" + (f" in the {noun}" if self._results.recorded["train"] else "")
+        if self._results.empty[stage]:
+            yield Silence(f"the selected modules produced no tensor in the {noun}", "Select others.", what)
+        elif not self.enabled:
+            yield Silence("it is disabled", "", what)
+        elif function == "fit" and is_trained:
+            yield why_no_due_validation(trainer, self.sampling, self._began)._replace(what=what)
+
+    def _dump_silences(self, trainer: Trainer) -> Iterator[Silence]:
+        """Return the reason why nothing was dumped beside checkpoints although that was asked for."""
+        if self._results.recorded["train"] and self.waits_for_checkpoints:
+            no_files = why_no_files(trainer, self._directory)
+            fix = "" if no_files else "Save checkpoints, or pass outputs=Outputs(dumps='records')."
+            yield Silence(no_files or why_no_checkpoint(trainer), fix, "dumped nothing")
 
     def checkpoint_saved(self, path: Path) -> None:
         """Dump the latest record beside a checkpoint."""

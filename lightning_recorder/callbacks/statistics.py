@@ -21,13 +21,11 @@ from lightning_recorder.callbacks.arguments import (
     checked_statistics,
 )
 from lightning_recorder.callbacks.base import Compiled
-from lightning_recorder.callbacks.checkpoints import why_no_checkpoint
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import (
     Silence,
     say_ran_eagerly,
     warn_of_eager_memory,
-    why_no_due_validation,
     why_no_files,
     why_no_step,
 )
@@ -56,8 +54,6 @@ from lightning_recorder.statistics import (
 from lightning_recorder.taps import Site
 
 __all__ = ["DEFAULT_STATISTICS", "StatisticsCallback"]
-
-_EVALUATIONS = {"validate": "validation", "test": "test", "predict": "prediction"}
 
 
 class StatisticsCallback(ResumingCallback):
@@ -351,24 +347,11 @@ class StatisticsCallback(ResumingCallback):
         if any(worker.failed for worker in self._workers):
             return  # already warned
         self._results.wait()
-        recorded, empty = self._results.recorded, self._results.empty
-        if self._run is not None and not self._run.has_recorded:
+        is_trained = self._run is None or self._run.has_recorded
+        if not is_trained:
             yield why_no_step(trainer, self.sampling, self._began, is_enabled=self.enabled)
-        stage = "validate" if function == "fit" else function
-        if stage in self.evaluations and not recorded[stage]:
-            what = "recorded nothing" + (f" in the {_EVALUATIONS[stage]}" if recorded["train"] else "")
-            if empty[stage]:
-                why = f"the selected modules produced no tensor in the {_EVALUATIONS[stage]}"
-                yield Silence(why, "Select others.", what)
-            elif not self.enabled:
-                yield Silence("it is disabled", "", what)
-            elif function == "fit" and (self._run is None or self._run.has_recorded):  # else it was reported above
-                yield why_no_due_validation(trainer, self.sampling, self._began)._replace(what=what)
-        if recorded["train"] and self.waits_for_checkpoints:
-            no_files = why_no_files(trainer, self._directory)
-            why = no_files or why_no_checkpoint(trainer)
-            fix = "" if no_files else "Save checkpoints, or pass outputs=Outputs(dumps='records')."
-            yield Silence(why, fix, "dumped nothing")
+        yield from self._evaluation_silences(trainer, function, is_trained=is_trained)
+        yield from self._dump_silences(trainer)
 
     # Records.
 

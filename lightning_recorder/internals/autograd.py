@@ -59,25 +59,6 @@ __all__ = [
     "without_functions",
 ]
 
-# Fast path for the common classes, since this check runs for every tensor in a capture.
-_WITH_VALUES = (Tensor, Parameter)
-
-
-def is_uninitialized(value: object) -> bool:
-    """Return True for a parameter or buffer of a lazy module that has no shape yet."""
-    return type(value) not in _WITH_VALUES and isinstance(value, Tensor) and bool(is_lazy(value))
-
-
-def storage_of(tensor: Tensor) -> UntypedStorage | None:
-    """Return the storage of a tensor; ``None`` if it has none of its own, such as a sparse tensor."""
-    if is_uninitialized(tensor):
-        return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # the exception depends on the layout or the wrapper
-        return None
-
-
 try:
     from torch._C import _current_graph_task_id
 except ImportError:
@@ -411,3 +392,22 @@ def version_of(tensor: Tensor) -> int | None:
 def is_compiled(module: nn.Module) -> bool:
     """Return True if ``torch.compile(module)`` or ``module.compile()`` was applied to this module itself."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+# Fast path for the common classes, since this check runs for every tensor in a capture.
+_WITH_VALUES = (Tensor, Parameter)
+
+
+def is_uninitialized(value: object) -> bool:
+    """Return True for a parameter or buffer of a lazy module that has no shape yet."""
+    return type(value) not in _WITH_VALUES and isinstance(value, Tensor) and bool(is_lazy(value))
+
+
+def storage_of(tensor: Tensor) -> UntypedStorage | None:
+    """Return the storage of a tensor; ``None`` if it has none of its own, such as a sparse tensor."""
+    if is_uninitialized(tensor):
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # the exception depends on the layout or the wrapper
+        return None

@@ -184,7 +184,7 @@ def _uses_flex_attention(module: nn.Module) -> bool:
     return named or getattr(config, "_attn_implementation", None) == "flex_attention"
 
 
-class _Shared:
+class _Stance:
     """The single stance of the process and the number of its holders."""
 
     # Reentrant, since the garbage collector may release an abandoned hold while this thread acquires or releases
@@ -198,13 +198,13 @@ class _Shared:
     """The number of the latest call of each of these functions, by name."""
 
 
-_Shared.ran = {}
+_Stance.ran = {}
 
 
 def _note(function: Callable[..., object], /) -> None:
-    with _Shared.lock:
-        _Shared.calls += 1
-        _Shared.ran[describe_compiled(function)] = _Shared.calls
+    with _Stance.lock:
+        _Stance.calls += 1
+        _Stance.ran[describe_compiled(function)] = _Stance.calls
 
 
 class EagerStance:
@@ -237,10 +237,10 @@ class EagerStance:
         return tuple(self._ran)
 
     def _collect(self) -> None:
-        if self._held and _Shared.calls > self._since:
-            with _Shared.lock:
-                since, self._since = self._since, _Shared.calls
-                self._ran.update(dict.fromkeys(name for name, call in _Shared.ran.items() if call > since))
+        if self._held and _Stance.calls > self._since:
+            with _Stance.lock:
+                since, self._since = self._since, _Stance.calls
+                self._ran.update(dict.fromkeys(name for name, call in _Stance.ran.items() if call > since))
 
     def __reduce__(self) -> tuple[type[EagerStance], tuple[()]]:
         return EagerStance, ()  # a copy has no hold
@@ -254,26 +254,26 @@ class EagerStance:
         """Run compiled code eagerly until :meth:`release`. Idempotent."""
         if self._held or "torch._dynamo" not in sys.modules:
             return
-        with _Shared.lock:
-            if _Shared.holders == 0:
-                stance = _Shared.stance = torch.compiler.set_stance("force_eager")
+        with _Stance.lock:
+            if _Stance.holders == 0:
+                stance = _Stance.stance = torch.compiler.set_stance("force_eager")
                 # If the user's own stance is the same, this one changes nothing.
                 if getattr(getattr(stance, "prev", None), "stance", "") != "force_eager":
                     observe_compiled_calls(_note)
-            _Shared.holders += 1
-            self._since = _Shared.calls
+            _Stance.holders += 1
+            self._since = _Stance.calls
             self._held = True
 
     def release(self) -> None:
         """Release the stance; a no-op without a hold."""
         if not self._held:
             return
-        with _Shared.lock:
+        with _Stance.lock:
             self._collect()
             self._held = False
-            _Shared.holders -= 1
-            if _Shared.holders == 0 and _Shared.stance is not None:
+            _Stance.holders -= 1
+            if _Stance.holders == 0 and _Stance.stance is not None:
                 stop_observing(_note)
-                _Shared.ran.clear()
-                stance, _Shared.stance = _Shared.stance, None
+                _Stance.ran.clear()
+                stance, _Stance.stance = _Stance.stance, None
                 stance.__exit__(None, None, None)

@@ -255,15 +255,15 @@ def test_a_forgotten_hold_may_be_collected_at_any_moment() -> None:
     """Garbage collection of a hold while another one is being acquired does not deadlock."""
     code = (
         "import gc, torch, torch._dynamo\n"
-        "from lightning_recorder.internals.compiled import EagerStance, _Shared\n"
+        "from lightning_recorder.internals.compiled import EagerStance, _Stance\n"
         "other, forgotten = EagerStance(), EagerStance()\n"
         "other.hold(), forgotten.hold()\n"
         "cycle = [forgotten]\n"
         "cycle.append(cycle)\n"
         "del forgotten, cycle\n"
-        "with _Shared.lock:\n"
+        "with _Stance.lock:\n"
         "    gc.collect()\n"
-        "print(_Shared.holders)\n"
+        "print(_Stance.holders)\n"
     )
     root = Path(lightning_recorder.__file__).parents[1]
     # In a separate process, which can be killed if it hangs.
