@@ -32,7 +32,7 @@ def _start_hook(stage: str, name: str) -> Callable[..., None]:
         if self.evaluations:
             self._start_evaluation_batch(trainer, stage, dataloader_idx)
 
-    start.__name__ = name
+    start.__name__, start.__qualname__ = name, f"EvaluationCallback.{name}"
     return guarded(start)
 
 
@@ -43,7 +43,7 @@ def _end_hook(stage: str, name: str) -> Callable[..., None]:
         if stage in self.evaluations:
             self.evaluations[stage].end_batch()
 
-    end.__name__ = name
+    end.__name__, end.__qualname__ = name, f"EvaluationCallback.{name}"
     return guarded(end)
 
 
