@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing_extensions import override
 from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.config_file import read_recorders
 from lightning_recorder.callbacks.default_set import default_recorders
+from lightning_recorder.callbacks.guard import SET_BY_LIGHTNING
 from lightning_recorder.callbacks.naming import check_names
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.errors import ArgumentError, describe_error, did_you_mean, warn
@@ -31,18 +33,44 @@ class AttachRecorders(Callback):
     """Adds the recorders that ``LIGHTNING_RECORDER`` asks for to a trainer at the start of its first run.
 
     The recorders are not added when the trainer is made, since only then is it known which recorders the program and
-    the model have themselves. The callback has no state, so that it can be copied and pickled with the trainer.
+    the model have themselves.
+
+    Lightning appends this callback to the list that the program gave the trainer. It removes itself from that list when
+    a run starts, so that a program which uses its list again, or saves it, does not find a callback of this package.
     """
 
+    def __init__(self) -> None:
+        self._given = _list_to_extend()
+
     def __setattr__(self, name: str, value: object) -> None:
-        """Ignore the methods of the model that Lightning sets, which would keep the model alive."""
+        if name not in SET_BY_LIGHTNING:  # they would keep the model alive
+            super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[type[AttachRecorders], tuple[()]]:
+        return AttachRecorders, ()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        given, self._given = self._given, None
         try:
+            if given is not None and given is not trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
+                given[:] = [each for each in given if each is not self]
             _attach(trainer, self)
         except Exception as error:  # noqa: BLE001 - the program must not end because of a recorder
             _say(warn, f"nothing is recorded, {describe_error(error)}")
+
+
+def _list_to_extend() -> list[Any] | None:
+    """Return the list of callbacks that a Trainer under construction extends, or ``None`` if it cannot be found.
+
+    Lightning passes nothing to a factory, so it is read from the frame of the caller.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "on_trainer_init":
+        frame = frame.f_back
+    connector = None if frame is None else frame.f_locals.get("self")
+    found = getattr(getattr(connector, "trainer", None), "callbacks", None)
+    return found if isinstance(found, list) else None
 
 
 def _attach(trainer: Trainer, after: AttachRecorders) -> None:

@@ -104,6 +104,7 @@ def _add_run(commands: Any) -> None:
         "It is the same as LIGHTNING_RECORDER=on python PROGRAM ARGS, or with --config, LIGHTNING_RECORDER=FILE.\n"
         "The exit status is that of the program.",
     )
+    run.usage = f"{_PROGRAM} run [-h] [--config FILE] [-m] PROGRAM ARGS"  # argparse shows only dots for a remainder
     run.add_argument("--config", metavar="FILE", help="a YAML file with the recorders; by default the default set")
     run.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGS", help="the program and its arguments")
