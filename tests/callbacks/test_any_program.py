@@ -124,7 +124,7 @@ def told(run: Callable[[], object]) -> list[str]:
 def test_nothing_is_added_or_imported_unless_asked_for(value: str | None) -> None:
     """Without the variable, or switched off, the factory returns nothing and imports only the standard library."""
     code = (
-        "import sys; from lightning_recorder.entry_point import callbacks_from_environment as made; assert made() == []\n"
+        "import sys; from lightning_recorder.entry_point import callbacks_from_environment as go; assert go() == []\n"
         "print(*{name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names))\n"
         "print(*(name for name in sys.modules if name.startswith('lightning_recorder')))"
     )
@@ -324,7 +324,7 @@ def test_a_file_may_ask_for_dumps_beside_checkpoints(on: Path, monkeypatch: pyte
     ],
     ids=["value", "missing", "yaml", "empty", "entry", "key", "argument", "range", "other class"],
 )
-def test_a_wrong_setting_is_one_warning(  # noqa: PLR0917 - a case has four parts
+def test_a_wrong_setting_is_one_warning(
     value: str, text: str | None, message: str, kinds: list[type[Any]], on: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wrong value or file gives one warning for all trainers that says what is wrong, and the program trains."""

@@ -50,8 +50,15 @@ def python(folder: Path, *arguments: str, **environment: str) -> subprocess.Comp
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train.py", "--config", "x", "-m", "y"], ["train.py", "exit"], ["train.py", "raise"], ["nowhere.py"]]
-    + [["-m", "package.train", "--lr", "3"], ["-m", "package.train", "raise"], ["-m", "nowhere"]],
+    [
+        ["train.py", "--config", "x", "-m", "y"],
+        ["train.py", "exit"],
+        ["train.py", "raise"],
+        ["nowhere.py"],
+        ["-m", "package.train", "--lr", "3"],
+        ["-m", "package.train", "raise"],
+        ["-m", "nowhere"],
+    ],
     ids=" ".join,
 )
 def test_it_is_the_same_as_python(arguments: list[str], folder: Path) -> None:
@@ -74,7 +81,7 @@ def test_options_of_python_are_kept(folder: Path) -> None:
 
 
 def test_the_path_of_the_file_is_absolute(folder: Path) -> None:
-    """The program sees the absolute path of the configuration file, and the command replaces a value of the variable."""
+    """The program sees the absolute path of the file, and the command replaces a value of the variable."""
     command = ("-m", "lightning_recorder", "run", "--config", "recorder.yaml", "train.py")
     out = python(folder, *command, LIGHTNING_RECORDER="off").stdout
     assert out.split()[-2] == str(folder / "recorder.yaml")
