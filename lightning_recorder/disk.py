@@ -20,6 +20,7 @@ __all__ = [
     "fits",
     "has_room",
     "is_full",
+    "readable_size",
     "warn_of_full",
 ]
 
@@ -190,6 +191,14 @@ def _free_bytes(folder: Path) -> int | None:
     except OSError:
         return None
     return usage.free if usage.total else None  # a file system that does not know its size reports 0 of 0
+
+
+def readable_size(nbytes: int) -> str:
+    """Format a number of bytes in a suitable decimal unit."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} bytes"
 
 
 def _size(nbytes: int) -> str:

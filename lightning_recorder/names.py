@@ -1,10 +1,11 @@
-"""Module names: lookup, glob matching and suggestions for wrong names."""
+"""Module names: lookup, glob matching and suggestions for wrong names; and the tags of statistics in sinks."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -15,6 +16,7 @@ __all__ = [
     "corrected_glob",
     "default_modules",
     "is_never_called",
+    "make_tag",
     "named_submodules",
     "own_parameters",
 ]
@@ -245,3 +247,28 @@ def _steps(part: str, places: set[str], children: dict[str, dict[str, str]]) -> 
         apart = 1.0 + (1.0 - difflib.SequenceMatcher(None, part.lower(), near).ratio())
         for meant in sorted(child for child, lower in there.items() if lower == near):
             yield meant, apart, {name for child, name in below if child == meant}
+
+
+@lru_cache(maxsize=1 << 15)  # the same tags recur in every record
+def make_tag(group: str, name: str, path: str, statistic: str = "") -> str:
+    """Return the tag of a site's statistic.
+
+    The tag is ``group/name/statistic``, or ``group/name/path/statistic`` for a tensor inside a nested output.
+
+    Args:
+        group: ``activations``, ``gradients``, …; TensorBoard groups its page by it.
+        name: The module's dotted name; the root, whose name is empty, becomes ``(root)``.
+        path: The tensor's path; ``out``, the whole output, is omitted.
+        statistic: The statistic's name; if empty, the result is the tag of the site.
+
+    Example:
+        >>> make_tag("activations", "encoder.conv1", "out", "mean")
+        'activations/encoder.conv1/mean'
+        >>> make_tag("gradients", "encoder.lstm", "out[1][0]", "rms")
+        'gradients/encoder.lstm/out[1][0]/rms'
+    """
+    inner = "" if path == "out" else path
+    # A slash in a name would open another level on the page.
+    tag = "/".join(part.replace("/", "_") for part in (group, name or "(root)", inner, statistic) if part)
+    # A lone surrogate is a valid attribute name in Python but not valid text in a file.
+    return tag.encode("utf-8", "replace").decode("utf-8")

@@ -146,8 +146,8 @@ class Sampling(Schedule):
             >>> Sampling(1, step_window=(20, 30)).why_none(range(10), range(1))
             'steps 0 to 9 lie outside of step_window=(20, 30)'
         """
-        cadence = self.every_n_train_steps or 0
-        if not cadence and not self.first_n_steps:
+        interval = self.every_n_train_steps or 0
+        if not interval and not self.first_n_steps:
             return "every_n_train_steps=0 records no step"
         span = f"steps {steps.start} to {steps.stop - 1}" if len(steps) > 1 else f"step {steps.start}"
         first, stop = self.step_window or (0, steps.stop)
@@ -156,8 +156,8 @@ class Sampling(Schedule):
             return f"{span} lie{'' if len(steps) > 1 else 's'} outside of step_window={self.step_window}"
         if not any(map(self.in_epoch, epochs)):
             return f"no epoch was due with every_n_epochs={self.every_n_epochs}"
-        if not any(step < self.first_n_steps or _is_nth(step, cadence) for step in inside):
-            return f"none of {span} was due with every_n_train_steps={cadence}"
+        if not any(step < self.first_n_steps or _is_nth(step, interval) for step in inside):
+            return f"none of {span} was due with every_n_train_steps={interval}"
         return "" if self.when is None else "when= was not true for any step that was due"
 
     def _is_wanted(self, step: int) -> bool:
@@ -170,10 +170,10 @@ class Sampling(Schedule):
 
     def count_records(self, reduce: Reduce, steps: int) -> int:
         """Return the approximate number of records for a number of steps, ignoring window, predicate and epochs."""
-        cadence = self.every_n_train_steps or 0
+        interval = self.every_n_train_steps or 0
         if reduce == "step":
-            return steps // cadence if cadence else 0
-        return max(1, steps // max(reduce, cadence)) if isinstance(reduce, int) and cadence else 1
+            return steps // interval if interval else 0
+        return max(1, steps // max(reduce, interval)) if isinstance(reduce, int) and interval else 1
 
 
 def _is_nth(number: int, n: int) -> bool:

@@ -192,15 +192,15 @@ class Selection:
             wanted = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in given)
             present = sorted({type(each).__name__ for each in tree.names})
             return f"no selected module is a {wanted}; the model has {', '.join(present)}"
-        told = f"{field}={_shown(given)} excludes all of the {len(chosen)} selected modules"
+        message = f"{field}={_shown(given)} excludes all of the {len(chosen)} selected modules"
         if field == "exclude":
-            return told
+            return message
         if field == "predicate":
-            return f"{told}; it was called with {_listed(map(repr, chosen))}"
+            return f"{message}; it was called with {_listed(map(repr, chosen))}"
         examples: dict[object, str] = {}
         for name, each in chosen.items():
             examples.setdefault(getattr(tree.places[each], field), name)
-        return f"{told}; {_listed(f'{name!r} has {place}' for place, name in examples.items())}"
+        return f"{message}; {_listed(f'{name!r} has {place}' for place, name in examples.items())}"
 
 
 class SelectedModules(dict[str, nn.Module]):

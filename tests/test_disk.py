@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_recorder import RecorderWarning
-from lightning_recorder.disk import RESERVE_BYTES, append, attempt, begin_run, fits, has_room
-from tests.callbacks.small import told_by
+from lightning_recorder.disk import RESERVE_BYTES, append, attempt, begin_run, fits, has_room, readable_size
+from tests.callbacks.small import warnings_by
 from tests.disks import files_up_to
 
 VARIABLE = "LIGHTNING_RECORDER_DISK_RESERVE"
@@ -35,9 +35,9 @@ def test_the_reserve_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_one_warning_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first write without room warns with the disk, its free space, the reserve and the remedy."""
     monkeypatch.setenv(VARIABLE, str(2**60))
-    with pytest.warns(RecorderWarning) as told:
+    with pytest.warns(RecorderWarning) as warned:
         assert not has_room(tmp_path / "a")
-    (message,) = [str(each.message) for each in told]
+    (message,) = [str(each.message) for each in warned]
     assert message.startswith(f"lightning_recorder skips writes to the disk of {tmp_path}: ")
     assert "the write may need 1.0 MiB, and 1099511627776.0 MiB are reserved for the rest of the run" in message
     assert message.endswith(f"Free some space, or set {VARIABLE} to a smaller number of bytes")
@@ -51,7 +51,7 @@ def test_one_warning_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_reserve_that_is_no_number(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An invalid reserve causes a single warning that shows a valid value, and the default applies."""
     monkeypatch.setenv(VARIABLE, value)
-    (message,) = told_by(lambda: [fits(tmp_path, 1) for _ in range(3)])
+    (message,) = warnings_by(lambda: [fits(tmp_path, 1) for _ in range(3)])
     assert message == (
         f"{VARIABLE}={value!r} is not a number of bytes, so lightning_recorder leaves 256.0 MiB of each disk free: set "
         f"it to a whole number, such as {VARIABLE}=268435456"
@@ -73,7 +73,7 @@ def test_an_append_that_fails_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "a"
     assert append(path, b"12345\n") == 6
     with files_up_to(8):
-        (message,) = told_by(lambda: attempt(path, 6, lambda: append(path, b"67890\n")))
+        (message,) = warnings_by(lambda: attempt(path, 6, lambda: append(path, b"67890\n")))
     assert message == (
         f"lightning_recorder could not write to {path}: [Errno 27] File too large. Training continues. Records "
         "are lost until writing works again. Free some space, or raise the quota or the limit of file sizes"
@@ -90,3 +90,13 @@ def test_a_line_ends_one_that_was_left_unfinished(tmp_path: Path) -> None:
     assert append(path, b"whole\n", is_line=True) == 7
     assert append(path, b"whole\n", is_line=True) == 6
     assert path.read_bytes() == b"half\nwhole\nwhole\n"
+
+
+def test_sizes() -> None:
+    """Sizes are printed in a suitable unit."""
+    assert [readable_size(each) for each in (999, 1000, 2_500_000, 10**9)] == [
+        "999 bytes",
+        "1.0 KB",
+        "2.5 MB",
+        "1.0 GB",
+    ]

@@ -35,11 +35,11 @@ def test_an_error_is_also_the_builtin_of_its_kind(error: type[Exception], builti
     assert error.__bases__ == (RecorderError, builtin)
 
 
-def test_a_fault_is_told_as_a_warning_at_the_caller() -> None:
+def test_a_warning_points_to_the_caller() -> None:
     """A fault that costs a record becomes a RecorderWarning that points at the line of the caller."""
-    with pytest.warns(RecorderWarning, match=r"^the disk is full$") as told:
+    with pytest.warns(RecorderWarning, match=r"^the disk is full$") as warned:
         warn("the disk is full")
-    assert [warning.filename for warning in told] == [__file__]
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_a_fault_never_raises(caplog: pytest.LogCaptureFixture) -> None:
@@ -52,10 +52,10 @@ def test_a_fault_never_raises(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_fault_can_be_silenced(caplog: pytest.LogCaptureFixture) -> None:
     """A filter that ignores RecorderWarning silences all faults."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("ignore", RecorderWarning)
         warn("the disk is full")
-    assert (told, caplog.record_tuples) == ([], [])
+    assert (warned, caplog.record_tuples) == ([], [])
 
 
 @pytest.mark.parametrize("value", [2, 3, 10**30])
@@ -84,7 +84,7 @@ def test_an_error_without_a_text_is_described() -> None:
     assert describe_error(KeyError("x")) == "KeyError: 'x'"
 
 
-def test_telling_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """If an application's own way to show warnings raises, the message is logged."""
 
     def show(*args: object, **kwargs: object) -> None:

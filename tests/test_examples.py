@@ -32,9 +32,9 @@ def run(example: str, folder: Path) -> str:
     return done.stdout
 
 
-def check_commands(said: str, folder: Path) -> None:
+def check_commands(logged: str, folder: Path) -> None:
     """Run the commands printed by an example verbatim, in an environment whose PATH lacks ours."""
-    server, *commands = re.findall(r"^  (\S.* -m .*)$", said, re.MULTILINE)
+    server, *commands = re.findall(r"^  (\S.* -m .*)$", logged, re.MULTILINE)
     environment = {**os.environ, "PATH": os.defpath}
     outputs = [
         subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=True)
@@ -53,25 +53,25 @@ def check_commands(said: str, folder: Path) -> None:
 
 def test_digits_learns_and_leaves_picture_and_dumps(tmp_path: Path) -> None:
     """More than 95 % of the digits are recognized, every printed file exists, and every command works."""
-    said = run("digits.py", tmp_path)
-    accuracy = re.search(r"validation accuracy +([\d.]+)%", said)
+    logged = run("digits.py", tmp_path)
+    accuracy = re.search(r"validation accuracy +([\d.]+)%", logged)
     assert accuracy is not None
     assert float(accuracy[1]) > 95
-    (picture,) = re.findall(r"picture of the graph (.+)", said)
+    (picture,) = re.findall(r"picture of the graph (.+)", logged)
     assert (tmp_path / picture).read_text().lstrip().startswith("<?xml")
-    assert re.findall(r"^epoch (\d+)  val_accuracy", said, re.MULTILINE) == [str(epoch) for epoch in range(1, 13)]
-    dumps = [read_dump(tmp_path / path) for path in re.findall(r"dump +(.+)", said)]
+    assert re.findall(r"^epoch (\d+)  val_accuracy", logged, re.MULTILINE) == [str(epoch) for epoch in range(1, 13)]
+    dumps = [read_dump(tmp_path / path) for path in re.findall(r"dump +(.+)", logged)]
     assert [dump.about["group"] for dump in dumps] == ["activations", "gradients"]
     assert all("encoder.stem/histogram" in dump.tensors for dump in dumps)
 
 
 def test_transformer_learns_and_shows_its_blocks(tmp_path: Path) -> None:
     """GPT-2 learns part of the README, and its four equal blocks are drawn once."""
-    said = run("transformer.py", tmp_path)
-    loss = re.search(r"training loss +([\d.]+) nats", said)
+    logged = run("transformer.py", tmp_path)
+    loss = re.search(r"training loss +([\d.]+) nats", logged)
     assert loss is not None
     assert float(loss[1]) < 4
-    (picture,) = re.findall(r"picture of the graph (.+)", said)
+    (picture,) = re.findall(r"picture of the graph (.+)", logged)
     assert "×4" in (tmp_path / picture).read_text()
 
 

@@ -64,7 +64,7 @@ def test_only_some_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "warned"),
     [
         ({"every_n_train_steps": -1}, "every_n_train_steps must be an integer of at least 0, got -1"),
         ({"every_n_epochs": 0}, "every_n_epochs must be an integer of at least 1, got 0"),
@@ -83,9 +83,9 @@ def test_only_some_epochs() -> None:
         ({"every_n_train_steps": True}, "got True: write 1 to record every step"),
     ],
 )
-def test_sampling_that_can_never_work_is_refused(arguments: dict[str, Any], told: str) -> None:
+def test_sampling_that_can_never_work_is_refused(arguments: dict[str, Any], warned: str) -> None:
     """An invalid argument is rejected with its name and the allowed values."""
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=warned):
         Sampling(**arguments)
 
 

@@ -400,7 +400,7 @@ def test_a_part_of_a_type_name_is_no_type() -> None:
             chosen(types=name)
 
 
-def test_a_type_that_is_missing_is_told_with_those_that_are_there() -> None:
+def test_a_missing_type_is_named_with_the_existing_ones() -> None:
     """A type that matches no module is an error that lists the classes of the model."""
     with pytest.raises(SelectionError) as raised:
         chosen(types=[nn.Conv2d, "LSTM"], module=nn.Sequential(nn.ReLU(), nn.Linear(1, 1)))
@@ -484,7 +484,7 @@ def test_a_model_that_is_a_list_stands_for_its_entries() -> None:
         ({"labels": (9, 1)}, "no module has the label (9, 1); depth 9 has 0 modules"),
     ],
 )
-def test_a_place_that_is_not_there_is_told(arguments: dict[str, Any], message: str) -> None:
+def test_a_missing_place_is_named(arguments: dict[str, Any], message: str) -> None:
     """An index or label beyond the model is an error that has the number of modules."""
     with pytest.raises(SelectionError) as raised:
         chosen(**arguments)
@@ -526,7 +526,7 @@ def test_a_predicate_is_asked_about_what_is_left() -> None:
     assert [name for name, _ in asked] == ["heads.a", "heads.b"]
 
 
-def test_a_predicate_that_fails_is_told() -> None:
+def test_a_predicate_that_fails_is_named() -> None:
     """An error of a predicate, or of the truth value of its result, is reported with the name of the module."""
     for wrong, cause in ((lambda name, _: 1 / len(name), ZeroDivisionError), (lambda *_: torch.ones(2), RuntimeError)):
         with pytest.raises(
@@ -619,7 +619,7 @@ FIVE = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
         ),
     ],
 )
-def test_the_argument_that_leaves_nothing_is_told(arguments: dict[str, Any], start: str, end: str) -> None:
+def test_the_argument_that_excludes_everything_is_named(arguments: dict[str, Any], start: str, end: str) -> None:
     """If no module meets all criteria, the error names the argument that left none and the modules before it."""
     with pytest.raises(SelectionError) as raised:
         chosen(**arguments)
@@ -980,10 +980,10 @@ def test_equal_selections_are_equal() -> None:
 
 def test_a_file_can_say_everything() -> None:
     """Strings, integers and lists of them, as in YAML or JSON, are sufficient for every argument."""
-    said = '{"names": ["**"], "types": ["Linear"], "exclude": ["heads.a"], "indices": [10, 20, 21]}'
-    assert chosen(**json.loads(said)) == ["blocks.0.mlp.2", "heads.b"]
-    said = '{"labels": [[1, 1], [2, 3], [2, 4]], "depth": [2, 3], "predicate": "tests.test_selection.has_weight"}'
-    assert chosen(**json.loads(said)) == ["heads.a", "heads.b"]
+    logged = '{"names": ["**"], "types": ["Linear"], "exclude": ["heads.a"], "indices": [10, 20, 21]}'
+    assert chosen(**json.loads(logged)) == ["blocks.0.mlp.2", "heads.b"]
+    logged = '{"labels": [[1, 1], [2, 3], [2, 4]], "depth": [2, 3], "predicate": "tests.test_selection.has_weight"}'
+    assert chosen(**json.loads(logged)) == ["heads.a", "heads.b"]
 
 
 def test_a_generator_can_be_resolved_again() -> None:

@@ -72,9 +72,9 @@ class Defined:
     _more: Any
 
 
-def paths_of(value: Any, told: list[tuple[str, Any]] | None = None) -> list[str]:
+def paths_of(value: Any, warned: list[tuple[str, Any]] | None = None) -> list[str]:
     """Return the paths of the tensors in a value; ignored objects that hold tensors are reported in the list."""
-    unknown = None if told is None else lambda path, each, error: told.append((path, each))
+    unknown = None if warned is None else lambda path, each, error: warned.append((path, each))
     return [path for path, _ in iter_tensors(value, unknown=unknown)]
 
 
@@ -229,8 +229,8 @@ def test_a_layer_of_a_cache_that_was_not_filled_has_nothing() -> None:
     """An unfilled cache yields nothing, and an unfilled layer does not change the paths of other layers."""
     dynamic, static = hf.DynamicCache(config=LLAMA), hf.StaticCache(config=LLAMA, max_cache_len=5)
     empty = [hf.DynamicCache(), dynamic, static, hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())]
-    told: list[tuple[str, Any]] = []
-    assert paths_of(empty, told) + told == []
+    warned: list[tuple[str, Any]] = []
+    assert paths_of(empty, warned) + warned == []
     key = torch.ones(1, 2, 3, 2)
     for cache, length in ((dynamic, 3), (static, 5)):
         cache.update(key, key, 1)
@@ -323,13 +323,13 @@ def half(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("parts", [half, lambda value: None, lambda value: [ONE], lambda value: [(1, ONE)]])
-def test_a_container_that_cannot_be_taken_apart_is_told(parts: Any) -> None:
+def test_a_container_that_cannot_be_unpacked_is_named(parts: Any) -> None:
     """A container that raises half-way, or yields something other than pairs, has no parts; others are unaffected."""
     broken = type("Broken", (), {})()
     register_container(type(broken), parts)
-    told: list[tuple[str, Any]] = []
-    assert paths_of([broken, ONE], told) == ["out[1]"]
-    assert told == [("out[0]", broken)]
+    warned: list[tuple[str, Any]] = []
+    assert paths_of([broken, ONE], warned) == ["out[1]"]
+    assert warned == [("out[0]", broken)]
     with pytest.raises((LookupError, TypeError, ValueError)):
         list(iter_tensors([broken, ONE]))
 
@@ -358,11 +358,11 @@ def test_a_container_without_end_ends() -> None:
         torch.distributions.Normal(ONE, ONE),
     ],
 )
-def test_an_unknown_object_that_holds_tensors_is_told(value: object) -> None:
+def test_an_unknown_object_that_holds_tensors_is_named(value: object) -> None:
     """An unknown object with a tensor in an attribute or slot, or one level below, is reported with its path."""
-    told: list[tuple[str, Any]] = []
-    assert paths_of({"a": [ONE, value]}, told) == ["out.a[0]"]
-    assert [(path, each is value) for path, each in told] == [("out.a[1]", True)]
+    warned: list[tuple[str, Any]] = []
+    assert paths_of({"a": [ONE, value]}, warned) == ["out.a[0]"]
+    assert [(path, each is value) for path, each in warned] == [("out.a[1]", True)]
 
 
 class Exotic:
@@ -396,16 +396,16 @@ class Shadowing:
 
 def test_no_code_of_an_object_runs() -> None:
     """The search for tensors in an object calls neither its properties nor its attribute hooks."""
-    told: list[tuple[str, Any]] = []
-    assert paths_of([Exotic(), Shadowing()], told) == []
-    assert [path for path, _ in told] == ["out[0]", "out[1]"]
+    warned: list[tuple[str, Any]] = []
+    assert paths_of([Exotic(), Shadowing()], warned) == []
+    assert [path for path, _ in warned] == ["out[0]", "out[1]"]
 
 
 def test_an_iterator_is_not_consumed() -> None:
     """Generators and iterators over tensors are ignored and not consumed."""
     iterators = [iter([ONE]), (each for each in [ONE]), map(id, [ONE]), zip([ONE], strict=True)]
-    told: list[tuple[str, Any]] = []
-    assert paths_of(iterators, told) + told == []
+    warned: list[tuple[str, Any]] = []
+    assert paths_of(iterators, warned) + warned == []
     assert [len(list(each)) for each in iterators] == [1, 1, 1, 1]
 
 
@@ -435,20 +435,20 @@ def with_tensor(function: Any) -> Any:
         Plain(kept=nn.Linear(1, 1)),
     ],
 )
-def test_what_holds_no_tensors_of_its_own_is_not_told(value: object) -> None:
+def test_an_object_without_tensors_of_its_own_is_not_named(value: object) -> None:
     """Modules, classes, functions, arrays and settings are not reported, and neither are deeper tensors."""
-    told: list[tuple[str, Any]] = []
-    assert paths_of([value], told) == []
-    assert told == []
+    warned: list[tuple[str, Any]] = []
+    assert paths_of([value], warned) == []
+    assert warned == []
 
 
 def test_looking_for_tensors_is_bounded() -> None:
     """Only the first hundred attributes of an object, and the first hundred entries of a list, are checked."""
     for count, expected in ((99, 1), (100, 0)):
-        told: list[tuple[str, Any]] = []
+        warned: list[tuple[str, Any]] = []
         others = [1] * count
-        paths_of([Plain(**{f"a{number}": 1 for number in range(count)}, kept=ONE), Plain(kept=[*others, ONE])], told)
-        assert len(told) == 2 * expected
+        paths_of([Plain(**{f"a{number}": 1 for number in range(count)}, kept=ONE), Plain(kept=[*others, ONE])], warned)
+        assert len(warned) == 2 * expected
 
 
 # Laws.
@@ -509,12 +509,12 @@ def holders(value: Any) -> list[int]:
 @given(trees)
 def test_every_tensor_is_found_under_a_path_of_its_own(value: object) -> None:
     """In any nesting each occurrence of a tensor has one unique path, and unknown objects are reported."""
-    told: list[tuple[str, Any]] = []
-    paths = paths_of(value, told)
+    warned: list[tuple[str, Any]] = []
+    paths = paths_of(value, warned)
     assert paths == paths_of(value)
     assert len(paths) == count_tensors(value)
-    assert [id(each) for _, each in told] == holders(value)
-    places = paths + [path for path, _ in told]
+    assert [id(each) for _, each in warned] == holders(value)
+    places = paths + [path for path, _ in warned]
     assert len(set(places)) == len(places)
 
 
@@ -594,10 +594,10 @@ class Bare:
         (lambda value: None, "TypeError: 'NoneType' object is not iterable"),
     ],
 )
-def test_what_was_registered_wrongly_is_told_with_its_error(parts: Any, message: str) -> None:
+def test_a_wrong_registration_is_named_with_its_error(parts: Any, message: str) -> None:
     """If parts raise or have invalid suffixes, the message has the error and not the advice to register them."""
     register_container(Bare, parts)
-    told: list[str] = []
-    found = list(iter_tensors(Bare(), unknown=lambda *each: told.append(describe_unknown("m", *each))))
+    warned: list[str] = []
+    found = list(iter_tensors(Bare(), unknown=lambda *each: warned.append(describe_unknown("m", *each))))
     assert found == []
-    assert re.search(rf"the Bare at 'out' of module 'm', which could not be searched: ({message})", told[0])
+    assert re.search(rf"the Bare at 'out' of module 'm', which could not be searched: ({message})", warned[0])

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
+import types
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+import yaml  # type: ignore[import-untyped]  # its stubs are another package
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from typing_extensions import override
 
 from lightning_recorder import disk
-from lightning_recorder.callbacks.arguments import check_compiled, check_name, checked_sinks
+from lightning_recorder.callbacks.arguments import check_compiled, check_name, check_names, checked_sinks, labels
 from lightning_recorder.callbacks.guard import SET_BY_LIGHTNING, GuardedCallback, guarded
-from lightning_recorder.callbacks.naming import check_names, labels
-from lightning_recorder.callbacks.silence import Silence
+from lightning_recorder.callbacks.messages import Silence
 from lightning_recorder.callbacks.trainer import exclusive_directory, logged_step, recorder_directory, running_function
-from lightning_recorder.callbacks.yaml_form import register_yaml
 from lightning_recorder.errors import check_bool, describe_error, warn
+from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.portable import Lost, Portable, unwrap
 from lightning_recorder.sinks import FilesSink, MultiSink, Sink, for_any_thread, sinks_for_loggers
 from lightning_recorder.switch import VARIABLE, is_switched_off, setting
@@ -142,6 +144,14 @@ class RecorderCallback(GuardedCallback):
             function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         """
         return ()
+
+    def _skip_compiled(self, pl_module: LightningModule, modules: dict[str, nn.Module]) -> list[str]:
+        """Remove compiled modules if they are to be skipped, and return their names."""
+        compiled = compiled_modules(pl_module) if self.compiled == "skip" else set()
+        skipped = [name for name, module in modules.items() if module in compiled]
+        for name in skipped:
+            del modules[name]
+        return skipped
 
     def _rank_zero_directory(self, trainer: Trainer) -> Path | None:
         """Return the folder of the run's recordings on rank 0, and ``None`` on the other ranks."""
@@ -285,7 +295,7 @@ class RecorderCallback(GuardedCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._end(trainer)
 
-    def _tell_silences(self, trainer: Trainer) -> None:
+    def _report_silences(self, trainer: Trainer) -> None:
         """Report why the run recorded nothing: as a warning if the user can fix it, otherwise in the log."""
         function, self._function = self._function, ""
         if not function or trainer.interrupted or not trainer.is_global_zero:
@@ -298,7 +308,7 @@ class RecorderCallback(GuardedCallback):
 
     def _end(self, trainer: Trainer) -> None:
         try:
-            self._tell_silences(trainer)
+            self._report_silences(trainer)
             self.release(trainer)
         finally:
             self._trainer = None
@@ -333,4 +343,30 @@ def _recorders(trainer: Trainer) -> list[RecorderCallback]:
     return [each for each in callbacks if isinstance(each, RecorderCallback)]
 
 
-register_yaml(RecorderCallback)
+def _represent(dumper: Any, callback: Any) -> Any:
+    """Represent a callback in YAML, with ``str()`` of each attribute that YAML cannot represent.
+
+    Lightning writes hyperparameters as YAML, which can include callbacks, and handles no error other than TypeError.
+    """
+    state = {name: each if _is_representable(each) else str(each) for name, each in callback.__getstate__().items()}
+    kind = type(callback)
+    return dumper.represent_mapping(f"tag:yaml.org,2002:python/object:{kind.__module__}.{kind.__qualname__}", state)
+
+
+def _represent_portable(dumper: Any, portable: Portable) -> Any:
+    is_named = isinstance(portable.value, (types.FunctionType, types.BuiltinFunctionType, type))
+    return (
+        dumper.represent_data(portable.value) if is_named and portable.is_plain else dumper.represent_str(str(portable))
+    )
+
+
+def _is_representable(value: object) -> bool:
+    try:
+        yaml.dump(value)
+    except Exception:  # noqa: BLE001 - PyYAML raises any error, such as AttributeError for a torch.dtype
+        return False
+    return True
+
+
+yaml.add_multi_representer(RecorderCallback, _represent)
+yaml.add_multi_representer(Portable, _represent_portable)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
@@ -14,19 +14,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning_recorder.errors import describe_error, warn
 
 __all__ = ["CheckpointWatch", "why_no_checkpoint"]
-
-
-class CheckpointListener(Protocol):
-    """An object that is notified of checkpoints."""
-
-    def checkpoint_saved(self, path: Path) -> None:
-        """Called after this process has written a checkpoint to ``path``."""
-
-    def checkpoint_removed(self, path: Path) -> None:
-        """Called after this process has removed the checkpoint at ``path``."""
-
-    def no_more(self) -> None:
-        """Called when no more checkpoints can follow."""
 
 
 class CheckpointWatch:
@@ -52,7 +39,7 @@ class CheckpointWatch:
         name: str = "the recorder",
     ) -> None:
         self._saved, self._removed, self._ended, self._name = saved, removed, ended, name
-        self._told: set[Path] = set()
+        self._reported: set[Path] = set()
         self._found: dict[Path, int] = {}
         self._is_active = self._has_failed = False
         self.is_pending = False
@@ -61,10 +48,10 @@ class CheckpointWatch:
     def begin(self, trainer: Trainer) -> None:
         """Start watching a run. No callback is called before."""
         self._is_active = True
-        self._told, self.is_pending, self._has_failed = set(), False, False
+        self._reported, self.is_pending, self._has_failed = set(), False, False
         self._found = {path: _written_at(path) for path in _kept(trainer)}
         if trainer.is_global_zero:
-            listen(trainer, self)
+            _listen(trainer, self)
 
     def end(self, trainer: Trainer) -> None:
         """Stop watching a run. After a failure, the checkpoint that is saved on the exception is still reported."""
@@ -73,7 +60,7 @@ class CheckpointWatch:
         self.look(trainer)
         self._is_active = False
         if not trainer.interrupted:
-            stop_listening(trainer, self)
+            _stop_listening(trainer, self)
 
     def expect(self) -> None:
         """Announce that a checkpoint is being saved."""
@@ -85,7 +72,7 @@ class CheckpointWatch:
             return
         self.is_pending = False
         kept = _kept(trainer)
-        for path in sorted(kept - self._told):
+        for path in sorted(kept - self._reported):
             written_at = _written_at(path)
             if written_at > self._found.get(path, 0):
                 self._found[path] = written_at
@@ -97,7 +84,7 @@ class CheckpointWatch:
 
     def checkpoint_saved(self, path: Path) -> None:
         """Handle a save that the checkpoint IO reports."""
-        self._told.add(path)
+        self._reported.add(path)
         self._call(self._saved, path)
 
     def checkpoint_removed(self, path: Path) -> None:
@@ -105,7 +92,7 @@ class CheckpointWatch:
         self._found.pop(path, None)
         self._call(self._removed, path)
 
-    def no_more(self) -> None:
+    def saving_ended(self) -> None:
         """Handle the end of the run's checkpoints."""
         if self._ended is not None:
             self._ended()
@@ -158,19 +145,19 @@ class _ObservedCheckpointIO(CheckpointIO):
 
     def __init__(self, inner: CheckpointIO, strategy: Strategy) -> None:
         self.inner = inner
-        self.listeners: list[CheckpointListener] = []
+        self.listeners: list[CheckpointWatch] = []
         self._strategy = weakref.ref(strategy)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         self.inner.save_checkpoint(checkpoint, path, storage_options)
-        self._tell(lambda listener: listener.checkpoint_saved(Path(path)), path)
+        self._notify(lambda listener: listener.checkpoint_saved(Path(path)), path)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.inner.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
         self.inner.remove_checkpoint(path)
-        self._tell(lambda listener: listener.checkpoint_removed(Path(path)), path)
+        self._notify(lambda listener: listener.checkpoint_removed(Path(path)), path)
 
     def teardown(self) -> None:
         self.inner.teardown()
@@ -178,12 +165,12 @@ class _ObservedCheckpointIO(CheckpointIO):
         if strategy is not None and strategy.checkpoint_io is self:  # after an exception, no callback hook runs
             strategy.checkpoint_io = self.inner
             for listener in self.listeners:
-                listener.no_more()
+                listener.saving_ended()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
 
-    def _tell(self, what: Callable[[CheckpointListener], None], path: Any) -> None:
+    def _notify(self, what: Callable[[CheckpointWatch], None], path: Any) -> None:
         if "://" in str(path):
             # A remote checkpoint, such as an object in a bucket, has no local folder for a dump.
             return
@@ -191,7 +178,7 @@ class _ObservedCheckpointIO(CheckpointIO):
             what(listener)
 
 
-def listen(trainer: Trainer, listener: CheckpointListener) -> None:
+def _listen(trainer: Trainer, listener: CheckpointWatch) -> None:
     """Notify a listener of the checkpoints of a trainer from now on."""
     strategy = trainer.strategy
     observed = strategy.checkpoint_io
@@ -211,7 +198,7 @@ def listen(trainer: Trainer, listener: CheckpointListener) -> None:
         observed.listeners.append(listener)
 
 
-def stop_listening(trainer: Trainer, listener: CheckpointListener) -> None:
+def _stop_listening(trainer: Trainer, listener: CheckpointWatch) -> None:
     """Remove a listener. Removing the last one restores the trainer's own checkpoint IO."""
     observed = trainer.strategy.checkpoint_io
     if isinstance(observed, _ObservedCheckpointIO):

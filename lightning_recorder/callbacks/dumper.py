@@ -14,18 +14,15 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.base import Compiled, RecorderCallback
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
-from lightning_recorder.callbacks.eager import say_ran_eagerly, write_ran_eagerly
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.messages import Silence, say_ran_eagerly, why_no_files, why_no_step, write_ran_eagerly
 from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.scale import LossScale
-from lightning_recorder.callbacks.silence import Silence, why_no_files, why_no_step
-from lightning_recorder.callbacks.trainer import gradient_factor, logged_step
+from lightning_recorder.callbacks.trainer import LossScale, gradient_factor, logged_step
 from lightning_recorder.dumps import can_hold
 from lightning_recorder.errors import ArgumentError, check_bool, check_integer, check_some, did_you_mean, warn
-from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.outputs import TENSOR_DUMP_TIMES, DumpFolder, Event, TensorDumps
 from lightning_recorder.schedule import Sampling, Schedule
-from lightning_recorder.selection import SelectedModules, Selection
+from lightning_recorder.selection import Selection
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
 from lightning_recorder.tensors import TENSOR_KINDS, BufferPool, TensorCapture
@@ -152,7 +149,7 @@ class TensorDumper(RecorderCallback):
             "_scale": LossScale(),
             "_event": None if when is None else Event(when, "dump_when", name=str(self), strict=self.strict),
             "_checkpoints": CheckpointWatch(
-                self._checkpoint_saved, self._checkpoint_removed, self._no_more, name=str(self)
+                self._checkpoint_saved, self._checkpoint_removed, self._saving_ended, name=str(self)
             ),
             "_capture": None,
             "_dumps": None,
@@ -195,7 +192,8 @@ class TensorDumper(RecorderCallback):
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
-        modules = self._chosen(pl_module)
+        modules = self.selection.resolve(pl_module)
+        self._skip_compiled(pl_module, modules)
         if not modules and trainer.is_global_zero:
             warn(f"{self} dumps nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
         if not modules or not (self.per_rank or trainer.is_global_zero):
@@ -232,13 +230,6 @@ class TensorDumper(RecorderCallback):
         self._ran_eagerly = 0
         if "checkpoints" in self.at:
             self._checkpoints.begin(trainer)
-
-    def _chosen(self, pl_module: LightningModule) -> SelectedModules:
-        modules = self.selection.resolve(pl_module)
-        compiled = compiled_modules(pl_module) if self.compiled == "skip" else set()
-        for name in [name for name, module in modules.items() if module in compiled]:
-            del modules[name]
-        return modules
 
     @override
     def release(self, trainer: Trainer | None) -> None:
@@ -332,7 +323,7 @@ class TensorDumper(RecorderCallback):
         if self._dumps is not None:
             self._dumps.remove_beside(path)
 
-    def _no_more(self) -> None:
+    def _saving_ended(self) -> None:
         if self._capture is None:  # the run failed, and the checkpoint for its exception is saved
             self._dumps = None
 

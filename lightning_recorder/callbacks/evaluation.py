@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
-from lightning_recorder.callbacks.eager import say_ran_eagerly
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.messages import say_ran_eagerly
 from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.schedule import Sampling
 from lightning_recorder.statistics import EvaluationRecorder
 
 __all__ = ["EvaluationCallback"]
+
+
+def _start_hook(stage: str, name: str) -> Callable[..., None]:
+    """Return the hook of that name, which starts to record a batch of an evaluation."""
+
+    def start(
+        self: EvaluationCallback,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self.evaluations:
+            self._start_evaluation_batch(trainer, stage, dataloader_idx)
+
+    start.__name__, start.__qualname__ = name, f"EvaluationCallback.{name}"
+    return guarded(start)
+
+
+def _end_hook(stage: str, name: str) -> Callable[..., None]:
+    """Return the hook of that name, which stops recording until the next batch."""
+
+    def end(self: EvaluationCallback, trainer: Trainer, pl_module: LightningModule, *batch: Any, **more: Any) -> None:
+        if stage in self.evaluations:
+            self.evaluations[stage].end_batch()
+
+    end.__name__, end.__qualname__ = name, f"EvaluationCallback.{name}"
+    return guarded(end)
 
 
 class EvaluationCallback(RecorderCallback):
@@ -49,10 +78,6 @@ class EvaluationCallback(RecorderCallback):
         in_fit = trainer.state.fn == "fit"
         return not trainer.sanity_checking and not (in_fit and not self.sampling.in_epoch(trainer.current_epoch))
 
-    def _end_evaluation_batch(self, stage: str) -> None:
-        if stage in self.evaluations:
-            self.evaluations[stage].end_batch()
-
     def _end_evaluation(self, trainer: Trainer, stage: str, batches: object) -> None:
         evaluation = self.evaluations.get(stage)
         if evaluation is not None and self._is_due(trainer):
@@ -60,27 +85,12 @@ class EvaluationCallback(RecorderCallback):
             evaluation.finish(logged_step(trainer), trainer.current_epoch, loaders)
             say_ran_eagerly(trainer, evaluation.recorder.ran_eagerly)
 
-    @guarded
-    @override
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if self.evaluations:
-            self._start_evaluation_batch(trainer, "validate", dataloader_idx)
-
-    @guarded
-    @override
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if self.evaluations:
-            self._end_evaluation_batch("validate")
+    on_validation_batch_start = _start_hook("validate", "on_validation_batch_start")
+    on_validation_batch_end = _end_hook("validate", "on_validation_batch_end")
+    on_test_batch_start = _start_hook("test", "on_test_batch_start")
+    on_test_batch_end = _end_hook("test", "on_test_batch_end")
+    on_predict_batch_start = _start_hook("predict", "on_predict_batch_start")
+    on_predict_batch_end = _end_hook("predict", "on_predict_batch_end")
 
     @guarded
     @override
@@ -89,52 +99,8 @@ class EvaluationCallback(RecorderCallback):
 
     @guarded
     @override
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if self.evaluations:
-            self._start_evaluation_batch(trainer, "test", dataloader_idx)
-
-    @guarded
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if self.evaluations:
-            self._end_evaluation_batch("test")
-
-    @guarded
-    @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_evaluation(trainer, "test", trainer.num_test_batches)
-
-    @guarded
-    @override
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if self.evaluations:
-            self._start_evaluation_batch(trainer, "predict", dataloader_idx)
-
-    @guarded
-    @override
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if self.evaluations:
-            self._end_evaluation_batch("predict")
 
     @guarded
     @override

@@ -12,9 +12,16 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS
 from lightning_recorder.callbacks.base import Compiled, RecorderCallback, fixed_in_run
-from lightning_recorder.callbacks.eager import say_ran_eagerly, warn_of_eager_memory, write_ran_eagerly
 from lightning_recorder.callbacks.guard import guarded
-from lightning_recorder.callbacks.silence import Silence, why_no_files, why_no_training, why_no_validation
+from lightning_recorder.callbacks.messages import (
+    Silence,
+    say_ran_eagerly,
+    warn_of_eager_memory,
+    why_no_files,
+    why_no_training,
+    why_no_validation,
+    write_ran_eagerly,
+)
 from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.errors import (
     ArgumentError,

@@ -1,8 +1,9 @@
-"""The hooks of a recorder around checkpoints: saving and loading its state, and dumps beside them."""
+"""Statistics that are saved in checkpoints, and dumps beside them."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -13,18 +14,101 @@ from typing_extensions import override
 
 from lightning_recorder.callbacks.arguments import in_words
 from lightning_recorder.callbacks.base import fixed_in_run
-from lightning_recorder.callbacks.checkpoints import CheckpointWatch
+from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.evaluation import EvaluationCallback
 from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.messages import Silence, why_no_due_validation, why_no_files
 from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.state import ResumeState
-from lightning_recorder.errors import warn
-from lightning_recorder.outputs import Event, RecordPipeline, StatisticsDumps, check_dumps
+from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.outputs import Event, RecordPipeline, SinkFormatter, StatisticsDumps, check_dumps
 from lightning_recorder.schedule import Reduce
 from lightning_recorder.selection import Selection
 from lightning_recorder.statistics import RunRecorder
+from lightning_recorder.taps import Site
 
-__all__ = ["ResumingCallback"]
+__all__ = ["ResumeState", "ResumingCallback"]
+
+_VERSION = 1
+_EVALUATIONS = {"validate": "validation", "test": "test", "predict": "prediction"}
+
+
+class ResumeState:
+    """Holds statistics that were not yet written to a record when a fit ended or was saved, until the next fit resumes.
+
+    They are restored at the first batch. Before it, the trainer does not know its step and the ranks have not agreed.
+
+    Args:
+        settings: A description of the settings, which must equal that of a saved state.
+    """
+
+    def __init__(self, settings: str) -> None:
+        self._settings = settings
+        self._state: dict[str, Any] | None = None
+        self.waits = False
+        """True while there is a state that no run has restored."""
+        self._global_step: int | None = None  # the step at which the state was kept; None for a state from a checkpoint
+
+    def packed(self, run: Mapping[str, Any], report: SinkFormatter) -> dict[str, Any]:
+        """Return the state for a checkpoint: the pending state if there is one, otherwise the state of the run.
+
+        Args:
+            run: The state of the run; empty without a run.
+            report: The report, which tracks the shown tags and the sites that had NaN or infinities.
+        """
+        if self._state is not None and self._global_step is None:
+            return self._state
+        return {
+            "version": _VERSION,
+            "settings": self._settings,
+            "nonfinite": [list(site) for site in sorted(report.nonfinite)],
+            "tags": report.state_dict(),
+            **(run if self._state is None else self._state),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a state from a checkpoint, as returned by :meth:`packed`."""
+        self._state, self._global_step, self.waits = dict(state), None, True
+
+    def keep(self, run: Mapping[str, Any], global_step: int) -> None:
+        """Keep the state of a run that ended at this step, for the next fit of the same trainer."""
+        self._state, self._global_step, self.waits = dict(run), global_step, True
+
+    def forget(self) -> None:
+        """Discard the pending state."""
+        self._state = self._global_step = None
+        self.waits = False
+
+    def hand_over(self, run: RunRecorder, report: SinkFormatter, *, global_step: int, step: int, epoch: int) -> str:
+        """Restore the pending state into a run. Must be called on each rank.
+
+        Args:
+            run: The run that resumes.
+            report: The report, which receives the shown tags and the sites that had NaN or infinities.
+            global_step: The trainer's ``global_step``. A state that was kept at a different step is discarded.
+            step: The first step of the resumed run, as counted by ``self.log``.
+            epoch: The epoch of that step.
+
+        Returns:
+            The reason why the state could not be restored, or an empty string.
+        """
+        state, kept_at = self._state, self._global_step
+        self.forget()
+        if state is None or kept_at not in (None, global_step):
+            return ""
+        try:
+            if kept_at is None:
+                if (state["version"], state["settings"]) != (_VERSION, self._settings):
+                    return "its state in the checkpoint has other settings or another version"
+                report.nonfinite |= {Site(*site) for site in state["nonfinite"]}
+                report.load_state_dict(state.get("tags", {}))
+                if not state.keys() - {"version", "settings", "nonfinite", "tags", "label"}:
+                    return ""
+            else:
+                report.load_state_dict(state.get("tags", {}))
+            run.load_state_dict(state, step, epoch)
+        except (KeyError, TypeError, ValueError) as error:
+            return f"its state in the checkpoint cannot be read: {describe_error(error)}"
+        return ""
 
 
 class ResumingCallback(EvaluationCallback):
@@ -51,7 +135,7 @@ class ResumingCallback(EvaluationCallback):
             **super().idle(),
             "_kept": ResumeState(self._settings),
             "_dumps": StatisticsDumps(check_dumps(self.outputs.dumps), event),
-            "_checkpoints": CheckpointWatch(saved, removed, self._no_more, name=str(self)),
+            "_checkpoints": CheckpointWatch(saved, removed, self._saving_ended, name=str(self)),
             "_run": None,
         }
 
@@ -62,6 +146,33 @@ class ResumingCallback(EvaluationCallback):
         is_alone = self._dumps.at == ("checkpoints",) and not self._dumps.has_event
         is_asked_for = not isinstance(self.outputs.dumps, bool)
         return is_asked_for and is_alone and folder is not None and not (folder.written or folder.is_full)
+
+    def _evaluation_silences(self, trainer: Trainer, function: str, *, is_trained: bool) -> Iterator[Silence]:
+        """Return the reason why an evaluation recorded nothing.
+
+        Args:
+            trainer: The trainer.
+            function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            is_trained: False if the training recorded nothing either, which is reported separately.
+        """
+        stage = "validate" if function == "fit" else function
+        if stage not in self.evaluations or self._results.recorded[stage]:
+            return
+        noun = _EVALUATIONS[stage]
+        what = "recorded nothing" + (f" in the {noun}" if self._results.recorded["train"] else "")
+        if self._results.empty[stage]:
+            yield Silence(f"the selected modules produced no tensor in the {noun}", "Select others.", what)
+        elif not self.enabled:
+            yield Silence("it is disabled", "", what)
+        elif function == "fit" and is_trained:
+            yield why_no_due_validation(trainer, self.sampling, self._began)._replace(what=what)
+
+    def _dump_silences(self, trainer: Trainer) -> Iterator[Silence]:
+        """Return the reason why nothing was dumped beside checkpoints although that was asked for."""
+        if self._results.recorded["train"] and self.waits_for_checkpoints:
+            no_files = why_no_files(trainer, self._directory)
+            fix = "" if no_files else "Save checkpoints, or pass outputs=Outputs(dumps='records')."
+            yield Silence(no_files or why_no_checkpoint(trainer), fix, "dumped nothing")
 
     def checkpoint_saved(self, path: Path) -> None:
         """Dump the latest record beside a checkpoint."""
@@ -77,9 +188,22 @@ class ResumingCallback(EvaluationCallback):
         job = partial(self._dumps.remove_beside, path)
         job() if self._run is None else self._results.remove(job)
 
-    def _no_more(self) -> None:
+    def _saving_ended(self) -> None:
         if self._run is None:  # the run failed, and the checkpoint for its exception is saved
             self._dumps.end()
+
+    def _keep_state(self, run: RunRecorder, trainer: Trainer) -> None:
+        """Keep the state of a run that ends, for the next fit."""
+        if not self._kept.waits:
+            self._results.wait()  # the last records may add modules to the shown tags
+            self._kept.keep({**run.state_dict(), "tags": self._results.report.state_dict()}, trainer.global_step)
+
+    def _resume(self, run: RunRecorder, trainer: Trainer, step: int) -> None:
+        """Restore the kept state into a run that resumes with this step."""
+        report, at = self._results.report, trainer.global_step
+        why_not = self._kept.hand_over(run, report, global_step=at, step=step, epoch=trainer.current_epoch)
+        if why_not and trainer.is_global_zero:
+            warn(f"{self} starts without saved statistics: {why_not}")
 
     @fixed_in_run
     def state_key(self) -> str:

@@ -14,21 +14,26 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import checked_histograms, checked_reductions, checked_statistics
+from lightning_recorder.callbacks.arguments import (
+    check_tags,
+    checked_histograms,
+    checked_reductions,
+    checked_statistics,
+)
 from lightning_recorder.callbacks.base import Compiled
-from lightning_recorder.callbacks.checkpoints import why_no_checkpoint
-from lightning_recorder.callbacks.eager import say_ran_eagerly, warn_of_eager_memory
 from lightning_recorder.callbacks.guard import guarded
-from lightning_recorder.callbacks.naming import check_tags
+from lightning_recorder.callbacks.messages import (
+    Silence,
+    say_ran_eagerly,
+    warn_of_eager_memory,
+    why_no_files,
+    why_no_step,
+)
 from lightning_recorder.callbacks.output_options import Outputs, consumers
-from lightning_recorder.callbacks.ranks import decline, merge_ranks
 from lightning_recorder.callbacks.resume import ResumingCallback
-from lightning_recorder.callbacks.scale import LossScale
-from lightning_recorder.callbacks.silence import Silence, why_no_due_validation, why_no_files, why_no_step
-from lightning_recorder.callbacks.trainer import logged_step, make_directory, stepped
+from lightning_recorder.callbacks.trainer import LossScale, decline, logged_step, make_directory, merge_ranks, stepped
 from lightning_recorder.errors import ArgumentError, SelectionError, warn
-from lightning_recorder.internals.compiled import compiled_modules
-from lightning_recorder.outputs import Coverage, RecordPipeline, SinkFormatter, TagBudget, with_gradients
+from lightning_recorder.outputs import Coverage, RecordPipeline, SinkFormatter, TagBudget
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.schedule import Reduce, Sampling, Schedule, check_reduce
@@ -50,8 +55,6 @@ from lightning_recorder.taps import Site
 
 __all__ = ["DEFAULT_STATISTICS", "StatisticsCallback"]
 
-_EVALUATIONS = {"validate": "validation", "test": "test", "predict": "prediction"}
-
 
 class StatisticsCallback(ResumingCallback):
     """Records statistics of tensors on the sampled steps of a fit.
@@ -64,9 +67,6 @@ class StatisticsCallback(ResumingCallback):
     unused: ClassVar = {"max_bytes": ""}
 
     loss_scale: LossScale
-    _coverage: Coverage | None
-    _has_receipt: bool
-    _every_n: int | None
 
     @checked_arguments
     def __init__(
@@ -118,9 +118,6 @@ class StatisticsCallback(ResumingCallback):
                 derive=with_update_ratios if by_path else None,
                 strict=self.strict,
             ),
-            "_coverage": None,
-            "_has_receipt": False,
-            "_every_n": None,
         }
 
     @abstractmethod
@@ -208,8 +205,6 @@ class StatisticsCallback(ResumingCallback):
                     device=pl_module.device,
                     **options,
                 )
-        self._every_n = None
-        self._has_receipt = False
 
     @property
     def _workers(self) -> list[RankMergingRecorder]:
@@ -234,17 +229,15 @@ class StatisticsCallback(ResumingCallback):
     @property
     def recorded_modules(self) -> Collection[str]:
         """The names of the modules that are recorded in the current run."""
-        return () if self._coverage is None else self._coverage.modules
+        coverage = self._results.coverage
+        return () if coverage is None else coverage.modules
 
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         """Return the modules to record, or ``None`` if there are none."""
         modules = self.choose(pl_module)
-        compiled = compiled_modules(pl_module) if self.compiled == "skip" else set()
-        skipped = [name for name, module in modules.items() if module in compiled]
-        for name in skipped:
-            del modules[name]
+        skipped = self._skip_compiled(pl_module, modules)
         is_default = self.selection.is_default
-        self._coverage = Coverage(pl_module, modules, (), skipped=skipped, of=self.group, is_default=is_default)
+        self._results.coverage = Coverage(pl_module, modules, (), skipped=skipped, of=self.group, is_default=is_default)
         return modules or None
 
     @override
@@ -264,12 +257,8 @@ class StatisticsCallback(ResumingCallback):
                 run.fail()
             with run.contained():
                 run.abort()
-                if trainer is not None and not self._kept.waits:
-                    self._results.wait()  # the last records may add modules to the shown tags
-                    self._kept.keep(
-                        {**run.state_dict(), "tags": self._results.report.state_dict()}, trainer.global_step
-                    )
-        self._coverage = None
+                if trainer is not None:
+                    self._keep_state(run, trainer)
         # After a failure, a second error is not reported.
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():
@@ -292,10 +281,7 @@ class StatisticsCallback(ResumingCallback):
             return
         step, epoch = logged_step(trainer), trainer.current_epoch
         if self._kept.waits:
-            report, at = self._results.report, trainer.global_step
-            why_not = self._kept.hand_over(self._run, report, global_step=at, step=step, epoch=epoch)
-            if why_not and trainer.is_global_zero:
-                warn(f"{self} starts without saved statistics: {why_not}")
+            self._resume(self._run, trainer, step)
         self._run.enabled = self._enabled
         if not self._run.skip_batch(step, epoch):
             prepare = partial(self._prepare, trainer, pl_module, self._run.recorder)
@@ -317,9 +303,7 @@ class StatisticsCallback(ResumingCallback):
             return
         if not pl_module.automatic_optimization:  # another optimizer may have stepped in this batch
             self._end_step(trainer, pl_module, self._run)
-        if not self._has_receipt and self._coverage is not None:
-            trained = with_gradients(self._coverage.modules) | set(self._coverage.trained)
-            self._coverage = self._coverage.having(trained=trained)
+        self._results.find_gradients()
 
     @guarded
     @override
@@ -331,25 +315,13 @@ class StatisticsCallback(ResumingCallback):
                 self._end_step(trainer, pl_module, self._run)
             self._run.end_batch(stepped=stepped(trainer, batch_idx), overflowed=self.loss_scale.overflowed)
             say_ran_eagerly(trainer, self._run.recorder.ran_eagerly)
-            self._tell_cadence(self._run)
+            with self._run.contained():
+                self._results.report_interval(self._run)
 
     @property
     def counts_overflow(self) -> bool:
         """True if steps whose gradients overflowed are counted separately."""
         return False
-
-    def _tell_cadence(self, run: RunRecorder) -> None:
-        """Log the recording interval and write it as a scalar if it has changed."""
-        limit = self.sampling.max_overhead
-        if limit is None or run.every_n_train_steps == self._every_n:
-            return
-        before, self._every_n = self._every_n, run.every_n_train_steps
-        if before is not None:
-            share = f"{100 * limit:g} %"
-            rank_zero_info(f"{self} records every {self._every_n} steps instead of {before}, to take at most {share}")
-        tag = f"recorder/{self._results.label}/every_n_train_steps"
-        with run.contained():
-            self._results.add_scalar(run.last_step, tag, self._every_n)
 
     @override
     def before_evaluation(self, trainer: Trainer) -> None:
@@ -375,24 +347,11 @@ class StatisticsCallback(ResumingCallback):
         if any(worker.failed for worker in self._workers):
             return  # already warned
         self._results.wait()
-        recorded, empty = self._results.recorded, self._results.empty
-        if self._run is not None and not self._run.has_recorded:
+        is_trained = self._run is None or self._run.has_recorded
+        if not is_trained:
             yield why_no_step(trainer, self.sampling, self._began, is_enabled=self.enabled)
-        stage = "validate" if function == "fit" else function
-        if stage in self.evaluations and not recorded[stage]:
-            what = "recorded nothing" + (f" in the {_EVALUATIONS[stage]}" if recorded["train"] else "")
-            if empty[stage]:
-                why = f"the selected modules produced no tensor in the {_EVALUATIONS[stage]}"
-                yield Silence(why, "Select others.", what)
-            elif not self.enabled:
-                yield Silence("it is disabled", "", what)
-            elif function == "fit" and (self._run is None or self._run.has_recorded):  # else it was reported above
-                yield why_no_due_validation(trainer, self.sampling, self._began)._replace(what=what)
-        if recorded["train"] and self.waits_for_checkpoints:
-            no_files = why_no_files(trainer, self._directory)
-            why = no_files or why_no_checkpoint(trainer)
-            fix = "" if no_files else "Save checkpoints, or pass outputs=Outputs(dumps='records')."
-            yield Silence(why, fix, "dumped nothing")
+        yield from self._evaluation_silences(trainer, function, is_trained=is_trained)
+        yield from self._dump_silences(trainer)
 
     # Records.
 
@@ -414,19 +373,8 @@ class StatisticsCallback(ResumingCallback):
         return self._results.latest_step
 
     def _on_record(self, record: Record) -> None:
-        """Queue a record for writing. A training record also carries the data for the receipt."""
-        about = None
-        if record.stage == "train" and record.steps and self._run is not None and self._run.is_covered:
-            self._has_receipt = True
-            about = self._about(self._run, self._run.recorder.take_traces())
-        self._results.add(record, about)
+        self._results.add(record, self._run)
 
     def _announce(self, step: int, recording_ms: float) -> None:
         if self._run is not None:
-            about = self._about(self._run, self._run.recorder.traces())
-            self._results.announce(step, recording_ms, self._run.recorder.states.sites, about)
-
-    def _about(self, run: RunRecorder, traces: Mapping[str, Any]) -> tuple[Coverage, Sampling, Reduce]:
-        """Return the data for a receipt."""
-        watched = self._coverage if self._coverage is not None else Coverage(nn.Module(), {}, ())
-        return watched.having(**traces), run.sampling, self.reduce
+            self._results.announce(step, recording_ms, self._run)

@@ -1,9 +1,9 @@
-"""Queries about a trainer's run, such as its step and its folder."""
+"""Queries about a trainer's run: its step, its folder, its loss scale and its ranks."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -14,12 +14,16 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_recorder.disk import attempt
 from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.statistics import EvaluationRecorder, Exchange, RunRecorder
 
 __all__ = [
+    "LossScale",
+    "decline",
     "exclusive_directory",
     "gradient_factor",
     "logged_step",
     "make_directory",
+    "merge_ranks",
     "recorder_directory",
     "running_function",
     "stepped",
@@ -164,3 +168,88 @@ def gradient_factor(trainer: Trainer, pl_module: LightningModule, scale: float) 
 def running_function(trainer: Any) -> str:
     """Return the function that a trainer runs: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
     return str(getattr(trainer.state.fn, "value", ""))
+
+
+class LossScale:
+    """Tracks the scale of a ``GradScaler`` across the steps of a batch. The scale is 1 without a ``GradScaler``.
+
+    If the gradients of a step are not finite, the optimizer skips the step and the scale shrinks. It shrinks at no
+    other time, so a smaller scale means a skipped step.
+
+    Note:
+        On a GPU, reading the scale synchronizes with the device.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        """The current loss scale."""
+        self.overflowed = False
+        """True if a step of this batch was skipped."""
+
+    def begin_batch(self, trainer: Trainer) -> None:
+        """Read the scale before a batch."""
+        self.value, self.overflowed = _loss_scale(trainer), False
+
+    def end_step(self, trainer: Trainer) -> bool:
+        """Check whether the previous step was skipped; return True if the scale has changed."""
+        before, self.value = self.value, _loss_scale(trainer)
+        self.overflowed |= self.value < before
+        return self.value != before
+
+
+def _loss_scale(trainer: Trainer) -> float:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+# Lightning allows a rank to have no batches if this attribute of the model is true.
+_MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
+
+
+def merge_ranks(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    run: RunRecorder | None,
+    evaluations: Mapping[str, EvaluationRecorder],
+    *,
+    takes_part: bool,
+    about: str,
+    name: str,
+) -> None:
+    """Let the recorders of a callback merge their records across ranks, if the ranks agree on it.
+
+    Warns on rank 0 if they do not. Must be called on every rank.
+
+    Args:
+        trainer: The trainer.
+        pl_module: The model.
+        run: The recorder of the training run, if there is one.
+        evaluations: The recorders of evaluations.
+        takes_part: True if this rank has something to record.
+        about: A description of the recording, which must be equal on all ranks.
+        name: The name of the recorder in warnings.
+    """
+    exchange, why = None, ""
+    if trainer.world_size > 1 and Exchange.is_needed():
+        exchange = Exchange(trainer.strategy.root_device)
+        reason = exchange.agree(takes_part, about)
+        if reason and takes_part:
+            why = f"statistics are those of rank 0 only, because {reason}"
+    elif trainer.world_size > 1:
+        why = f"{type(trainer.strategy).__name__} does not use torch.distributed, so only rank 0 records"
+    if why and trainer.is_global_zero:
+        warn(f"{name}: {why}")
+    if run is not None:
+        run.exchange = exchange
+    # A rank without batches runs no evaluation and would never respond.
+    is_alone = exchange is not None and bool(evaluations) and bool(getattr(pl_module, _MAY_BE_EMPTY, False))
+    if is_alone and trainer.is_global_zero:
+        warn(f"{name}: evaluations are those of rank 0 only, because {_MAY_BE_EMPTY} is set")
+    for evaluation in evaluations.values():
+        evaluation.exchange = None if is_alone else exchange
+
+
+def decline(trainer: Trainer) -> None:
+    """Tell the other ranks that recording is switched off on this one."""
+    if trainer.world_size > 1 and Exchange.is_needed():
+        Exchange(trainer.strategy.root_device).agree(False, "")

@@ -45,10 +45,10 @@ def _headline(found: Comparison, *, exact: bool) -> str:
             return "they have no common step"
         what = "the same" if found.first_bits is not None else "bitwise equal"
         what += ", histograms too," if exact else ""
-        told = f"{what} in all {found.steps} steps" + (" that both have" if found.differences else "")
+        text = f"{what} in all {found.steps} steps" + (" that both have" if found.differences else "")
         if found.first_bits is not None:
-            told += f", but not bitwise from step {found.first_bits.step}, {_place(found.first_bits)}"
-        return told
+            text += f", but not bitwise from step {found.first_bits.step}, {_place(found.first_bits)}"
+        return text
     until = "" if found.last_same is None else f"same until step {found.last_same}, "
     return f"{until}part at step {found.first.step} in {_place(found.first)}{_cause(found, found.first)}"
 

@@ -6,7 +6,8 @@ import json
 from argparse import Namespace
 from typing import Any, TextIO
 
-from lightning_recorder.commands.terminal import printable, size, table
+from lightning_recorder.commands.terminal import printable, table
+from lightning_recorder.disk import readable_size
 from lightning_recorder.errors import DumpError
 from lightning_recorder.recordings import Run, Series, open_recording
 
@@ -74,10 +75,10 @@ def _lines(about: dict[str, Any]) -> list[str]:
             continue
         for place, stage in enumerate(recorder["stages"] or [None]):
             label = printable(recorder["label"]) if not place else ""
-            room = size(recorder["bytes"]) if not place else ""
+            room = readable_size(recorder["bytes"]) if not place else ""
             rows.append([label, *_cells(stage), room])
     dumps, graph = about["dumps"], about["graph"]
-    lines = [f"{printable(about['name'])}  {size(about['bytes'])}"]
+    lines = [f"{printable(about['name'])}  {readable_size(about['bytes'])}"]
     if len(rows) > 1:
         lines += [f"  {line}" for line in table(rows, right=(2, 3, 5))]
     lines += failed
@@ -85,7 +86,7 @@ def _lines(about: dict[str, Any]) -> list[str]:
         if recorder.get("skipped"):
             lines.append(f"  {printable(recorder['label'])}: {recorder['skipped']} damaged lines were skipped")
     if dumps["count"]:
-        lines.append(f"  dumps: {dumps['count']}, {size(dumps['bytes'])}")
+        lines.append(f"  dumps: {dumps['count']}, {readable_size(dumps['bytes'])}")
     if graph is not None:
         shown = printable(graph["error"]) if "error" in graph else _graph_size(graph)
         lines.append(f"  graph: {shown}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TextIO
 
-__all__ = ["module", "number", "printable", "size", "spark", "table"]
+__all__ = ["module", "number", "printable", "spark", "table"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*#@"  # fallback for a terminal that cannot encode block characters
@@ -47,14 +47,6 @@ def number(value: float | None) -> str:
     if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.4g}"
-
-
-def size(numbytes: int) -> str:
-    """Format a number of bytes in a suitable decimal unit."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if numbytes >= factor:
-            return f"{numbytes / factor:.1f} {unit}"
-    return f"{numbytes} bytes"
 
 
 def table(rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:

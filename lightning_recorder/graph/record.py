@@ -14,9 +14,8 @@ from lightning_recorder.errors import ArgumentError, ForwardError
 from lightning_recorder.graph.capture.graph_capture import capture_graph
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.inputs import arguments, make_inputs
-from lightning_recorder.internals.autograd import fake_mode
+from lightning_recorder.internals.autograd import fake_mode, is_uninitialized
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
-from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
 __all__ = ["record"]

@@ -1,4 +1,4 @@
-"""Access to private PyTorch APIs for autograd graphs and module calls.
+"""Access to private PyTorch APIs for autograd graphs and module calls, and to the storage of tensors.
 
 No other file of the package uses them. Each docstring documents the fallback for PyTorch versions without the private
 name, so a PyTorch release that renames one degrades the recording but does not fail the run.
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recorder.errors import RecordingError
-from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = [
     "CALL_OF_FUNCTION",
@@ -41,6 +42,7 @@ __all__ = [
     "is_compiled",
     "is_tracing",
     "is_transformed",
+    "is_uninitialized",
     "is_view",
     "reference_counts",
     "register_hooks",
@@ -50,6 +52,7 @@ __all__ = [
     "sequence_number_of",
     "set_grad_enabled",
     "set_hooks",
+    "storage_of",
     "unwrapped",
     "version_counter",
     "version_of",
@@ -389,3 +392,22 @@ def version_of(tensor: Tensor) -> int | None:
 def is_compiled(module: nn.Module) -> bool:
     """Return True if ``torch.compile(module)`` or ``module.compile()`` was applied to this module itself."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+# Fast path for the common classes, since this check runs for every tensor in a capture.
+_WITH_VALUES = (Tensor, Parameter)
+
+
+def is_uninitialized(value: object) -> bool:
+    """Return True for a parameter or buffer of a lazy module that has no shape yet."""
+    return type(value) not in _WITH_VALUES and isinstance(value, Tensor) and bool(is_lazy(value))
+
+
+def storage_of(tensor: Tensor) -> UntypedStorage | None:
+    """Return the storage of a tensor; ``None`` if it has none of its own, such as a sparse tensor."""
+    if is_uninitialized(tensor):
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # the exception depends on the layout or the wrapper
+        return None

@@ -40,5 +40,5 @@ class pause_recording:  # noqa: N801 - reads like a verb: with pause_recording()
 
 
 def is_paused() -> bool:
-    """Return True if this thread is inside :func:`unrecorded`."""
+    """Return True if this thread is inside :class:`pause_recording`."""
     return _depth.value > 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.internals.storage import is_uninitialized
+from lightning_recorder.internals.autograd import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
 __all__ = ["ModuleState", "own_copies", "same_gradients", "same_random_numbers"]

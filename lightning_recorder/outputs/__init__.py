@@ -2,15 +2,19 @@
 
 from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.dump_folder import DumpContent, DumpFolder
-from lightning_recorder.outputs.formatter import SinkFormatter
+from lightning_recorder.outputs.dumps import (
+    DUMP_TIMES,
+    TENSOR_DUMP_TIMES,
+    Event,
+    StatisticsDumps,
+    TensorDumps,
+    check_dumps,
+)
+from lightning_recorder.outputs.formatter import SinkFormatter, TagBudget
 from lightning_recorder.outputs.graph_output import GraphOutput
-from lightning_recorder.outputs.pipeline import RecordConsumer, RecordPipeline
+from lightning_recorder.outputs.pipeline import RecordConsumer, RecordFile, RecordPipeline
 from lightning_recorder.outputs.plotter import Plotter
 from lightning_recorder.outputs.receipt import CoverageReport, write_receipt
-from lightning_recorder.outputs.record_file import RecordFile
-from lightning_recorder.outputs.statistics_dumps import DUMP_TIMES, Event, StatisticsDumps, check_dumps
-from lightning_recorder.outputs.tag_budget import TagBudget
-from lightning_recorder.outputs.tensor_dumps import TENSOR_DUMP_TIMES, TensorDumps
 
 __all__ = [
     "DUMP_TIMES",

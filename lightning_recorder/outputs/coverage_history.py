@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from itertools import takewhile
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import nn
 
 from lightning_recorder.outputs.coverage import Coverage
-from lightning_recorder.outputs.receipt import Change, CoverageReport, listed, paths_by_module
 from lightning_recorder.taps import Site
 
-__all__ = ["CoverageHistory", "PresenceHistory"]
+if TYPE_CHECKING:
+    from lightning_recorder.outputs.receipt import CoverageReport
+
+__all__ = ["FEW_NAMES", "Change", "CoverageHistory", "PresenceHistory", "first_few", "paths_by_module"]
 
 Unit = TypeVar("Unit", bound=Hashable)
 
@@ -22,6 +25,9 @@ _LONG_RUN = 20  # records; a longer unbroken run does not extend the waiting tim
 _UNLIKELY, _UNLIKELY_AT_END = 1e-4, 1e-3
 
 _GRAD = ".grad"
+
+FEW_NAMES = 3
+"""The number of names in a summary."""
 
 
 @dataclass
@@ -145,6 +151,25 @@ def _log_beta(a: int, b: int) -> float:
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
+@dataclass(frozen=True)
+class Change:
+    """A change in the set of recorded modules or parameters, reported once.
+
+    Args:
+        step: The recorded step at which the change was noticed.
+        kind: ``"stopped"`` or ``"started"``.
+        names: The modules or parameters.
+        why: The reason.
+        text: The change as a sentence.
+    """
+
+    step: int
+    kind: str
+    names: tuple[str, ...]
+    why: str
+    text: str
+
+
 class CoverageHistory:
     """Keep a receipt up to date over the records of a run, and report each change once.
 
@@ -253,3 +278,38 @@ class CoverageHistory:
 
 def _dotted(site: Site) -> str:
     return ".".join(filter(None, site))
+
+
+def paths_by_module(sites: Iterable[Site]) -> dict[str, list[str]]:
+    """Return the paths of the sites by module name."""
+    found: dict[str, list[str]] = {}
+    for name, path in sites:
+        found.setdefault(name, []).append(path)
+    return found
+
+
+def listed(names: Sequence[str], noun: str) -> str:
+    """List a few modules or parameters by name, or the number of many that share a parent module.
+
+    Example:
+        >>> listed(["decoder.0", "decoder.1"], "modules")
+        'decoder.0 and decoder.1'
+        >>> listed([f"decoder.{number}.fc" for number in range(12)], "modules")
+        '12 modules of decoder.*'
+        >>> listed(["a.0", "a.1", "b.0", "b.1"], "modules")
+        'a.0, a.1, b.0 and 1 more'
+    """
+    if len(names) > FEW_NAMES:
+        parts = [name.split(".") for name in names]
+        common = ".".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False)))
+        if common:
+            return f"{len(names)} {noun} of {common}.*"
+        return first_few(names)
+    named = [name or "(root)" for name in names]
+    return " and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
+
+
+def first_few(texts: Sequence[str]) -> str:
+    """Join the first texts and the number of the others."""
+    more = len(texts) - FEW_NAMES
+    return ", ".join(texts[:FEW_NAMES]) + (f" and {more} more" if more > 0 else "")

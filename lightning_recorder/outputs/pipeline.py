@@ -1,4 +1,4 @@
-"""The pipeline that summarizes, writes and reports the records of a run."""
+"""The pipeline that summarizes and reports the records of a run, and the file that it writes them to."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
 
 from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.formatter import SinkFormatter
-from lightning_recorder.outputs.receipt_writer import ReceiptFacts, ReceiptWriter
+from lightning_recorder.outputs.receipt import ReceiptFacts, ReceiptWriter
+from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
+from lightning_recorder.statistics.run_recorder import RunRecorder
 from lightning_recorder.statistics.sites import Record, SiteStatistics
 from lightning_recorder.taps import Site
 
-__all__ = ["RecordConsumer", "RecordPipeline"]
+__all__ = ["RecordConsumer", "RecordFile", "RecordPipeline"]
 
 
 class RecordConsumer(ABC):
@@ -80,7 +87,11 @@ class RecordPipeline:
         """The sink for the records, or None to keep only the latest statistics."""
         self.receipt = ReceiptWriter(name=name, log=log, logged_bytes=self._logged_bytes)
         """The receipt of the run."""
-        self._name = name
+        self.coverage: Coverage | None = None
+        """The selected modules of the run, or None before they are known."""
+        self._name, self._log = name, log
+        self._has_receipt = False
+        self._interval: int | None = None
         self._derive = derive
         self._has_warned_of_divergence = False
         self._strict = strict
@@ -112,6 +123,7 @@ class RecordPipeline:
         self.receipt.begin(sink, directory, label)
         self.consumers = []
         self.recorded, self.empty = Counter(), Counter()
+        self._has_receipt, self._interval = False, None
 
     def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
         """Return the latest statistics of a stage such as ``"train"``; with several loaders, ``"validate/0"``."""
@@ -143,24 +155,46 @@ class RecordPipeline:
             self.replay()
             self._queue.drain()
         finally:
-            self.sink = self.artifact_sinks = None
+            self.sink = self.artifact_sinks = self.coverage = None
             self.receipt.begin(None, None, self.label)
             self.consumers = []
 
-    def add(self, record: Record, facts: ReceiptFacts | None = None) -> None:
+    def add(self, record: Record, run: RunRecorder | None = None) -> None:
         """Queue a record for writing.
 
         Args:
             record: The record.
-            facts: The arguments of the receipt, with the facts since the previous record, or ``None`` for an
-                evaluation.
+            run: The run of a training record, which has the facts for the receipt.
         """
+        facts = None
+        if record.stage == "train" and record.steps and run is not None and run.is_covered:
+            self._has_receipt = True
+            facts = self._facts(run, run.recorder.take_traces())
         self._queue.submit(partial(self._write, record, facts))
 
-    def add_scalar(self, step: int, tag: str, value: float) -> None:
-        """Write a single scalar."""
+    def _facts(self, run: RunRecorder, traces: Mapping[str, Any]) -> ReceiptFacts:
+        coverage = self.coverage or Coverage(nn.Module(), {}, ())
+        return coverage.having(**traces), run.sampling, run.reduce
+
+    def find_gradients(self) -> None:
+        """Note the modules whose parameters have a gradient now, for the first receipt."""
+        if not self._has_receipt and self.coverage is not None:
+            trained = with_gradients(self.coverage.modules) | set(self.coverage.trained)
+            self.coverage = self.coverage.having(trained=trained)
+
+    def report_interval(self, run: RunRecorder) -> None:
+        """Log the recording interval and write it as a scalar if an overhead limit has changed it."""
+        limit, interval = run.sampling.max_overhead, run.every_n_train_steps
+        if limit is None or interval == self._interval:
+            return
+        before, self._interval = self._interval, interval
+        if before is not None:
+            self._log(
+                f"{self._name} records every {interval} steps instead of {before}, to take at most {100 * limit:g} %"
+            )
         if self.sink is not None:
-            self._queue.submit(partial(self.sink.write_scalars, step, {tag: value}))
+            scalars = {f"recorder/{self.label}/every_n_train_steps": interval}
+            self._queue.submit(partial(self.sink.write_scalars, run.last_step, scalars))
 
     def end_epoch(self) -> None:
         """Queue the consumers' work at the end of an epoch."""
@@ -185,9 +219,11 @@ class RecordPipeline:
         after = sink.written_bytes
         return None if after is None else after - (before or 0)
 
-    def announce(self, step: int, recording_ms: float, sites: list[Site], facts: ReceiptFacts) -> None:
+    def announce(self, step: int, recording_ms: float, run: RunRecorder) -> None:
         """Report the receipt of a step that is not a record yet. Its record completes the receipt."""
-        self._queue.submit(partial(self.receipt.write, self.receipt.announce(step, recording_ms, sites, facts)))
+        facts = self._facts(run, run.recorder.traces())
+        receipt = self.receipt.announce(step, recording_ms, run.recorder.states.sites, facts)
+        self._queue.submit(partial(self.receipt.write, receipt))
 
     def _write(self, record: Record, facts: ReceiptFacts | None) -> None:
         found = record.snapshot.statistics()
@@ -247,3 +283,60 @@ class RecordPipeline:
             if self._strict:
                 raise
             warn(f"{self._name} writes no more {consumer}: {describe_error(error)}")
+
+
+_FIELDS = (
+    "step",
+    "epoch",
+    "stage",
+    "loader",
+    "steps",
+    "ranks",
+    "overflowed",
+    "overflow_steps",
+    "every_n_train_steps",
+    "recording_ms",
+    "flush_ms",
+)
+
+
+class RecordFile(RecordConsumer):
+    """Append each record to the file that :func:`~lightning_recorder.open_recording` reads.
+
+    Args:
+        directory: The folder of the run's recordings.
+        label: The name of the recorder in the file name.
+        group: The kind of tensors that are recorded.
+        name: The user-defined name of the recorder, or an empty string.
+        ranks: The number of processes that record.
+    """
+
+    def __init__(self, directory: Path, label: str, *, group: str, name: str = "", ranks: int = 1) -> None:
+        self._writer = RecordWriter(records_path(directory, label))
+        self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
+        self._is_backward = group == "gradients"
+        self._has_begun = False
+        self._header_bytes = 0  # written once, so they are no part of the bytes per record
+
+    def __str__(self) -> str:
+        return f"the file of records {self._writer.path.name}"
+
+    @property
+    @override
+    def written_bytes(self) -> int:
+        return self._writer.written_bytes - self._header_bytes
+
+    @override
+    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        if not self._has_begun:  # with the first record, so that a run without any leaves no file
+            self._has_begun = True
+            self._begin()
+            self._header_bytes = self._writer.written_bytes
+        sites = record.in_order_of_execution(found, backward=self._is_backward)
+        fields = {name: getattr(record, name) for name in _FIELDS}
+        self._writer.write(fields, (_site_record(site, found[site]) for site in sites))
+
+
+def _site_record(site: Site, seen: SiteStatistics) -> SiteRecord:
+    dtype = None if seen.dtype is None else str(seen.dtype).removeprefix("torch.")
+    return SiteRecord(site.name, site.path, seen.scalars, seen.bins, dtype, seen.shape)

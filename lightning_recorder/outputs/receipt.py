@@ -4,42 +4,33 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from lightning_recorder.disk import attempt
+from lightning_recorder.disk import attempt, readable_size
+from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.outputs.coverage import Coverage
+from lightning_recorder.outputs.coverage_history import FEW_NAMES, Change, CoverageHistory, first_few, paths_by_module
+from lightning_recorder.schedule import Reduce, Sampling
+from lightning_recorder.sinks import Sink
+from lightning_recorder.statistics.sites import Record, SiteStatistics
 from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole
 
-__all__ = ["RECEIPT", "Change", "CoverageReport", "listed", "paths_by_module", "write_receipt"]
+__all__ = [
+    "RECEIPT",
+    "CoverageReport",
+    "ReceiptFacts",
+    "ReceiptWriter",
+    "write_receipt",
+]
 
 RECEIPT = "receipt.json"
 
 _LOCK = threading.Lock()
-_FEW = 3  # names in a summary
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change in the set of recorded modules or parameters, reported once.
-
-    Args:
-        step: The recorded step at which the change was noticed.
-        kind: ``"stopped"`` or ``"started"``.
-        names: The modules or parameters.
-        why: The reason.
-        text: The change as a sentence.
-    """
-
-    step: int
-    kind: str
-    names: tuple[str, ...]
-    why: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -88,16 +79,17 @@ class CoverageReport:
         """The receipt as one line."""
         total = len(self.sites) + len(self.missing)
         size = self.event_bytes_per_1000_steps
-        files = "" if size is None else f", {_bytes(size)} of files per 1,000 steps"
+        files = "" if size is None else f", {readable_size(size)} of files per 1,000 steps"
         ranks = f" by {self.merged_ranks} ranks" if self.merged_ranks > 1 else ""
-        costs = f"{_bytes(self.state_bytes)} of state, {self.recording_ms + self.flush_ms:.1f} ms in step {self.step}"
+        spent_ms = self.recording_ms + self.flush_ms
+        costs = f"{readable_size(self.state_bytes)} of state, {spent_ms:.1f} ms in step {self.step}"
         return f"{len(self.sites)} of {total} modules recorded{ranks}{self._missing()}; {costs}{files}"
 
     def _missing(self) -> str:
-        gradients = f", without a gradient: {_first(self.without_gradient)}" if self.without_gradient else ""
+        gradients = f", without a gradient: {first_few(self.without_gradient)}" if self.without_gradient else ""
         if not self.missing:
             return gradients
-        return f"{gradients}, not " + _first(
+        return f"{gradients}, not " + first_few(
             [f"{name or '(root)'} ({why.partition(':')[0]})" for name, why in self.missing.items()]
         )
 
@@ -110,7 +102,7 @@ class CoverageReport:
         ]
         rows += [f"| {_cell(name)} | {why} | |" for name, why in self.missing.items()]
         changes = [line for change in self.changes for line in ("", f"Step {change.step}: {change.text}.")]
-        if len(self.without_gradient) > _FEW:
+        if len(self.without_gradient) > FEW_NAMES:
             changes += ["", f"Without a gradient: {', '.join(map(_cell, self.without_gradient))}."]
         if self.ran_eagerly:
             changes += ["", f"Ran eagerly instead of compiled: {', '.join(map(_cell, self.ran_eagerly))}."]
@@ -168,47 +160,162 @@ def _write(path: Path, text: str) -> None:
     write_whole(path, lambda file: file.write(text.encode()))
 
 
-def paths_by_module(sites: Iterable[Site]) -> dict[str, list[str]]:
-    """Return the paths of the sites by module name."""
-    found: dict[str, list[str]] = {}
-    for name, path in sites:
-        found.setdefault(name, []).append(path)
-    return found
-
-
-def listed(names: Sequence[str], noun: str) -> str:
-    """List a few modules or parameters by name, or the number of many that share a parent module.
-
-    Example:
-        >>> listed(["decoder.0", "decoder.1"], "modules")
-        'decoder.0 and decoder.1'
-        >>> listed([f"decoder.{number}.fc" for number in range(12)], "modules")
-        '12 modules of decoder.*'
-        >>> listed(["a.0", "a.1", "b.0", "b.1"], "modules")
-        'a.0, a.1, b.0 and 1 more'
-    """
-    if len(names) > _FEW:
-        parts = [name.split(".") for name in names]
-        common = ".".join(each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False)))
-        if common:
-            return f"{len(names)} {noun} of {common}.*"
-        return _first(names)
-    named = [name or "(root)" for name in names]
-    return " and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
-
-
-def _first(texts: Sequence[str]) -> str:
-    more = len(texts) - _FEW
-    return ", ".join(texts[:_FEW]) + (f" and {more} more" if more > 0 else "")
-
-
 def _cell(text: str) -> str:
     """Return a module name as the text of a table cell."""
     return "`" + (text or "(root)").replace("`", "'").replace("|", "¦").replace("\n", " ") + "`"
 
 
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"
+_SOME_RECORDS = 10  # enough records to estimate their mean size
+
+ReceiptFacts = tuple[Coverage, Sampling, Reduce]
+"""The facts about the modules since the previous record, the schedule, and the steps of a record."""
+
+
+class ReceiptWriter:
+    """Write the receipt of a run to its folder and to a sink.
+
+    The receipt is complete with the first record. It is written again when the recorded modules change, after 10, 20,
+    40, … records, and at the end of the run.
+
+    Args:
+        name: The name of the recorder in messages.
+        log: A callback that receives the summary line and the changes.
+        logged_bytes: A function that estimates the number of bytes passed to the loggers for a number of records, in
+            addition to the records themselves.
+    """
+
+    def __init__(self, *, name: str, log: Callable[[str], object], logged_bytes: Callable[[int], int]) -> None:
+        self._name = name
+        self._log = log
+        self._logged_bytes = logged_bytes
+        self.begin(None, None, "")
+
+    def begin(self, sink: Sink | None, directory: Path | None, label: str) -> None:
+        """Begin a run.
+
+        Args:
+            sink: The sink for the receipt, or None.
+            directory: The folder of the receipt, or None.
+            label: The name of the recorder in the receipt.
+        """
+        self.note = ""
+        """A text that is appended to the summary line."""
+        self._sink, self._directory, self._label = sink, directory, label
+        self._receipt: CoverageReport | None = None
+        self._history: CoverageHistory | None = None
+        self._is_announced = False
+        self._records = self._bytes = 0
+
+    def announce(self, step: int, recording_ms: float, sites: list[Site], facts: ReceiptFacts) -> CoverageReport:
+        """Log and return the receipt of a step that is not a record yet. Its record completes the receipt."""
+        receipt = replace(_make_receipt(step, sites, *facts), recording_ms=recording_ms)
+        self._log(f"{self._name}: {receipt.summary}{self.note}")
+        self._is_announced = True
+        return receipt
+
+    def write(self, receipt: CoverageReport) -> None:
+        """Write the receipt to the folder."""
+        self._receipt = receipt
+        if self._directory is not None:
+            try:
+                receipt.write(self._directory, self._label)
+            except OSError as error:
+                self._directory = None
+                warn(f"{self._name} could not write its receipt: {describe_error(error)}")
+
+    def add(
+        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, facts: ReceiptFacts
+    ) -> None:
+        """Update the receipt with the recorded and the missing modules of a record.
+
+        Args:
+            record: The record.
+            found: The statistics of its sites.
+            written: The number of bytes written for the record, or None if they were not counted.
+            facts: The facts of the receipt.
+        """
+        is_first = self._history is None
+        self._history = self._history or CoverageHistory()
+        changes = self._history.add(record.step, found, facts[0])
+        if is_first:
+            self._writefirst_few(record, found, written, facts)
+            return
+        self._log_changes(changes)
+        if self._receipt is not None and (changes or _is_round(self._history.records)):
+            self.write(self._history.complete(self._receipt))
+
+    def _writefirst_few(
+        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, facts: ReceiptFacts
+    ) -> None:
+        receipt = _make_receipt(record.step, found, *facts)
+        receipt = replace(
+            receipt,
+            recording_ms=record.recording_ms,
+            flush_ms=record.flush_ms,
+            event_bytes_per_1000_steps=None if written is None else self._forecast(written, receipt),
+            merged_ranks=record.ranks,
+        )
+        if not self._is_announced:
+            self._log(f"{self._name}: {receipt.summary}{self.note}")
+        self.write(receipt)
+        self._write_text(record.step, receipt)
+
+    def add_size(self, written: int) -> None:
+        """Add the size of a record in bytes. After ten records, the receipt has their mean size."""
+        self._records += 1
+        self._bytes += written
+        if self._records == _SOME_RECORDS:
+            self._update_size()
+
+    def finish(self) -> None:
+        """Update the receipt at the end of the run, and write it to the sink again if there were further records."""
+        self._update_size()
+        if self._history is None or self._receipt is None:
+            return
+        self._log_changes(self._history.finish())
+        receipt = self._history.complete(self._receipt)
+        self.write(receipt)
+        if receipt.last_step > receipt.step:
+            self._write_text(receipt.last_step, receipt)
+
+    def _update_size(self) -> None:
+        if self._receipt is not None and self._records:
+            size = self._forecast(self._bytes / self._records, self._receipt)
+            self.write(replace(self._receipt, event_bytes_per_1000_steps=size))
+
+    def _forecast(self, record_bytes: float, receipt: CoverageReport) -> int:
+        """Return the estimated number of bytes written in 1000 steps."""
+        records = receipt.records_per_1000_steps
+        return int(record_bytes * records) + self._logged_bytes(records)
+
+    def _write_text(self, step: int, receipt: CoverageReport) -> None:
+        if self._sink is not None:
+            self._sink.write_text(step, {f"recorder/{self._label}/receipt": receipt.markdown})
+
+    def _log_changes(self, changes: list[Change]) -> None:
+        for change in changes:
+            self._log(f"{self._name}: {change.text}")
+
+
+def _is_round(records: int) -> bool:
+    """Return True for 10, 20, 40, … records."""
+    tens, rest = divmod(records, _SOME_RECORDS)
+    return not rest and not tens & (tens - 1)
+
+
+def _make_receipt(
+    step: int, sites: Iterable[Site], coverage: Coverage, sampling: Sampling, reduce: Reduce
+) -> CoverageReport:
+    found = dict.fromkeys(sites)
+    paths = paths_by_module(found)
+    return CoverageReport(
+        step=step,
+        sites=paths,
+        missing=coverage.having(fired=tuple(paths)).missing_reasons(),
+        state_bytes=coverage.state_bytes,
+        every_n_train_steps=sampling.every_n_train_steps or 0,
+        records_per_1000_steps=sampling.count_records(reduce, 1000),
+        last_step=step,
+        without_gradient=tuple(coverage.without_gradients(found)),
+        ran_eagerly=tuple(coverage.ran_eagerly),
+    )

@@ -4,10 +4,8 @@ from lightning_recorder.plots.coloured_graph import StatisticStyler, colour_grap
 from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.grids import attention_maps, feature_maps, kernels
 from lightning_recorder.plots.heat_map import heat_map
-from lightning_recorder.plots.history import History
-from lightning_recorder.plots.over_time import histogram_over_time
-from lightning_recorder.plots.overview import overview
-from lightning_recorder.plots.ridge import ridge
+from lightning_recorder.plots.histograms import histogram_over_time, ridge
+from lightning_recorder.plots.history import History, overview
 
 __all__ = [
     "History",

@@ -18,7 +18,7 @@ from lightning_recorder.graph.renderers.graphviz import GraphvizStyler, Shapes
 from lightning_recorder.names import closest_names
 from lightning_recorder.plots.axes import number, scale_of
 from lightning_recorder.plots.canvas import literal
-from lightning_recorder.plots.colours import paint, table_for
+from lightning_recorder.plots.frame import paint, table_for
 
 __all__ = ["StatisticStyler", "colour_graph"]
 

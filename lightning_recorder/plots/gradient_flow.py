@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.plots.arrays import Floats, checked_names, to_floats
-from lightning_recorder.plots.axes import Scale
-from lightning_recorder.plots.canvas import Canvas, Image
-from lightning_recorder.plots.colours import Mark, pattern
-from lightning_recorder.plots.fitted_text import shortened
+from lightning_recorder.plots.axes import Floats, Scale, checked_names, to_floats
+from lightning_recorder.plots.canvas import Canvas, Image, shortened
 from lightning_recorder.plots.frame import (
     MARGIN,
     RIGHT,
     TOP,
     WIDTH,
+    Mark,
     blank,
     bottom_room,
     evenly,
@@ -25,6 +23,7 @@ from lightning_recorder.plots.frame import (
     new_canvas,
     notes_below,
     numbers_below,
+    pattern,
     plain,
     row_names,
     rows_room,

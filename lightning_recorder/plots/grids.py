@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 
 from lightning_recorder.errors import ArgumentError, check_integer
-from lightning_recorder.plots.arrays import Floats, to_floats
-from lightning_recorder.plots.axes import Scale, scale_of
-from lightning_recorder.plots.canvas import DETAIL_PX, Image
-from lightning_recorder.plots.colours import cover, marks_of, paint, table_for
-from lightning_recorder.plots.fitted_text import shortened
+from lightning_recorder.plots.axes import Floats, Scale, scale_of, to_floats
+from lightning_recorder.plots.canvas import DETAIL_PX, Image, shortened
 from lightning_recorder.plots.frame import (
     BAR_ROOM,
     MARGIN,
@@ -23,9 +20,13 @@ from lightning_recorder.plots.frame import (
     blank,
     bottom_room,
     colour_bar,
+    cover,
     evenly,
+    marks_of,
     new_canvas,
     notes_below,
+    paint,
+    table_for,
 )
 
 __all__ = ["attention_maps", "feature_maps", "kernels"]
@@ -61,10 +62,12 @@ def feature_maps(tensor: Any, *, title: str, max_maps: int = 64, shared: bool = 
     if values.ndim == 4:
         notes = [f"the first of {len(values):,} samples"] if len(values) > 1 else []
         values = values[0] if len(values) else values.reshape(0, 1, 1)
-    rows, said = _chosen(len(values), max_maps, "max_maps", "channels")
+    rows, omitted = _chosen(len(values), max_maps, "max_maps", "channels")
     scale = "one scale of colours for all channels" if shared else "each channel has its own scale of colours"
     captions = [str(row) for row in rows]
-    return _grid(values[rows], captions, title=title, label="activation", shared=shared, notes=[*notes, *said, scale])
+    return _grid(
+        values[rows], captions, title=title, label="activation", shared=shared, notes=[*notes, *omitted, scale]
+    )
 
 
 def attention_maps(tensor: Any, *, title: str, max_maps: int = 16, shared: bool = False) -> Image:
@@ -89,10 +92,10 @@ def attention_maps(tensor: Any, *, title: str, max_maps: int = 16, shared: bool 
     if values.ndim == 4:
         notes += [f"the first of {len(values):,} samples"] if len(values) > 1 else []
         values = values[0] if len(values) else values.reshape(0, 1, 1)
-    rows, said = _chosen(len(values), max_maps, "max_maps", "heads")
+    rows, omitted = _chosen(len(values), max_maps, "max_maps", "heads")
     scale = "one scale of colours for all heads" if shared else "each head has its own scale of colours"
     captions = [f"head {row}" for row in rows]
-    return _grid(values[rows], captions, title=title, label="weight", shared=shared, notes=[*notes, *said, scale])
+    return _grid(values[rows], captions, title=title, label="weight", shared=shared, notes=[*notes, *omitted, scale])
 
 
 def kernels(

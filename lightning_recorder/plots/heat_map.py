@@ -9,10 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.plots.arrays import Floats, checked_names, checked_steps, to_floats
-from lightning_recorder.plots.axes import Columns, Scale, columns_of, number, scale_of
+from lightning_recorder.plots.axes import (
+    Columns,
+    Floats,
+    Scale,
+    checked_names,
+    checked_steps,
+    columns_of,
+    number,
+    scale_of,
+    to_floats,
+)
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.plots.colours import cover, marks_of, paint, table_for
 from lightning_recorder.plots.frame import (
     BAR_ROOM,
     RIGHT,
@@ -21,11 +29,15 @@ from lightning_recorder.plots.frame import (
     blank,
     bottom_room,
     colour_bar,
+    cover,
+    marks_of,
     new_canvas,
     notes_below,
     numbers_below,
+    paint,
     row_names,
     rows_room,
+    table_for,
 )
 
 __all__ = ["heat_map"]

@@ -153,8 +153,8 @@ def _stage_name(key: tuple[str, int | None]) -> str:
 
 def _group(series: Series) -> str:
     """Return the group stored in the file, or else the group that prefixes the file name."""
-    said = series.sessions[-1].about.get("group") if series.sessions else None
-    return said if isinstance(said, str) else series.path.stem.partition("-")[0]
+    group = series.sessions[-1].about.get("group") if series.sessions else None
+    return group if isinstance(group, str) else series.path.stem.partition("-")[0]
 
 
 def _initial(pair: SeriesPair) -> list[SiteDivergence]:

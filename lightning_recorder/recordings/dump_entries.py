@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_recorder.dumps.manifest import MANIFEST, dumps_in, manifests
+from lightning_recorder.dumps import MANIFEST, dumps_in, manifests
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.names import closest_names
-from lightning_recorder.recordings.run_folder import is_inside
+from lightning_recorder.recordings.record_format import is_inside
 
 __all__ = ["DumpEntry", "find_dumps"]
 

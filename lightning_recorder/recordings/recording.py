@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_recorder.errors import ArgumentError, DumpError, describe_error, describe_missing
 from lightning_recorder.recordings.dump_entries import DumpEntry, find_dumps
 from lightning_recorder.recordings.history import History
-from lightning_recorder.recordings.record_format import FORMAT, parse
-from lightning_recorder.recordings.run_folder import RECORDER, RECORDS, is_inside
+from lightning_recorder.recordings.record_format import FORMAT, RECORDER, RECORDS, is_inside, parse
 from lightning_recorder.recordings.series import Series
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.names import closest_names
-from lightning_recorder.recordings.frames import frame_of
-from lightning_recorder.recordings.history import Entry, History, Part, PartKey, Session
+from lightning_recorder.recordings.history import Entry, History, Part, PartKey, Session, frame_of
 from lightning_recorder.recordings.record_format import RecordSchema, unpack_counts
 from lightning_recorder.taps import Site
 
@@ -66,7 +65,9 @@ class Series:
     @property
     def parts(self) -> dict[PartKey, Part]:
         """The records of each of :attr:`keys`."""
-        keys = sorted((key for key in self._read().parts if not key.overflowed and self._is_of(key)), key=_order)
+        keys = sorted(
+            (key for key in self._read().parts if not key.overflowed and self._is_of(key)), key=lambda key: key.order
+        )
         return {key: self._history.parts[key] for key in keys}
 
     def _is_of(self, key: PartKey) -> bool:
@@ -93,7 +94,7 @@ class Series:
     @property
     def stages(self) -> list[str]:
         """The recorded stages, training first."""
-        keys = sorted((key for key in self._read().parts if not key.overflowed), key=_order)
+        keys = sorted((key for key in self._read().parts if not key.overflowed), key=lambda key: key.order)
         return list(dict.fromkeys(key.stage for key in keys))
 
     def of(self, stage: str, loader: int | None = None) -> Series:
@@ -262,10 +263,6 @@ class Series:
         steps = self.steps
         span = f", steps {steps[0]} to {steps[-1]}" if steps else ""
         return f"<{self.path.stem}, {self.stage}: {len(steps)} records of {len(self)} sites{span}>"
-
-
-def _order(key: PartKey) -> tuple[bool, str, int, bool]:
-    return key.order
 
 
 class SiteSeries:

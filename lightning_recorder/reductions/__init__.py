@@ -2,17 +2,23 @@
 
 from lightning_recorder.reductions.bank import Collected, StateBank, row_state
 from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.channels import ChannelMoments, DeadChannels
 from lightning_recorder.reductions.combined import Combined
 from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum, Change, LastValue
-from lightning_recorder.reductions.extremes import Extrema, NearZero, Saturation, Tallies
 from lightning_recorder.reductions.histogram import ExponentHistogram, Histogram
 from lightning_recorder.reductions.kernels.fused import add_tensor, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import prepare_device
-from lightning_recorder.reductions.moments import HigherMoments, Norms, RunningMoments
 from lightning_recorder.reductions.reservoir import Reservoir
 from lightning_recorder.reductions.row import SCALAR_STATISTICS
-from lightning_recorder.reductions.shaped import ShapedReduction
+from lightning_recorder.reductions.scalars import (
+    Extrema,
+    HigherMoments,
+    NearZero,
+    Norms,
+    RunningMoments,
+    Saturation,
+    Tallies,
+)
+from lightning_recorder.reductions.shaped import ChannelMoments, DeadChannels, ShapedReduction
 from lightning_recorder.reductions.statistics import Statistics, to_histogram
 from lightning_recorder.reductions.values import Values
 

@@ -20,7 +20,7 @@ __all__ = ["Combined"]
 
 
 class Combined(Reduction):
-    """A reduction that combines several reductions in one row and shares the ignores the tensor between them.
+    """A reduction that combines several reductions in one row and shares intermediate results between them.
 
     Statistics: the statistics of all parts.
 
@@ -110,7 +110,7 @@ class Combined(Reduction):
         self.check(values)
         others = [(part, state[slots]) for part, slots in self._others]
         slots = []
-        # Process one piece at a time for all piecewise parts, which share the ignores it.
+        # Process one piece at a time for all piecewise parts, which share its intermediate results.
         for piece in values.pieces():
             if (found := slots_of_all(self._scalars, piece)) is not None:
                 slots.append(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,6 +47,10 @@ class _BatchReduction(ShapedReduction):
     def _take(self, kept: Tensor, samples: Tensor) -> None:
         """Update ``[*shape]`` float64 with ``[samples, *shape]``, in place."""
 
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        return {self.statistics[0]: self._kept(state)}
+
     def _kept(self, state: Tensor) -> Tensor:
         """Return the number of each element, ``[..., *shape]``; NaN if there was no sample."""
         kept = torch.where(state[..., :1] > 0, state[..., 1:], torch.nan)
@@ -68,10 +73,6 @@ class BatchSum(_BatchReduction):
     @override
     def _take(self, kept: Tensor, samples: Tensor) -> None:
         kept += samples.sum(0, dtype=torch.float64)
-
-    @override
-    def summarize(self, state: Tensor) -> dict[str, Tensor]:
-        return {"batch_sum": self._kept(state)}
 
 
 class BatchMean(BatchSum):
@@ -112,6 +113,8 @@ class BatchMin(_BatchReduction):
     statistics: tuple[str, ...] = ("batch_min",)
     additive = False
     _empty = torch.inf
+    _merge: Callable[..., Tensor] = staticmethod(torch.minimum)
+    _reduce: Callable[..., Tensor] = staticmethod(torch.amin)
 
     @override
     def initial(self) -> Tensor:
@@ -121,16 +124,12 @@ class BatchMin(_BatchReduction):
 
     @override
     def _take(self, kept: Tensor, samples: Tensor) -> None:
-        kept.copy_(torch.minimum(kept, samples.amin(0)))
+        kept.copy_(self._merge(kept, self._reduce(samples, 0)))
 
     @override
     def merge_states(self, state: Tensor, other: Tensor) -> None:
         state[..., 0] += other[..., 0]
-        state[..., 1:] = torch.minimum(state[..., 1:], other[..., 1:])
-
-    @override
-    def summarize(self, state: Tensor) -> dict[str, Tensor]:
-        return {"batch_min": self._kept(state)}
+        state[..., 1:] = self._merge(state[..., 1:], other[..., 1:])
 
 
 class BatchMax(BatchMin):
@@ -144,19 +143,8 @@ class BatchMax(BatchMin):
 
     statistics: tuple[str, ...] = ("batch_max",)
     _empty = -torch.inf
-
-    @override
-    def _take(self, kept: Tensor, samples: Tensor) -> None:
-        kept.copy_(torch.maximum(kept, samples.amax(0)))
-
-    @override
-    def merge_states(self, state: Tensor, other: Tensor) -> None:
-        state[..., 0] += other[..., 0]
-        state[..., 1:] = torch.maximum(state[..., 1:], other[..., 1:])
-
-    @override
-    def summarize(self, state: Tensor) -> dict[str, Tensor]:
-        return {"batch_max": self._kept(state)}
+    _merge = staticmethod(torch.maximum)
+    _reduce = staticmethod(torch.amax)
 
 
 class LastValue(ShapedReduction):

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.reductions.base import Reduction, ScalarReduction
-from lightning_recorder.reductions.extremes import Extrema, Tallies
 from lightning_recorder.reductions.histogram import ExponentHistogram
-from lightning_recorder.reductions.moments import RunningMoments
+from lightning_recorder.reductions.scalars import Extrema, RunningMoments, Tallies
 from lightning_recorder.reductions.values import Values
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Reductions with a state whose size depends on the shape of the tensor."""
+"""Reductions with a state whose size depends on the shape of the tensor, and per-channel statistics."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import ArgumentError, check_number
 from lightning_recorder.reductions.base import Reduction
-from lightning_recorder.reductions.values import Values
+from lightning_recorder.reductions.scalars import merged_moments
+from lightning_recorder.reductions.values import Values, finite_or_zero
 
-__all__ = ["ShapedReduction"]
+__all__ = ["ChannelMoments", "DeadChannels", "ShapedReduction"]
 
 
 class ShapedReduction(Reduction):
@@ -130,3 +131,111 @@ def dimension(dim: int, values: Values) -> int:
     if not -dims <= dim < dims:
         raise ArgumentError(f"a tensor of shape {tuple(values.plain.shape)} has no dimension {dim}; choose another dim")
     return dim % dims
+
+
+class _ChannelReduction(ShapedReduction):
+    """Base class of statistics for each index of one dimension."""
+
+    lead = 0
+    additive = False
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = check_dim(dim)
+
+    @override
+    def shape_of(self, values: Values) -> tuple[int, ...]:
+        return (values.shaped.shape[dimension(self.dim, values)],)
+
+    def _rows(self, values: Values) -> Tensor:
+        """Return the values as ``[channels, values per channel]``."""
+        rows = values.shaped.movedim(dimension(self.dim, values), 0)
+        return rows.reshape(len(rows), rows[:1].numel())
+
+
+class ChannelMoments(_ChannelReduction):
+    """Mean, standard deviation and root mean square of the finite values of each channel, in float64.
+
+    State: ``[3, channels]`` with the count, the mean and the sum of squared deviations, 24 bytes per channel. States
+    are merged as in :class:`~lightning_recorder.reductions.RunningMoments`, with the same error bounds. Statistics,
+    each ``[channels]``: ``channel_mean``, ``channel_std`` (correction 0) and ``channel_rms``, which are NaN for a
+    channel without a finite value.
+
+    Args:
+        dim: The channel dimension: 1 for convolutions and for linear layers on ``[batch, channels]``, -1 for the
+            features of a transformer.
+    """
+
+    blocks = 3
+    statistics: tuple[str, ...] = ("channel_mean", "channel_std", "channel_rms")
+
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__(dim)
+
+    @override
+    def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        rows = self._rows(values).double()
+        count = rows.isfinite().sum(1).double()
+        mean = finite_or_zero(rows).sum(1) / count.clamp(min=1)
+        m2 = finite_or_zero(rows - mean[:, None]).square_().sum(1)
+        blocks.copy_(torch.stack(merged_moments(blocks.unbind(-2), (count, mean, m2)), dim=-2))
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        _, blocks = self.parts(state)
+        _, others = self.parts(other)
+        blocks.copy_(torch.stack(merged_moments(blocks.unbind(-2), others.unbind(-2)), dim=-2))
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        count, mean, m2 = self.parts(state)[1].unbind(-2)
+        variance = m2 / count
+        mean = torch.where(count > 0, mean, torch.nan)
+        return {
+            "channel_mean": mean,
+            "channel_std": variance.sqrt(),
+            "channel_rms": (mean.square() + variance).sqrt(),
+        }
+
+
+class DeadChannels(_ChannelReduction):
+    """Fraction of the channels that are always zero, such as those of a ``ReLU`` whose inputs are all negative.
+
+    State: ``[channels]`` with the largest magnitude of each channel, -inf before the first value, 8 bytes per channel.
+    States are merged by the maximum, which is exact in any order. Statistic: ``dead_fraction``, the fraction of the
+    channels in which no magnitude in the whole stream exceeds the threshold; NaN for an empty stream. A channel with a
+    NaN is not dead.
+
+    Args:
+        dim: The channel dimension, as for :class:`ChannelMoments`.
+        threshold: The largest magnitude that a dead channel may have.
+    """
+
+    statistics: tuple[str, ...] = ("dead_fraction",)
+
+    def __init__(self, dim: int = 1, threshold: float = 0.0) -> None:
+        super().__init__(dim)
+        check_number("threshold", threshold, 0.0)
+        self.threshold = threshold
+
+    @override
+    def initial(self) -> Tensor:
+        return torch.full((self.width,), -torch.inf, dtype=torch.float64)
+
+    @override
+    def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        rows = self._rows(values)
+        if rows.shape[1]:
+            # Replace NaN with infinity, because some maximum reductions across ranks drop NaN.
+            sizes = torch.nan_to_num(rows.abs(), nan=torch.inf, posinf=torch.inf).amax(1)
+            blocks[0] = torch.maximum(blocks[0], sizes)
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        state.copy_(torch.maximum(state, other))
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        seen = (state >= 0).sum(-1)
+        dead = ((state >= 0) & (state <= self.threshold)).sum(-1)
+        return {"dead_fraction": dead.double() / seen}

@@ -1,4 +1,4 @@
-"""The default statistics as one reduction that shares its ignores the tensor."""
+"""The default statistics as one reduction that shares intermediate results."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def as_plain(tensor: Tensor) -> Tensor:
 
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-# The temporaries of the ignores this many values fit into a CPU cache, or into 128 MiB on a GPU.
+# The temporaries for this many values fit into a CPU cache, or into 128 MiB on a GPU.
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 24
 # Most values of a tensor fall into about a hundred bins, and GPU threads that add to the same number wait for each

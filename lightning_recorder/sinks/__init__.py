@@ -1,10 +1,9 @@
 """Sinks: back ends for scalars, histograms, images, texts, files and graphs."""
 
-from lightning_recorder.sinks.background import BackgroundQueue
+from lightning_recorder.sinks.background import BackgroundQueue, DeferredSink, for_any_thread
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.comet import CometSink
 from lightning_recorder.sinks.csv import CsvSink
-from lightning_recorder.sinks.deferred import DeferredSink, for_any_thread
 from lightning_recorder.sinks.files import FilesSink
 from lightning_recorder.sinks.loggers import register_sink, sink_for_logger, sinks_for_loggers
 from lightning_recorder.sinks.memory import MemorySink

@@ -1,14 +1,19 @@
-"""A job queue that runs in a background thread."""
+"""A job queue in a background thread, and a sink that defers writes to the thread that may write."""
 
 from __future__ import annotations
 
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-__all__ = ["BackgroundQueue"]
+from typing_extensions import override
+
+from lightning_recorder.sinks.base import Sink, UniformSink
+
+__all__ = ["BackgroundQueue", "DeferredSink", "for_any_thread"]
 
 Job = Callable[[], object]
 
@@ -127,3 +132,73 @@ class BackgroundQueue:
         finally:
             self._working_thread = None
             self._jobs.task_done()
+
+
+class DeferredSink(UniformSink):
+    """Queue the writes from any thread, and run them when :meth:`replay` is called.
+
+    A verb that the wrapped sink does not override returns ``False``. Any other verb returns ``True``, because the
+    return value of the wrapped sink is not known yet.
+
+    Args:
+        sink: The wrapped sink.
+    """
+
+    any_thread = True
+
+    def __init__(self, sink: Sink) -> None:
+        self.verb = ""
+        """The verb that is running or that ran last."""
+        self._sink = sink
+        self._queue: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
+
+    def __str__(self) -> str:
+        return str(self._sink)
+
+    @property
+    def written_bytes(self) -> int | None:  # type: ignore[override]  # read-only here: the wrapped sink counts
+        """The number of bytes that the wrapped sink counted."""
+        return self._sink.written_bytes
+
+    @override
+    def supports(self, verb: str) -> bool:
+        return self._sink.supports(verb)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no writes are queued."""
+        return self._queue.empty()
+
+    def replay(self) -> None:
+        """Run the queued writes. Call this from the thread that may write to the wrapped sink."""
+        while not self._queue.empty():
+            self.verb, write = self._queue.get()
+            write()
+
+    @override
+    def _write(self, verb: str, step: int, values: Mapping[str, Any]) -> bool:
+        if not self.supports(verb):
+            return False
+        self._queue.put((verb, partial(self._write_later, verb, step, values)))
+        return True
+
+    def _write_later(self, verb: str, step: int, values: Mapping[str, Any]) -> None:
+        if verb == "write_files":
+            values = {name: path for name, path in values.items() if path.exists()}  # others were pruned meanwhile
+            if not values:
+                return
+        getattr(self._sink, verb)(step, values)
+
+    @override
+    def flush(self) -> None:
+        self._queue.put(("flush", self._sink.flush))
+
+    @override
+    def close(self) -> None:
+        self.replay()
+        self._sink.close()
+
+
+def for_any_thread(sink: Sink) -> Sink:
+    """Return the sink itself if it accepts writes from any thread; otherwise wrap it in a :class:`DeferredSink`."""
+    return sink if sink.any_thread else DeferredSink(sink)

@@ -1,22 +1,23 @@
-"""The sink interface: the base class of all back ends."""
+"""The sink interface: the base classes of all back ends."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from lightning_recorder.reductions.histogram import Histogram
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
 
-__all__ = ["Image", "Sink"]
+__all__ = ["Image", "Sink", "UniformSink"]
 
 Image = NDArray[np.uint8]
 """An RGB image, uint8, of shape ``[height, width, 3]``."""
@@ -109,3 +110,35 @@ class Sink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class UniformSink(Sink, ABC):
+    """Base class of the sinks that treat all kinds of results alike."""
+
+    @abstractmethod
+    def _write(self, verb: str, step: int, values: Mapping[str, Any]) -> bool:
+        """Write results with a verb such as ``"write_scalars"``. Return True if that kind is supported."""
+
+    @override
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
+        return self._write("write_scalars", step, scalars)
+
+    @override
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
+        return self._write("write_histograms", step, histograms)
+
+    @override
+    def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
+        return self._write("write_images", step, images)
+
+    @override
+    def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
+        return self._write("write_text", step, texts)
+
+    @override
+    def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
+        return self._write("write_files", step, files)
+
+    @override
+    def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
+        return self._write("write_graph", step, graphs)

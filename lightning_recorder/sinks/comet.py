@@ -15,8 +15,7 @@ from typing_extensions import override
 from lightning_recorder.errors import warn
 from lightning_recorder.reductions.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
-from lightning_recorder.sinks.files import to_pillow
-from lightning_recorder.sinks.safe_names import path_below, shortened
+from lightning_recorder.sinks.files import path_below, shortened, to_pillow
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph

@@ -13,8 +13,8 @@ from typing import BinaryIO
 from typing_extensions import override
 
 from lightning_recorder.disk import append, attempt
+from lightning_recorder.sinks.files import SharedFiles
 from lightning_recorder.sinks.metrics import MetricsLogger, MetricsSink
-from lightning_recorder.sinks.shared_files import SharedFiles
 from lightning_recorder.temporary import write_whole
 
 __all__ = ["CsvSink"]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_recorder.sinks.background import for_any_thread
 from lightning_recorder.sinks.base import Sink
 from lightning_recorder.sinks.comet import CometSink
 from lightning_recorder.sinks.csv import CsvSink
-from lightning_recorder.sinks.deferred import for_any_thread
 from lightning_recorder.sinks.metrics import LitLoggerSink, MetricsSink
 from lightning_recorder.sinks.mlflow import MlflowSink
 from lightning_recorder.sinks.multi import Destination

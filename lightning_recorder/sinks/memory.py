@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from lightning_recorder.reductions.histogram import Histogram
-from lightning_recorder.sinks.base import Image, Sink
+from lightning_recorder.sinks.base import Image, UniformSink
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
 
 __all__ = ["MemorySink"]
 
-Value = TypeVar("Value")
+_RESULTS = {
+    "write_scalars": "scalars",
+    "write_histograms": "histograms",
+    "write_images": "images",
+    "write_text": "texts",
+    "write_files": "files",
+    "write_graph": "graphs",
+}
 
 
-class MemorySink(Sink):
+class MemorySink(UniformSink):
     """Keep results in memory as ``tag -> step -> value``. Writing a tag again at a step replaces the value.
 
     Example:
@@ -47,31 +54,8 @@ class MemorySink(Sink):
         }
 
     @override
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
-        return _add(self.scalars, step, scalars)
-
-    @override
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
-        return _add(self.histograms, step, histograms)
-
-    @override
-    def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
-        return _add(self.images, step, images)
-
-    @override
-    def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
-        return _add(self.texts, step, texts)
-
-    @override
-    def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
-        return _add(self.files, step, files)
-
-    @override
-    def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
-        return _add(self.graphs, step, graphs)
-
-
-def _add(kept: dict[str, dict[int, Value]], step: int, values: Mapping[str, Value]) -> bool:
-    for tag, value in values.items():
-        kept.setdefault(tag, {})[step] = value
-    return True
+    def _write(self, verb: str, step: int, values: Mapping[str, Any]) -> bool:
+        by_tag = vars(self)[_RESULTS[verb]]
+        for tag, value in values.items():
+            by_tag.setdefault(tag, {})[step] = value
+        return True

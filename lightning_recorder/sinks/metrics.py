@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from typing_extensions import override
 
 from lightning_recorder.sinks.base import Sink
-from lightning_recorder.sinks.safe_names import copy_file, path_below
+from lightning_recorder.sinks.files import copy_file, path_below
 
 __all__ = ["LitLoggerSink", "MetricsLogger", "MetricsSink"]
 

@@ -7,19 +7,15 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
 from lightning_recorder.disk import UNKNOWN_BYTES, has_room, is_full, warn_of_full
 from lightning_recorder.errors import warn
-from lightning_recorder.reductions.histogram import Histogram
-from lightning_recorder.sinks.base import Image, Sink
-from lightning_recorder.sinks.deferred import DeferredSink
-
-if TYPE_CHECKING:
-    from lightning_recorder.graph.model import Graph
+from lightning_recorder.sinks.background import DeferredSink
+from lightning_recorder.sinks.base import Sink, UniformSink
 
 __all__ = ["Destination", "MultiSink"]
 
@@ -52,7 +48,7 @@ class Destination:
         return self.folder is None or has_room(self.folder, UNKNOWN_BYTES + nbytes)
 
 
-class MultiSink(Sink):
+class MultiSink(UniformSink):
     """Write to several sinks. A verb returns True if any of them supports that kind of result.
 
     A sink that raises causes one warning and is skipped from then on, except that it is still closed. The other sinks
@@ -113,7 +109,7 @@ class MultiSink(Sink):
     @property
     def is_idle(self) -> bool:
         """True if no sink has queued writes."""
-        return not self._deferred or all(_is_idle(each.sink) for each in self._deferred)
+        return all(each.sink.is_idle for each in self._deferred)  # type: ignore[attr-defined]  # only sinks that have it
 
     def replay(self) -> None:
         """Run the queued writes of the deferred sinks. Call this from the thread that may write to them."""
@@ -129,6 +125,7 @@ class MultiSink(Sink):
         if errors:
             raise errors[0]
 
+    @override
     def _write(self, verb: str, step: int, values: Mapping[str, Any]) -> bool:
         errors: list[Exception] = []
         is_written = self._call(self._sinks, errors, verb, step, values)
@@ -174,30 +171,6 @@ class MultiSink(Sink):
         return False
 
     @override
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
-        return self._write("write_scalars", step, scalars)
-
-    @override
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
-        return self._write("write_histograms", step, histograms)
-
-    @override
-    def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
-        return self._write("write_images", step, images)
-
-    @override
-    def write_text(self, step: int, texts: Mapping[str, str]) -> bool:
-        return self._write("write_text", step, texts)
-
-    @override
-    def write_files(self, step: int, files: Mapping[str, Path]) -> bool:
-        return self._write("write_files", step, files)
-
-    @override
-    def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
-        return self._write("write_graph", step, graphs)
-
-    @override
     def flush(self) -> None:
         self._call_all("flush")
 
@@ -214,10 +187,6 @@ class MultiSink(Sink):
 
 def _as_destination(sink: Sink | Destination) -> Destination:
     return sink if isinstance(sink, Destination) else Destination(sink)
-
-
-def _is_idle(sink: Sink) -> bool:
-    return not isinstance(sink, (DeferredSink, MultiSink)) or sink.is_idle
 
 
 # Two callbacks with the same sink write to it from their own threads.

@@ -1,19 +1,27 @@
-"""A sink that writes TensorBoard event files."""
+"""A sink that writes TensorBoard event files, with a layout for the Custom Scalars page."""
 
 from __future__ import annotations
 
+import itertools
+import mmap
+import os
+import re
+import socket
+import struct
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
+from lightning_recorder.disk import append, attempt
 from lightning_recorder.graph.renderers.graphdef import to_graph_def
 from lightning_recorder.reductions.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
-from lightning_recorder.sinks.dashboard import dashboard_of
-from lightning_recorder.sinks.event_file import EVENT_FILES, EventFile, patch_crc32c
+from lightning_recorder.sinks.files import SharedFiles
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -22,7 +30,191 @@ if TYPE_CHECKING:
 
     from lightning_recorder.graph.model import Graph
 
-__all__ = ["TensorBoardSink"]
+__all__ = ["EVENT_FILES", "Dashboard", "EventFile", "TensorBoardSink", "dashboard_of", "frame_record", "patch_crc32c"]
+
+_TAG = b"custom_scalars__config__"  # TensorBoard looks for a layout under this tag
+_LOADER = re.compile(r"dataloader_idx_\d+")
+
+
+class Dashboard:
+    """The charts of a writer: one for each statistic in each group of tags, with a line for each module.
+
+    A chart selects its lines with a pattern, so the size of the layout does not depend on the number of modules. The
+    layout is written again when a new statistic appears.
+
+    Args:
+        directory: The folder of the event files if the writer is shared with other code. If that folder already has a
+            layout, that layout is kept and none is written.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self._directory = None if directory is None else Path(directory)
+        self._charts: dict[str, dict[str, str]] = {}
+        self._seen: set[str] = set()
+        self._may_write: bool | None = None
+        self._is_changed = False
+        self._lock = threading.Lock()  # recorders write in their own threads, and the last layout wins
+
+    def update(self, tags: Collection[str], write: Callable[[dict[str, dict[str, str]]], bool]) -> None:
+        """Write the layout if it has changed.
+
+        Args:
+            tags: The tags of the scalars that were written.
+            write: A callback that writes a layout, group to title to tag pattern, and returns False if it failed.
+        """
+        with self._lock:
+            if not self._seen.issuperset(tags):  # False in nearly every call
+                self._seen.update(tags)
+                self._is_changed |= self._add_charts(tags)
+            if self._is_changed:
+                self._is_changed = not write(dict(sorted(self._charts.items())))
+
+    def _add_charts(self, tags: Iterable[str]) -> bool:
+        """Add the charts of these tags. Return True if the layout has changed and may be written."""
+        is_new = False
+        for tag in tags:
+            group, title, pattern = _chart(tag)
+            charts = self._charts.setdefault(group, {}) if pattern else {}
+            if pattern and title not in charts:
+                charts[title] = pattern
+                is_new = True
+        if is_new and self._may_write is None:
+            self._may_write = self._directory is None or not _has_layout(self._directory)
+        return is_new and bool(self._may_write)
+
+
+def _chart(tag: str) -> tuple[str, str, str]:
+    """Return the group, title and pattern of the chart of a tag, or empty strings for a tag without a module."""
+    parts = tag.split("/")
+    loader = r"(/dataloader_idx_\d+)?$"
+    if _LOADER.fullmatch(parts[-1]):
+        parts = parts[:-1]
+    if len(parts) <= 2 or parts[0] == "recorder":
+        return "", "", ""
+    group, path, statistic = parts[0], parts[-2], parts[-1]
+    head, tail = re.escape(group), re.escape(statistic) + loader
+    if not group.startswith("parameters"):
+        return group, statistic, f"^{head}/.+/{tail}"
+    # A parameter such as weight has related tags: weight.grad, weight.update and the optimizer states.
+    part = path.rpartition(".")[2] if "." in path else ""
+    if not part:
+        return group, statistic, f"^{head}/.+/[^/.]+/{tail}"
+    return group, f"{part} {statistic}", rf"^{head}/.+\.{re.escape(part)}/{tail}"
+
+
+def _has_layout(directory: Path) -> bool:
+    """Return True if an event file in the folder already has a layout."""
+    try:
+        return any(_holds_layout(path) for path in directory.glob("events.out.tfevents.*"))
+    except OSError:
+        return False
+
+
+def _holds_layout(path: Path) -> bool:
+    if not path.stat().st_size:
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(_TAG) >= 0
+
+
+_DASHBOARDS: WeakKeyDictionary[SummaryWriter, Dashboard] = WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def dashboard_of(writer: SummaryWriter) -> Dashboard:
+    """Return the dashboard of a writer, shared by all sinks that use the writer."""
+    with _LOCK:
+        if writer not in _DASHBOARDS:
+            _DASHBOARDS[writer] = Dashboard(writer.get_logdir())
+        return _DASHBOARDS[writer]
+
+
+_ROTATION = 15  # of the masked checksum, a constant of the TFRecord format
+_ADDEND = 0xA282EAD8
+
+_VERSION = b"brain.Event:2"
+_COUNT = itertools.count()
+
+
+class EventFile:
+    """Append complete events to an event file in a folder.
+
+    An event is written completely or not at all. If the disk is full, events are skipped with one warning. By contrast,
+    the first disk error ends the writer thread of torch's ``SummaryWriter`` and leaves a partial event, at which
+    TensorBoard stops reading.
+
+    Args:
+        folder: A local folder. The first event creates the folder and the file. TensorBoard follows only the newest
+            file of a folder, so a folder should have one writer; :data:`EVENT_FILES` ensures that.
+
+    Note:
+        Any thread may write. An event is readable as soon as it is written. The file is not kept open.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        # The names must sort in the order of creation.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_COUNT):06d}"
+        self.path = Path(folder) / name
+        self.dashboard = Dashboard()
+        """The layout of the Custom Scalars page of the folder."""
+        self._has_begun = False
+        self._lock = threading.Lock()
+
+    def add(self, event: bytes) -> int:
+        """Append a serialized event, and return its size in bytes, or 0 if it was skipped."""
+        record = frame_record(event)
+        with self._lock:
+            data = record if self._has_begun else frame_record(_version(time.time())) + record
+            if not attempt(self.path, len(data), lambda: append(self.path, data)):
+                return 0
+            self._has_begun = True
+        return len(record)
+
+    def flush(self) -> None:
+        """Do nothing: each event is readable as soon as it is written."""
+
+    def close(self) -> None:
+        """Do nothing: the file is not kept open."""
+
+
+def _version(now: float) -> bytes:
+    """Return the first event of a file, which has two fields: the time and the version of the format."""
+    return b"\x09" + struct.pack("<d", now) + b"\x1a" + bytes([len(_VERSION)]) + _VERSION
+
+
+EVENT_FILES: SharedFiles[EventFile] = SharedFiles(EventFile)
+"""The event files by folder."""
+
+
+def frame_record(data: bytes) -> bytes:
+    """Return data as a TFRecord: with its length and the checksums of the length and of the data."""
+    from google_crc32c import value as checksum
+
+    header = struct.pack("<Q", len(data))
+    return header + _masked(checksum(header)) + data + _masked(checksum(data))
+
+
+def patch_crc32c(writer: SummaryWriter) -> bool:
+    """Compute the checksums of a writer with ``google_crc32c``. Return True on success.
+
+    TensorBoard computes the checksums byte by byte in Python, in a thread that blocks the training thread: 0.1 ms per
+    histogram. The resulting file is identical. This is a no-op if the library is not installed or if the writer has an
+    unknown structure.
+    """
+    try:
+        frame_record(b"")
+        records: Any = writer._get_file_writer().event_writer._async_writer._writer
+        file = records._writer
+    except (AttributeError, ImportError):
+        return False
+    records.write = lambda data: file.write(frame_record(data))
+    return True
+
+
+def _masked(checksum: int) -> bytes:
+    rotated = (checksum >> _ROTATION | checksum << (32 - _ROTATION)) + _ADDEND
+    return struct.pack("<I", rotated & 0xFFFFFFFF)
+
 
 # TensorBoard draws a histogram in 30 bins. More than twice as many enlarge the event file and do not change the plot.
 _MAX_BINS = 64

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_recorder.reductions.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
-from lightning_recorder.sinks.safe_names import copy_file, path_below, path_of_tag, shortened
+from lightning_recorder.sinks.files import copy_file, path_below, path_of_tag, shortened
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, warn
+from lightning_recorder.internals.autograd import is_uninitialized
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
-from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import own_parameters
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
@@ -183,7 +184,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         """
         if not self._attached or any(step.optimizer is optimizer for step in self._steps):
             return
-        with pause_recording(), _timed(self._stopwatch):
+        with pause_recording(), self._stopwatch or nullcontext():
             parameters = self._parameters_of(optimizer)
             for each in parameters:
                 self._add(each, "", each.tensor, wanted="values")
@@ -214,7 +215,7 @@ class OptimizerRecorder(BaseStatisticsRecorder):
 
     def _after(self, step: _Step) -> None:
         self._steps = [each for each in self._steps if each is not step]
-        with pause_recording(), _timed(self._stopwatch):
+        with pause_recording(), self._stopwatch or nullcontext():
             for each, before in zip(step.parameters, step.before, strict=True):
                 if before is not None:
                     self._add(each, _UPDATE, each.tensor.detach() - before, wanted="updates")
@@ -289,20 +290,6 @@ def with_update_ratios(found: Mapping[Site, SiteStatistics]) -> dict[Site, SiteS
             ratio = change / weight if weight else float("nan") if change != change or not change else float("inf")
             ratios[site] = replace(seen, scalars={**seen.scalars, "update_ratio": ratio})
     return ratios
-
-
-class _timed:  # noqa: N801 - read as an adjective
-    """Measure a block, if there is a stopwatch."""
-
-    def __init__(self, watch: Stopwatch | None) -> None:
-        self._watch = watch
-
-    def __enter__(self) -> None:
-        self._started = None if self._watch is None else self._watch.start()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._watch is not None and self._started is not None:
-            self._watch.stop(self._started)
 
 
 # Functions rather than methods, so that pickling an optimizer in the middle of a step does not pickle the recorder.

@@ -48,7 +48,7 @@ class Exchange:
     """Merge the states of all ranks on rank zero, in two packed transfers.
 
     The ranks agree on the layout of the transfers: a rank announces new sites to the others before it sends their
-    states, so a module that runs on only one rank does not cause a deadlock. Words that are merged by addition are
+    states, so a module that runs on only one rank does not cause a deadlock. Slots that are merged by addition are
     summed across ranks. The others, a few numbers per site, are gathered and merged in rank order.
 
     Every rank must call the same methods in the same order, even if its recorder has failed; it then sends a failure
@@ -125,7 +125,8 @@ class Exchange:
             try:
                 own = _states(snapshot)
                 unknown = layout.unknown(own)
-                left_out = _left_out(snapshot)
+                skipped = enumerate([] if snapshot is None else snapshot.left_out)
+                left_out = {(bank, site) for bank, sites in skipped for site in sites}
                 packed = layout.pack(own, self.device, copies=copies, left_out=left_out)
             except Exception as caught:
                 if snapshot is None:  # even an empty contribution fails
@@ -144,10 +145,11 @@ class Exchange:
         present = self.ranks - len(absent)
         if not any(each[_SEEN] for each in heads):
             return Merged(snapshot if self.rank == 0 else None, sent, absent, present, error)
-        self._sum(packed.added)
-        merged = None
+        with self._closing_on_error():
+            dist.reduce(packed.added, dst=0)
         if self.rank != 0:
-            return Merged(merged, sent, absent, present, error)
+            return Merged(None, sent, absent, present, error)
+        merged = None
         try:
             merged = _snapshot(snapshot, layout.merge(answers[:, len(header) :].unbind(), packed.added.cpu()))
         except Exception as caught:  # noqa: BLE001 - the caller reports it
@@ -171,11 +173,6 @@ class Exchange:
         with self._closing_on_error():
             dist.all_gather(answers, tensor)
         return torch.stack(answers)
-
-    def _sum(self, tensor: Tensor) -> None:
-        """Sum a tensor across ranks, in place on rank zero."""
-        with self._closing_on_error():
-            dist.reduce(tensor, dst=0)
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -204,13 +201,6 @@ def _snapshot(own: Snapshot | None, merged: MergedStates) -> Snapshot:
         own = Snapshot((), [], [frozenset()] * len(banks))
     banks += [[]] * (len(own.groups) - len(banks))
     return replace(own, groups=banks, rank_means=merged.rank_means, diverged=merged.diverged)
-
-
-def _left_out(snapshot: Snapshot | None) -> set[Key]:
-    """Return the keys that a rank has skipped."""
-    return (
-        set() if snapshot is None else {(bank, site) for bank, sites in enumerate(snapshot.left_out) for site in sites}
-    )
 
 
 class RankMergingRecorder:

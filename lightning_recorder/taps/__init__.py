@@ -1,10 +1,10 @@
 """Taps: hooks that pass the tensors of selected modules to a receiver without affecting the training."""
 
 from lightning_recorder.taps.base import Receiver, Site, Tap
-from lightning_recorder.taps.forward import InputTap, OutputTap
+from lightning_recorder.taps.forward import InputTap, OutputTap, ParameterTap
+from lightning_recorder.taps.gradient import ParameterGradientTap
 from lightning_recorder.taps.input_gradient import InputGradientTap
 from lightning_recorder.taps.output_gradient import OutputGradientTap
-from lightning_recorder.taps.parameter import ParameterGradientTap, ParameterTap
 
 __all__ = [
     "InputGradientTap",

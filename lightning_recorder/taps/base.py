@@ -17,10 +17,9 @@ from typing_extensions import Self
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_callable, describe_error, warn
 from lightning_recorder.internals.autograd import in_backward, in_transform, is_tracing, is_transformed
-from lightning_recorder.internals.compiled import describe_compiled, observe_compiled_calls, stop_observing
+from lightning_recorder.internals.compiled import EagerStance, describe_compiled, observe_compiled_calls, stop_observing
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import is_paused, pause_recording
-from lightning_recorder.internals.stance import EagerStance
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.structure import describe_unknown, iter_tensors
 

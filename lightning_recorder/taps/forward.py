@@ -1,4 +1,4 @@
-"""Taps for the inputs and outputs of modules."""
+"""Taps for the inputs, outputs and parameters of modules in the forward pass."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
+from lightning_recorder.names import own_parameters
 from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
-__all__ = ["InputTap", "OutputTap"]
+__all__ = ["InputTap", "OutputTap", "ParameterTap"]
 
 
 class InputTap(Tap):
@@ -79,3 +80,27 @@ class OutputTap(Tap):
 
     def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._pass_on(name, self._tensors(name, output, "out"))
+
+
+class ParameterTap(Tap):
+    """Records the parameters of the modules at each call, with the values that the call used.
+
+    Parameters of submodules do not belong to a module, except for submodules that it never calls: lists and
+    dictionaries of parameters, parametrizations from ``torch.nn.utils.parametrize``, and the projection of
+    ``nn.MultiheadAttention``. A parameter that two modules share is recorded for both.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> import torch
+        >>> with ParameterTap(dict(net.named_children()), lambda site, tensor: print(*site, tuple(tensor.shape))):
+        ...     _ = net(torch.ones(5, 2))
+        0 weight (3, 2)
+        0 bias (3,)
+    """
+
+    @override
+    def _register(self, name: str, module: nn.Module) -> None:
+        self._keep(module.register_forward_hook(TapHook(self, name, self._record)))
+
+    def _record(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._pass_on(name, own_parameters(module))

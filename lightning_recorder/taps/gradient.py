@@ -1,18 +1,21 @@
-"""Base classes of taps and hooks for gradients, with the limit on the graph nodes that they visit."""
+"""Base classes of taps and hooks for gradients, with a limit on the graph nodes they visit; a tap for parameters."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from lightning_recorder.errors import warn
 from lightning_recorder.internals.autograd import graph_task, hooks_of_leaf
-from lightning_recorder.taps.base import Receiver, Site, Tap
+from lightning_recorder.names import own_parameters
+from lightning_recorder.taps.base import Receiver, Site, Tap, TapHook
 
-__all__ = ["GRAPH_NODE_LIMIT", "GradientHook", "GradientTap", "Total"]
+__all__ = ["GRAPH_NODE_LIMIT", "GradientHook", "GradientTap", "ParameterGradientTap", "Total"]
 
 # torch frees nodes that Python has visited recursively. With 45,000 of them in a row, such as from an unrolled loop,
 # the stack overflows and the process ends (torch 2.13, 8 MiB of stack; ``tensor.grad_fn`` alone is enough).
@@ -166,3 +169,34 @@ class Total:
         """Return the sum of this backward pass and clear it; ``None`` if there is none."""
         total, self._sum = self._sum, None
         return total if self._task == graph_task() else None
+
+
+class ParameterGradientTap(GradientTap):
+    """Records the gradient that each backward pass adds to the parameters of the modules.
+
+    It is the gradient of that pass alone, on this rank, with the scale of the differentiated loss. In contrast,
+    ``.grad`` is the sum of these gradients since it was last zeroed, and the mean over the ranks after DDP.
+    :class:`ParameterTap` defines the parameters that belong to a module. A frozen parameter has no gradient. A
+    parameter that is unfrozen while the tap is attached is recorded from the next time the tap is attached.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Linear(2, 1)
+        >>> with ParameterGradientTap({"head": net}, lambda site, grad: print(*site, grad.tolist())):
+        ...     net(torch.tensor([[2.0, 3.0]])).sum().backward()
+        head bias [1.0]
+        head weight [[2.0, 3.0]]
+    """
+
+    @override
+    def _register(self, name: str, module: nn.Module) -> None:
+        if any(is_lazy(parameter) for _, parameter in own_parameters(module)):
+            # Lazy parameters do not support hooks before the first call of the module.
+            self._keep(module.register_forward_hook(TapHook(self, name, self._record)))
+        else:
+            self._record(name, module)
+
+    def _record(self, name: str, module: nn.Module, *passed: Any) -> None:
+        for path, parameter in own_parameters(module):
+            if parameter.requires_grad:
+                self._register_on_tensor(parameter, GradientHook(self, name, path))

@@ -15,10 +15,10 @@ from typing_extensions import Self
 
 from lightning_recorder.errors import RecordingError
 from lightning_recorder.internals.autograd import in_backward
+from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
-from lightning_recorder.internals.stance import EagerStance
 from lightning_recorder.structure import iter_tensors
 
 __all__ = ["Call", "CallWatch", "Label", "differences", "label_calls", "run_without_trace"]

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import Self
 
+from lightning_recorder.internals.autograd import is_uninitialized
 from lightning_recorder.internals.preserve_state import ModuleState
-from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.wrapped.calls import Call, CallWatch, Label, label_calls
 

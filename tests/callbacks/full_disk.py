@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, MemorySink, Outputs
-from tests.callbacks.small import told_by
+from tests.callbacks.small import warnings_by
 
 DISK_BYTES = 384 * 1024
 LOWERED_BYTES = 100_000
@@ -113,12 +113,12 @@ def run(disk: Path, scenario: str) -> dict[str, Any]:
         except OSError as caught:
             error = f"{type(caught).__name__} {caught.errno}"
 
-    told = told_by(fit)
+    warned = warnings_by(fit)
     os.environ.pop("LIGHTNING_RECORDER_DISK_RESERVE", None)
     return {
         "steps": trainer.global_step,
         "error": error,
-        "told": told,
+        "warned": warned,
         "free": shutil.disk_usage(disk).free,
         "weights": [each.tolist() for each in model.parameters()],
         "recorded": len(sink.scalars.get("gradients/net.0/rms", {})),

@@ -101,7 +101,7 @@ def shown(sink: MemorySink, start: int = 0) -> dict[tuple[str, int], Any]:
     return {key: value for key, value in {**scalars, **histograms}.items() if key[1] >= start}
 
 
-def told_by(run: Callable[[], object]) -> list[str]:
+def warnings_by(run: Callable[[], object]) -> list[str]:
     """Return the warnings of this package from a run."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -364,17 +364,17 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
 }
 GRAPH_WRONG = {"name": [("a/b", "a file name"), ("", "a file name"), (3, "must be a string")]}
 REFUSED = [
-    (kind, name, value, told)
+    (kind, name, value, warned)
     for kind in KINDS
     for name in inspect.signature(kind).parameters
-    for value, told in (GRAPH_WRONG if kind is GraphRecorder else {}).get(name, WRONG[name])
+    for value, warned in (GRAPH_WRONG if kind is GraphRecorder else {}).get(name, WRONG[name])
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "value", "told"), REFUSED)
-def test_a_wrong_argument_is_named_with_what_is_allowed(kind: type[Any], name: str, value: Any, told: str) -> None:
+@pytest.mark.parametrize(("kind", "name", "value", "warned"), REFUSED)
+def test_a_wrong_argument_is_named_with_what_is_allowed(kind: type[Any], name: str, value: Any, warned: str) -> None:
     """An invalid value raises at construction, and the message has the argument and the allowed values."""
-    with pytest.raises(ArgumentError, match=told) as raised:
+    with pytest.raises(ArgumentError, match=warned) as raised:
         kind(**{name: value})
     assert name in str(raised.value)
     assert str(raised.value).startswith(f"{kind.__name__}: ")
@@ -541,7 +541,7 @@ def test_an_unknown_argument_in_a_file_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "value", "told"),
+    ("kind", "name", "value", "warned"),
     [
         (ActivationRecorder, "stages", ["fit"], "validate"),
         (GradientRecorder, "reduce", "batch", "epoch"),
@@ -553,7 +553,7 @@ def test_an_unknown_argument_in_a_file_is_refused(
     ],
 )
 def test_a_wrong_value_in_a_file_is_refused(
-    kind: type[Any], name: str, value: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: type[Any], name: str, value: Any, warned: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An invalid value in a configuration file ends the program with a message that names the allowed values."""
     with pytest.raises(SystemExit) as ended:
@@ -561,7 +561,7 @@ def test_a_wrong_value_in_a_file_is_refused(
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert name in error
-    assert told in error
+    assert warned in error
 
 
 def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:

@@ -305,9 +305,9 @@ class Flex(Bare):
 
 
 @pytest.mark.parametrize("kind", [ActivationRecorder, GradientRecorder, GraphRecorder])
-@pytest.mark.parametrize(("is_compiled", "skips", "told"), [(True, False, 1), (False, False, 0), (True, True, 0)])
+@pytest.mark.parametrize(("is_compiled", "skips", "warned"), [(True, False, 1), (False, False, 0), (True, True, 0)])
 def test_compiled_flex_attention_is_warned_of(
-    kind: Any, is_compiled: bool, skips: bool, told: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
+    kind: Any, is_compiled: bool, skips: bool, warned: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """If recorded steps run ``flex_attention`` uncompiled, a warning names the module and the fix."""
     model = Flex()
@@ -315,7 +315,7 @@ def test_compiled_flex_attention_is_warned_of(
         model.attention.compile(backend="eager")
     fit(model, tmp_path, [kind(compiled="skip" if skips else "eager", strict=True)], logger=False)
     messages = [str(each.message) for each in recwarn if "flex_attention" in str(each.message)]
-    assert len(messages) == told
+    assert len(messages) == warned
     for message in messages:
         assert "flex_attention of 'attention'" in message
         assert "compiled='skip'" in message

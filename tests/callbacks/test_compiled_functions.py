@@ -89,7 +89,7 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """Return the log lines that name compiled code."""
     logger = logging.getLogger(LOG)
     with caplog.at_level(logging.INFO, logger=LOG):
@@ -122,42 +122,42 @@ KINDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("groups", [[group] for group in KINDS] + [list(KINDS)], ids="-".join)
 def test_functions_that_ran_eagerly_are_named_once(
-    groups: list[str], said: Callable[[], list[str]], tmp_path: Path
+    groups: list[str], logged: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     """One log line and each receipt name the compiled functions that recorded steps ran eagerly."""
     train(tmp_path, [KINDS[group](strict=True) for group in groups])
-    (line,) = said()
+    (line,) = logged()
     assert line.startswith(f"Recorded steps run compiled code eagerly: Model.encode, {MARGIN}. The last bits")
     assert {group: about["ran_eagerly"] for group, about in receipt(tmp_path).items()} == {
         group: ["Model.encode", MARGIN] for group in groups
     }
 
 
-def test_functions_of_an_evaluation_are_named_once(said: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_functions_of_an_evaluation_are_named_once(logged: Callable[[], list[str]], tmp_path: Path) -> None:
     """A function called only in validation has its own log line after the first recorded validation."""
     recorder = ActivationRecorder(stages=["train", "validate"], strict=True)
     train(tmp_path, [recorder], validation=digits(2), max_epochs=2)
-    first, second = said()
+    first, second = logged()
     assert f": Model.encode, {MARGIN}. " in first
     assert f": {ACCURACY}. " in second
 
 
-def test_parameters_are_recorded_beside_compiled_code(said: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_parameters_are_recorded_beside_compiled_code(logged: Callable[[], list[str]], tmp_path: Path) -> None:
     """ParameterRecorder adds no hooks to modules, so compiled code is used and nothing is logged."""
     bare, _ = train(tmp_path / "bare", [])
     recorded, _ = train(tmp_path, [ParameterRecorder(strict=True)])
     assert_same(recorded, bare)
-    assert said() == []
+    assert logged() == []
 
 
 @pytest.mark.parametrize("group", KINDS)
-def test_with_skip_functions_stay_compiled(group: str, said: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_with_skip_functions_stay_compiled(group: str, logged: Callable[[], list[str]], tmp_path: Path) -> None:
     """With ``skip``, a run is bitwise the bare compiled run and compiles nothing more; with ``eager`` it differs."""
     bare, graphs = train(tmp_path / "bare", [])
     skipping, compiled = train(tmp_path / "skip", [KINDS[group](compiled="skip", strict=True)])
     assert_same(skipping, bare)
     assert compiled == graphs == 2
-    assert said() == []
+    assert logged() == []
     eager, _ = train(tmp_path / "eager", [KINDS[group](compiled="eager", strict=True)])
     assert eager[0][0] != bare[0][0]
 
@@ -208,10 +208,10 @@ def test_an_error_in_compiled_code_is_the_users(tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_nothing_is_said_where_nothing_is_compiled(said: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_nothing_is_logged_where_nothing_is_compiled(logged: Callable[[], list[str]], tmp_path: Path) -> None:
     """A model without compiled code causes no log line and no names in its receipts."""
     fit(Classifier(), tmp_path, [kind(strict=True) for kind in KINDS.values()], logger=False)
-    assert said() == []
+    assert logged() == []
     assert {group: about["ran_eagerly"] for group, about in receipt(tmp_path).items()} == {
         "activations": [],
         "gradients": [],

@@ -217,9 +217,9 @@ def test_what_cannot_be_pickled_does_not_end_the_fit(make: Any, logger: str, tmp
     assert len(model.losses) == 6
     path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]  # there is one
     loaded = Configured.load_from_checkpoint(path, weights_only=False).hparams["callbacks"][0]
-    with pytest.warns(RecorderWarning) as told:
+    with pytest.warns(RecorderWarning) as warned:
         fit(Classifier(), tmp_path / "again", [loaded], logger=False)
-    messages = [str(each.message) for each in told if each.category is RecorderWarning]
+    messages = [str(each.message) for each in warned if each.category is RecorderWarning]
     assert messages[0] == (
         "TensorDumper is a copy without sinks=tests.callbacks.test_copies.OpenSink, which cannot be pickled"
     )

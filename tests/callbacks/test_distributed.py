@@ -691,7 +691,7 @@ def go(folder: Path, *names: str, timeout_s: float = 60.0) -> tuple[int, str]:
 def outcome(folder: Path, name: str) -> tuple[list[Any], list[list[str]]]:
     """Return the result of a scenario on each rank, and the warnings of this package."""
     found = [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in (0, 1)]
-    return [result for result, _ in found], [told for _, told in found]
+    return [result for result, _ in found], [warned for _, warned in found]
 
 
 @pytest.fixture(scope="module")
@@ -747,7 +747,7 @@ def test_merged_states_are_one_reduction_over_the_ranks(pair: Path, place: str, 
 
     Gradients are those of each rank's own loss, so the merged record is that of the tensors of both ranks.
     """
-    results, told = outcome(pair, "merged")
+    results, warned = outcome(pair, "merged")
     tensors = union(results, name, step)
     scalars = at(results[0]["scalars"], place, step)
     values = values_of(tensors)
@@ -764,7 +764,7 @@ def test_merged_states_are_one_reduction_over_the_ranks(pair: Path, place: str, 
     bins = computed.pop("histogram").long()
     expected = to_histogram({key: float(value) for key, value in computed.items()}, bins)
     assert same_histogram(results[0]["histograms"][f"{place}/histogram"][step], expected)
-    assert told == [[], []]
+    assert warned == [[], []]
 
 
 def test_rank_zero_alone_writes(pair: Path) -> None:
@@ -838,7 +838,7 @@ def test_a_flush_takes_two_transfers(pair: Path) -> None:
 
 def test_a_module_of_one_rank_has_its_record(pair: Path) -> None:
     """A module that runs on one rank only is recorded, and values of different shapes are merged."""
-    results, told = outcome(pair, "one_sided")
+    results, warned = outcome(pair, "one_sided")
     scalars = results[0]["scalars"]
     assert counted_values(scalars, "activations/first") == dict.fromkeys(range(STEPS), 6)
     assert counted_values(scalars, "activations/second") == dict.fromkeys(range(STEPS), 5)
@@ -854,7 +854,7 @@ def test_a_module_of_one_rank_has_its_record(pair: Path) -> None:
         1,
         6,
     ]
-    assert told == [[], []]
+    assert warned == [[], []]
 
 
 def test_uneven_batches_count_by_their_values(pair: Path) -> None:
@@ -866,18 +866,18 @@ def test_uneven_batches_count_by_their_values(pair: Path) -> None:
 
 def test_elements_of_another_shape_on_each_rank_are_left_out(pair: Path) -> None:
     """An elementwise reduction is left out with one warning if shapes differ between ranks."""
-    results, told = outcome(pair, "shapes")
+    results, warned = outcome(pair, "shapes")
     places = [tag for tag in results[0]["scalars"] if tag.endswith("cosine_to_previous")]
     assert places == ["activations/head/cosine_to_previous"]
     assert counted_values(results[0]["scalars"], "activations/varied") == dict.fromkeys(range(STEPS), 20)
-    assert [len(each) for each in told] == [1, 0]
-    assert "is not recorded at 'out' of module 'varied'" in told[0][0]
+    assert [len(each) for each in warned] == [1, 0]
+    assert "is not recorded at 'out' of module 'varied'" in warned[0][0]
 
 
 def test_a_validation_may_have_batches_of_another_size_than_training(pair: Path) -> None:
     """Elementwise reductions support a different shape in each stage."""
-    results, told = outcome(pair, "stage_shapes")
-    assert told == [[], []]
+    results, warned = outcome(pair, "stage_shapes")
+    assert warned == [[], []]
     scalars = results[0]["scalars"]
     assert list(scalars["activations/head/cosine_to_previous"]) == list(range(STEPS))
     for loader, rows in (0, 4), (1, 2):
@@ -889,8 +889,8 @@ def test_a_validation_may_have_batches_of_another_size_than_training(pair: Path)
 @pytest.mark.parametrize("name", ["own_reduction", "local_reduction"])
 def test_a_reduction_of_the_user_is_merged(pair: Path, name: str) -> None:
     """A user's reduction is merged wherever its class is defined and whatever text its settings have."""
-    results, told = outcome(pair, name)
-    assert told == [[], []]
+    results, warned = outcome(pair, name)
+    assert warned == [[], []]
     for step in range(STEPS):
         expected = 2 * math.fsum(values_of(union(results, "squash", step)))
         assert results[0]["scalars"]["activations/squash/scaled_sum"][step] == pytest.approx(expected, rel=1e-12)
@@ -898,14 +898,14 @@ def test_a_reduction_of_the_user_is_merged(pair: Path, name: str) -> None:
 
 def test_unused_parameters_change_nothing(pair: Path) -> None:
     """Under ``ddp_find_unused_parameters_true``, the records are those of both ranks."""
-    results, told = outcome(pair, "unused")
+    results, warned = outcome(pair, "unused")
     assert counted_values(results[0]["scalars"], "activations/hidden") == dict.fromkeys(range(STEPS), 2 * ROWS * 7)
-    assert told == [[], []]
+    assert warned == [[], []]
 
 
 def test_shards_of_a_parameter_are_merged(pair: Path) -> None:
     """Under FSDP2, a record covers the full parameter, even with uneven shards, and the activations of all ranks."""
-    results, told = outcome(pair, "sharded")
+    results, warned = outcome(pair, "sharded")
     scalars = results[0]["scalars"]
     for step, whole in enumerate(results[0]["whole"]):
         for name, tensor in whole.items():
@@ -916,45 +916,45 @@ def test_shards_of_a_parameter_are_merged(pair: Path) -> None:
         assert counted_values(scalars, "parameters/hidden/weight.update")[step] == 448
         for place, name in PLACES[1:]:
             Moments.of(values_of(union(results, name, step))).assert_near(at(scalars, place, step))
-    assert told == [[], []]
+    assert warned == [[], []]
 
 
 @pytest.mark.parametrize("name", ["shifted", "negated", "spoilt"])
-def test_replicas_that_have_come_apart_are_told(pair: Path, name: str) -> None:
+def test_replicas_that_have_diverged_give_a_warning(pair: Path, name: str) -> None:
     """One warning on rank 0 reports replicas that differ: shifted values, equal means, or NaN."""
-    told = outcome(pair, name)[1]
-    assert [len(each) for each in told] == [1, 0]
-    assert told[0][0].startswith("the ranks have diverged: 'hidden.weight")
+    warned = outcome(pair, name)[1]
+    assert [len(each) for each in warned] == [1, 0]
+    assert warned[0][0].startswith("the ranks have diverged: 'hidden.weight")
 
 
 def test_windows_epochs_and_evaluations_are_merged(pair: Path) -> None:
     """The steps of a window or epoch, and all batches of an evaluation, are one record of both ranks."""
-    results, told = outcome(pair, "windows")
+    results, warned = outcome(pair, "windows")
     step = 2 * ROWS * 64
     by_window, by_epoch = results[0]["2"], results[0]["epoch"]
     assert counted_values(by_window, "activations/squash") == {1: 2 * step, 3: 2 * step, 5: 2 * step}
     assert counted_values(by_epoch, "activations/squash") == {2: 3 * step, 5: 3 * step}
     for scalars in by_window, by_epoch:
         assert counted_values(scalars, "activations_validate/squash") == {2: 4 * 4 * 64, 5: 4 * 4 * 64}
-    tests, told_tests = outcome(pair, "evaluated")
+    tests, warned_tests = outcome(pair, "evaluated")
     assert counted_values(tests[0]["scalars"], "activations_test/squash") == {0: 4 * 4 * 64}
-    assert [*told, *told_tests] == [[]] * 4
+    assert [*warned, *warned_tests] == [[]] * 4
 
 
 def test_a_budget_leaves_all_ranks_with_one_interval(pair: Path) -> None:
     """All ranks use one interval; an unreachable limit leaves the three steps of the measurement."""
-    (first, second), told = outcome(pair, "budgeted")
+    (first, second), warned = outcome(pair, "budgeted")
     assert first["cadence"] == second["cadence"]
     assert first["cadence"][:2] == [1, 1]
     assert list(first["scalars"]["activations/squash/mean"]) == [0, 1, 2]
-    assert told == [[], []]
+    assert warned == [[], []]
 
 
 @pytest.mark.parametrize("method", ["attach", "snapshot", "reset"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_recorder_that_fails_on_one_rank_costs_its_share(pair: Path, rank: int, method: str) -> None:
     """If a recorder fails on one rank, records and training continue, and one warning on rank 0 names the rank."""
-    results, told = outcome(pair, f"broken_{method}_{rank}")
+    results, warned = outcome(pair, f"broken_{method}_{rank}")
     both, one = 2 * ROWS * 64, ROWS * 64
     # A state that is reset when the record of step 1 is made is in that record.
     expected = {0: both, 1: both if method == "reset" else one, 2: one}
@@ -962,11 +962,11 @@ def test_a_recorder_that_fails_on_one_rank_costs_its_share(pair: Path, rank: int
     Moments.of(values_of([results[1 - rank]["kept"]["squash"][2]])).assert_near(
         at(results[0]["scalars"], "activations/squash", 2)
     )
-    assert [message for message in told[0] if "without" in message] == [
+    assert [message for message in warned[0] if "without" in message] == [
         f"ActivationRecorder: the records are without rank {rank}, which has failed"
     ]
     own = "ActivationRecorder is off for the rest of the run: ValueError: injected"
-    assert [message for each in told for message in each if "without" not in message] == [own]
+    assert [message for each in warned for message in each if "without" not in message] == [own]
     assert [result["calls"][1:] for result in results] == [[{"all_gather": 1, "reduce": 1}] * (STEPS - 1)] * 2
 
 
@@ -979,8 +979,8 @@ def test_a_recorder_that_fails_on_one_rank_costs_its_share(pair: Path, rank: int
 )
 def test_ranks_that_do_not_record_the_same_are_not_merged(pair: Path, name: str, reason: str) -> None:
     """If the ranks' settings differ, or one has ``LIGHTNING_RECORDER=off``, rank 0 records alone and warns."""
-    results, told = outcome(pair, name)
-    assert told == [[f"ActivationRecorder: statistics are those of rank 0 only, because {reason}"], []]
+    results, warned = outcome(pair, name)
+    assert warned == [[f"ActivationRecorder: statistics are those of rank 0 only, because {reason}"], []]
     assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(STEPS), ROWS * 64)
     assert not [tag for tag in results[0]["scalars"] if "rank_mean" in tag]
 
@@ -996,7 +996,7 @@ def test_a_checkpoint_holds_what_all_ranks_have_seen(pair: Path) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_resumed_run_records_what_an_uninterrupted_one_does(pair: Path, tmp_path: Path, devices: int) -> None:
     """On two processes or one, a window resumes: counts, extrema and bins exactly, moments up to rounding."""
-    results, told = outcome(pair, "resumed")
+    results, warned = outcome(pair, "resumed")
     whole, rest = results[0]["whole"], results[0]["rest"]
     if devices == 1:
         sink = MemorySink()
@@ -1016,7 +1016,7 @@ def test_a_resumed_run_records_what_an_uninterrupted_one_does(pair: Path, tmp_pa
         assert at(rest["scalars"], "activations/hidden", step)["count"] == steps * 16 * 7
         # Rank 0 resumes with the merged state, so differences between ranks are known from the next record on.
         assert ("rank_mean_min" in found) == (devices == 2 and step == 5)
-    assert told == [[], []]
+    assert warned == [[], []]
 
 
 def check_complete(folder: Path, bare: Path) -> None:
@@ -1045,18 +1045,18 @@ def test_ddp_trains_as_without_and_rank_zero_writes(pair: Path) -> None:
 def test_launched_processes_leave_their_results(pair: Path, launched: Path, strategy: str) -> None:
     """All results are on disk and in the logger, although the callback of the main process has none."""
     check_complete(launched / strategy, pair / "ddp" / "bare")
-    result, told = torch.load(launched / f"{strategy}.0.pt", weights_only=False)
+    result, warned = torch.load(launched / f"{strategy}.0.pt", weights_only=False)
     assert result["latest"] == [0, 0]
-    assert told == []
+    assert warned == []
 
 
 def test_a_rank_that_fails_before_its_first_record_leaves_the_others_going(tmp_path: Path) -> None:
     """If a rank fails after the agreement, the other ranks record without it, and a warning says so."""
     code, log = go(tmp_path, "late", timeout_s=45.0)
     assert code == 0, log[-2000:]
-    results, told = outcome(tmp_path, "late")
+    results, warned = outcome(tmp_path, "late")
     assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(STEPS), ROWS * 64)
-    assert [len(each) for each in told] == [1, 1]
+    assert [len(each) for each in warned] == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["unmergeable", "unsendable"])
@@ -1064,18 +1064,18 @@ def test_a_reduction_that_fails_between_the_ranks_hangs_nobody(name: str, tmp_pa
     """An error in merging on rank 0, or in sending on rank 1, costs the reduction but not the run."""
     code, log = go(tmp_path, name, timeout_s=45.0)
     assert code == 0, log[-2000:]
-    results, told = outcome(tmp_path, name)
+    results, warned = outcome(tmp_path, name)
     assert [result["trained"] for result in results] == [STEPS, STEPS]
     if name == "unmergeable":
-        assert "these do not merge" in " ".join(told[0])
+        assert "these do not merge" in " ".join(warned[0])
 
 
 def test_a_rank_without_a_batch_to_validate_with_hangs_nobody(tmp_path: Path) -> None:
     """If the model allows empty ranks, two epochs with validation end and all steps are recorded."""
     code, log = go(tmp_path, "empty_share", timeout_s=45.0)
     assert code == 0, log[-2000:]
-    results, told = outcome(tmp_path, "empty_share")
-    assert not [message for each in told for message in each if "is off" in message]
+    results, warned = outcome(tmp_path, "empty_share")
+    assert not [message for each in warned for message in each if "is off" in message]
     assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(2 * STEPS), 2 * ROWS * 64)
 
 
@@ -1093,10 +1093,10 @@ def test_a_rank_that_ends_early_ends_the_run(name: str, tmp_path: Path) -> None:
 
 def main(folder: Path, names: Sequence[str]) -> None:
     for name in names:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             result = SCENARIOS[name](folder / name)
-        messages = [str(each.message) for each in told if issubclass(each.category, RecorderWarning)]
+        messages = [str(each.message) for each in warned if issubclass(each.category, RecorderWarning)]
         torch.save((result, messages), folder / f"{name}.{this_rank()}.pt")
 
 

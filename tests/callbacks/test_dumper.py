@@ -58,13 +58,13 @@ def dumps_of(trainer: Trainer) -> Path:
 
 
 @contextmanager
-def telling() -> Iterator[list[str]]:
+def recorded_warnings() -> Iterator[list[str]]:
     """Collect the warnings of this package, and ignore all others."""
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as told:
+    logged: list[str] = []
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        yield said
-    said += [str(each.message) for each in told if issubclass(each.category, RecorderWarning)]
+        yield logged
+    logged += [str(each.message) for each in warned if issubclass(each.category, RecorderWarning)]
 
 
 def lines_of(trainer: Trainer) -> list[dict[str, Any]]:
@@ -187,11 +187,11 @@ def test_samples_and_dtype(tmp_path: Path) -> None:
     assert torch.equal(tensors_of(trainer, 0)["head/out"], expected)
 
 
-def test_what_has_no_room_is_told_once(tmp_path: Path) -> None:
+def test_tensors_without_room_give_one_warning(tmp_path: Path) -> None:
     """If each step exceeds ``max_bytes``, one warning is given, and the manifest lists the missing tensors."""
-    with telling() as told:
+    with recorded_warnings() as warned:
         trainer = fit(Classifier(), tmp_path, [dumper("dropout", "head", outputs=Outputs(max_bytes=8 * 10 * 4))])
-    (message,) = told
+    (message,) = warned
     assert message == (
         "TensorDumper: 1 tensors of step 0 are left out, the first is 'dropout/out': use a larger max_bytes or fewer "
         "samples"
@@ -201,12 +201,12 @@ def test_what_has_no_room_is_told_once(tmp_path: Path) -> None:
     ] * 6
 
 
-def test_the_total_is_told_once(tmp_path: Path) -> None:
+def test_the_limit_of_the_total_gives_one_warning(tmp_path: Path) -> None:
     """From the step that exceeds the limit on, no file is written, one warning is given, and training continues."""
     model = Classifier()
-    with telling() as told:
+    with recorded_warnings() as warned:
         trainer = fit(model, tmp_path, [dumper("head", outputs=Outputs(max_total_bytes=1200))])
-    assert told == ["TensorDumper writes no more dumps from step 2 on: the size would exceed max_total_bytes=1200"]
+    assert warned == ["TensorDumper writes no more dumps from step 2 on: the size would exceed max_total_bytes=1200"]
     assert [line["step"] for line in lines_of(trainer)] == [0, 1]
     assert len(model.losses) == 6
 
@@ -372,9 +372,9 @@ def test_nothing_of_a_run_is_kept(error: type[Exception] | None, tmp_path: Path)
 def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
     """On a full disk, training continues, no partial file remains, and there is one warning."""
     model = Classifier()
-    with telling() as told, files_up_to(1000):
+    with recorded_warnings() as warned, files_up_to(1000):
         trainer = fit(model, tmp_path, [dumper("encoder.conv1", strict=False)], logger=False)
-    (message,) = told
+    (message,) = warned
     assert message.startswith(f"lightning_recorder could not write to {tmp_path}")
     assert "File too large" in message
     assert len(model.losses) == 6
@@ -391,9 +391,9 @@ def test_a_folder_that_cannot_be_written_is_one_warning(at: str, tmp_path: Path)
     kept.mkdir()
     (kept / "epoch=0-step=6.tensors.safetensors" / "in the way").mkdir(parents=True)
     model = Classifier()
-    with telling() as told:
+    with recorded_warnings() as warned:
         fit(model, tmp_path, [dumper("head", at=at, strict=False)], logger=False, enable_checkpointing=True)
-    assert [each.partition(":")[0] for each in told] == ["TensorDumper writes no more dumps"]
+    assert [each.partition(":")[0] for each in warned] == ["TensorDumper writes no more dumps"]
     assert len(model.losses) == 6
     assert (kept / "epoch=0-step=6.ckpt").is_file()
 
@@ -551,9 +551,9 @@ def test_a_resumed_run_replaces_files_of_the_same_step(tmp_path: Path) -> None:
 
 def test_fast_dev_run_leaves_nothing(tmp_path: Path) -> None:
     """There is no file and no warning, since the user has nothing to fix."""
-    with telling() as told:
+    with recorded_warnings() as warned:
         fit(Classifier(), tmp_path, [dumper("head", at=("steps", "epochs", "checkpoints"))], fast_dev_run=True)
-    assert told == []
+    assert warned == []
     assert list(tmp_path.rglob("*")) == []
 
 

@@ -64,13 +64,13 @@ def opened(folder: Path, line: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def telling() -> Iterator[list[str]]:
+def recorded_warnings() -> Iterator[list[str]]:
     """Collect the warnings of this package, and ignore all others."""
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as told:
+    logged: list[str] = []
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        yield said
-    said += [str(each.message) for each in told if issubclass(each.category, RecorderWarning)]
+        yield logged
+    logged += [str(each.message) for each in warned if issubclass(each.category, RecorderWarning)]
 
 
 class Kept(Classifier):
@@ -120,9 +120,9 @@ def test_the_manifest_agrees_with_the_files(kind: type[StatisticsCallback], tmp_
         for name, tensor in opened(tmp_path, line).items():
             site, _, statistic = name.rpartition("/")
             assert site in line["sites"]
-            said = line["statistics"][statistic]
-            assert said["dtype"] == str(tensor.dtype).removeprefix("torch.")
-            assert said["shape"] in (list(tensor.shape), None), name
+            logged = line["statistics"][statistic]
+            assert logged["dtype"] == str(tensor.dtype).removeprefix("torch.")
+            assert logged["shape"] in (list(tensor.shape), None), name
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_an_event_is_dumped(condition: Any, dump: Any, tmp_path: Path) -> None:
 def test_a_condition_that_raises_is_one_warning(tmp_path: Path) -> None:
     """After a condition raises, the run and all scheduled dumps continue."""
     model = Classifier()
-    with telling() as told:
+    with recorded_warnings() as warned:
         made = recorder(strict=False, outputs=Outputs(dump_when=lambda seen: seen.absmax))
         fit(model, tmp_path, [made], logger=False)
-    (message,) = told
+    (message,) = warned
     assert re.fullmatch(
         r"ActivationRecorder: dump_when raised at .*test_dumps_of_recorders\.py:\d+: AttributeError: a site has "
         r"no 'absmax': did you mean 'abs_max'\? There are count, .*shape; it is not called again, and no further dump "
@@ -202,23 +202,23 @@ def test_a_condition_that_raises_is_one_warning(tmp_path: Path) -> None:
     assert len(model.losses) == len(lines_of(tmp_path)) == 6
 
 
-def test_the_limit_is_told_once(tmp_path: Path) -> None:
+def test_the_limit_gives_one_warning(tmp_path: Path) -> None:
     """The folder never exceeds ``max_total_bytes``, and one warning names the step from which dumps stop."""
     limit = 60_000
-    with telling() as told:
+    with recorded_warnings() as warned:
         fit(Classifier(), tmp_path, [recorder(outputs=Outputs(max_total_bytes=limit))], logger=False)
     sizes = [line["bytes"] for line in lines_of(tmp_path)]
     assert sum(sizes) <= limit < sum(sizes) + sizes[0]
     about = f"from step {len(sizes)} on: the size would exceed max_total_bytes={limit}"
-    assert told == [f"ActivationRecorder writes no more dumps {about}"]
+    assert warned == [f"ActivationRecorder writes no more dumps {about}"]
 
 
 def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
     """On a full disk, dumps are left out with one warning, and records are still shown."""
     sink, model = MemorySink(), Classifier()
-    with telling() as told, files_up_to(10_000):
+    with recorded_warnings() as warned, files_up_to(10_000):
         fit(model, tmp_path, [recorder(strict=False, sinks=[sink], outputs=Outputs(records=False))], logger=False)
-    assert [each.partition(" to /")[0] for each in told] == ["lightning_recorder could not write"]
+    assert [each.partition(" to /")[0] for each in warned] == ["lightning_recorder could not write"]
     assert list(sink.scalars["activations/head/mean"]) == list(range(6))
     assert len(model.losses) == 6
 
@@ -272,9 +272,9 @@ def test_a_run_is_not_kept(tmp_path: Path) -> None:
 
 def test_fast_dev_run_leaves_nothing(tmp_path: Path) -> None:
     """There is no file and no warning, since the user has nothing to fix."""
-    with telling() as told:
+    with recorded_warnings() as warned:
         fit(Classifier(), tmp_path, [recorder(dumps=("records", "epochs"))], fast_dev_run=True)
-    assert told == []
+    assert warned == []
     assert list(tmp_path.rglob("*")) == []
 
 
@@ -308,7 +308,7 @@ def test_uploads_reach_who_keeps_files(tmp_path: Path) -> None:
 def test_uploads_have_a_limit(limit: int, tmp_path: Path) -> None:
     """Uploads stop at the limit with one warning, and all files are still written."""
     sink = MemorySink()
-    with telling() as told:
+    with recorded_warnings() as warned:
         made = recorder(sinks=[sink], outputs=Outputs(upload=True, max_upload_bytes=limit))
         fit(Classifier(), tmp_path, [made], logger=False)
     lines = lines_of(tmp_path)
@@ -316,7 +316,7 @@ def test_uploads_have_a_limit(limit: int, tmp_path: Path) -> None:
     given = limit // lines[0]["bytes"]
     assert [line["bytes"] for line in lines[:2]] == [lines[0]["bytes"]] * 2
     assert len(sink.files) == given
-    assert told == [
+    assert warned == [
         f"ActivationRecorder uploads no more dumps from step {given} on: the size would exceed max_upload_bytes={limit}"
     ]
 

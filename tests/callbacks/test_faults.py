@@ -32,7 +32,7 @@ from lightning_recorder.sinks import MetricsSink, loggers
 from lightning_recorder.statistics import BaseStatisticsRecorder, RunRecorder, SiteStates
 from lightning_recorder.taps import Site, Tap
 from tests.callbacks.models import hooks_left
-from tests.callbacks.small import BATCHES, Small, go, shown, small, told_by
+from tests.callbacks.small import BATCHES, Small, go, shown, small, warnings_by
 from tests.disks import files_up_to
 
 KINDS: tuple[Any, ...] = (ActivationRecorder, GradientRecorder, ParameterRecorder)
@@ -95,8 +95,8 @@ def run_with(faulty: Callback, others: tuple[Any, ...], folder: Path) -> tuple[S
     sinks: dict[Any, MemorySink] = {kind: MemorySink() for kind in others}
     models: list[Small] = []
     callbacks = [faulty, *(made(kind, sink) for kind, sink in sinks.items())]
-    told = told_by(lambda: models.append(trained(folder, callbacks)))
-    return models[0], told, sinks
+    warned = warnings_by(lambda: models.append(trained(folder, callbacks)))
+    return models[0], warned, sinks
 
 
 HOOKS = {
@@ -152,8 +152,8 @@ def test_a_fault_in_a_hook_is_one_warning(
     """A failing hook gives one warning, the run is the bare one, and the other callbacks record everything."""
     others = tuple(each for each in KINDS if each is not kind)
     faulty = made(failing_in(kind, hook), MemorySink())
-    model, told, sinks = run_with(faulty, others, tmp_path)
-    assert told == [f"{kind.__name__} is off for the rest of the run, {hook} failed: ZeroDivisionError: of ours"]
+    model, warned, sinks = run_with(faulty, others, tmp_path)
+    assert warned == [f"{kind.__name__} is off for the rest of the run, {hook} failed: ZeroDivisionError: of ours"]
     assert_unharmed(model, bare)
     for other, sink in sinks.items():
         assert shown(sink) == well(other), other
@@ -201,10 +201,10 @@ def test_a_fault_inside_is_one_warning(
 ) -> None:
     """A failure in any part of a recorder gives one warning and leaves run, checkpoints and other recorders intact."""
     others = tuple(each for each in KINDS if each is not kind)
-    model, told, sinks = run_with(made(failing_inside(kind, place), MemorySink()), others, tmp_path)
-    assert len(told) == 1, told
-    assert told[0].startswith(f"{kind.__name__} is off for the rest of the run")
-    assert told[0].endswith("ZeroDivisionError: of ours")
+    model, warned, sinks = run_with(made(failing_inside(kind, place), MemorySink()), others, tmp_path)
+    assert len(warned) == 1, warned
+    assert warned[0].startswith(f"{kind.__name__} is off for the rest of the run")
+    assert warned[0].endswith("ZeroDivisionError: of ours")
     if place == "remove":  # a recorder that cannot remove its hooks leaves them
         for module in model.modules():
             module._forward_hooks.clear()
@@ -214,7 +214,7 @@ def test_a_fault_inside_is_one_warning(
         assert shown(sink) == well(other), other
 
 
-OVERRIDDEN = ["prepare", "_on_record", "_announce", "_tell_cadence", "make_recorder", "choose"]
+OVERRIDDEN = ["prepare", "_on_record", "_announce", "make_recorder", "choose"]
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -230,9 +230,9 @@ def test_a_fault_of_the_callback_is_one_warning(
 
     faulty = made(type("GradientRecorder", (GradientRecorder,), {name: broken}), MemorySink())
     begun.append(True)
-    model, told, sinks = run_with(faulty, (ActivationRecorder, ParameterRecorder), tmp_path)
-    assert len(told) == 1, told
-    assert told[0].startswith("GradientRecorder is off for the rest of the run")
+    model, warned, sinks = run_with(faulty, (ActivationRecorder, ParameterRecorder), tmp_path)
+    assert len(warned) == 1, warned
+    assert warned[0].startswith("GradientRecorder is off for the rest of the run")
     assert_unharmed(model, bare)
     for other, sink in sinks.items():
         assert shown(sink) == well(other), other
@@ -270,9 +270,9 @@ def test_a_fault_on_the_way_is_one_warning(
 
     monkeypatch.setattr(owner, name, broken)
     faulty = made(GradientRecorder, MemorySink())
-    model, told, sinks = run_with(faulty, (ActivationRecorder, ParameterRecorder), tmp_path)
-    assert len(told) == 1, told
-    assert "GradientRecorder" in told[0]
+    model, warned, sinks = run_with(faulty, (ActivationRecorder, ParameterRecorder), tmp_path)
+    assert len(warned) == 1, warned
+    assert "GradientRecorder" in warned[0]
     assert_unharmed(model, bare)
     assert len(list((tmp_path / "kept").glob("*.ckpt"))) == STEPS
     for other, sink in sinks.items():
@@ -305,12 +305,12 @@ def failing_site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def test_a_site_that_fails_costs_its_module_alone(failing_site: Any, bare: Small, tmp_path: Path) -> None:
     """If a module cannot be recorded, a warning names it, and the callback records the others."""
     sink, models = MemorySink(), list[Small]()
-    told = told_by(lambda: models.append(trained(tmp_path, [made(failing_site, sink, reduce="step")])))
+    warned = warnings_by(lambda: models.append(trained(tmp_path, [made(failing_site, sink, reduce="step")])))
     site = SITES[failing_site]
-    assert len(told) == 1
-    assert f"{site.path!r}" in told[0]
-    assert f"module {site.name!r}" in told[0]
-    assert told[0].endswith(" is no longer recorded; strict=True raises instead.")
+    assert len(warned) == 1
+    assert f"{site.path!r}" in warned[0]
+    assert f"module {site.name!r}" in warned[0]
+    assert warned[0].endswith(" is no longer recorded; strict=True raises instead.")
     assert_unharmed(models[0], bare)
     group = {ActivationRecorder: "activations", GradientRecorder: "gradients"}.get(failing_site, "parameters")
     last = "encoder.1/weight.grad" if group == "parameters" else "encoder.1"
@@ -338,9 +338,9 @@ def test_a_sink_that_raises_is_one_warning(
     setattr(broken, verb, fails)
     broken.any_thread = any_thread
     recorder = made(ActivationRecorder, sink, sinks=[broken, sink])
-    told = told_by(lambda: models.append(trained(tmp_path, [recorder])))
-    assert len(told) == 1, told
-    assert f".{verb} failed, and nothing more is written to it: ZeroDivisionError: of ours" in told[0]
+    warned = warnings_by(lambda: models.append(trained(tmp_path, [recorder])))
+    assert len(warned) == 1, warned
+    assert f".{verb} failed, and nothing more is written to it: ZeroDivisionError: of ours" in warned[0]
     assert_unharmed(models[0], bare)
     assert shown(sink) == well(ActivationRecorder)
 
@@ -362,8 +362,8 @@ def test_a_logger_that_raises_is_one_warning(
     sink, model, logger = MemorySink(), small(), Deaf(tmp_path)
     callbacks = [made(ActivationRecorder, sink)]
     options: dict[str, Any] = {"model": model, "validation": True, "logger": logger}
-    told = told_by(lambda: go(tmp_path, callbacks, **options))
-    (message,) = told
+    warned = warnings_by(lambda: go(tmp_path, callbacks, **options))
+    (message,) = warned
     assert message == (
         "MetricsSink(Deaf).write_scalars failed, and nothing more is written to it: ConnectionError: the server is gone"
     )
@@ -380,10 +380,10 @@ def test_a_full_disk_is_one_warning(logger: Any, bare: Small, well: Callable[[An
     recorder = made(ActivationRecorder, sink, outputs=Outputs(dumps=("checkpoints", "records")))
     options: dict[str, Any] = {"model": model, "validation": True, "logger": logger and logger(tmp_path)}
     with files_up_to(4_000):
-        told = told_by(lambda: go(tmp_path, [recorder, GraphRecorder(sinks=[sink])], **options))
-    assert len(told) == 1, told
-    assert told[0].startswith(f"lightning_recorder could not write to {tmp_path}")
-    assert "File too large" in told[0]
+        warned = warnings_by(lambda: go(tmp_path, [recorder, GraphRecorder(sinks=[sink])], **options))
+    assert len(warned) == 1, warned
+    assert warned[0].startswith(f"lightning_recorder could not write to {tmp_path}")
+    assert "File too large" in warned[0]
     assert_unharmed(model, bare)
     assert shown(sink) == well(ActivationRecorder)
     assert max(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 4_000
@@ -397,9 +397,9 @@ def test_a_folder_that_cannot_be_made_is_one_warning(
     """If the folder cannot be created, one warning names it, and other sinks get everything."""
     (tmp_path / "recorder").write_text("in the way", encoding="utf-8")
     sink, models = MemorySink(), list[Small]()
-    told = told_by(lambda: models.append(trained(tmp_path, [made(kind, sink)])))
-    assert len(told) == 1, told
-    assert str(tmp_path / "recorder") in told[0]
+    warned = warnings_by(lambda: models.append(trained(tmp_path, [made(kind, sink)])))
+    assert len(warned) == 1, warned
+    assert str(tmp_path / "recorder") in warned[0]
     assert_unharmed(models[0], bare)
     if kind is GraphRecorder:
         assert list(sink.graphs["graph"]) == [0]
@@ -415,9 +415,9 @@ def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch
     dot.chmod(0o755)
     monkeypatch.setenv("PATH", str(dot.parent), prepend=os.pathsep)
     models: list[Small] = []
-    told = told_by(lambda: models.append(trained(tmp_path, [GraphRecorder(timeout_s=0.5)])))
-    assert len(told) == 1
-    assert "graph.dot and graph.json, without a picture: Graphviz produced no picture, it was stopped" in told[0]
+    warned = warnings_by(lambda: models.append(trained(tmp_path, [GraphRecorder(timeout_s=0.5)])))
+    assert len(warned) == 1
+    assert "graph.dot and graph.json, without a picture: Graphviz produced no picture, it was stopped" in warned[0]
     assert_unharmed(models[0], bare)
     assert {path.name for path in (tmp_path / "recorder").iterdir()} == {"graph.dot", "graph.json"}
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -443,8 +443,8 @@ def test_the_environment_switches_all_off(value: str, tmp_path: Path, monkeypatc
     monkeypatch.setenv("LIGHTNING_RECORDER", value)
     sink, model = MemorySink(), Coverage()
     callbacks = [made(kind, sink) for kind in (*KINDS, GraphRecorder)] + [ActivationRecorder("no.such.module")]
-    told = told_by(lambda: go(tmp_path, callbacks, model=model, validation=True, enable_checkpointing=False))
-    assert told == []
+    warned = warnings_by(lambda: go(tmp_path, callbacks, model=model, validation=True, enable_checkpointing=False))
+    assert warned == []
     assert list(tmp_path.iterdir()) == []
     assert (shown(sink), sink.graphs) == ({}, {})
     assert model.hooked == [False] * STEPS
@@ -505,7 +505,7 @@ def test_a_tap_that_cannot_be_put_on_names_its_module(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Tap, "_guarded", guard)
     sink = MemorySink()
-    told = told_by(lambda: go(tmp_path, [ActivationRecorder(every_n_train_steps=1, sinks=[sink])]))
-    assert len(told) == 1
-    assert "could not record module 'head'" in told[0]
+    warned = warnings_by(lambda: go(tmp_path, [ActivationRecorder(every_n_train_steps=1, sinks=[sink])]))
+    assert len(warned) == 1
+    assert "could not record module 'head'" in warned[0]
     assert {tag.split("/")[1] for tag in sink.scalars} == {"encoder.0", "encoder.1", "encoder.2", "dropout"}

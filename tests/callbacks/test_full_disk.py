@@ -59,7 +59,7 @@ def test_the_run_goes_as_far_as_without(scenario: str, results: dict[str, Any]) 
     assert (found["steps"], found["error"]) == (bare["steps"], bare["error"])
     assert found["weights"] == bare["weights"]
     assert found["recorded"] == (found["steps"] if kind != "neighbor" else 0)
-    (message,) = found["told"]
+    (message,) = found["warned"]
     assert message.startswith("lightning_recorder ")
     if kind != "enospc":
         assert message.startswith("lightning_recorder skips writes to the disk of ")

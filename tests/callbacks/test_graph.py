@@ -199,9 +199,9 @@ def test_without_a_renderer_the_document_is_there_and_one_warning_names_the_fix(
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = Classifier()
-    with pytest.warns(RecorderWarning, match=r"without a picture.*pip install pygraphviz") as told:
+    with pytest.warns(RecorderWarning, match=r"without a picture.*pip install pygraphviz") as warned:
         fit(model, tmp_path, [GraphRecorder()], logger=False)
-    assert sum(each.category is RecorderWarning for each in told) == 1
+    assert sum(each.category is RecorderWarning for each in warned) == 1
     assert (tmp_path / "recorder" / "graph.dot").read_text().startswith("digraph")
     assert len(model.losses) == 6
 

@@ -58,8 +58,8 @@ def _nothing_is_told(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Check that only runs without the batches to record cause a warning, logged because warnings are errors."""
     yield
     reasons = ("trains on no batch", "records no step", "validates nothing", "the fit had no validation")
-    told = [each.getMessage() for each in caplog.get_records("call") if each.name == "lightning_recorder"]
-    assert [message for message in told if not any(reason in message for reason in reasons)] == []
+    warned = [each.getMessage() for each in caplog.get_records("call") if each.name == "lightning_recorder"]
+    assert [message for message in warned if not any(reason in message for reason in reasons)] == []
 
 
 def batches(count: int = BATCHES, first: int = 0) -> list[Tensor]:
@@ -1188,7 +1188,7 @@ def test_a_step_that_never_ends_is_in_no_record(
     assert sink.scalars["activations/head/count"] == sink.scalars["gradients/head/count"] == counts
 
 
-def test_a_schedule_that_raises_is_told_of_once(tmp_path: Path) -> None:
+def test_a_schedule_that_raises_gives_one_warning(tmp_path: Path) -> None:
     """If ``when`` raises, one warning is given, and the run continues without records."""
 
     def when(step: int) -> bool:
@@ -1200,9 +1200,9 @@ def test_a_schedule_that_raises_is_told_of_once(tmp_path: Path) -> None:
     trainer = trainer_of(
         tmp_path, [ActivationRecorder("head", statistics="count", sinks=[sink], schedule=Schedule(when=when))]
     )
-    with pytest.warns(RecorderWarning, match="of the schedule") as told:
+    with pytest.warns(RecorderWarning, match="of the schedule") as warned:
         trainer.fit(model, loader())
-    assert sum(each.category is RecorderWarning for each in told) == 1
+    assert sum(each.category is RecorderWarning for each in warned) == 1
     assert recorded(sink) == {0: [0], 1: [1]}
     assert model.trained == BATCHES
     assert_nothing_left(trainer, model)

@@ -25,7 +25,7 @@ from lightning_recorder import (
     open_recording,
 )
 from tests.callbacks.models import events
-from tests.sinks.test_dashboard import layouts
+from tests.sinks.test_tensorboard import layouts
 
 DEPTH = 300
 SICK, SICK_STEP = 151, 3
@@ -94,9 +94,9 @@ def test_whole_modules_are_shown_and_one_that_goes_bad_joins_them(tmp_path: Path
     recorder = ParameterRecorder(sinks=[sink], strict=True, outputs=Outputs(max_tags=1500, plots=False))
     with pytest.warns(
         RecorderWarning, match=r"ParameterRecorder shows \d+ of 300 modules .*more than max_tags=1500 tags"
-    ) as told:
+    ) as warned:
         trainer = fit(tmp_path, [GoBad(), recorder])
-    assert len([each for each in told if each.category is RecorderWarning]) == 1
+    assert len([each for each in warned if each.category is RecorderWarning]) == 1
     by_step = [shown(sink.scalars, step) for step in range(BATCHES)]
     for found in by_step:
         assert len({frozenset(tags) for tags in found.values()}) == 1

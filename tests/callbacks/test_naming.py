@@ -23,7 +23,7 @@ from lightning_recorder import (
     TensorDumper,
     open_recording,
 )
-from lightning_recorder.callbacks.naming import labels
+from lightning_recorder.callbacks.arguments import labels
 from tests.callbacks.models import Classifier, digits, events, fit
 
 KINDS: list[Any] = [ActivationRecorder, GradientRecorder, ParameterRecorder, GraphRecorder, TensorDumper]

@@ -82,14 +82,14 @@ def test_an_inner_run_does_not_end_the_outer_recording(function: str, fails: boo
     both = recorders(sinks[1])
     inner = Inner(function, both, tmp_path / "inner", fails=fails)
     model = Evaluated()
-    with pytest.warns(RecorderWarning) as told:
+    with pytest.warns(RecorderWarning) as warned:
         fit(model, tmp_path / "outer", [*both, inner], logger=False, validation=digits(2))
     expected = {
         "ActivationRecorder": FUNCTIONS,
         "GraphRecorder": ("fit", "validate"),
         "TensorDumper": ("fit",),
     }
-    assert [str(each.message) for each in told if each.category is RecorderWarning] == [
+    assert [str(each.message) for each in warned if each.category is RecorderWarning] == [
         f"{kind} does not record the {function} of another Trainer inside the run that it records: give the inner "
         f"Trainer its own {kind}"
         for kind, functions in expected.items()

@@ -415,10 +415,10 @@ def test_steps_that_overflow_are_counted_and_are_in_no_record(reduce: Reduce, st
     run(Overflowing, tmp_path, callbacks, {"precision": "scaled", "logger": False})
     # Six batches an epoch, of which the second and the fifth overflow.
     counted = {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2, 7: 3, 8: 3, 9: 3, 10: 4, 11: 4}
-    told = sorted({*steps, 1, 4, 7, 10} if reduce == "step" else steps)
+    warned = sorted({*steps, 1, 4, 7, 10} if reduce == "step" else steps)
     for group in ("gradients", "parameters"):
         # From the first overflow on, each record is followed by the count.
-        assert sink.scalars[f"{group}/overflow_steps"] == {step: counted[step] for step in told if counted[step]}
+        assert sink.scalars[f"{group}/overflow_steps"] == {step: counted[step] for step in warned if counted[step]}
     sizes = {"step": 1, 2: 2, 3: 3, "epoch": 6}
     for step in steps:
         first = step + 1 - sizes[reduce]
@@ -430,17 +430,17 @@ def test_steps_that_overflow_are_counted_and_are_in_no_record(reduce: Reduce, st
 
 
 @pytest.mark.parametrize("kind", [GradientRecorder, ParameterRecorder])
-def test_where_a_step_overflowed_is_told(kind: type[StatisticsCallback], tmp_path: Path) -> None:
+def test_the_modules_that_overflowed_are_shown(kind: type[StatisticsCallback], tmp_path: Path) -> None:
     """In addition to the count, a separate group shows the numbers of infinities and NaN by site."""
     sink = MemorySink()
     callbacks: list[Callback] = [kind("head", every_n_train_steps=1, strict=True, sinks=[sink])]
     run(Overflowing, tmp_path, callbacks, {"precision": "scaled", "logger": False})
     group = f"{kind.group}_overflow"
-    told = {tag: values for tag, values in sink.scalars.items() if tag.startswith(group)}
+    warned = {tag: values for tag, values in sink.scalars.items() if tag.startswith(group)}
     sites = {"gradients": ["head"], "parameters": ["head/weight.grad", "head/bias.grad"]}[kind.group]
     expected = {f"{group}/{site}/{name}" for site in sites for name in ("nan_count", "inf_count")}
-    assert set(told) == expected
-    assert all(list(values) == [1, 4, 7, 10] for values in told.values())
+    assert set(warned) == expected
+    assert all(list(values) == [1, 4, 7, 10] for values in warned.values())
 
 
 class AlwaysOverflowing(Overflowing):

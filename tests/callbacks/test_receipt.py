@@ -301,7 +301,7 @@ def test_the_forecast_holds_with_pictures(kind: Any, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_the_cadence_is_told(options: dict[str, Any], every: int, records: int, tmp_path: Path) -> None:
+def test_the_interval_is_in_the_receipt(options: dict[str, Any], every: int, records: int, tmp_path: Path) -> None:
     """The receipt has the interval, by default that of the trainer, and the number of records in 1,000 steps."""
     fit(small(), tmp_path, [ActivationRecorder(**options)], logger=False, log_every_n_steps=50)
     about = receipt(tmp_path, "activations")
@@ -314,7 +314,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """Return the receipt lines logged so far."""
     logger = logging.getLogger(RECEIPT_LINE)
     with caplog.at_level(logging.INFO, logger=RECEIPT_LINE):
@@ -323,7 +323,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
         logger.removeHandler(caplog.handler)
 
 
-def test_one_line_is_logged(told: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_one_line_is_logged(warned: Callable[[], list[str]], tmp_path: Path) -> None:
     """After the first recorded step, one line has the number of recorded modules, the others, and the overhead."""
     fit(
         Odd(),
@@ -336,7 +336,7 @@ def test_one_line_is_logged(told: Callable[[], list[str]], tmp_path: Path) -> No
         logger=False,
         max_steps=1,
     )
-    (line,) = told()
+    (line,) = warned()
     assert line.startswith(
         "ActivationRecorder: 3 of 6 modules recorded, not bypassed (bypassed), "
         "attention.out_proj (bypassed), unused (never called); "
@@ -403,11 +403,11 @@ CHANGES: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("label", CHANGES)
-def test_changes_are_said_once(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_are_logged_once(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that stops or starts late is logged once and is in the receipt, with its steps, and in the final text."""
     kind, expected = CHANGES[label]
-    sink, said = MemorySink(), list[str]()
-    monkeypatch.setattr("lightning_recorder.callbacks.statistics.rank_zero_info", said.append)
+    sink, logged = MemorySink(), list[str]()
+    monkeypatch.setattr("lightning_recorder.callbacks.statistics.rank_zero_info", logged.append)
     go(
         tmp_path,
         [kind(every_n_train_steps=1, sinks=[sink], outputs=Outputs(plots=False))],
@@ -415,7 +415,7 @@ def test_changes_are_said_once(label: str, tmp_path: Path, monkeypatch: pytest.M
         max_epochs=15,
     )
     about = receipt(tmp_path, label)
-    assert sorted(line.partition(": ")[2] for line in said[1:]) == sorted(expected)
+    assert sorted(line.partition(": ")[2] for line in logged[1:]) == sorted(expected)
     assert sorted(change["text"] for change in about["changes"]) == sorted(expected)
     assert (about["step"], about["last_step"]) == (0, 59)
     steps = {name: (each["first_step"], each["last_step"]) for name, each in about["modules"].items() if each["fired"]}
@@ -429,7 +429,7 @@ def test_changes_are_said_once(label: str, tmp_path: Path, monkeypatch: pytest.M
     assert all(change not in texts[0] and change in texts[59] for change in expected)
 
 
-def test_a_parameter_that_never_has_a_gradient_is_named(tmp_path: Path, told: Callable[[], list[str]]) -> None:
+def test_a_parameter_that_never_has_a_gradient_is_named(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     """The line and the receipt name the parameters without a gradient in any recorded step."""
     go(
         tmp_path,
@@ -438,7 +438,8 @@ def test_a_parameter_that_never_has_a_gradient_is_named(tmp_path: Path, told: Ca
         max_epochs=6,
     )
     assert (
-        "10 of 10 modules recorded, without a gradient: late.weight, late.bias, never.weight and 3 more; " in told()[0]
+        "10 of 10 modules recorded, without a gradient: late.weight, late.bias, never.weight and 3 more; "
+        in warned()[0]
     )
     assert receipt(tmp_path, "parameters")["without_gradient"] == ["never.weight", "never.bias"]
 
@@ -495,13 +496,13 @@ class Tied(Small):
         return self.called_loss(self(batch[0]), batch[1])
 
 
-def test_a_tied_weight_is_no_bypass(tmp_path: Path, told: Callable[[], list[str]]) -> None:
+def test_a_tied_weight_is_no_bypass(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     """A module whose weight is used by another one is listed as sharing it, after the more important reasons."""
     go(tmp_path, [ActivationRecorder()], model=Tied())
     found = why(receipt(tmp_path, "activations"))
     assert found["shared"] == "shared: never called, its parameters are those of used"
     assert found["around"] == WITHOUT_CALL
-    assert "6 of 9 modules recorded, not around (bypassed), shared (shared), dropout (never called); " in told()[0]
+    assert "6 of 9 modules recorded, not around (bypassed), shared (shared), dropout (never called); " in warned()[0]
 
 
 def test_idle_losses_and_metrics_are_not_missing(tmp_path: Path) -> None:
@@ -555,7 +556,9 @@ def test_parameters_of_the_root_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reduce", [4, "epoch"])
-def test_a_window_is_announced_after_its_first_step(reduce: Any, told: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_a_window_is_announced_after_its_first_step(
+    reduce: Any, warned: Callable[[], list[str]], tmp_path: Path
+) -> None:
     """The line and receipt of a window follow its first recorded step; the bytes follow the first record."""
     seen: list[tuple[int, int | None]] = []
 
@@ -563,7 +566,7 @@ def test_a_window_is_announced_after_its_first_step(reduce: Any, told: Callable[
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
             assert recorder.latest_of("validate") == {}  # waits for what is being written
             about = receipt(tmp_path, "activations")
-            seen.append((len(told()), about["event_bytes_per_1000_steps"]))
+            seen.append((len(warned()), about["event_bytes_per_1000_steps"]))
 
     recorder = ActivationRecorder(every_n_train_steps=1, reduce=reduce, outputs=Outputs(plots=False))
     go(tmp_path, [recorder, Reading()])
@@ -709,7 +712,7 @@ def wide(sink: MemorySink, **options: Any) -> Callback:
     )
 
 
-def test_a_fit_is_recorded_less_often_and_says_so(told: Callable[[], list[str]], caplog: Any, tmp_path: Path) -> None:
+def test_a_fit_is_recorded_less_often_and_logs_it(warned: Callable[[], list[str]], caplog: Any, tmp_path: Path) -> None:
     """The given interval and each longer one are scalars, and a log line has the old and the new value."""
     sink = MemorySink()
     go(tmp_path, [wide(sink)])

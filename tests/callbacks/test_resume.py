@@ -32,7 +32,7 @@ from lightning_recorder import (
 from lightning_recorder.reductions import Change, Norms, statistics
 from lightning_recorder.reductions.kernels import fused
 from tests.callbacks.models import hooks_left
-from tests.callbacks.small import BATCHES, EPOCHS, Resumable, Small, go, shown, small, told_by
+from tests.callbacks.small import BATCHES, EPOCHS, Resumable, Small, go, shown, small, warnings_by
 
 # The resumed run does not have the callback that saves the checkpoints.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
@@ -235,11 +235,11 @@ def test_a_state_of_other_settings_is_one_warning(
     plain = {"every_n_train_steps": 1, "outputs": Outputs(dumps=False)}
     path = saved_by(tmp_path, [] if before is None else [ActivationRecorder(**{**plain, **before})])
     sink, model = MemorySink(), small()
-    told = told_by(
+    warned = warnings_by(
         lambda: go(tmp_path, [ActivationRecorder(**{**plain, "sinks": [sink], **after})], model=model, ckpt=path)
     )
-    assert len(told) == 1
-    assert told[0].startswith("ActivationRecorder starts without saved statistics: ")
+    assert len(warned) == 1
+    assert warned[0].startswith("ActivationRecorder starts without saved statistics: ")
     expected = [5, 7] if after.get("reduce") else [4, 5, 6, 7]
     assert list(sink.scalars["activations/head/mean"]) == expected
     assert len(model.losses) == BATCHES
@@ -287,9 +287,9 @@ def test_a_spoilt_state_is_one_warning(how: str, tmp_path: Path) -> None:
     path = saved_by(tmp_path, [ActivationRecorder(**options)])
     spoil(path, SPOILT[how])
     sink, model = MemorySink(), small()
-    told = told_by(lambda: go(tmp_path, [ActivationRecorder(sinks=[sink], **options)], model=model, ckpt=path))
-    assert len(told) == 1, told
-    assert "starts without" in told[0]
+    warned = warnings_by(lambda: go(tmp_path, [ActivationRecorder(sinks=[sink], **options)], model=model, ckpt=path))
+    assert len(warned) == 1, warned
+    assert "starts without" in warned[0]
     assert len(model.losses) == BATCHES
     assert hooks_left(model) == []
     assert list(sink.scalars["activations/head/mean"]) == [5, 7]
@@ -431,7 +431,7 @@ def test_a_failed_step_is_repeated(kind: str, failed_at: int, tmp_path: Path) ->
     expected, sink = MemorySink(), MemorySink()
     go(tmp_path, recorders(expected, extra=[Change()]))
     path = failed(kind, tmp_path, failed_at, extra=[Change()])
-    assert told_by(lambda: go(tmp_path, recorders(sink, extra=[Change()]), ckpt=path)) == []
+    assert warnings_by(lambda: go(tmp_path, recorders(sink, extra=[Change()]), ckpt=path)) == []
     # On the axis of self.log, which Lightning continues one step further after such a checkpoint.
     later = {(tag, step + 1): each for (tag, step), each in shown(expected, failed_at).items()}
     assert shown(sink) == later
@@ -450,7 +450,7 @@ def test_a_failed_step_is_not_in_the_window_that_is_saved(reduce: Any, failed_at
     # Lightning counts the failed step as completed, so the windows, which use the same axis, would shift.
     saved["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     torch.save(saved, path)
-    assert told_by(lambda: go(tmp_path, recorders(sink, **options), ckpt=path)) == []
+    assert warnings_by(lambda: go(tmp_path, recorders(sink, **options), ckpt=path)) == []
     assert shown(sink) == shown(expected, failed_at)
 
 

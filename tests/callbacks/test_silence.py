@@ -40,8 +40,8 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Says:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             function()
-        told = [str(each.message) for each in caught if each.category is RecorderWarning]
-        return told, [line for line in lines if "modules recorded" not in line]
+        warned = [str(each.message) for each in caught if each.category is RecorderWarning]
+        return warned, [line for line in lines if "modules recorded" not in line]
 
     return run
 
@@ -165,14 +165,14 @@ QUIET: dict[str, Any] = {
 }
 
 
-def test_what_was_asked_for_is_said_without_a_warning(says: Says, tmp_path: Path) -> None:
+def test_a_reason_that_the_user_chose_is_logged_without_a_warning(says: Says, tmp_path: Path) -> None:
     """A disabled recorder and the environment switch are reported by one information line each."""
     recorder = ActivationRecorder()
     recorder.disable()
     assert says(run(tmp_path, recorder)) == ([], ["ActivationRecorder recorded nothing: it is disabled"])
 
 
-def test_the_switch_is_said_once(says: Says, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch_is_logged_once(says: Says, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the environment switches recording off, only the first recorder reports it."""
     monkeypatch.setenv("LIGHTNING_RECORDER", "off")
     line = "LIGHTNING_RECORDER=off in the environment: nothing is recorded"
@@ -190,8 +190,8 @@ def test_a_disabled_recorder_has_no_receipt(tmp_path: Path) -> None:
 def test_a_fast_dev_run_says_that_it_writes_nothing(says: Says, tmp_path: Path) -> None:
     """The recorders report it, and each callback that writes files reports that it wrote none."""
     callbacks = (ActivationRecorder(), GraphRecorder(formats=[]), TensorDumper())
-    told, lines = says(run(tmp_path, *callbacks, fast_dev_run=True))
-    assert told == []
+    warned, lines = says(run(tmp_path, *callbacks, fast_dev_run=True))
+    assert warned == []
     assert sorted(lines) == [
         "GraphRecorder: fast_dev_run writes no files, the graph is in the callback's graph alone",
         "TensorDumper wrote nothing: fast_dev_run writes no files",
@@ -296,9 +296,9 @@ def test_a_fit_that_had_ended_before_says_so_without_a_warning(says: Says, tmp_p
     """A run resumed from its final checkpoint trains on nothing and logs one information line."""
     go(tmp_path, every_kind(), max_epochs=1).save_checkpoint(tmp_path / "end.ckpt")
     trainer = Trainer(default_root_dir=tmp_path, max_epochs=1, logger=False, callbacks=every_kind(), **QUIET)
-    told, lines = says(lambda: trainer.fit(small(), digits(), ckpt_path=tmp_path / "end.ckpt", **WEIGHTS_ONLY))
+    warned, lines = says(lambda: trainer.fit(small(), digits(), ckpt_path=tmp_path / "end.ckpt", **WEIGHTS_ONLY))
     why = "recorded nothing: the run had ended before, so this fit trained on no batch"
-    assert told == []
+    assert warned == []
     assert f"ActivationRecorder {why}" in lines
 
 

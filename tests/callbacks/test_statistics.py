@@ -488,9 +488,9 @@ def test_a_raising_sink_costs_its_records_alone(tmp_path: Path) -> None:
 
     sink = MemorySink()
     model = Classifier()
-    with pytest.warns(RecorderWarning, match="Broken.write_scalars failed.*disk full") as told:
+    with pytest.warns(RecorderWarning, match="Broken.write_scalars failed.*disk full") as warned:
         fit(model, tmp_path, [ActivationRecorder(sinks=[Broken(), sink])], logger=False)
-    assert sum(each.category is RecorderWarning for each in told) == 1
+    assert sum(each.category is RecorderWarning for each in warned) == 1
     assert len(model.losses) == 6
     assert steps_of(sink, "activations/head/mean") == [0, 1, 3, 5]
 
@@ -615,7 +615,7 @@ def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "warned"),
     [
         ({"extra": [Extrema()]}, "two reductions have the statistics 'min', 'max': remove one of them"),
         ({"extra": None}, "extra takes a list, got None"),
@@ -628,9 +628,9 @@ def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
         ({"statistics": "abs_max"}, r"got 'abs_max': extra=\[Norms"),
     ],
 )
-def test_wrong_reductions_raise_at_construction(arguments: dict[str, Any], told: str) -> None:
+def test_wrong_reductions_raise_at_construction(arguments: dict[str, Any], warned: str) -> None:
     """Invalid reductions are rejected before the fit."""
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=warned):
         ActivationRecorder(**arguments)
 
 

@@ -45,8 +45,8 @@ def hostile(tmp_path: Path) -> Path:
 
 def test_ls(runs: Path) -> None:
     """``ls`` lists the recorders of each run with sites, records and steps, and its dumps and graph."""
-    said = run("ls", runs)
-    lines = [" ".join(line.split()) for line in said.out.splitlines()]
+    logged = run("ls", runs)
+    lines = [" ".join(line.split()) for line in logged.out.splitlines()]
     activations = (runs / "version_0/recorder/records/activations.jsonl").stat().st_size
     assert lines[1:3] == [
         "recorder stage sites records steps size",
@@ -56,7 +56,7 @@ def test_ls(runs: Path) -> None:
     assert lines[4] == f"dumps: 1, {dump} bytes"
     assert lines[5].startswith("graph: Sequential, ")
     assert [line.split()[0] for line in lines if line.startswith("version_")] == ["version_0", "version_1"]
-    assert said.status == 0
+    assert logged.status == 0
 
 
 def test_ls_as_json(runs: Path) -> None:
@@ -76,19 +76,19 @@ def test_ls_of_what_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "recorder" / "graph.json").write_text("[]")
     with writer.path.open("a") as file:
         file.write("text\n")
-    said = run("ls", tmp_path)
-    assert said.status == 0
-    assert "  activations: 1 damaged lines were skipped\n" in said.out
-    assert "  other: " in said.out
-    assert "graph.json is not a graph written by lightning_recorder" in said.out
+    logged = run("ls", tmp_path)
+    assert logged.status == 0
+    assert "  activations: 1 damaged lines were skipped\n" in logged.out
+    assert "  other: " in logged.out
+    assert "graph.json is not a graph written by lightning_recorder" in logged.out
 
 
 def test_show(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``show`` prints one row per step and a bar chart of each statistic."""
     monkeypatch.setenv("LINES", "40")
     series = open_recording(runs / "version_0")["activations"]
-    said = run("show", runs / "version_0", "head", "--recorder", "activations", "--statistic", "rms")
-    lines = said.out.splitlines()
+    logged = run("show", runs / "version_0", "head", "--recorder", "activations", "--statistic", "rms")
+    lines = logged.out.splitlines()
     assert lines[0] == "head out (activations, train, float32)"
     assert lines[1].split() == ["step", "rms"]
     values = series["head"].statistic("rms").tolist()
@@ -126,9 +126,9 @@ def test_show_is_thinned(lines: str, rows: int, tmp_path: Path, monkeypatch: pyt
 )
 def test_show_what_is_not_there(arguments: list[str], message: str, runs: Path) -> None:
     """An unknown site, recorder, stage or statistic gives a one-line error that lists the available ones."""
-    said = run("show", runs / "version_0", *arguments)
-    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
-    assert message in said.err
+    logged = run("show", runs / "version_0", *arguments)
+    assert (logged.status, logged.out, logged.err.count("\n")) == (2, "", 1)
+    assert message in logged.err
 
 
 def test_export_csv(runs: Path, tmp_path: Path) -> None:
@@ -185,16 +185,16 @@ def test_export_parquet(runs: Path, hostile: Path, tmp_path: Path) -> None:
 def test_export_into_nowhere(runs: Path) -> None:
     """A missing output folder gives a one-line error in every format."""
     for suffix in ("csv", "pt", "parquet"):
-        said = run("export", runs, runs / "nowhere" / f"x.{suffix}")
-        assert (said.status, said.err.count("\n")) == (2, 1)
+        logged = run("export", runs, runs / "nowhere" / f"x.{suffix}")
+        assert (logged.status, logged.err.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize(("form", "begin"), [("text", "Sequential"), ("mermaid", "flowchart"), ("dot", "digraph")])
 def test_graph_as_text(form: str, begin: str, runs: Path) -> None:
     """``graph`` prints text formats to the terminal."""
-    said = run("graph", runs / "version_0", "--format", form)
-    assert said.status == 0
-    assert any(line.startswith(begin) for line in said.out.splitlines())
+    logged = run("graph", runs / "version_0", "--format", form)
+    assert logged.status == 0
+    assert any(line.startswith(begin) for line in logged.out.splitlines())
 
 
 def test_graph_at_a_depth(runs: Path) -> None:
@@ -205,8 +205,8 @@ def test_graph_at_a_depth(runs: Path) -> None:
 
 def test_graph_as_a_picture(runs: Path, tmp_path: Path) -> None:
     """The suffix of the output file determines the format."""
-    said = run("graph", runs / "version_0", "--direction", "LR", "--output", tmp_path / "x.svg")
-    assert said == (0, f"{tmp_path / 'x.svg'}\n", "")
+    logged = run("graph", runs / "version_0", "--direction", "LR", "--output", tmp_path / "x.svg")
+    assert logged == (0, f"{tmp_path / 'x.svg'}\n", "")
     assert "<svg" in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
 
@@ -216,12 +216,12 @@ def test_graph_as_a_picture(runs: Path, tmp_path: Path) -> None:
 )
 def test_graph_with_the_colours_of_a_statistic(arguments: list[str], step: int, statistic: str, runs: Path) -> None:
     """Each module shows its value at the step, by default the latest, and the legend names the statistic."""
-    said = run("graph", runs / "version_0", "--format", "dot", "--colour", *arguments)
-    assert said.status == 0
-    assert f"activations {statistic} at step {step}" in said.out
+    logged = run("graph", runs / "version_0", "--format", "dot", "--colour", *arguments)
+    assert logged.status == 0
+    assert f"activations {statistic} at step {step}" in logged.out
     series = open_recording(runs / "version_0")["activations"]
     for name in ("encoder.fc", "head"):
-        assert f"{statistic} {series[name].scalars(step)[statistic]:.3g}" in said.out
+        assert f"{statistic} {series[name].scalars(step)[statistic]:.3g}" in logged.out
 
 
 @pytest.mark.parametrize(
@@ -238,28 +238,28 @@ def test_graph_with_the_colours_of_a_statistic(arguments: list[str], step: int, 
 )
 def test_graph_errors(arguments: list[str], message: str, runs: Path) -> None:
     """A graph that cannot be drawn gives a one-line error."""
-    said = run("graph", runs / arguments[0], *arguments[1:])
-    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
-    assert message in said.err
+    logged = run("graph", runs / arguments[0], *arguments[1:])
+    assert (logged.status, logged.out, logged.err.count("\n")) == (2, "", 1)
+    assert message in logged.err
 
 
 def test_diff_of_equal_runs(runs: Path) -> None:
     """A run compared with itself is the same, with exit status 0."""
-    said = run("diff", runs / "version_0", runs / "version_0")
-    assert (said.status, said.out.splitlines()[2:]) == (0, ["bitwise equal in all 4 steps"])
+    logged = run("diff", runs / "version_0", runs / "version_0")
+    assert (logged.status, logged.out.splitlines()[2:]) == (0, ["bitwise equal in all 4 steps"])
     exact = run("diff", "--exact", runs / "version_0", runs / "version_0")
     assert (exact.status, exact.out.splitlines()[2:]) == (0, ["bitwise equal, histograms too, in all 4 steps"])
 
 
 def test_diff_of_one_weight(runs: Path) -> None:
     """``diff`` prints the first divergence and a table of sites, with exit status 1."""
-    said = run("diff", runs / "version_0", runs / "version_1")
+    logged = run("diff", runs / "version_0", runs / "version_1")
     one, other = (
         open_recording(runs)[name]["activations"]["head"].statistic("rms")[2].item()
         for name in ("version_0", "version_1")
     )
-    assert said.status == 1
-    lines = said.out.splitlines()
+    assert logged.status == 1
+    lines = logged.out.splitlines()
     assert lines[2] == (f"same until step 1, part at step 2 in head (activations, rms {one:.3g} vs {other:.3g})")
     assert lines[4].split()[:3] == ["site", "recorder", "stage"]
     assert {line.split()[0] for line in lines[5:]} == {"head", "encoder.act", "encoder.fc"}
@@ -278,9 +278,9 @@ def test_diff_within_the_tolerance(tmp_path: Path) -> None:
     """Runs that differ only in the last bits are the same, and ``diff`` reports the first bit-level difference."""
     write_simple(tmp_path / "a", {0: 1.0, 1: 1.0})
     write_simple(tmp_path / "b", {0: 1.0, 1: 1.0 + 2**-50})
-    said = run("diff", tmp_path / "a", tmp_path / "b")
-    told = f"the same in all 2 steps, but not bitwise from step 1, fc (activations, rms 1 vs {1 + 2**-50!r})"
-    assert (said.status, said.out.splitlines()[2]) == (0, told.replace(repr(1 + 2**-50), f"{1 + 2**-50:.17g}"))
+    logged = run("diff", tmp_path / "a", tmp_path / "b")
+    warned = f"the same in all 2 steps, but not bitwise from step 1, fc (activations, rms 1 vs {1 + 2**-50!r})"
+    assert (logged.status, logged.out.splitlines()[2]) == (0, warned.replace(repr(1 + 2**-50), f"{1 + 2**-50:.17g}"))
     assert run("diff", tmp_path / "a", tmp_path / "b", "--exact").status == 1
     assert run("diff", tmp_path / "a", tmp_path / "b", "--rtol", "0", "--atol", "0").status == 1
 
@@ -290,9 +290,9 @@ def test_diff_of_what_only_one_has(tmp_path: Path) -> None:
     write_simple(tmp_path / "a", dict.fromkeys(range(12), 1.0))
     write_simple(tmp_path / "a", {0: 1.0}, "gradients")
     write_simple(tmp_path / "b", {0: 1.0})
-    said = run("diff", tmp_path / "a", tmp_path / "b")
-    assert said.status == 1
-    assert said.out.splitlines()[2:] == [
+    logged = run("diff", tmp_path / "a", tmp_path / "b")
+    assert logged.status == 1
+    assert logged.out.splitlines()[2:] == [
         "bitwise equal in all 1 steps that both have",
         "",
         "recorders only in A: gradients",
@@ -302,9 +302,9 @@ def test_diff_of_what_only_one_has(tmp_path: Path) -> None:
 
 def test_diff_as_json(runs: Path) -> None:
     """``diff --json`` prints the result, the first divergence and each site as JSON."""
-    said = run("diff", runs / "version_0", runs / "version_1", "--json")
-    found = json.loads(said.out)
-    assert (said.status, found["same"], found["last_same"], found["steps"]) == (1, False, 1, 4)
+    logged = run("diff", runs / "version_0", runs / "version_1", "--json")
+    found = json.loads(logged.out)
+    assert (logged.status, found["same"], found["last_same"], found["steps"]) == (1, False, 1, 4)
     first = found["first"]
     assert (first["step"], first["module"], first["path"], first["recorder"]) == (2, "head", "out", "activations")
     # The changed weight affects the output of its layer and the gradients of the layers before it.
@@ -318,7 +318,7 @@ def test_hostile_names(arguments: list[str], hostile: Path, tmp_path: Path) -> N
     write_simple(tmp_path / "other", {0: 1.0}, HOSTILE)
     first, *rest = arguments
     paths = [hostile, tmp_path / "other"] if first == "diff" else [hostile]
-    said = run(first, *paths, *rest, *(["--stage", HOSTILE] if first == "show" else []))
-    assert said.status == (1 if first == "diff" else 0)
-    assert all(line.isprintable() for line in said.out.splitlines())
-    assert "\n<b>" not in said.out
+    logged = run(first, *paths, *rest, *(["--stage", HOSTILE] if first == "show" else []))
+    assert logged.status == (1 if first == "diff" else 0)
+    assert all(line.isprintable() for line in logged.out.splitlines())
+    assert "\n<b>" not in logged.out

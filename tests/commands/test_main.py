@@ -22,17 +22,17 @@ def process(*arguments: str, **options: object) -> subprocess.CompletedProcess[s
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example(command: str) -> None:
     """The help of each command exits with status 0 and contains an example."""
-    said = run(command, "--help")
-    assert said.status == 0
-    assert f"example:\n  lightning-recorder {command} " in said.out
+    logged = run(command, "--help")
+    assert logged.status == 0
+    assert f"example:\n  lightning-recorder {command} " in logged.out
 
 
 def test_help_of_diff_states_the_tolerance() -> None:
     """The help of ``diff`` states the default tolerances and their reason."""
-    said = run("diff", "--help")
-    assert "by default 1e-3" in said.out
-    assert "by default 1e-7" in said.out
-    assert "another number of threads" in said.out
+    logged = run("diff", "--help")
+    assert "by default 1e-3" in logged.out
+    assert "by default 1e-7" in logged.out
+    assert "another number of threads" in logged.out
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -63,10 +63,10 @@ def test_help_does_not_wait_for_torch() -> None:
 )
 def test_errors_are_one_line(arguments: list[str]) -> None:
     """Every error is a single printable line, with exit status 2."""
-    said = run(*arguments)
-    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
-    assert said.err.startswith("lightning-recorder")
-    assert said.err[:-1].isprintable()
+    logged = run(*arguments)
+    assert (logged.status, logged.out, logged.err.count("\n")) == (2, "", 1)
+    assert logged.err.startswith("lightning-recorder")
+    assert logged.err[:-1].isprintable()
 
 
 def test_as_a_module(tmp_path: Path) -> None:

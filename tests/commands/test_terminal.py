@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_recorder.commands.terminal import module, number, printable, size, spark, table
+from lightning_recorder.commands.terminal import module, number, printable, spark, table
 
 
 @given(text=st.text(st.characters()))
@@ -51,11 +51,6 @@ def test_the_root() -> None:
 def test_numbers(value: float, shown: str) -> None:
     """Numbers have four significant digits; integers below a million are printed in full."""
     assert number(value) == shown
-
-
-def test_sizes() -> None:
-    """Sizes are printed in a suitable unit."""
-    assert [size(each) for each in (999, 1000, 2_500_000, 10**9)] == ["999 bytes", "1.0 KB", "2.5 MB", "1.0 GB"]
 
 
 def test_a_table() -> None:

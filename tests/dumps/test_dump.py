@@ -137,7 +137,7 @@ def test_any_names_and_values(tensors: dict[str, Tensor], tmp_path_factory: pyte
     }
 
 
-def test_what_is_said_about_a_dump_comes_back(tmp_path: Path) -> None:
+def test_the_metadata_of_a_dump_comes_back(tmp_path: Path) -> None:
     """Step, epoch, checkpoint and other metadata are also in the file, as strings."""
     write_dump(
         tmp_path / "a.safetensors", {}, {}, step=3, epoch=0, stage="train", rank=1, checkpoint="epoch=0.ckpt", group="é"

@@ -46,10 +46,10 @@ def check(first=0):
     lines = [line for line in read_manifest(FOLDER) if line["step"] >= first or line["file"].startswith("last")]
     for line in lines:
         read = read_dump(FOLDER / line["file"])
-        said = (line["step"], line["bytes"], line["reason"], set(line["tensors"]))
+        entry = (line["step"], line["bytes"], line["reason"], set(line["tensors"]))
         size = (FOLDER / line["file"]).stat().st_size
         found = (int(read.about["step"]), size, read.about["reason"], set(read.tensors))
-        assert said == found, f"{line['file']}: the manifest says {said}, the file is {found}"
+        assert entry == found, f"{line['file']}: the manifest says {entry}, the file is {found}"
         for name, tensor in tensors(line["step"]).items():
             assert torch.equal(read.tensors[name], tensor), (line, name)
             assert line["tensors"][name] == {"dtype": "float32", "shape": list(tensor.shape)}

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_recorder import read_manifest
-from lightning_recorder.dumps import remove_dump, write_dump
-from lightning_recorder.dumps.manifest import MANIFEST
+from lightning_recorder.dumps import MANIFEST, remove_dump, write_dump
 
 
 def dump(folder: Path, name: str, **about: Any) -> None:

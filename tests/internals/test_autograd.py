@@ -1,4 +1,4 @@
-"""Access to private names of torch, and their fallbacks."""
+"""Access to private names of torch with their fallbacks, and tensor storage."""
 
 from __future__ import annotations
 
@@ -12,8 +12,41 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder.internals import autograd
-from lightning_recorder.internals.autograd import current_function_mode, in_backward, is_transformed, version_counter
+from lightning_recorder.internals.autograd import (
+    address_of,
+    current_function_mode,
+    in_backward,
+    is_transformed,
+    is_uninitialized,
+    storage_of,
+    version_counter,
+)
 from lightning_recorder.taps import InputGradientTap, gradient, input_gradient
+
+
+def test_what_has_no_shape_yet() -> None:
+    """Parameters and buffers of a lazy module are uninitialized until its first call; other tensors never are."""
+    lazy = nn.LazyBatchNorm1d()
+    assert [is_uninitialized(each) for each in (lazy.weight, lazy.running_mean)] == [True, True]
+    lazy(torch.ones(2, 3))
+    assert not any(map(is_uninitialized, (lazy.weight, lazy.running_mean, torch.ones(1), None, "weight")))
+
+
+def test_views_share_their_memory() -> None:
+    """A view shares the storage of its base; a copy has its own."""
+    base = torch.ones(4)
+    storages = [storage_of(each) for each in (base, base[1:], base.clone())]
+    one, view, copy = (address_of(each) for each in storages if each is not None)
+    assert one == view != copy
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.eye(2).to_sparse(), lambda: nn.LazyLinear(2).weight], ids=["sparse", "lazy"]
+)
+def test_tensors_without_memory_of_their_own(make: object) -> None:
+    """Sparse and uninitialized tensors have no storage."""
+    assert callable(make)
+    assert storage_of(make()) is None
 
 
 def test_a_forward_pass_is_no_backward_pass() -> None:

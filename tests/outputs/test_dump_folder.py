@@ -102,9 +102,9 @@ def test_ranks_have_files_and_manifests_of_their_own(tmp_path: Path) -> None:
 def test_without_a_folder_there_are_dumps_beside_checkpoints_alone(tmp_path: Path) -> None:
     """Without a folder, one warning says that only dumps next to checkpoints are written."""
     dumps = folder(None, name="the dumper")
-    with pytest.warns(RecorderWarning) as told:
+    with pytest.warns(RecorderWarning) as warned:
         assert [dumps.write(content(step), "step") for step in range(3)] == [None] * 3
-    assert [str(each.message) for each in told] == [
+    assert [str(each.message) for each in warned] == [
         "the dumper writes only dumps beside checkpoints, because the run has no folder"
     ]
     dumps.write_beside(content(), tmp_path / "a.ckpt")
@@ -119,9 +119,9 @@ def test_the_folder_takes_no_more_than_its_limit(steps: int, tmp_path: Path) -> 
     size = probe.stat().st_size
     limit = size * steps + size // 2
     dumps = folder(tmp_path / "dumps", max_total_bytes=limit, name="the dumper")
-    with pytest.warns(RecorderWarning) as told:
+    with pytest.warns(RecorderWarning) as warned:
         write_all(dumps, range(1, 7))
-    assert [str(each.message) for each in told] == [
+    assert [str(each.message) for each in warned] == [
         f"the dumper writes no more dumps from step {steps + 1} on: the size would exceed max_total_bytes={limit}"
     ]
     assert len(files(tmp_path / "dumps")) == steps
@@ -161,9 +161,9 @@ def test_the_manifest_does_not_lie_about_shapes(widths: tuple[int, int], tmp_pat
     tensors = {f"{site}/channel_mean": torch.zeros(width) for site, width in zip("ab", widths, strict=True)}
     folder(tmp_path).write(DumpContent(0, 0, tensors, {"a": 1, "b": 1}), "record")
     (line,) = read_manifest(tmp_path)
-    said = line["statistics"]["channel_mean"]
+    logged = line["statistics"]["channel_mean"]
     for name, tensor in read_dump(tmp_path / line["file"]).tensors.items():
-        found = said.get("shape", said.get(name.partition("/")[0]))
+        found = logged.get("shape", logged.get(name.partition("/")[0]))
         found = found.get("shape") if isinstance(found, Mapping) else found
         assert found is None or found == list(tensor.shape)
 
@@ -210,9 +210,9 @@ def test_no_more_than_so_many_bytes_are_uploaded(tmp_path: Path) -> None:
     assert probe is not None
     limit = 2 * probe.stat().st_size
     dumps = folder(tmp_path / "dumps", upload=sink, max_upload_bytes=limit, name="the dumper")
-    with pytest.warns(RecorderWarning) as told:
+    with pytest.warns(RecorderWarning) as warned:
         write_all(dumps, range(1, 6))
-    assert [str(each.message) for each in told] == [
+    assert [str(each.message) for each in warned] == [
         f"the dumper uploads no more dumps from step 3 on: the size would exceed max_upload_bytes={limit}"
     ]
     assert list(sink.files) == [f"dumps/tensors-step={step}.safetensors" for step in (1, 2)]
@@ -254,13 +254,13 @@ def test_the_table_says_uploaded_only_of_what_somebody_keeps(any_thread: bool, t
     assert texts["recorder/tensors/dumps"].endswith("| - |")
 
 
-def test_where_nobody_keeps_files_no_limit_is_told(tmp_path: Path) -> None:
+def test_without_a_sink_for_files_there_is_no_warning_of_a_limit(tmp_path: Path) -> None:
     """If no sink supports files, ``max_upload_bytes`` causes no warning."""
     sink = MultiSink([Board()])
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         folder(tmp_path, upload=sink, max_upload_bytes=1).write(content(1), "step")
-    assert [str(each.message) for each in told] == []
+    assert [str(each.message) for each in warned] == []
 
 
 @pytest.mark.parametrize("any_thread", [True, False])

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pictures
 
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.plots.colours import Table
+from lightning_recorder.plots.frame import Table
 
 __all__ = ["MAX_PNG_BYTES", "data_in", "hex_of", "names_of", "place_of", "png_bytes"]
 

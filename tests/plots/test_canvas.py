@@ -1,16 +1,20 @@
-"""Tests of drawing on a canvas."""
+"""Tests of drawing on a canvas, and of shortened names and wrapped notes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_recorder.plots import heat_map
-from lightning_recorder.plots.canvas import Canvas, literal, text_width
+from lightning_recorder.plots.canvas import Canvas, every_nth, fitted, literal, shortened, text_width, wrapped
+from tests.plots.pixels import names_of
 
 
 def test_a_picture_is_white_until_something_is_drawn() -> None:
@@ -60,7 +64,7 @@ def test_different_names_without_letters_look_different() -> None:
     assert (pictures[0] != pictures[1]).any()
 
 
-def test_a_text_is_as_wide_as_is_said() -> None:
+def test_a_text_is_as_wide_as_text_width_returns() -> None:
     """The drawn text starts at its anchor and is as wide as reported, within three pixels."""
     canvas = Canvas(400, 40)
     canvas.text(10, 20, "transformer.h.11.attn")
@@ -101,3 +105,52 @@ def test_pictures_may_be_drawn_in_several_threads() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(draw, range(16))) == [draw(seed) for seed in range(16)]
+
+
+def test_a_name_that_fits_stays() -> None:
+    """A name that fits is unchanged."""
+    assert shortened("transformer.h.11.attn.c_attn", 300) == "transformer.h.11.attn.c_attn"
+
+
+def test_the_ends_of_a_long_name_stay() -> None:
+    """A shortened name keeps 30 % of its characters from the start, the rest from the end, and fills the space."""
+    name = names_of(1)[0]
+    short = shortened(name, 200)
+    head, tail = short.split("…")
+    assert name.startswith(head)
+    assert name.endswith(tail)
+    assert len(head) / (len(head) + len(tail)) == pytest.approx(0.3, abs=0.03)
+    assert 185 < text_width(short, 11) <= 200
+
+
+@given(st.lists(st.text("ab.", min_size=1, max_size=60), min_size=1, max_size=8, unique=True))
+def test_different_names_stay_different(names: list[str]) -> None:
+    """Distinct names stay distinct and fit, even if they differ only in the middle."""
+    shown = fitted(names, 120)
+    assert len(set(shown)) == len(names)
+    assert all(text_width(each, 11) <= 120 for each in shown)
+
+
+def test_names_that_differ_in_their_middle_move_the_gap() -> None:
+    """If shortening hides the layer number, the ellipsis moves so that it is visible."""
+    names = [f"{'encoder.' * 6}{layer}{'.linear' * 6}" for layer in (1, 2)]
+    shown = fitted(names, 250)
+    assert shown[0] != shown[1]
+
+
+@given(st.lists(st.text("ab.", min_size=1, max_size=30), min_size=1, max_size=12), st.integers(60, 300))
+def test_a_note_is_broken_between_its_words(words: list[str], room: int) -> None:
+    """Notes are wrapped between words: all lines fit, and no line has space for the next word."""
+    lines = wrapped(" ".join(words), room)
+    assert " ".join(lines).split(" ") == [shortened(word, room) for word in words]
+    assert all(text_width(line, 11) <= room for line in lines)
+    for line, after in pairwise(lines):
+        assert text_width(f"{line} {after.split(' ')[0]}", 11) > room
+
+
+@pytest.mark.parametrize(
+    ("count", "distance", "rows"), [(3, 15.0, [0, 1, 2]), (5, 7.0, [0, 2, 4]), (7, 5.0, [0, 3, 6]), (0, 5.0, [])]
+)
+def test_labels_never_touch(count: int, distance: float, rows: list[int]) -> None:
+    """If rows are closer than 14 pixels, only every n-th row has a label."""
+    assert list(every_nth(count, distance, 14)) == rows

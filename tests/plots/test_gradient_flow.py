@@ -8,7 +8,7 @@ import pytest
 from lightning_recorder import ArgumentError
 from lightning_recorder.plots import gradient_flow
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.plots.colours import pattern
+from lightning_recorder.plots.frame import pattern
 from tests.plots.pixels import data_in, names_of
 
 MEAN, LARGEST = [0, 114, 178], [245, 196, 118]

@@ -12,7 +12,7 @@ import torch
 from lightning_recorder import ArgumentError
 from lightning_recorder.plots import attention_maps, feature_maps, kernels
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.plots.colours import PURPLE_ORANGE, VIRIDIS
+from lightning_recorder.plots.frame import PURPLE_ORANGE, VIRIDIS
 from lightning_recorder.plots.grids import _pooled
 from tests.plots.pixels import data_in, place_of
 
@@ -144,7 +144,7 @@ def test_the_number_of_panels_is_at_least_one() -> None:
         feature_maps(np.ones((1, 2, 2)), title="t", max_maps=0)
 
 
-def test_nothing_to_show_is_said() -> None:
+def test_an_empty_array_has_a_message() -> None:
     """Without channels, samples or pixels, the image contains only a message."""
     for shape in ((0, 4, 4), (0, 3, 4, 4), (2, 0, 4)):
         assert feature_maps(np.ones(shape), title="t").shape == (100, 350, 3)

@@ -11,7 +11,7 @@ import torch
 from lightning_recorder import ArgumentError
 from lightning_recorder.plots import heat_map
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.plots.colours import PURPLE_ORANGE, VIRIDIS, pattern
+from lightning_recorder.plots.frame import PURPLE_ORANGE, VIRIDIS, pattern
 from lightning_recorder.plots.heat_map import _furthest
 from tests.plots.pixels import data_in, names_of, place_of
 
@@ -93,7 +93,7 @@ def test_a_row_among_many_layers_is_seen() -> None:
     assert (brightest[0], brightest[-1] + 1) == (100 * data.shape[0] // 250, 101 * data.shape[0] // 250)
 
 
-def test_nothing_recorded_is_said() -> None:
+def test_no_record_has_a_message() -> None:
     """Without steps, layers or recorded values, the image contains only a message."""
     none = np.zeros((1, 2), dtype=bool)
     for image in (
@@ -139,7 +139,7 @@ def test_of_what_was_recorded_there_must_be_as_much() -> None:
         ([5.0, 6.0], [False, False], None, False),
     ],
 )
-def test_the_value_that_tells_most_is_shown(
+def test_the_most_conspicuous_value_is_shown(
     values: list[float], recorded: list[bool], chosen: float | None, there: bool
 ) -> None:
     """An infinity precedes NaN, which precedes the value furthest from 0; missing values are ignored."""

@@ -274,7 +274,7 @@ def write_parameters(log_dir: Path, scale: float = 1.0, *, update: float = 1.0) 
             writer.write({"step": step}, sites)
 
 
-def test_parameters_that_differ_from_the_beginning_are_said_whatever_the_tolerance(tmp_path: Path) -> None:
+def test_parameters_that_differ_at_step_0_are_reported_whatever_the_tolerance(tmp_path: Path) -> None:
     """A different weight at step 0 is a difference under any tolerance, because nothing has been rounded yet."""
     write_parameters(tmp_path / "a")
     write_parameters(tmp_path / "b", 1 + 1e-6)

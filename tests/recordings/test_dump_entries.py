@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_recorder import ArgumentError, DumpError
-from lightning_recorder.dumps import write_dump
-from lightning_recorder.dumps.manifest import MANIFEST
+from lightning_recorder.dumps import MANIFEST, write_dump
 from lightning_recorder.recordings import open_recording
 from tests.recordings.runs import write_simple
 

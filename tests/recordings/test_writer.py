@@ -131,7 +131,7 @@ def test_a_full_disk(header: bool, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     writer = RecordWriter(path)
     begin_run()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with files_up_to(1000 if header else 100):
             writer.begin(label="a", group="a")
@@ -140,7 +140,7 @@ def test_a_full_disk(header: bool, tmp_path: Path) -> None:
         writer.write({"step": 3}, [])
     assert [line.get("step") for line in lines(path)] == [None, 3]
     assert writer.written_bytes == path.stat().st_size
-    (message,) = [str(each.message) for each in told if each.category is RecorderWarning]
+    (message,) = [str(each.message) for each in warned if each.category is RecorderWarning]
     assert message.startswith(f"lightning_recorder could not write to {path}: [Errno 27] File too large. ")
 
 

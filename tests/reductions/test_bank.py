@@ -92,15 +92,15 @@ def test_long_rows_come_one_by_one() -> None:
     assert bank.nbytes == 8 * 2**20
 
 
-def test_what_takes_much_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_large_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """The size of states above 20 KB per site is logged once; the default statistics log nothing."""
     caplog.set_level("INFO", "lightning_recorder")
     for reduction, size in ((Statistics(), 1), (BatchSum(), 2559), (BatchSum(), 2560)):
         bank: StateBank[int] = StateBank(reduction)
         for key in (1, 2):
             bank.add(key, Values(torch.ones(2, size)))
-    told = "20,488 bytes are kept for each site: BatchSum(shape=(2560,), dim=0) (20,488 bytes)"
-    assert [record.message for record in caplog.records] == [told]
+    warned = "20,488 bytes are kept for each site: BatchSum(shape=(2560,), dim=0) (20,488 bytes)"
+    assert [record.message for record in caplog.records] == [warned]
 
 
 def test_the_states_of_a_device_travel_together() -> None:

@@ -174,7 +174,7 @@ def test_all_bins_are_fine_enough() -> None:
 # Samples and quantiles
 
 
-def test_a_sample_is_told_in_the_result() -> None:
+def test_the_result_has_the_fraction_of_the_sample() -> None:
     """With a sample one value of each part is counted, and the counted fraction is a statistic."""
     sampled = ExponentHistogram(sample=2)
     sampled.update(torch.tensor([1.0, 1.0, 4.0, 4.0, 4.0]))  # parts: the first two and the last three
@@ -226,7 +226,7 @@ def test_quantiles_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "warned"),
     [
         ({"sample": 0}, "sample must be an integer of at least 1, got 0"),
         ({"quantiles": [0.5, 1.5]}, "quantiles takes fractions between 0 and 1, got 1.5"),
@@ -236,9 +236,9 @@ def test_quantiles_by_hand() -> None:
         ({"quantiles": [0.5, 0.5]}, "quantiles has 0.5 more than once"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], warned: str) -> None:
     """Empty samples and shares outside 0 to 1 are rejected with an error that names the allowed values."""
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=warned):
         ExponentHistogram(**arguments)
 
 

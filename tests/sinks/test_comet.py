@@ -142,14 +142,14 @@ def test_odd_tags_are_keys_of_their_own(tmp_path: Path) -> None:
     assert max(map(len, metrics)) == 100
 
 
-def test_a_disabled_experiment_is_told_once(tmp_path: Path) -> None:
+def test_a_disabled_experiment_gives_one_warning(tmp_path: Path) -> None:
     """Lightning's ``online=False`` disables the experiment: one warning says so, and the files sink takes over."""
     logger = CometLogger(online=False, offline_directory=str(tmp_path))
     with pytest.warns(
         RecorderWarning, match=r"disabled and writes nothing.*online=False.*COMET_START_ONLINE=0"
-    ) as told:
+    ) as warned:
         sinks = [sink_for_logger(logger), sink_for_logger(logger)]
-    assert len(told) == 1
+    assert len(warned) == 1
     for sink in sinks:
         assert isinstance(sink, CometSink)
         assert not sink.write_scalars(3, {"a": 0.5})

@@ -199,7 +199,7 @@ def test_a_full_disk_leaves_whole_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     begin_run()
     sink = CsvSink(path)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with files_up_to(60):
             for step in range(10):
@@ -208,6 +208,6 @@ def test_a_full_disk_leaves_whole_rows(tmp_path: Path) -> None:
         sink.write_scalars(11, {"b": 1.0})
     rows = [{"step": str(step), "a": str(1 / 3)} for step in range(2)]
     assert read_table(path) == [*rows, {"step": "11", "b": "1.0"}]
-    (message,) = [str(each.message) for each in told]
+    (message,) = [str(each.message) for each in warned]
     assert "File too large" in message
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]

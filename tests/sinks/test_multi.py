@@ -80,7 +80,7 @@ def test_the_answer_is_that_of_any() -> None:
         assert MultiSink(sinks).write_text(3, {"a": "text"}) is False
 
 
-def test_a_sink_that_fails_is_told_once_and_left_out() -> None:
+def test_a_sink_that_fails_gives_one_warning_and_is_skipped() -> None:
     """A failing sink causes one warning with its name and error, and is skipped; the others continue."""
     broken, memory = Broken("write_scalars"), MemorySink()
     multi = MultiSink([broken, memory])
@@ -90,9 +90,9 @@ def test_a_sink_that_fails_is_told_once_and_left_out() -> None:
         multi.flush()
         return multi.write_scalars(step, {"a": float(step)})
 
-    with pytest.warns(RecorderWarning) as told:
+    with pytest.warns(RecorderWarning) as warned_texts:
         assert [write_all(step) for step in (1, 2, 3)] == [True, True, True]
-    (warning,) = told
+    (warning,) = warned_texts
     assert str(warning.message) == (
         "Broken.write_scalars failed, and nothing more is written to it: ConnectionError: no write_scalars"
     )
@@ -111,7 +111,7 @@ def test_one_sink_does_not_speak_for_its_class() -> None:
     assert (broken.calls, sound.calls) == (["write_scalars"], ["write_scalars"] * 2)
 
 
-def test_a_failing_flush_is_told_too() -> None:
+def test_a_failing_flush_gives_a_warning_too() -> None:
     """A sink that fails to flush is skipped like one that fails to write."""
     broken, memory = Broken("flush"), MemorySink()
     multi = MultiSink([broken, memory])
@@ -128,9 +128,9 @@ def test_close_closes_all() -> None:
     multi = MultiSink(sinks, fallback=fallback)
     with pytest.warns(RecorderWarning, match=r"Broken.write_scalars failed"):
         multi.write_scalars(1, {"a": 1.0})
-    with pytest.warns(RecorderWarning, match=r"Broken.close failed") as told:
+    with pytest.warns(RecorderWarning, match=r"Broken.close failed") as warned_texts:
         multi.close()
-    assert len(told) == 2
+    assert len(warned_texts) == 2
     assert [sink.calls.count("close") for sink in (*sinks, fallback)] == [1, 1, 1, 1]
 
 
@@ -196,9 +196,9 @@ def test_a_fallback_that_fails() -> None:
     """A failing fallback causes one warning, and the verb returns False."""
     fallback = Broken("write_text")
     multi = MultiSink([], fallback=fallback)
-    with pytest.warns(RecorderWarning, match=r"Broken.write_text failed") as told:
+    with pytest.warns(RecorderWarning, match=r"Broken.write_text failed") as warned_texts:
         assert [multi.write_text(step, {"t": "text"}) for step in (1, 2)] == [False, False]
-    assert len(told) == 1
+    assert len(warned_texts) == 1
     assert fallback.calls == ["write_text"]
 
 

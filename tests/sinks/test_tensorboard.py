@@ -1,20 +1,30 @@
-"""Tests of the TensorBoard sink, based on TensorBoard's own reader."""
+"""Tests of the TensorBoard sink, its event files and its Custom Scalars page, with TensorBoard's own reader."""
 
 from __future__ import annotations
 
+import io
 import math
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util import tensor_util
 from torch import nn, ones
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_recorder.graph import capture_graph, to_graph_def
 from lightning_recorder.reductions import SCALAR_STATISTICS, Histogram, Statistics, to_histogram
 from lightning_recorder.sinks import TensorBoardSink
+from lightning_recorder.sinks.tensorboard import frame_record, patch_crc32c
 from tests.sinks.events import pixels_of, read_events, summaries
 from tests.sinks.samples import graph, histogram, histogram_of, picture
 
@@ -172,3 +182,190 @@ def test_a_remote_folder(tmp_path: Path) -> None:
     (path,) = fsspec.filesystem("memory").glob("/run/events.*")
     fsspec.filesystem("memory").get(path, str(tmp_path / Path(path).name))
     assert [event.value for event in read_events(tmp_path).Scalars("a")] == [1.0]
+
+
+TAG = "activations/encoder.layers.11.attention.output.dense/histogram"
+
+
+def of_edges(
+    edges: np.ndarray[tuple[int], np.dtype[np.float64]], counts: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> Histogram:
+    return Histogram(edges, counts, float(edges[0]), float(edges[-1]), 0.1, 0.1)
+
+
+def wide(bins: int) -> Histogram:
+    """Return bins whose edges use all bits of a double, with counts up to 2**53."""
+    draw = np.random.default_rng(0)
+    edges = np.sort(draw.normal(size=bins + 1) * 10.0 ** draw.integers(-30, 30, bins + 1))
+    return of_edges(edges, draw.integers(1, 2**53, bins))
+
+
+HARD: dict[str, Callable[[], Histogram]] = {
+    "64 bins of any doubles": lambda: wide(64),
+    "2048 bins of any doubles": lambda: wide(2048),
+    "normal values": lambda: histogram_of(np.random.default_rng(1).normal(size=100_000)),
+    "as many in each bin": lambda: of_edges(np.linspace(-1, 1, 2049), np.full(2048, 2**40 + 1)),
+    "one bin": lambda: of_edges(np.array([0.1, 0.2]), np.array([3])),
+}
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("make", HARD.values(), ids=HARD)
+def test_a_histogram_takes_at_most_one_and_a_half_kilobytes(make: Callable[[], Histogram], tmp_path: Path) -> None:
+    """A histogram takes at most 1536 bytes in the event file, whatever its edges and counts are."""
+    hard = make()
+    with TensorBoardSink(tmp_path) as sink:
+        for step in range(10):
+            sink.write_histograms(step, {f"{TAG}/{place}": hard for place in range(20)})
+    assert size_of(tmp_path) / 200 <= 1536
+
+
+@pytest.mark.parametrize("tags", [1, 100])
+def test_the_bytes_are_counted(tags: int, tmp_path: Path) -> None:
+    """The sink's ``written_bytes`` is within 20 % of the growth of the file."""
+    with TensorBoardSink(tmp_path) as sink:
+        sink.flush()
+        before = size_of(tmp_path)
+        for step in range(20):
+            sink.write_scalars(step, {f"activations/layer.{place}/mean": 0.1 for place in range(tags)})
+            sink.write_histograms(step, {f"{TAG}/{place}": wide(64) for place in range(tags)})
+        sink.flush()
+        assert sink.written_bytes == pytest.approx(size_of(tmp_path) - before, rel=0.2)
+
+
+def test_the_bytes_of_scalars_alone(tmp_path: Path) -> None:
+    """The bytes of single scalars are counted with the same accuracy."""
+    with TensorBoardSink(tmp_path) as sink:
+        sink.flush()
+        before = size_of(tmp_path)
+        for step in range(200):
+            sink.write_scalars(step, {"a": 0.1})
+        sink.flush()
+        assert sink.written_bytes == pytest.approx(size_of(tmp_path) - before, rel=0.2)
+
+
+def written_by(writer: SummaryWriter) -> RecordWriter:
+    """Return the TensorBoard object that writes the records of a writer."""
+    records: RecordWriter = writer._get_file_writer().event_writer._async_writer._writer
+    return records
+
+
+@given(st.binary(max_size=5000))
+def test_a_record_is_the_same_to_the_bit(data: bytes) -> None:
+    """Any record is identical to the one that TensorBoard writes, in length, checksums and content."""
+    theirs = io.BytesIO()
+    RecordWriter(theirs).write(data)
+    assert frame_record(data) == theirs.getvalue()
+
+
+def test_only_the_writer_of_the_sink_is_quickened(tmp_path: Path) -> None:
+    """Only the sink's own writer is patched, and its file can be read; another writer is unchanged."""
+    other = SummaryWriter(str(tmp_path / "other"))
+    with SummaryWriter(str(tmp_path / "ours")) as writer, TensorBoardSink(writer) as sink:
+        sink.write_scalars(3, {"a": 1.0})
+        writer.add_scalar("b", 2.0, 4)
+        assert "write" in vars(written_by(writer))
+        assert "write" not in vars(written_by(other))
+    other.close()
+    read = read_events(tmp_path / "ours")
+    assert [(event.step, event.value) for tag in "ab" for event in read.Scalars(tag)] == [(3, 1.0), (4, 2.0)]
+
+
+def test_without_the_library_all_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the library cannot be imported, the writer writes as TensorBoard does."""
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    with SummaryWriter(str(tmp_path)) as writer:
+        assert not patch_crc32c(writer)
+        with TensorBoardSink(writer) as sink:
+            sink.write_scalars(3, {"a": 1.0})
+    assert [event.value for event in read_events(tmp_path).Scalars("a")] == [1.0]
+
+
+def test_a_writer_of_another_make_is_left_alone() -> None:
+    """A writer of another structure, such as that of a rank without a file, is not patched."""
+
+    class Other:
+        pass
+
+    assert not patch_crc32c(Other())  # type: ignore[arg-type]
+
+
+def layouts(folder: Path) -> list[dict[str, dict[str, list[str]]]]:
+    """Return the layouts of a run in writing order: group to title to patterns."""
+    events = read_events(folder)
+    if "custom_scalars__config__" not in events.Tags()["tensors"]:
+        return []
+    found = []
+    for event in events.Tensors("custom_scalars__config__"):
+        layout = layout_pb2.Layout.FromString(tensor_util.make_ndarray(event.tensor_proto).item())
+        found.append(
+            {each.title: {chart.title: list(chart.multiline.tag) for chart in each.chart} for each in layout.category}
+        )
+    return found
+
+
+TAGS = [
+    "activations/encoder.conv1/rms",
+    "activations/head/rms",
+    "activations/lstm/out[1][0]/mean",
+    "activations_validate/head/rms/dataloader_idx_1",
+    "gradients/head/rms",
+    "gradients/overflow_steps",
+    "recorder/gradients/every_n_train_steps",
+    "parameters/head/weight/rms",
+    "parameters/head/weight.grad/rms",
+    "parameters/attn/out_proj.weight.exp_avg/rms",
+]
+
+
+def test_one_chart_for_each_statistic_of_a_group(tmp_path: Path) -> None:
+    """Each chart matches the tags of all modules for one statistic, and no others."""
+    with TensorBoardSink(tmp_path) as sink:
+        sink.write_scalars(0, dict.fromkeys(TAGS, 1.0))
+    (layout,) = layouts(tmp_path)
+    lines = {
+        (group, title): [tag for tag in TAGS if re.match(pattern, tag)]
+        for group, charts in layout.items()
+        for title, (pattern,) in charts.items()
+    }
+    assert lines == {
+        ("activations", "rms"): TAGS[:2],
+        ("activations", "mean"): TAGS[2:3],
+        ("activations_validate", "rms"): TAGS[3:4],
+        ("gradients", "rms"): TAGS[4:5],
+        ("parameters", "rms"): TAGS[7:8],
+        ("parameters", "grad rms"): TAGS[8:9],
+        ("parameters", "exp_avg rms"): TAGS[9:10],
+    }
+
+
+def test_several_sinks_of_one_writer_have_one_layout(tmp_path: Path) -> None:
+    """The latest layout covers the tags of all sinks of a writer, and is written only when it changes."""
+    writer = SummaryWriter(str(tmp_path))
+    sinks = [TensorBoardSink(writer), TensorBoardSink(writer)]
+    for step in range(3):
+        sinks[0].write_scalars(step, {"activations/head/rms": 1.0})
+        sinks[1].write_scalars(step, {"gradients/head/rms": 1.0})
+    writer.close()
+    assert [list(layout) for layout in layouts(tmp_path)] == [["activations"], ["activations", "gradients"]]
+
+
+@pytest.mark.parametrize("tags", [{"loss": 1.0}, {}, {"gradients/overflow_steps": 2.0}])
+def test_without_modules_there_is_no_layout(tags: dict[str, Any], tmp_path: Path) -> None:
+    """Scalars without a module get no chart."""
+    with TensorBoardSink(tmp_path) as sink:
+        sink.write_scalars(0, tags)
+    assert layouts(tmp_path) == []
+
+
+def test_the_layout_of_somebody_else_stays(tmp_path: Path) -> None:
+    """A layout that the user has written stays the only one."""
+    writer = SummaryWriter(str(tmp_path))
+    writer.add_custom_scalars({"mine": {"losses": ["Multiline", ["loss/.*"]]}})
+    writer.flush()
+    TensorBoardSink(writer).write_scalars(0, {"activations/head/rms": 1.0})
+    writer.close()
+    assert layouts(tmp_path) == [{"mine": {"losses": ["loss/.*"]}}]

@@ -196,7 +196,7 @@ def test_a_fault_costs_its_statistic_and_strict_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "warned"),
     [
         (
             {"parts": ["weights"]},
@@ -206,9 +206,9 @@ def test_a_fault_costs_its_statistic_and_strict_raises() -> None:
         ({"optimizers": ["adam"]}, "optimizers takes torch.optim.Optimizer instances, got 'adam'"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, Any], told: str) -> None:
+def test_wrong_arguments(arguments: dict[str, Any], warned: str) -> None:
     """An invalid argument raises at once, and the message names the valid ones."""
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=warned):
         OptimizerRecorder({}, **arguments)
 
 

@@ -34,9 +34,9 @@ def rank_of(**tensors: Tensor) -> dict[Key, tuple[Reduction, Tensor]]:
 def layouts(ranks: Sequence[Rank]) -> list[StatePacking]:
     """Return the layout of each rank after all have announced their sites."""
     found = [StatePacking() for _ in ranks]
-    told = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
+    warned = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
     for layout in found:
-        layout.extend(told)
+        layout.extend(warned)
     return found
 
 
@@ -121,7 +121,7 @@ def test_copies_that_were_added_up_in_another_order_are_the_same() -> None:
     assert merge([{(0, A): whole}, {(0, A): pieces}], [(), (A,)]).diverged == frozenset()
 
 
-def test_means_of_the_ranks_are_told_apart() -> None:
+def test_the_means_of_the_ranks_are_separate() -> None:
     """The smallest and the largest mean are those of the ranks that have seen a site, including copies."""
     ranks = [rank_of(a=torch.full((2,), value)) for value in (3.0, -1.0, 2.0)]
     ranks[1] |= rank_of(b=torch.full((4,), 5.0))
@@ -168,8 +168,8 @@ def test_states_of_another_size_on_each_rank_are_refused() -> None:
         for size in (3, 5)
     ]
     found = [StatePacking() for _ in ranks]
-    told = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
-    refused = [[key for key, _ in layout.extend(told)] for layout in found]
+    warned = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
+    refused = [[key for key, _ in layout.extend(warned)] for layout in found]
     assert refused == [[(0, A)]] * 2
     assert [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)] == [[], []]
     packed = [layout.pack(own, CPU) for layout, own in zip(found, ranks, strict=True)]
@@ -177,13 +177,13 @@ def test_states_of_another_size_on_each_rank_are_refused() -> None:
     assert list(by_site(merged)) == [B]
 
 
-def test_what_is_told_of_a_site_has_no_state() -> None:
+def test_the_metadata_of_a_site_has_no_state() -> None:
     """An announced reduction has its settings but no state, and the original keeps its state."""
     reduction, state = state_of(RunningMoments(correction=1), torch.ones(3))
-    ((key, told),) = StatePacking().unknown({(0, A): (reduction, state)})
-    assert (key, repr(told.reduction)) == ((0, A), repr(reduction))
-    assert told.reduction is not None
-    assert not told.reduction.state.any()
+    ((key, warned),) = StatePacking().unknown({(0, A): (reduction, state)})
+    assert (key, repr(warned.reduction)) == ((0, A), repr(reduction))
+    assert warned.reduction is not None
+    assert not warned.reduction.state.any()
     assert torch.equal(reduction.state, state)
 
 
@@ -212,8 +212,8 @@ def test_a_reduction_that_cannot_be_sent_is_that_of_the_first_rank() -> None:
     own = {(0, A): state_of(Local(1), torch.ones(2))}
     assert by_site(merge([own, own]))[A].tolist() == [4.0]
     found = [StatePacking(), StatePacking()]
-    told = [[], found[1].unknown(own)]
-    assert [[key for key, _ in layout.extend(told)] for layout in found] == [[(0, A)]] * 2
+    warned = [[], found[1].unknown(own)]
+    assert [[key for key, _ in layout.extend(warned)] for layout in found] == [[(0, A)]] * 2
 
 
 def test_settings_without_a_text_of_their_own_are_the_same_on_all_ranks() -> None:

@@ -107,16 +107,16 @@ def in_inference_mode(rank: int, calls: Counter[str]) -> Any:
 
 def of_other_shapes(rank: int, calls: Counter[str]) -> Any:
     exchange = Exchange(torch.device("cpu"))
-    told, places = [], []
+    warned, places = [], []
     for _ in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             snapshot = snapshot_of([BatchSum()], a=torch.ones(2, 3 + rank), b=torch.ones(2, 3))
             merged = exchange.merge(snapshot)
-        told.append([str(each.message) for each in caught if issubclass(each.category, RecorderWarning)])
+        warned.append([str(each.message) for each in caught if issubclass(each.category, RecorderWarning)])
         if merged.snapshot is not None:
             places.append({site: sorted(each.tensors) for site, each in merged.snapshot.statistics().items()})
-    return {"told": told, "places": places}
+    return {"warned": warned, "places": places}
 
 
 def agreed(rank: int, calls: Counter[str]) -> Any:
@@ -271,13 +271,13 @@ def test_states_are_merged_inside_inference_mode(ranks: list[dict[str, Any]]) ->
     assert found[0]["l1_norm"] == pytest.approx(float(torch.cat(tensors).double().abs().sum()), rel=1e-12)
 
 
-def test_states_of_another_shape_on_each_rank_are_told_once(ranks: list[dict[str, Any]]) -> None:
+def test_states_of_another_shape_on_each_rank_give_one_warning(ranks: list[dict[str, Any]]) -> None:
     """If shapes differ between ranks, that reduction is skipped at that site with one warning from rank zero."""
     result = ranks[0]["of_other_shapes"]
     assert result["places"] == [{A: [], B: ["batch_sum"]}] * 2
-    assert [len(each) for each in result["told"]] == [1, 0]
-    assert "is not recorded at 'out' of module 'a'" in result["told"][0][0]
-    assert [rank["of_other_shapes"]["told"] for rank in ranks[1:]] == [[[], []]] * (len(ranks) - 1)
+    assert [len(each) for each in result["warned"]] == [1, 0]
+    assert "is not recorded at 'out' of module 'a'" in result["warned"][0][0]
+    assert [rank["of_other_shapes"]["warned"] for rank in ranks[1:]] == [[[], []]] * (len(ranks) - 1)
 
 
 def test_all_ranks_come_to_the_same_agreement(ranks: list[dict[str, Any]]) -> None:

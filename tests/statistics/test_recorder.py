@@ -302,10 +302,10 @@ def test_a_fault_costs_the_site_only(strict: bool) -> None:
     net = nn.Sequential(nn.Identity(), Strange())
     recorder = StatisticsRecorder(dict(net.named_children()), strict=strict)
     context: Any = pytest.raises(RecordingError) if strict else pytest.warns(RecorderWarning)
-    with context as told, recorder:
+    with context as warned, recorder:
         net(torch.ones(2))
         net(torch.ones(2))
-    assert "could not record module '1'" in str(told.value if strict else told[0].message)
+    assert "could not record module '1'" in str(warned.value if strict else warned[0].message)
     assert list(recorder.collect()) == [("0", "out")]
 
 
@@ -375,10 +375,10 @@ def test_an_extra_that_a_tensor_does_not_suit_costs_itself_alone() -> None:
     recorder = StatisticsRecorder(modules, extra=[BatchMean(), Norms()])
     with recorder:
         net(torch.ones(2, 3))
-        with pytest.warns(RecorderWarning, match=r"BatchMean\(.*\) does not support 'out' of module 'a'") as told:
+        with pytest.warns(RecorderWarning, match=r"BatchMean\(.*\) does not support 'out' of module 'a'") as warned:
             net(torch.ones(2, 4))
         net(torch.ones(2, 4))
-    assert len(told) == 1
+    assert len(warned) == 1
     for site, seen in recorder.collect().items():
         assert seen.scalars["count"] == 22.0, site
         assert seen.scalars["l1_norm"] == 22.0
@@ -433,7 +433,7 @@ class Own(Reduction):
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "warned"),
     [
         ("first", r"summarize must return a number for each site, .*write state\[..., 0\].*; wrong is \['own'\]"),
         ("sum", r"summarize must return a number for each site, .*wrong is \['own'\]"),
@@ -445,9 +445,9 @@ class Own(Reduction):
         ("merge", "is merged by addition, so its initial state must be zero, or it must override merge_states"),
     ],
 )
-def test_a_reduction_that_breaks_the_contract_is_refused(fault: str, told: str) -> None:
+def test_a_reduction_that_breaks_the_contract_is_refused(fault: str, warned: str) -> None:
     """A user-defined reduction that breaks the interface is rejected at construction."""
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=warned):
         StatisticsRecorder({}, extra=[Own(fault)])
 
 

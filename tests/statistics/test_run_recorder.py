@@ -229,10 +229,10 @@ def test_the_budget_widens_the_cadence() -> None:
 
 def test_the_first_recorded_step_is_announced() -> None:
     """If a record spans several steps, the first recorded step is announced once."""
-    told: list[int] = []
-    loop = Loop(Sampling(2), "epoch", options={"announce": lambda step, ms: told.append(step)})
+    warned: list[int] = []
+    loop = Loop(Sampling(2), "epoch", options={"announce": lambda step, ms: warned.append(step)})
     loop.epoch(range(6))
-    assert told == [0]
+    assert warned == [0]
 
 
 def test_the_phases_of_a_run() -> None:

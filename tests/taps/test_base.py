@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recorder.errors import ArgumentError, RecorderWarning, RecordingError
+from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.pause_recording import is_paused
-from lightning_recorder.internals.stance import EagerStance
 from lightning_recorder.selection import Selection
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.taps import (
@@ -208,9 +208,9 @@ def test_a_module_that_takes_no_hook_is_left_alone(kind: type[Tap], scripted: nn
     """A module that does not support hooks causes one warning that names it, and the others are recorded."""
     seen: list[str] = []
     tap = kind(dict(scripted.named_children()), lambda site, _: seen.append(site.name))
-    with pytest.warns(RecorderWarning, match=rf"^{kind.__name__} could not record module '1': ") as told, tap:
+    with pytest.warns(RecorderWarning, match=rf"^{kind.__name__} could not record module '1': ") as warned, tap:
         scripted(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    assert len(told) == 1
+    assert len(warned) == 1
     assert sorted(seen) == ["0", "2"]
     assert hooks_on(scripted) == []
 
@@ -411,9 +411,9 @@ def test_a_fault_is_one_warning_that_names_the_module(kind: type[Tap]) -> None:
     seen: list[str] = []
     tap = put_on(kind, module, fail_on("act", seen))
     message = f"{kind.__name__} could not record module 'act' at {path_of(kind)!r}: ZeroDivisionError: no luck"
-    with pytest.warns(RecorderWarning) as told, tap:
+    with pytest.warns(RecorderWarning) as warned, tap:
         module(x).backward()
-    assert [str(warning.message) for warning in told] == [
+    assert [str(warning.message) for warning in warned] == [
         f"{message}. It is no longer recorded; strict=True raises instead."
     ]
     for _ in range(2):
@@ -426,9 +426,9 @@ def test_a_fault_is_one_warning_that_names_the_module(kind: type[Tap]) -> None:
 def test_a_fault_of_one_call_ends_the_other_calls_of_its_module(kind: type[Tap]) -> None:
     """A module that is called several times per step is ignored within the step of its error."""
     module, x = make("repeated")
-    with pytest.warns(RecorderWarning) as told, put_on(kind, module, fail):
+    with pytest.warns(RecorderWarning) as warned, put_on(kind, module, fail):
         module(x).backward()
-    assert len(told) == 1
+    assert len(warned) == 1
 
 
 @each_tap
@@ -836,7 +836,7 @@ def test_a_call_inside_a_transform_is_passed_over(kind: type[Tap]) -> None:
 
 
 @each_tap
-def test_models_in_threads_are_told_apart(kind: type[Tap]) -> None:
+def test_models_in_threads_are_separate(kind: type[Tap]) -> None:
     """Two models that train concurrently in two threads, each with its own tap, are recorded separately."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, width)) for width in (2, 3)]
@@ -971,14 +971,14 @@ class Gives(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [OutputTap, OutputGradientTap, InputGradientTap])
-def test_an_unknown_object_is_told_once(kind: type[Tap]) -> None:
+def test_an_unknown_object_gives_one_warning(kind: type[Tap]) -> None:
     """Tensors in objects of an unknown class cause one warning that names class, path, module and a solution."""
     module = Gives()
     message = "ignores the tensors inside the Opaque at 'out' of module 'm'; register_container can name them."
     tap = kind({"m": module}, fail)
-    with pytest.warns(RecorderWarning) as told, tap:
+    with pytest.warns(RecorderWarning) as warned, tap:
         steps(module, torch.ones(2, requires_grad=True))
-    assert [str(each.message) for each in told] == [f"{kind.__name__} {message}"]
+    assert [str(each.message) for each in warned] == [f"{kind.__name__} {message}"]
 
 
 def steps(module: nn.Module, x: Tensor) -> None:

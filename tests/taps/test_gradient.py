@@ -181,7 +181,7 @@ class Loop(nn.Module):
 net = Loop(nn.Tanh() if CALLS else torch.tanh)
 x = torch.ones(1, requires_grad=True)
 count = [0]
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
     with TAP(dict(net.named_modules()), lambda site, grad: count.append(1)):
         for _ in range(2):
@@ -189,7 +189,7 @@ with warnings.catch_warnings(record=True) as told:
             if BACKWARD:
                 loss.backward()
             del loss
-print(len(count) - 1, [str(each.message) for each in told])
+print(len(count) - 1, [str(each.message) for each in warned])
 """
 
 
@@ -207,10 +207,10 @@ def test_a_graph_that_torch_could_not_free_is_left_alone(tap: str, calls: bool, 
     """
     code = LONG.replace("TAP(", f"{tap}(").replace("CALLS", str(calls)).replace("BACKWARD", str(backward))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    count, told = done.stdout.strip().split(maxsplit=1)
+    count, warned = done.stdout.strip().split(maxsplit=1)
     assert int(count) == (2 * recorded if backward else 0)
-    assert told.startswith(f"['{tap} follows 20,000 operations of the living graphs")
-    assert told.count(tap) == 1
+    assert warned.startswith(f"['{tap} follows 20,000 operations of the living graphs")
+    assert warned.count(tap) == 1
 
 
 SEVERAL = """

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_recorder import RecorderWarning, read_dump, read_manifest
 from lightning_recorder.errors import RecordingError
 from lightning_recorder.outputs import DumpFolder, TensorDumps
-from lightning_recorder.outputs.statistics_dumps import Event
+from lightning_recorder.outputs.dumps import Event
 from lightning_recorder.statistics import SiteStatistics
 from lightning_recorder.tensors import BufferPool, Captured, TensorCapture
 
@@ -291,7 +291,7 @@ def test_an_event_names_its_tensors(tmp_path: Path) -> None:
     ]
 
 
-def test_a_condition_that_raises_is_told_once_and_costs_no_dump(tmp_path: Path) -> None:
+def test_a_condition_that_raises_gives_one_warning_and_costs_no_dump(tmp_path: Path) -> None:
     """A condition that raises causes one warning and is not called again; other dumps are still written."""
     asked: list[float] = []
 
@@ -440,7 +440,7 @@ def test_a_failure_ends_the_dumps_and_not_the_removals(tmp_path: Path) -> None:
     ]
 
 
-def test_left_out_tensors_are_told_once_and_kept_in_the_manifest(tmp_path: Path) -> None:
+def test_left_out_tensors_give_one_warning_and_are_in_the_manifest(tmp_path: Path) -> None:
     """A single warning names the first tensor left out, and the line of each dump has all of them."""
     dumps = TensorDumps(folder(tmp_path), ("steps",), name="the dumper", strict=True)
     with telling() as told:

@@ -1051,7 +1051,7 @@ def test_a_wrapper_inside_a_module() -> None:
     assert copy.deepcopy(whole).load_state_dict(whole.state_dict(), assign=True) == ([], [])
 
 
-def test_missing_keys_are_told_by_the_nets_names() -> None:
+def test_missing_keys_are_named_as_in_the_net() -> None:
     """Missing and unexpected keys have the names of the state dictionary."""
     state = toy().state_dict()
     state["bogus"] = state.pop("2.bias")
@@ -1310,7 +1310,7 @@ class Opaque(nn.Module):
         return Result(x * 2)
 
 
-def test_an_output_of_an_unknown_class_is_told() -> None:
+def test_an_output_of_an_unknown_class_is_named() -> None:
     """A recorded output whose tensors cannot be found causes a warning that names it."""
     wrapped = wrap(Opaque(), "")
     with pytest.warns(RecorderWarning, match="RecordedNet ignores the tensors inside the Result at 'out' of module ''"):

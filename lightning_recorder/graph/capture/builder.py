@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
-from lightning_recorder.internals.storage import is_uninitialized
+from lightning_recorder.internals.autograd import is_uninitialized
 
 __all__ = ["Draft", "GraphBuilder", "meta_of", "metas_of"]
 

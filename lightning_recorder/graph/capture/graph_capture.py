@@ -21,6 +21,7 @@ from lightning_recorder.graph.capture.step import StepRecording, is_fused, is_op
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.internals.autograd import current_function_mode, in_backward, remove_hook, without_functions
 from lightning_recorder.internals.compiled import (
+    EagerStance,
     compiled_modules,
     compiled_owner,
     describe_compiled,
@@ -29,7 +30,6 @@ from lightning_recorder.internals.compiled import (
 )
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import is_paused, pause_recording
-from lightning_recorder.internals.stance import EagerStance
 from lightning_recorder.names import named_submodules
 
 __all__ = ["GraphCapture", "capture_graph"]

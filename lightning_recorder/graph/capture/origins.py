@@ -14,8 +14,7 @@ from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.ownership import AutogradOwners
 from lightning_recorder.graph.capture.provenance import Provenance
 from lightning_recorder.graph.model import Kind, TensorMeta
-from lightning_recorder.internals.autograd import function_behind, sequence_number
-from lightning_recorder.internals.storage import is_uninitialized
+from lightning_recorder.internals.autograd import function_behind, is_uninitialized, sequence_number
 
 __all__ = ["IGNORED", "Call", "CustomNode", "TensorOrigins"]
 

@@ -7,8 +7,7 @@ import weakref
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_recorder.internals.autograd import address_of, unwrapped
-from lightning_recorder.internals.storage import storage_of
+from lightning_recorder.internals.autograd import address_of, storage_of, unwrapped
 
 __all__ = ["Provenance"]
 

@@ -17,8 +17,7 @@ from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import Graph, TensorMeta
-from lightning_recorder.internals.autograd import is_view, unwrapped, version_of
-from lightning_recorder.internals.storage import is_uninitialized
+from lightning_recorder.internals.autograd import is_uninitialized, is_view, unwrapped, version_of
 from lightning_recorder.structure import iter_tensors
 
 __all__ = ["StepRecording", "is_fused", "is_opaque"]

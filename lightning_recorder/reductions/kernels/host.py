@@ -160,7 +160,7 @@ def _sampled_counts(values: Values, sample: int) -> NDArray[np.int64]:
 
 
 class _Scratch(threading.local):
-    """Scratch memory for the ignores a piece, one per thread. Reusing it is faster than fresh memory."""
+    """Scratch memory for the temporaries of a piece, one per thread. Reusing it is faster than fresh memory."""
 
     def __init__(self) -> None:
         with torch.inference_mode(False):

@@ -140,7 +140,7 @@ def test_attributes() -> None:
     assert (empty.device, attributes(empty)) == ("", {"module": "(Net)"})
 
 
-def test_the_shape_of_a_parameter_is_told() -> None:
+def test_the_shape_of_a_parameter_is_shown() -> None:
     """The attributes of a parameter, which is drawn as a dot without lines, include its shape."""
     sketch = Sketch()
     sketch.add("parameter", "weight", shapes=[(3, 4)])

@@ -289,7 +289,7 @@ def test_processes_may_build_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "warned"),
     [
         ({"LIGHTNING_RECORDER_FUSED": "0"}, None),
         ({"PATH": "/nonexistent", "CC": ""}, "no C compiler"),
@@ -299,12 +299,12 @@ def test_processes_may_build_at_once(tmp_path: Path) -> None:
     ],
     ids=["switched off", "no compiler", "a compiler that fails", "a compiler that is missing", "no folder"],
 )
-def test_without_it_torch_computes(environment: dict[str, str], told: str | None, tmp_path: Path) -> None:
+def test_without_it_torch_computes(environment: dict[str, str], warned: str | None, tmp_path: Path) -> None:
     """Any obstacle is logged, nothing is raised, and torch computes the statistics."""
     *logged, result = prepared({"XDG_CACHE_HOME": str(tmp_path), **environment})
     assert result == "False 3.0"
-    assert all(told in line for line in logged) if told else logged == []
-    assert bool(logged) == bool(told)
+    assert all(warned in line for line in logged) if warned else logged == []
+    assert bool(logged) == bool(warned)
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def test_a_small_variance_beside_a_large_mean_is_kept(
 
 @needs_triton
 @pytest.mark.parametrize("first", [math.inf, math.nan])
-def test_a_first_tile_that_tells_nothing_costs_no_precision(interpreter: Interpreter, first: float) -> None:
+def test_a_first_tile_far_from_the_mean_costs_no_precision(interpreter: Interpreter, first: float) -> None:
     """The variance of 1e4 ± 1e-3 has nine digits even after a first tile without a finite value."""
     values = around_ten_thousand()
     exact_mean = math.fsum(values.tolist()) / len(values)
@@ -295,10 +295,10 @@ def test_they_are_used_on_request(gpu: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_fails_is_told_once() -> None:
+def test_a_failure_gives_one_warning() -> None:
     """Without Triton or a driver, preparing a GPU returns False and logs the reason once."""
-    told, answers = prepared({"LIGHTNING_RECORDER_TRITON": "1"}, gpu=True)
-    assert told.startswith("statistics on cuda:0 are computed by torch: ")
+    warned, answers = prepared({"LIGHTNING_RECORDER_TRITON": "1"}, gpu=True)
+    assert warned.startswith("statistics on cuda:0 are computed by torch: ")
     assert answers.startswith("[False, False]")
 
 
@@ -306,8 +306,8 @@ def test_what_fails_is_told_once() -> None:
 @pytest.mark.slow
 def test_interpreted_kernels_are_not_used() -> None:
     """If Triton is set to interpret kernels, which would copy all tensors to the host, torch is used instead."""
-    told, answers = prepared({"LIGHTNING_RECORDER_TRITON": "1", "TRITON_INTERPRET": "1"}, gpu=True)
-    assert "TRITON_INTERPRET is set" in told
+    warned, answers = prepared({"LIGHTNING_RECORDER_TRITON": "1", "TRITON_INTERPRET": "1"}, gpu=True)
+    assert "TRITON_INTERPRET is set" in warned
     assert answers == "[False, False] True"
 
 

@@ -1,16 +1,32 @@
-"""The reasons why a run recorded nothing."""
+"""Messages about a run: the reasons why it recorded nothing, and compiled code that ran eagerly."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_recorder.callbacks.trainer import logged_step
+from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.internals.compiled import compiled_modules, flex_attention_users
+from lightning_recorder.outputs import write_receipt
 from lightning_recorder.schedule import Sampling
 
-__all__ = ["Silence", "why_no_due_validation", "why_no_files", "why_no_step", "why_no_training", "why_no_validation"]
+__all__ = [
+    "Silence",
+    "say_ran_eagerly",
+    "warn_of_eager_memory",
+    "why_no_due_validation",
+    "why_no_files",
+    "why_no_step",
+    "why_no_training",
+    "why_no_validation",
+    "write_ran_eagerly",
+]
 
 
 class Silence(NamedTuple):
@@ -105,3 +121,55 @@ def why_no_step(trainer: Trainer, sampling: Sampling, began: tuple[int, int] | N
         fix = "Pass a number of at least 1." if is_off else "Change the schedule, or train for longer."
         return Silence(why, fix)
     return Silence("it was disabled at every due step")
+
+
+_MOST_NAMED = 5
+
+# The names of compiled code for which the log already says that it runs eagerly, by trainer.
+_logged_eager: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
+
+
+def say_ran_eagerly(trainer: Trainer, names: Collection[str]) -> None:
+    """Log the names of compiled code that ran eagerly, each name once per trainer."""
+    logged = _logged_eager.setdefault(trainer, set())
+    new = [name for name in names if name not in logged]
+    if new:
+        logged.update(new)
+        more = f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
+        rank_zero_info(
+            f"Recorded steps run compiled code eagerly: {', '.join(new[:_MOST_NAMED])}{more}. The last bits of "
+            "their results can differ from those of compiled steps. compiled='skip' keeps compiled code in use and "
+            "records only what is outside of it."
+        )
+
+
+def write_ran_eagerly(directory: Path | None, label: str, step: int, names: Collection[str], *, name: str) -> None:
+    """Write the names of compiled code that ran eagerly to ``receipt.json``, for a recorder without a receipt.
+
+    Args:
+        directory: The folder of the run's recordings; ``None`` writes nothing.
+        label: The label of the recorder in the file.
+        step: The recorded step.
+        names: The names; nothing is written if there are none.
+        name: The name of the recorder in warnings.
+    """
+    if names and directory is not None:
+        try:
+            write_receipt(directory, label, {"step": step, "ran_eagerly": list(names)})
+        except OSError as error:
+            warn(f"{name} could not write its receipt: {describe_error(error)}")
+
+
+def warn_of_eager_memory(pl_module: LightningModule, name: str) -> None:
+    """Warn if running compiled modules eagerly needs much more memory.
+
+    Args:
+        pl_module: The model.
+        name: The name of the recorder.
+    """
+    users = flex_attention_users(pl_module) if compiled_modules(pl_module) else []
+    if users:
+        warn(
+            f"{name} runs recorded steps eagerly, where flex_attention of {users[0]!r} needs "
+            "memory for all scores: compiled='skip' avoids this"
+        )

@@ -1,10 +1,10 @@
-"""Tags of statistics."""
+"""Tests of the tags of statistics."""
 
 from __future__ import annotations
 
 import pytest
 
-from lightning_recorder.tags import make_tag
+from lightning_recorder.names import make_tag
 
 
 @pytest.mark.parametrize(

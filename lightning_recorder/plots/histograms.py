@@ -1,0 +1,338 @@
+"""Plots of histograms: of all layers at one step, and of one layer over all steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recorder.bins import BINS
+from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.plots.axes import (
+    Columns,
+    Floats,
+    Scale,
+    checked_names,
+    checked_steps,
+    columns_of,
+    number,
+    to_floats,
+    value_scale,
+)
+from lightning_recorder.plots.canvas import Image
+from lightning_recorder.plots.frame import (
+    BAR_ROOM,
+    RIGHT,
+    TOP,
+    VIRIDIS,
+    WIDTH,
+    Mark,
+    blank,
+    bottom_room,
+    colour_bar,
+    cover,
+    evenly,
+    new_canvas,
+    notes_below,
+    numbers_below,
+    numbers_left,
+    paint,
+    row_names,
+    rows_room,
+)
+from lightning_recorder.reductions.histogram import Histogram, between_edges
+
+__all__ = [
+    "edges_along",
+    "histogram_of",
+    "histogram_over_time",
+    "rebin",
+    "ridge",
+    "shares",
+    "to_histograms",
+    "value_axis",
+]
+
+_LARGEST = 1.7e308
+_SMALLEST = 1e-250  # dividing a count by a smaller width would overflow
+
+
+def to_histograms(histograms: Any) -> list[Histogram]:
+    """Return histograms unchanged, or build them from counts of the fixed bins.
+
+    Args:
+        histograms: A sequence of :class:`~lightning_recorder.reductions.Histogram`, or counts, ``[n, 2048]``.
+
+    Raises:
+        ArgumentError: If the argument is neither.
+    """
+    if not hasattr(histograms, "shape"):
+        histograms = list(histograms)
+        if all(isinstance(each, Histogram) for each in histograms):
+            return [_checked(each) for each in histograms]
+    counts = to_floats("histograms", histograms, f"[steps, {BINS}], or a sequence of Histogram", 2)
+    if counts.shape[1] != BINS:
+        raise ArgumentError(f"histograms must have the shape [steps, {BINS}], got {list(counts.shape)}")
+    return [histogram_of(row) for row in np.nan_to_num(counts, nan=0.0, posinf=0.0, neginf=0.0).clip(0, 2.0**52)]
+
+
+def histogram_of(counts: Floats | NDArray[np.int64], low: float = math.nan, high: float = math.nan) -> Histogram:
+    """Build a histogram from counts of the fixed bins.
+
+    Args:
+        counts: The counts, ``[2048]``.
+        low: The smallest value; NaN if it is unknown.
+        high: The largest value; NaN if it is unknown.
+    """
+    edges, inside = between_edges(counts)
+    return Histogram(edges, inside, low, high, math.nan, math.nan)
+
+
+def _checked(histogram: Histogram) -> Histogram:
+    if histogram.edges.ndim != 1 or histogram.edges.shape != (len(histogram.counts) + 1,):
+        shapes = f"{list(histogram.edges.shape)} and {list(histogram.counts.shape)}"
+        raise ArgumentError(f"a histogram has edges [bins + 1] and counts [bins], got {shapes}")
+    return histogram
+
+
+def _limits(histogram: Histogram) -> Floats:
+    """Return the edges, all finite, and clipped to the smallest and the largest value if these are known."""
+    low = histogram.min if math.isfinite(histogram.min) else -_LARGEST
+    high = histogram.max if math.isfinite(histogram.max) else _LARGEST
+    limits = np.clip(np.nan_to_num(histogram.edges, nan=0.0), max(low, -_LARGEST), min(high, _LARGEST))
+    return np.where(np.abs(limits) < _SMALLEST, 0.0, limits)
+
+
+def rebin(histogram: Histogram, edges: Floats) -> Floats:
+    """Return the counts between other edges, ``[k]`` float64; their sum is exactly the number of values.
+
+    The position of a value within its bin is unknown, so a bin that contains an edge is divided in proportion to the
+    widths of its parts. A bin of zero width goes entirely to the new bin that contains it. Values beyond the outer
+    edges are counted in the first or the last bin.
+
+    Args:
+        histogram: The original histogram.
+        edges: The new edges in ascending order, ``[k + 1]``.
+
+    Example:
+        >>> two = Histogram(np.array([0.0, 1.0, 3.0]), np.array([5, 2]), 0.0, 3.0, 0.0, 0.0)
+        >>> rebin(two, np.array([0.0, 2.0, 4.0])).tolist()
+        [6.0, 1.0]
+    """
+    limits, counts = _limits(histogram), histogram.counts.astype(np.float64)
+    flat = limits[1:] <= limits[:-1]
+    found = np.zeros(len(edges) - 1)
+    where = np.clip(np.searchsorted(edges, limits[:-1][flat], side="right") - 1, 0, len(found) - 1)
+    np.add.at(found, where, counts[flat])
+    # The number of values below each edge, rounded to a multiple of a power of two, so that all later sums are exact.
+    below = np.concatenate(([0.0], np.cumsum(np.where(flat, 0.0, counts))))
+    total = below[-1]
+    kept = np.concatenate(([True], ~flat))
+    # Computed in halves, because the difference of two float64 may overflow.
+    reached = np.interp(edges[1:-1] / 2, limits[kept] / 2, below[kept], left=0.0, right=total)
+    part = 2.0 ** (51 - math.ceil(math.log2(max(total, 1.0))))
+    reached = np.concatenate(([0.0], np.rint(reached * part) / part, [total]))
+    return found + np.diff(reached)
+
+
+def value_axis(histograms: Sequence[Histogram]) -> Scale | None:
+    """Return an axis that contains all values of the histograms; ``None`` if there are no values.
+
+    The axis is linear, unless 90 % of the values of a narrow histogram would take less than a fiftieth of it.
+    """
+    filled = [each for each in histograms if each.count]
+    if not filled:
+        return None
+    ends = [_limits(each)[[0, -1]] for each in filled]
+    low, high = min(float(first) for first, _ in ends), max(float(last) for _, last in ends)
+    spreads = [spread for spread in map(_spread, filled) if 0 < spread < math.inf]
+    if low < 0 < high and -low > high / 3 and high > -low / 3:
+        low, high = -max(-low, high), max(-low, high)
+    return value_scale(low, high, float(np.quantile(spreads, 0.1)) if spreads else 0.0)
+
+
+def _spread(histogram: Histogram) -> float:
+    """Return the width of the range that contains 90 % of the nonzero values."""
+    limits, counts = _limits(histogram), histogram.counts.astype(np.float64)
+    # If most values are 0, the others determine the spread.
+    around_zero = (limits[:-1] <= 0) & (limits[1:] >= 0) & (limits[1:] - limits[:-1] < 1e-30)
+    below = np.cumsum(np.where(around_zero, 0.0, counts))
+    if not below[-1]:
+        return 0.0
+    first, last = np.searchsorted(below, np.array([0.05, 0.95]) * below[-1])
+    with np.errstate(over="ignore"):
+        return float(limits[last + 1] - limits[first])
+
+
+def edges_along(axis: Scale, bins: int) -> Floats:
+    """Return edges of bins with equal widths on an axis; on a symmetric axis with an odd number, 0 is a bin centre."""
+    edges = axis.values(np.linspace(0.0, 1.0, bins + 1))
+    edges[0], edges[-1] = axis.low, axis.high
+    return np.maximum.accumulate(edges)
+
+
+def shares(histogram: Histogram, edges: Floats) -> Floats:
+    """Return the fraction of the values between adjacent edges; NaN if the histogram is empty."""
+    total = histogram.count
+    return rebin(histogram, edges) / total if total else np.full(len(edges) - 1, math.nan)
+
+
+_RIDGE_BINS = 121  # odd, so that 0 is the center of a bin on a symmetric axis
+_MOST_LAYERS = 80
+_OVERLAP = 1.6  # height of a curve in rows
+
+
+def ridge(
+    names: Sequence[str],
+    histograms: Any,
+    *,
+    title: str,
+    step: int | None = None,
+    value: str = "value",
+    max_layers: int = 60,
+) -> Image:
+    """Draw one curve per layer, from top to bottom, on a common axis of values.
+
+    The height is the square root of the fraction of values in each of 121 bins of equal width in the image, so that
+    rare values are visible next to a peak. All curves have the same maximum height. If there are more than
+    ``max_layers`` layers, evenly spaced ones are drawn, and a note says so.
+
+    Args:
+        names: The names of the layers, in order.
+        histograms: One :class:`~lightning_recorder.reductions.Histogram` per layer, or counts of the fixed bins,
+            ``[layers, 2048]``.
+        title: The title of the image.
+        step: The step at which the histograms were recorded.
+        value: The name of the values, with a unit if they have one.
+        max_layers: The maximum number of curves, up to 80.
+
+    Returns:
+        The image, ``[height, 350, 3]``, at most 1,600 pixels high.
+
+    Raises:
+        ArgumentError: If the numbers of names and histograms differ.
+    """
+    check_integer("max_layers", max_layers, 1)
+    found = to_histograms(histograms)
+    names = checked_names(names, len(found), "histograms")
+    chosen = evenly(len(found), min(max_layers, _MOST_LAYERS))
+    axis = value_axis([found[row] for row in chosen])
+    title = title if step is None else f"{title}, step {step:,}"
+    if axis is None:
+        return blank(title, "no finite value was recorded")
+    notes = ["height: root of the share, scaled for each layer"]
+    if len(chosen) < len(found):
+        notes.append(f"{len(chosen)} of {len(found):,} layers, evenly spread from the first to the last")
+    if axis.kind == "symlog":
+        notes.append(f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}")
+        notes.append("a bell that is wider than the linear part has two peaks")
+    names = [names[row] if found[row].count else f"{names[row]} (none)" for row in chosen]
+    edges = edges_along(axis, _RIDGE_BINS)
+    parts = [shares(found[row], edges) for row in chosen]
+    return _draw_ridge(title, names, parts, axis, f"{value} (symlog)" if axis.kind == "symlog" else value, notes)
+
+
+def _draw_ridge(title: str, names: list[str], parts: list[Floats], axis: Scale, value: str, notes: list[str]) -> Image:
+    distance = int(np.clip(300 // len(names), 14, 34))
+    left, head = rows_room(names), round(distance * (_OVERLAP - 1))
+    area = (left, TOP + head, WIDTH - RIGHT - left, len(names) * distance)
+    canvas = new_canvas(area[1] + area[3] + bottom_room(notes), title)
+    curves = [_curve(each, row, distance, head, area[2]) for row, each in enumerate(parts)]
+    inside = VIRIDIS[np.linspace(40, 215, len(curves)).round().astype(int)].tolist()
+    colours = ["#{:02x}{:02x}{:02x}".format(*each) for each in inside]
+    canvas.ridges(
+        left,
+        TOP,
+        area[2],
+        area[3] + head,
+        [(curve, colour, "#ffffff") for curve, colour in zip(curves, colours, strict=True)],
+    )
+    canvas.frame(left, TOP, area[2], area[3] + head)
+    # Each name stands next to the baseline of its curve.
+    row_names(canvas, (left, area[1] + distance // 2 - 5, *area[2:]), names, distance)
+    numbers_below(canvas, area, axis, value)
+    notes_below(canvas, area, notes)
+    return canvas.pixels()
+
+
+def _curve(parts: Floats, row: int, distance: int, head: int, width: int) -> Floats:
+    """Return the corners of a curve, ``[k, 2]``: a step function with the width of the bins."""
+    parts = np.sqrt(np.nan_to_num(parts))
+    heights = parts / (parts.max() or 1.0) * distance * _OVERLAP * 0.95
+    ground = head + (row + 1) * distance - 0.5
+    x = np.repeat(np.linspace(0, width, len(parts) + 1), 2)
+    y = ground - np.concatenate(([0.0], np.repeat(heights, 2), [0.0]))
+    return np.stack((x, y), axis=-1)
+
+
+_BINS, _BIN_PX = 145, 2  # odd, so that 0 is the center of a bin on a symmetric axis
+_LEFT = 60
+_LEAST_SHARE = 1e-5  # all rarer values have this colour
+
+
+def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str = "value") -> Image:
+    """Draw the fraction of values per bin as colours, with steps from left to right and values from bottom to top.
+
+    The histograms may have different edges at each step. All are rebinned to 145 common bins. A bin that is cut in two
+    is divided in proportion to the widths of its parts, so that the fractions of a step add up to 1. The common bins
+    are equally high in the image. The axis is linear, or symlog (linear around 0, logarithmic beyond) if the bulk of
+    the values would otherwise be too thin to see. If several steps share a column, it shows the mean of their
+    fractions. Empty bins are white.
+
+    Args:
+        steps: The steps in ascending order, ``[steps]``.
+        histograms: One :class:`~lightning_recorder.reductions.Histogram` per step, or counts of the fixed bins,
+            ``[steps, 2048]``; see ``ExponentHistogram``.
+        title: The title of the image.
+        value: The name of the values, with a unit if they have one.
+
+    Returns:
+        The image, ``[404, 350, 3]``, or slightly higher if there are notes.
+
+    Raises:
+        ArgumentError: If the numbers of histograms and steps differ, or if the steps do not ascend.
+    """
+    steps = checked_steps(steps)
+    found = to_histograms(histograms)
+    if len(found) != len(steps):
+        raise ArgumentError(f"histograms must be one for each of the {len(steps)} steps, got {len(found)}")
+    axis = value_axis(found)
+    if axis is None:
+        return blank(title, "no finite value was recorded")
+    edges = edges_along(axis, _BINS)
+    columns = columns_of(steps)
+    each = np.stack([shares(histogram, edges) for histogram in found], axis=1)
+    cells = np.stack([_mean(each[:, run]) for run in columns], axis=1)
+    return _draw_over_time(title, value, cells[::-1], columns, axis)
+
+
+def _mean(some: Floats) -> Floats:
+    """Return the mean of the columns that have values."""
+    known = ~np.isnan(some[0])
+    return some[:, known].mean(axis=1) if known.any() else some[:, 0]
+
+
+def _draw_over_time(title: str, value: str, cells: Floats, columns: Columns, axis: Scale) -> Image:
+    largest = float(np.nanmax(cells))
+    colours = Scale("log", min(_LEAST_SHARE, largest / 10), largest)
+    area = (_LEFT, TOP + BAR_ROOM, WIDTH - RIGHT - _LEFT, _BINS * _BIN_PX)
+    across = columns.spread(area[2])
+    cells = np.where(cells == 0, np.nan, np.where(np.isnan(cells), -1.0, cells))
+    pixels = np.repeat(paint(cells, colours, VIRIDIS)[:, across], _BIN_PX, axis=0)
+    missing = np.repeat((cells == -1.0)[:, across], _BIN_PX, axis=0)
+    marks: list[Mark] = ["missing"] if missing.any() else []
+    cover(pixels, {"missing": missing})
+    notes = [f"each column: the mean of up to {columns.most:,} steps"] if columns.most > 1 else []
+    if axis.kind == "symlog":
+        notes.append(f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}")
+    canvas = new_canvas(area[1] + area[3] + bottom_room(notes, marks), title)
+    canvas.image(area[0], area[1], pixels)
+    canvas.frame(*area)
+    numbers_left(canvas, area, axis, f"{value} (symlog)" if axis.kind == "symlog" else value)
+    numbers_below(canvas, area, columns.axis, "step")
+    colour_bar(canvas, area, colours, VIRIDIS, "share of the values in a bin (log scale)")
+    notes_below(canvas, area, notes, marks)
+    return canvas.pixels()
