@@ -18,7 +18,7 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor, nn
 
 from lightning_recorder import (
@@ -246,7 +246,7 @@ def test_copies_hold_no_model(on: Path) -> None:
     """The added callbacks can be copied and pickled after a run of a model that cannot."""
     model = net()
     model.generator = iter(())
-    model.lock = (each for each in ())
+    model.state = (number for number in range(3))
     trainer = train(model)
     ours = [each for each in trainer.callbacks if type(each).__module__.startswith("lightning_recorder")]
     for copied in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
