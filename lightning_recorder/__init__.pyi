@@ -6,6 +6,7 @@ from .callbacks import (
     ParameterRecorder,
     Schedule,
     TensorDumper,
+    default_recorders,
 )
 from .dumps import read_dump, read_manifest
 from .errors import (
@@ -67,6 +68,7 @@ __all__ = [
     "TensorDumper",
     "UnknownArgumentError",
     "capture_graph",
+    "default_recorders",
     "draw",
     "iter_tensors",
     "make_dot",

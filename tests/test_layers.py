@@ -17,7 +17,7 @@ ROOT = Path(lightning_recorder.__file__).parent
 
 # From bottom to top; a file may import from lower layers and from its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("bins", "errors", "fonts", "version"),
+    ("bins", "errors", "fonts", "switch", "version"),
     ("disk", "portable", "signatures", "structure", "temporary"),
     ("internals",),
     ("names",),
@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("wrapped",),
     ("outputs",),
     ("callbacks", "commands"),
-    ("__main__",),
+    ("__main__", "entry_point"),
 )
 
 # Libraries that may be missing or are slow to import.

@@ -47,6 +47,25 @@ def run(*arguments: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+PROGRAM = """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+Trainer(max_epochs=1, accelerator="cpu", logger=False).fit(Net(), torch.utils.data.DataLoader(torch.ones(4, 2)))
+"""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from the working tree with the installed tools."""
@@ -95,3 +114,14 @@ def test_the_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
     where, count, callbacks = run("-c", SCRIPT, cwd=tmp_path, PYTHONPATH=str(target)).splitlines()
     assert Path(where) == target / "lightning_recorder" / "__init__.py"
     assert (count, callbacks) == ("3.0", "[True, True, True]")
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_records_any_program(wheel: Path, tmp_path: Path) -> None:
+    """The command of the installed wheel records a program that does not mention the package."""
+    target = tmp_path / "installed"
+    run("-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", target, wheel, cwd=tmp_path)
+    (tmp_path / "train.py").write_text(PROGRAM)
+    run("-m", "lightning_recorder", "run", "train.py", cwd=tmp_path, PYTHONPATH=str(target))
+    records = tmp_path / "recordings" / "version_0" / "recorder" / "records"
+    assert sorted(path.stem for path in records.iterdir()) == ["activations", "gradients", "parameters"]

@@ -1,6 +1,7 @@
 """Lightning callbacks: a thin layer between the trainer and the recorders, which do not depend on Lightning."""
 
 from lightning_recorder.callbacks.activation import ActivationRecorder
+from lightning_recorder.callbacks.default_set import default_recorders
 from lightning_recorder.callbacks.dumper import TensorDumper
 from lightning_recorder.callbacks.gradient import GradientRecorder
 from lightning_recorder.callbacks.graph import GraphRecorder
@@ -16,4 +17,5 @@ __all__ = [
     "ParameterRecorder",
     "Schedule",
     "TensorDumper",
+    "default_recorders",
 ]

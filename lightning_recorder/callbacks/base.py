@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import types
 import weakref
@@ -21,20 +20,19 @@ from lightning_recorder import disk
 from lightning_recorder.callbacks.arguments import check_compiled, check_name, check_names, checked_sinks, labels
 from lightning_recorder.callbacks.guard import SET_BY_LIGHTNING, GuardedCallback, guarded
 from lightning_recorder.callbacks.messages import Silence
-from lightning_recorder.callbacks.trainer import logged_step, recorder_directory, running_function
+from lightning_recorder.callbacks.trainer import exclusive_directory, logged_step, recorder_directory, running_function
 from lightning_recorder.errors import check_bool, describe_error, warn
 from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.portable import Lost, Portable, unwrap
 from lightning_recorder.sinks import FilesSink, MultiSink, Sink, for_any_thread, sinks_for_loggers
+from lightning_recorder.switch import VARIABLE, is_switched_off, setting
 
-__all__ = ["Compiled", "RecorderCallback", "fixed_in_run", "is_switched_off"]
+__all__ = ["Compiled", "RecorderCallback", "fixed_in_run"]
 
 Owner = TypeVar("Owner", bound="RecorderCallback")
 
 Compiled = Literal["eager", "skip"]
 """``"eager"`` runs compiled code eagerly on recorded steps; ``"skip"`` leaves it compiled and does not record it."""
-
-_SWITCH = "LIGHTNING_RECORDER"
 
 
 class _Folder(FilesSink):
@@ -42,11 +40,6 @@ class _Folder(FilesSink):
 
     write_scalars = Sink.write_scalars
     write_histograms = Sink.write_histograms
-
-
-def is_switched_off() -> bool:
-    """Return True if the environment variable ``LIGHTNING_RECORDER`` is ``off``, ``0``, ``false`` or ``no``."""
-    return os.environ.get(_SWITCH, "").strip().lower() in ("off", "0", "false", "no")
 
 
 class fixed_in_run(Generic[Owner]):  # noqa: N801 - named like the built-in property
@@ -261,7 +254,8 @@ class RecorderCallback(GuardedCallback):
         self._trainer, self._has_warned_of_nested_run = weakref.ref(trainer), False
         if self._lost and trainer.is_global_zero:
             warn(f"{self} is a copy without {', '.join(self._lost)}, which cannot be pickled")
-        directory = recorder_directory(trainer) if trainer.world_size > 1 or not is_switched_off() else None
+        find = exclusive_directory if self.from_environment else recorder_directory
+        directory = find(trainer) if trainer.world_size > 1 or not is_switched_off() else None
         if is_switched_off():
             self._say_switched_off(trainer)
             self.stay_away(trainer)
@@ -275,7 +269,7 @@ class RecorderCallback(GuardedCallback):
         """Log that the recorders are switched off, once per trainer."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
         if next(each for each in callbacks if isinstance(each, RecorderCallback)) is self:
-            rank_zero_info(f"{_SWITCH}={os.environ[_SWITCH]} in the environment: nothing is recorded")
+            rank_zero_info(f"{VARIABLE}={setting()} in the environment: nothing is recorded")
 
     @guarded
     @override

@@ -26,8 +26,9 @@ SET_BY_LIGHTNING = ("log", "log_dict")
 def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Concatenate[Owner, Parameters], None]:
     """Decorate a hook so that an error in it disables the callback for the rest of the run and gives one warning.
 
-    ``ArgumentError`` and ``SelectionError`` are raised, since they occur before the first step. With ``strict``, all
-    errors are raised. Hooks are ignored if they come from a trainer that runs inside the recorded run of another one.
+    ``ArgumentError`` and ``SelectionError`` are raised, since they occur before the first step, unless the callback was
+    added by ``LIGHTNING_RECORDER``. With ``strict``, all errors are raised. Hooks are ignored if they come from a
+    trainer that runs inside the recorded run of another one.
     """
 
     @functools.wraps(hook)
@@ -47,7 +48,9 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
             self.release(None)
             if not str(error).startswith(str(self)):
                 error.args = (f"{self}: {error}",)
-            raise
+            if self.strict or not self.from_environment:
+                raise
+            warn(str(error))
         except Exception as error:
             is_news = self.give_up()
             if self.strict:
@@ -79,6 +82,8 @@ class GuardedCallback(Callback):
 
     strict: bool
     """Raise errors of the recorder instead of warning about them."""
+    from_environment: bool = False
+    """True if ``LIGHTNING_RECORDER`` added the callback to a program. Then wrong arguments do not end a run either."""
     _trainer: weakref.ref[Trainer] | None
     _has_warned_of_nested_run: bool
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from lightning_recorder.statistics import EvaluationRecorder, Exchange, RunRecor
 __all__ = [
     "LossScale",
     "decline",
+    "exclusive_directory",
     "gradient_factor",
     "logged_step",
     "make_directory",
@@ -27,6 +30,9 @@ __all__ = [
 ]
 
 _FOLDER_BYTES = 4096  # the size of an empty folder
+
+# The folder of each trainer's recordings, by :func:`recorder_directory` and by :func:`exclusive_directory`.
+_exclusive: weakref.WeakKeyDictionary[Trainer, tuple[Path, Path]] = weakref.WeakKeyDictionary()
 
 
 def logged_step(trainer: Trainer) -> int:
@@ -60,6 +66,50 @@ def recorder_directory(trainer: Trainer) -> Path | None:
     if trainer.loggers and not _has_folder_of_run(trainer.loggers[0]):
         directory = trainer.strategy.broadcast(str(Path(directory, *_run_of(trainer.loggers[0]))))
     return Path(directory) / "recorder"
+
+
+def exclusive_directory(trainer: Trainer) -> Path | None:
+    """Return a folder for the run's recordings that no other trainer writes to, of this or of another process.
+
+    The folder is that of :func:`recorder_directory` if it is new, if the run resumes, or if the trainer has other
+    recorders, which use it. Otherwise it is in a folder beside it: ``version_0-2`` beside ``version_0``. Without a
+    logger, it is in ``<default_root_dir>/recordings/version_<number>``. All runs of a trainer have the same folder.
+
+    Note:
+        Must be called on every rank. Rank 0 creates the folder, so that no other process can choose it too.
+    """
+    directory = recorder_directory(trainer)
+    if directory is None:
+        return None
+    known = _exclusive.get(trainer)
+    if known is None or known[0] != directory:
+        chosen = _reserved(trainer, directory) if trainer.is_global_zero else directory
+        known = _exclusive[trainer] = directory, Path(trainer.strategy.broadcast(str(chosen)))
+    return known[1]
+
+
+def _reserved(trainer: Trainer, directory: Path) -> Path:
+    """Create a folder that did not exist, and return it. Return the default folder if that is impossible."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+    if any(getattr(each, "from_environment", None) is False for each in callbacks):
+        return directory
+    run = directory.parent
+    if not trainer.loggers:
+        parent = run / "recordings"
+        names: Iterable[str] = (f"version_{number}" for number in count())
+    elif trainer.ckpt_path is not None:
+        return directory
+    else:
+        parent, names = run.parent, chain([run.name], (f"{run.name}-{number}" for number in count(2)))
+    for name in names:
+        try:
+            (parent / name / directory.name).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            break  # the recorders report it
+        return parent / name / directory.name
+    return directory
 
 
 def make_directory(directory: Path | None, *, name: str, strict: bool) -> Path | None:

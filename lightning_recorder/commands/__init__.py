@@ -1,4 +1,4 @@
-"""Command line that lists, shows, exports, draws and compares recordings."""
+"""Command line that records a program, and lists, shows, exports, draws and compares recordings."""
 
 from lightning_recorder.commands.main import main
 

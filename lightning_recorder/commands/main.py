@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 on success, 1 if ``diff`` finds a difference, 2 after an error, 130 after Ctrl-C, 141 if the
-        reader of the output closes the pipe.
+        reader of the output closes the pipe. ``run`` does not return: the program replaces the process.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -72,8 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(_PROGRAM, description="List, show, export, draw and compare the recordings of runs.")
+    parser = _Parser(_PROGRAM, description="Record a program, and list, show, export, draw and compare runs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_run(commands)
     _add_ls(commands)
     _add_show(commands)
     _add_export(commands)
@@ -92,6 +93,21 @@ def _add(commands: Any, name: str, description: str, example: str, more: str = "
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return made
+
+
+def _add_run(commands: Any) -> None:
+    run = _add(
+        commands,
+        "run",
+        "Run a Python program and record its trainers, without a change to it.",
+        "run --config recorder.yaml train.py --epochs 3",
+        "It is the same as LIGHTNING_RECORDER=on python PROGRAM ARGS, or with --config, LIGHTNING_RECORDER=FILE.\n"
+        "The exit status is that of the program.",
+    )
+    run.usage = f"{_PROGRAM} run [-h] [--config FILE] [-m] PROGRAM ARGS"  # argparse shows only dots for a remainder
+    run.add_argument("--config", metavar="FILE", help="a YAML file with the recorders; by default the default set")
+    run.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    run.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGS", help="the program and its arguments")
 
 
 def _add_ls(commands: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.commands.console import run
 from tests.recordings.runs import write_simple
 
-COMMANDS = ("ls", "show", "export", "graph", "diff")
+COMMANDS = ("run", "ls", "show", "export", "graph", "diff")
 
 
 def process(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -49,6 +49,7 @@ def test_help_does_not_wait_for_torch() -> None:
         [],
         ["nonsense"],
         ["ls"],
+        ["run"],
         ["ls", "nowhere\x1b[31m\nsecond"],
         ["show", "nowhere", "*"],
         ["export", "nowhere", "x.csv"],

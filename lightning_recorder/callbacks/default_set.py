@@ -1,0 +1,77 @@
+"""The default set of recorders, with shared settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from lightning_recorder.callbacks.activation import ActivationRecorder
+from lightning_recorder.callbacks.base import Compiled, RecorderCallback
+from lightning_recorder.callbacks.gradient import GradientRecorder
+from lightning_recorder.callbacks.graph import GraphRecorder
+from lightning_recorder.callbacks.output_options import Outputs
+from lightning_recorder.callbacks.parameter import ParameterRecorder
+from lightning_recorder.schedule import Schedule
+from lightning_recorder.sinks import Sink
+
+__all__ = ["default_recorders"]
+
+
+def default_recorders(
+    names: str | Sequence[str] | None = None,
+    *,
+    types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    every_n_train_steps: int | None = None,
+    schedule: Schedule = Schedule(),
+    outputs: Outputs = Outputs(),
+    compiled: Compiled = "eager",
+    sinks: Iterable[Sink] = (),
+    strict: bool = False,
+) -> list[RecorderCallback]:
+    """Return a recorder of the graph, of activations, of gradients and of parameters, all with the same settings.
+
+    ``LIGHTNING_RECORDER=on`` in the environment adds the same set to the trainers of an unmodified program.
+
+    Args:
+        names: Module names or globs, such as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. The graph is
+            always that of the whole model.
+        types: Module classes or their names. If ``names`` is also given, a module must match both.
+        exclude: Names or globs of modules to leave out.
+        every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
+            ``Trainer(log_every_n_steps=…)``. The graph is recorded once.
+        schedule: Further conditions on the steps, and a limit on the overhead of each recorder.
+        outputs: Record files, plots, dumps, uploads, and their limits.
+        compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"skip"`` leaves compiled
+            code compiled and does not record it.
+        sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
+        strict: Raise errors of the recorders instead of warning about them.
+
+    Returns:
+        New callbacks: a :class:`GraphRecorder`, an :class:`ActivationRecorder`, a :class:`GradientRecorder` and a
+        :class:`ParameterRecorder`.
+
+    Raises:
+        ArgumentError: If an argument is invalid.
+
+    Example::
+
+        Trainer(callbacks=default_recorders(every_n_train_steps=100))
+    """
+    sinks = list(sinks)
+    statistics = (
+        kind(
+            names,
+            types=types,
+            exclude=exclude,
+            every_n_train_steps=every_n_train_steps,
+            schedule=schedule,
+            outputs=outputs,
+            compiled=compiled,
+            sinks=sinks,
+            strict=strict,
+        )
+        for kind in (ActivationRecorder, GradientRecorder, ParameterRecorder)
+    )
+    return [GraphRecorder(compiled=compiled, sinks=sinks, strict=strict), *statistics]
