@@ -1,0 +1,169 @@
+"""Rules that compare modules of equal structure with each other, and training with validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_recorder.insight.backward import _gradient_norms
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.table import Table
+from lightning_recorder.insight.wiring import families
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES"]
+
+
+def _sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[Site, float]]]:
+    """Yield the statistics in which siblings are compared: table, statistic, words, and a value for each site."""
+    weights = {each.site for each in evidence.weights}
+    activations, parameters = evidence.activations, evidence.parameters
+    yield activations, "rms", "rms of the output", _outputs(evidence.medians(activations, "rms"))
+    yield evidence.gradients, "rms", "norm of the gradient", _gradient_norms(evidence.gradients)
+    first = {site: parameters.column(site, "rms")[0] for site in weights}
+    yield parameters, "rms", "rms of the weight", {site: float(found[0]) for site, found in first.items() if len(found)}
+    ratios = evidence.medians(parameters, "update_ratio")
+    yield parameters, "update_ratio", "relative update", {site: ratios[site] for site in weights}
+
+
+def _outputs(values: Mapping[Site, float]) -> dict[Site, float]:
+    return {site: value for site, value in values.items() if site.path == "out"}
+
+
+def _families(table: Table, values: Mapping[Site, float], fewest: int) -> Iterator[list[Site]]:
+    by_path: dict[str, dict[str, object]] = {}
+    for site in values:
+        by_path.setdefault(site.path, {})[site.name] = table.shapes[table.places[site]]
+    for path, keys in by_path.items():
+        for names in families(keys, fewest):
+            yield [Site(name, path) for name in names]
+
+
+def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    seen: dict[Site, list[Finding]] = {}
+    for table, statistic, words, values in _sibling_values(evidence):
+        for group in _families(table, values, int(rule.thresholds["fewest"])):
+            for site, value, others in _outliers(rule, values, group):
+                factor = value / float(np.median(others))
+                verdict = (
+                    f"the {words} of {site.name} is {value:.3g}, {factor:.3g} × the median of {len(others)} equal "
+                    f"modules ({others.min():.3g} to {others.max():.3g})"
+                )
+                found = rule.found(evidence, table, site, verdict, statistic=statistic, value=value, factor=factor)
+                seen.setdefault(site, []).append(found)
+    for found in seen.values():
+        yield max(found, key=lambda each: abs(np.log(each.numbers["factor"])))
+
+
+def _outliers(rule: Rule, values: Mapping[Site, float], group: list[Site]) -> Iterator[tuple[Site, float, np.ndarray[tuple[int], np.dtype[np.float64]]]]:
+    for place, site in enumerate(group):
+        others = np.array([values[each] for each in group if each != site])
+        value = values[site]
+        if not (value > 0 and np.isfinite(others).all() and (others > 0).all()):
+            continue
+        # The first and the last block have other neighbors, so more is normal there.
+        at_the_end = rule.thresholds["at_the_end"] if place in (0, len(group) - 1) else 1.0
+        middle, limit = float(np.median(others)), rule.thresholds["factor"] * at_the_end
+        margin = rule.thresholds["margin"] * at_the_end
+        if (value > limit * middle and value > margin * others.max()) or (
+            value * limit < middle and value * margin < others.min()
+        ):
+            yield site, value, others
+
+
+def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    for table, statistic, words, values in list(_sibling_values(evidence))[:2]:
+        best: tuple[float, list[Site]] | None = None
+        for group in _families(table, values, int(rule.thresholds["fewest"])):
+            logs = np.log([values[site] if values[site] > 0 else np.nan for site in group])
+            steps = np.diff(logs)
+            if not np.isfinite(logs).all():
+                continue
+            each = np.log(rule.thresholds["each"])
+            total = abs(float(logs[-1] - logs[0]))
+            if total > np.log(rule.thresholds["total"]) and ((steps > each).all() or (steps < -each).all()):
+                if best is None or total > best[0]:
+                    best = (total, group)
+        if best is not None:
+            group = best[1]
+            first, last = values[group[0]], values[group[-1]]
+            verdict = (
+                f"the {words} changes from block to block, from {first:.3g} in {group[0].name} to {last:.3g} in "
+                f"{group[-1].name}"
+            )
+            found = rule.found(evidence, table, group[-1], verdict, statistic=statistic, first=first, last=last)
+            yield replace(found, others=tuple(site.name for site in group[:-1]))
+            return
+
+
+def _train_differs(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    train, validation = evidence.activations, evidence.validation
+    if not len(train) or not len(validation):
+        return
+    last = validation.steps[-1]
+    ratios: dict[str, tuple[Site, float, float, float]] = {}
+    for site in validation.places:
+        if site not in train.places or site.path != "out":
+            continue
+        values, steps = train.column(site, "rms")
+        other, at = validation.column(site, "rms")
+        near = np.argsort(np.abs(steps - last))[:3]
+        if len(near) < 2 or not len(other) or at[-1] != last or not other[-1] > 0 or not np.median(values[near]) > 0:
+            continue
+        here = float(np.median(values[near]))
+        ratios[site.name] = site, here, float(other[-1]), abs(float(np.log(here / other[-1])))
+    if last < rule.thresholds["steps"]:
+        return
+    for name, (site, here, there, apart) in ratios.items():
+        kind = evidence.type_of(name)
+        limit = rule.thresholds["batchnorm" if "BatchNorm" in kind else "factor"]
+        fed = [ratios[each][3] for each in evidence.wiring.inputs.get(name, ()) if each in ratios]
+        if apart > np.log(limit) and "Dropout" not in kind and apart > 2 * max(fed, default=0.0) and max(fed, default=0.0) < np.log(1.3):
+            verdict = f"the output of {name} has rms {here:.3g} in training and {there:.3g} in validation at step {last}"
+            yield rule.found(evidence, train, site, verdict, statistic="rms", train=here, validation=there)
+            return
+
+
+RULES = (
+    Rule(
+        name="block-trend",
+        severity="warning",
+        statistic="a statistic that grows or shrinks from each block to the next",
+        thresholds={"fewest": 4, "total": 30.0, "each": 1.6},
+        persistence=0,
+        usual="within a factor of 10 over all blocks",
+        why="A wrong factor in a residual connection, or an initialization that does not keep the variance.",
+        next="Look at the residual connections and at the scale of each branch.",
+        false_alarms="Pre-norm transformers grow slowly, by less than 1.6 from each block to the next.",
+        examine=_trend,
+        explains={name: ("any",) for name in ("unlike-siblings", "scale-jump", "vanishing-gradient", "exploding-gradient")},
+    ),
+    Rule(
+        name="unlike-siblings",
+        severity="warning",
+        statistic="a statistic of one of several modules at the same place of repeated blocks, against the others",
+        thresholds={"fewest": 4, "factor": 8.0, "margin": 4.0, "at_the_end": 3.0},
+        persistence=0,
+        usual="within a factor of 4 of the others",
+        why="This block is initialized, loaded, wired or trained in another way than the others.",
+        next="Compare the code and the state of this block with those of the others.",
+        false_alarms="The first and the last block need three times as much.",
+        examine=_unlike,
+        explains={"unlike-siblings": ("any",)},
+    ),
+    Rule(
+        name="train-differs",
+        severity="warning",
+        statistic="rms of the output in training, against validation, at the first module where they part",
+        thresholds={"batchnorm": 1.3, "factor": 2.0, "steps": 40},
+        persistence=0,
+        usual="0.9 to 1.1 without dropout",
+        why="BatchNorm whose running statistics do not follow, or validation data that are processed in another way.",
+        next="Look at momentum and running statistics of the module, and at the transforms of both data sets.",
+        false_alarms="Dropout scales its output in training; such modules do not count.",
+        examine=_train_differs,
+    ),
+)
