@@ -24,6 +24,13 @@ def first_bad_step(evidence: Evidence) -> int | None:
     return min((step for table in tables for step in _nan_steps(table)), default=None)
 
 
+def _does_harm(evidence: Evidence, step: int) -> bool:
+    """Return False if two later records have finite gradients and parameters, so that only outputs had a NaN."""
+    table = evidence.parameters
+    later = [each for each in table.steps if each > step]
+    return len(later) < 2 or any(_nan_steps(each) for each in (table, evidence.gradients))
+
+
 def _nan_steps(table: Table) -> list[int]:
     if not len(table):
         return []
@@ -43,7 +50,8 @@ def _bad(table: Table, step: int) -> dict[Site, float]:
 def _examine(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     step = first_bad_step(evidence)
     if step is not None:
-        yield _first(rule, evidence, step)
+        found = _first(rule, evidence, step)
+        yield found if _does_harm(evidence, step) else replace(found, severity="warning")
         return
     # Infinities alone, such as those of a mask, do no harm.
     for table, what in ((evidence.activations, "output"), (evidence.gradients, "gradient")):

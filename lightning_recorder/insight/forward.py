@@ -148,7 +148,8 @@ def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for site, rms in middle.items():
         feeds = [name for name in evidence.wiring.inputs.get(site.name, ())]
         before = [middle.get(Site(name, "out"), np.nan) for name in feeds]
-        if site.path != "out" or not feeds or INPUT in feeds or not np.isfinite(before).all() or not max(before) > 0:
+        is_last = evidence.wiring.has_graph and not evidence.wiring.outputs.get(site.name)  # logits may be large
+        if is_last or site.path != "out" or not feeds or INPUT in feeds or not np.isfinite(before).all() or not max(before) > 0:
             continue
         gain = rms / max(before)
         if gain > rule.thresholds["gain"] and rms > rule.thresholds["rms"]:
@@ -178,28 +179,42 @@ def _ineffective(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         weight = Site(site.name, "weight")
         if not _NORMS.fullmatch(evidence.type_of(site.name)) or weight not in parameters.places or site.path != "out":
             continue
-        gains, steps = parameters.column(weight, "rms")
-        bias = Site(site.name, "bias")
-        offsets = parameters.column(bias, "rms")[0] if bias in parameters.places else np.zeros(len(gains))
+        low, high = _expected_rms(evidence, site.name)
         values, at = table.column(site, "rms")
-        common = np.intersect1d(steps, at)
-        if len(common) < rule.persistence or len(offsets) != len(gains):
+        common, here, there = np.intersect1d(at, parameters.column(weight, "rms")[1], return_indices=True)
+        if len(common) < rule.persistence:
             continue
-        expected = np.sqrt(gains[np.isin(steps, common)] ** 2 + offsets[np.isin(steps, common)] ** 2)
-        ratio = values[np.isin(at, common)] / np.where(expected > 0, expected, np.nan)
+        values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
         limit = rule.thresholds["ratio"]
-        off = np.nan_to_num(ratio, nan=1.0)
-        if ((off > limit) | (off < 1 / limit))[-rule.persistence :].all():
-            verdict = (
-                f"{site.name} does not normalize: its output has rms {values[-1]:.3g}, "
-                f"and its weights would give {expected[-1]:.3g}"
-            )
-            yield rule.found(evidence, table, site, verdict, statistic="rms", rms=values[-1], expected=expected[-1])
+        if ((values > limit * high) | (values * limit < low))[-rule.persistence :].all():
+            span = f"{low[-1]:.3g}" if low[-1] == high[-1] else f"{low[-1]:.3g} to {high[-1]:.3g}"
+            verdict = f"{site.name} does not normalize: its output has rms {values[-1]:.3g}, normal is {span}"
+            yield rule.found(evidence, table, site, verdict, statistic="rms", rms=values[-1], low=low[-1], high=high[-1])
+
+
+def _expected_rms(evidence: Evidence, name: str) -> tuple[Floats, Floats]:
+    """Return the smallest and the largest rms that the weight and the bias of a normalization allow, ``[records]``.
+
+    A BatchNorm normalizes each channel, so that the rms is known. A LayerNorm normalizes all features together, so that
+    features with a small weight may have all of the variance.
+    """
+    parameters = evidence.parameters
+    rms, low, high = (parameters.column(Site(name, "weight"), each)[0] for each in ("rms", "min", "max"))
+    bias = Site(name, "bias")
+    offset = parameters.column(bias, "rms")[0] if bias in parameters.places else np.zeros(len(rms))
+    if len(offset) != len(rms):
+        offset = np.full(len(rms), offset.max(initial=0.0))
+    if "LayerNorm" in evidence.type_of(name) or "RMSNorm" in evidence.type_of(name):
+        return np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset
+    expected = np.sqrt(rms**2 + offset**2)
+    return expected, expected
 
 
 def _sudden(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     table = evidence.activations
     for site in table.places:
+        if evidence.wiring.has_graph and not evidence.wiring.outputs.get(site.name):
+            continue  # logits change when a model leaves a plateau
         values, steps = table.column(site, "rms")
         earlier = int(rule.thresholds["records"])
         for at in range(earlier, len(values) - rule.persistence + 1):
@@ -221,13 +236,13 @@ RULES = (
     Rule(
         name="sudden-change",
         severity="warning",
-        statistic="rms of the output, against the five records before",
+        statistic="rms of the output, against the four records before",
         thresholds={"factor": 8.0, "records": 4},
         persistence=2,
         usual="the rms of a record is within a factor of 4 of the records before it",
         why="The data changed, a part of the model was replaced or reloaded, or a step was far too large.",
         next="Look at the batches and at the updates of the parameters before this step.",
-        false_alarms="The first records, when a model leaves its initialization, do not count.",
+        false_alarms="The first four records, when a model leaves its initialization, and modules that nothing follows.",
         examine=_sudden,
         explains={
             name: ("downstream", "same", "upstream")
@@ -353,13 +368,13 @@ RULES = (
     Rule(
         name="norm-ineffective",
         severity="warning",
-        statistic="rms(output) / √(rms(weight)² + rms(bias)²) of a normalization",
-        thresholds={"ratio": 1.8},
+        statistic="rms of the output of a normalization, against √(rms(weight)² + rms(bias)²), or the range of a LayerNorm",
+        thresholds={"ratio": 1.5},
         persistence=2,
         usual="0.9 to 1.1",
         why="The normalization uses fixed statistics (a BatchNorm in eval mode), or its eps exceeds the variance.",
         next="Check that the module is in train mode, its eps, and the scale of its input.",
-        false_alarms="A LayerNorm whose features have very different scales.",
+        false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared.",
         examine=_ineffective,
         explains={"unlike-siblings": ("any",), "scale-jump": _EVERYTHING_AFTER, "train-differs": _EVERYTHING_AFTER},
     ),
@@ -372,7 +387,7 @@ RULES = (
         usual="at most 3",
         why="Weights that are too large for the number of inputs.",
         next="Check the initialization and the learning rate of this layer.",
-        false_alarms="Logits, and targets in large units.",
+        false_alarms="Logits and predictions in large units: modules that nothing follows are left out.",
         examine=_jump,
         explains={
             "scale-jump": ("any",),

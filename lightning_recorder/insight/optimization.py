@@ -80,18 +80,35 @@ def _updates_lost(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 
 def _drift(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    low, high = rule.thresholds["shrink"], rule.thresholds["grow"]
     for each in evidence.weights:
         values, steps = evidence.parameters.column(each.site, "rms")
-        inputs = np.prod(evidence.shape(each)[1:])
-        few = np.prod(evidence.shape(each)) < rule.thresholds["numel"]
+        shape = evidence.shape(each)
+        inputs = 1 if "Embedding" in evidence.type_of(each.site.name) else np.prod(shape[1:])
+        few = np.prod(shape) < rule.thresholds["numel"]
         if len(values) < rule.persistence or few or values[0] * np.sqrt(inputs) < 0.05:
             continue  # a layer that begins at zero has to grow, and the rms of a few values varies
         ratio = values[-1] / values[0]
-        if ratio < low or ratio > high:
-            way = "shrinks" if ratio < 1 else "grows"
+        grows = ratio > rule.thresholds["grow"] and values[-1] * np.sqrt(inputs) > rule.thresholds["gain"]
+        if grows or (ratio < rule.thresholds["shrink"] and _is_decay(rule, evidence, each)):
+            way = "grows" if grows else "shrinks"
             verdict = f"{each.name} {way} from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
-            yield rule.found(evidence, evidence.parameters, each.site, verdict, statistic="rms", first=values[0], last=values[-1])
+            yield rule.found(
+                evidence, evidence.parameters, each.site, verdict, statistic="rms", first=values[0], last=values[-1]
+            )
+
+
+def _is_decay(rule: Rule, evidence: Evidence, each: Parameter) -> bool:
+    """Return True if most of the updates point towards zero while the weight loses half of its size.
+
+    In long trainings, weights before a normalization shrink slowly, by updates in all directions.
+    """
+    values, steps = evidence.parameters.column(each.site, "rms")
+    updates = _column(evidence, each.update, "rms")
+    if len(updates) != len(values):
+        return True  # updates are not recorded
+    end = int(np.argmax(values < 0.5 * values[0]))
+    path = np.sum(np.diff(steps[: end + 1]) * np.maximum(updates[:end], updates[1 : end + 1]))
+    return bool((values[0] - values[end]) > rule.thresholds["alignment"] * path)
 
 
 def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -110,16 +127,17 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     what = "its updates are" if adaptive else "the ratio of its updates to its gradients is"
     for each, value in compared.items():
         others = np.array([other for key, other in compared.items() if key is not each])
-        size = float(np.median(_column(evidence, each.site, "update_ratio")[1:]))
+        sizes = _column(evidence, each.site, "update_ratio")
+        size = float(np.median(sizes[1:]))
         factor = value / float(np.median(others))
         if (
             factor > rule.thresholds["factor"] * max(spread(others), 1.0) ** 0.5
             and value > rule.thresholds["largest"] * others.max()
-            and size > rule.thresholds["update_ratio"]
+            and (size > rule.thresholds["update_ratio"] or sizes[:3].max() > rule.thresholds["first"])
         ):
             verdict = (
-                f"each step changes {each.name} by {size:.1%} of its size: {what} {factor:.3g} × the median of the "
-                "other layers"
+                f"a step changes {each.name} by up to {sizes.max():.1%} of its size: {what} {factor:.3g} × the median "
+                "of the other layers"
             )
             yield rule.found(
                 evidence, evidence.parameters, each.site, verdict, statistic="update_ratio", factor=factor, update_ratio=size
@@ -236,7 +254,7 @@ RULES = (
         name="learning-rate-outlier",
         severity="warning",
         statistic="rms(update) for Adam, rms(update) / rms(gradient) for SGD, against the other layers",
-        thresholds={"factor": 8.0, "largest": 3.0, "update_ratio": 0.02, "fewest": 3},
+        thresholds={"factor": 8.0, "largest": 3.0, "update_ratio": 0.02, "first": 0.2, "fewest": 3},
         persistence=3,
         usual="0.3 to 3",
         why="The parameter group has a learning rate that is far too high.",
@@ -248,13 +266,16 @@ RULES = (
     Rule(
         name="weight-drift",
         severity="warning",
-        statistic="rms of a weight, last against first record",
-        thresholds={"shrink": 0.25, "grow": 8.0, "numel": 64},
+        statistic=(
+            "rms of a weight, last against first record; for shrinking also the share of the updates that point to "
+            "zero, for growing also rms √inputs"
+        ),
+        thresholds={"shrink": 0.25, "grow": 8.0, "gain": 4.0, "alignment": 0.1, "numel": 64},
         persistence=3,
         usual="0.8 to 3.5",
         why="A weight decay that is too strong (shrinks), or a learning rate that is too high (grows).",
         next="Look at the weight decay and the learning rate of the group.",
-        false_alarms="Layers that begin near zero and weights with less than 64 values are left out.",
+        false_alarms="Slow shrinking before a normalization, layers that begin near zero, and weights with less than 64 values.",
         examine=_drift,
         explains={name: ("any",) for name in ("weight-drift", "unlike-siblings", "vanishing-gradient", "exploding-gradient", "sudden-change", "scale-jump", "barely-moves", "train-differs")},
     ),
