@@ -95,8 +95,16 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 f"{group[-1].name}"
             )
             found = rule.found(evidence, table, group[-1], verdict, statistic=statistic, first=first, last=last)
-            yield replace(found, others=tuple(site.name for site in group[:-1]))
+            blocks = _blocks([site.name for site in group])
+            yield replace(found, module=blocks[-1], others=tuple(blocks[:-1]))
             return
+
+
+def _blocks(names: list[str]) -> list[str]:
+    """Return the names of the blocks that modules at the same place of them belong to."""
+    parts = [name.split(".") for name in names]
+    place = next(place for place, each in enumerate(zip(*parts, strict=True)) if len(set(each)) > 1)
+    return [".".join(each[: place + 1]) for each in parts]
 
 
 def _train_differs(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -139,7 +147,7 @@ RULES = (
         next="Look at the residual connections and at the scale of each branch.",
         false_alarms="Pre-norm transformers grow slowly, by less than 1.6 from each block to the next.",
         examine=_trend,
-        explains={name: ("any",) for name in ("unlike-siblings", "scale-jump", "vanishing-gradient", "exploding-gradient")},
+        explains={name: ("any",) for name in ("unlike-siblings", "scale-jump", "vanishing-gradient", "exploding-gradient", "attention-collapse", "saturation")},
     ),
     Rule(
         name="unlike-siblings",

@@ -111,13 +111,13 @@ def _saturated(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             yield found
 
 
-def weight_gain(evidence: Evidence, name: str) -> float | None:
+def weight_gain(evidence: Evidence, name: str, path: str = "weight") -> float | None:
     """Return the factor by which a layer scales independent inputs of rms 1: rms(weight) √inputs in the first record.
 
     An embedding has one input, which is 1. None if the module has no weight of a known shape.
     """
     table = evidence.parameters
-    site = Site(name, "weight")
+    site = Site(name, path)
     kind = evidence.type_of(name)
     if site not in table.places:
         return None
@@ -134,11 +134,11 @@ def weight_gain(evidence: Evidence, name: str) -> float | None:
 def _large_weights(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     table = evidence.parameters
     for parameter in evidence.weights:
-        gain = weight_gain(evidence, parameter.site.name)
-        if parameter.site.path != "weight" or gain is None or gain <= rule.thresholds["gain"]:
+        name, path = parameter.site
+        gain = weight_gain(evidence, name, path) if "weight" in path else None  # other matrices are not multiplied
+        if gain is None or gain <= rule.thresholds["gain"]:
             continue
-        name = parameter.site.name
-        verdict = f"the weights of {name} are too large for its number of inputs: they scale its input about {gain:.3g}-fold"
+        verdict = f"{parameter.name} is too large for its number of inputs: it scales its input about {gain:.3g}-fold"
         yield rule.found(evidence, table, parameter.site, verdict, statistic="rms", gain=gain)
 
 
@@ -151,10 +151,16 @@ def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         is_last = evidence.wiring.has_graph and not evidence.wiring.outputs.get(site.name)  # logits may be large
         if is_last or site.path != "out" or not feeds or INPUT in feeds or not np.isfinite(before).all() or not max(before) > 0:
             continue
-        gain = rms / max(before)
+        gain = min(rms / max(before), _first_gain(evidence, site, feeds))
         if gain > rule.thresholds["gain"] and rms > rule.thresholds["rms"]:
             verdict = f"the output of {site.name} has rms {rms:.3g}, {gain:.3g} × that of its input from {feeds[-1]}"
             yield rule.found(evidence, table, site, verdict, statistic="rms", rms=rms, gain=gain, input=max(before))
+
+
+def _first_gain(evidence: Evidence, site: Site, feeds: list[str]) -> float:
+    """Return the gain of the first record. A gain that is learned, for predictions in large units, begins small."""
+    first = [evidence.activations.column(each, "rms")[0][0] for each in (site, *(Site(name, "out") for name in feeds))]
+    return float(first[0] / max(first[1:])) if max(first[1:]) > 0 else np.inf
 
 
 def _input_scale(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -299,6 +305,9 @@ RULES = (
                 "dead-output",
                 "sudden-change",
                 "barely-moves",
+                "norm-ineffective",
+                "weight-drift",
+                "train-differs",
             )
         },
     ),
@@ -329,6 +338,7 @@ RULES = (
             "train-differs": _EVERYTHING_AFTER,
             "norm-ineffective": ("any",),
             "learning-rate-outlier": ("any",),
+            "frozen": ("same",),
         },
     ),
     Rule(
@@ -387,7 +397,7 @@ RULES = (
         usual="at most 3",
         why="Weights that are too large for the number of inputs.",
         next="Check the initialization and the learning rate of this layer.",
-        false_alarms="Logits and predictions in large units: modules that nothing follows are left out.",
+        false_alarms="Logits and predictions in large units: modules that nothing follows, and gains that are learned, do not count.",
         examine=_jump,
         explains={
             "scale-jump": ("any",),
