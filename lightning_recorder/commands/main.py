@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments without the program name; by default those of the process.
 
     Returns:
-        The exit status: 0 on success, 1 if ``diff`` or ``doctor`` finds something, 2 after an error, 130 after Ctrl-C, 141 if the
-        reader of the output closes the pipe.
+        The exit status: 0 on success, 1 if ``diff`` or ``doctor`` finds something, 2 after an error, 130 after Ctrl-C,
+        141 if the reader of the output closes the pipe.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -84,9 +84,8 @@ def _matching(chosen: list[tuple[Run, str, Series]], patterns: list[str]) -> lis
             place for place, each in enumerate(sites) if each.site.name == pattern or glob.fullmatch(each.site.name)
         }
         if not places:
-            raise ArgumentError(
-                f"no site matches {pattern!r}; {closest_names(pattern, dict.fromkeys(each.site.name for each in sites))}"
-            )
+            names = dict.fromkeys(each.site.name for each in sites)
+            raise ArgumentError(f"no site matches {pattern!r}; {closest_names(pattern, names)}")
         matched |= places
     return [each for place, each in enumerate(sites) if place in matched or not patterns]
 
@@ -105,13 +104,22 @@ def _condition(text: str) -> _Condition:
         return _Condition(matched[1], _OPERATORS[matched[2]], float(matched[3]))
     except ValueError as error:
         raise ArgumentError(
-            f"--where takes a statistic, one of {' '.join(_OPERATORS)} and a number, such as 'nan_count>0', got {text!r}"
+            f"--where takes a statistic, one of {' '.join(_OPERATORS)} and a number, as 'nan_count>0', got {text!r}"
         ) from error
 
 
 def _where(found: list[_Found], conditions: list[_Condition], *, several: bool) -> list[str]:
     """List the sites with a record in which all conditions hold."""
-    rows = [[*(["run"] if several else []), "site", "recorder", "records", "steps", *(each.statistic for each in conditions)]]
+    rows = [
+        [
+            *(["run"] if several else []),
+            "site",
+            "recorder",
+            "records",
+            "steps",
+            *(each.statistic for each in conditions),
+        ]
+    ]
     known = {name for each in found for name in each.site.series.statistics}
     for condition in conditions:
         if condition.statistic not in known:
@@ -130,8 +138,12 @@ def _where(found: list[_Found], conditions: list[_Condition], *, several: bool) 
             span = str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
             name = f"{module(site.name)} {printable(site.path)}"
             count = f"{len(steps)} of {len(site.steps)}"
-            ends = [f"{number(column[holds].min().item())} to {number(column[holds].max().item())}" for column in values]
-            rows.append([*([printable(each.run.name)] if several else []), name, printable(each.label), count, span, *ends])
+            ends = [
+                f"{number(column[holds].min().item())} to {number(column[holds].max().item())}" for column in values
+            ]
+            rows.append(
+                [*([printable(each.run.name)] if several else []), name, printable(each.label), count, span, *ends]
+            )
     return table(rows, right=(3, 4) if several else (2, 3)) if len(rows) > 1 else []
 
 

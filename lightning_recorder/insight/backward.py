@@ -9,10 +9,10 @@ import numpy as np
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.table import Table
+from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.taps import Site
 
-__all__ = ["RULES", "without_gradient"]
+__all__ = ["RULES", "gradient_norms", "without_gradient"]
 
 _SMALLEST_NORMAL = {"float16": 6.1e-5, "bfloat16": 1.2e-38, "float32": 1.2e-38}
 
@@ -61,7 +61,7 @@ def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for name in lost:
         frontiers.setdefault(_frontier(evidence, name), []).append(name)
     for frontier, names in frontiers.items():
-        after = [each for each in wiring.outputs.get(frontier, ())]
+        after = wiring.outputs.get(frontier, ())
         towards = f" from {after[0]}" if after else ""
         what = "a gradient of zero" if lost[names[0]] else "no gradient"
         count = f"{len(names)} modules with parameters get {what}" if len(names) > 1 else f"{names[0]} gets {what}"
@@ -91,7 +91,7 @@ def _frontier(evidence: Evidence, name: str) -> str:
 
 def _depth(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     table = evidence.gradients
-    norms = _gradient_norms(table)
+    norms = gradient_norms(table)
     if len(norms) < 6 or len(table) < rule.persistence:
         return
     order = sorted(norms, key=lambda site: evidence.wiring.order.get(site.name, 0))
@@ -116,7 +116,7 @@ def _depth(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     yield rule.found(evidence, table, site, verdict, statistic="rms", decades=rise, correlation=correlation)
 
 
-def _gradient_norms(table: Table) -> dict[Site, float]:
+def gradient_norms(table: Table) -> dict[Site, float]:
     """Return the median L2 norm of each gradient.
 
     The norm does not depend on the resolution of a feature map, while the rms does.
@@ -130,7 +130,7 @@ def _gradient_norms(table: Table) -> dict[Site, float]:
     return found
 
 
-def _rank_correlation(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+def _rank_correlation(values: Floats) -> float:
     ranks = values.argsort().argsort()
     return float(np.corrcoef(np.arange(len(values)), ranks)[0, 1])
 
@@ -227,7 +227,7 @@ RULES = (
         persistence=2,
         usual="-1.2 to 0.6",
         why="Saturating activations, small weights, or too many layers without residual connections.",
-        next="Use residual connections, normalization, ReLU-like activations, or an initialization for this activation.",
+        next="Use residual connections, normalization, ReLU, or an initialization that suits the activation.",
         false_alarms="A head with its own loss.",
         examine=_depth,
         explains={**_GRADIENT_CONSEQUENCES, "saturation": ("any",), "block-trend": ("any",), "weight-drift": ("any",)},

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_recorder.insight.backward import _gradient_norms
+from lightning_recorder.insight.backward import gradient_norms
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
-from lightning_recorder.insight.table import Table
+from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import families
 from lightning_recorder.taps import Site
 
@@ -22,7 +22,7 @@ def _sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[
     weights = {each.site for each in evidence.weights}
     activations, parameters = evidence.activations, evidence.parameters
     yield activations, "rms", "rms of the output", _outputs(evidence.medians(activations, "rms"))
-    yield evidence.gradients, "rms", "norm of the gradient", _gradient_norms(evidence.gradients)
+    yield evidence.gradients, "rms", "norm of the gradient", gradient_norms(evidence.gradients)
     first = {site: parameters.column(site, "rms")[0] for site in weights}
     yield parameters, "rms", "rms of the weight", {site: float(found[0]) for site, found in first.items() if len(found)}
     ratios = evidence.medians(parameters, "update_ratio")
@@ -54,11 +54,11 @@ def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 )
                 found = rule.found(evidence, table, site, verdict, statistic=statistic, value=value, factor=factor)
                 seen.setdefault(site, []).append(found)
-    for found in seen.values():
-        yield max(found, key=lambda each: abs(np.log(each.numbers["factor"])))
+    for several in seen.values():
+        yield max(several, key=lambda each: abs(np.log(each.numbers["factor"])))
 
 
-def _outliers(rule: Rule, values: Mapping[Site, float], group: list[Site]) -> Iterator[tuple[Site, float, np.ndarray[tuple[int], np.dtype[np.float64]]]]:
+def _outliers(rule: Rule, values: Mapping[Site, float], group: list[Site]) -> Iterator[tuple[Site, float, Floats]]:
     for place, site in enumerate(group):
         others = np.array([values[each] for each in group if each != site])
         value = values[site]
@@ -84,9 +84,9 @@ def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 continue
             each = np.log(rule.thresholds["each"])
             total = abs(float(logs[-1] - logs[0]))
-            if total > np.log(rule.thresholds["total"]) and ((steps > each).all() or (steps < -each).all()):
-                if best is None or total > best[0]:
-                    best = (total, group)
+            is_trend = bool((steps > each).all() or (steps < -each).all())
+            if is_trend and total > np.log(rule.thresholds["total"]) and (best is None or total > best[0]):
+                best = (total, group)
         if best is not None:
             group = best[1]
             first, last = values[group[0]], values[group[-1]]
@@ -129,8 +129,15 @@ def _train_differs(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         kind = evidence.type_of(name)
         limit = rule.thresholds["batchnorm" if "BatchNorm" in kind else "factor"]
         fed = [ratios[each][3] for each in evidence.wiring.inputs.get(name, ()) if each in ratios]
-        if apart > np.log(limit) and "Dropout" not in kind and apart > 2 * max(fed, default=0.0) and max(fed, default=0.0) < np.log(1.3):
-            verdict = f"the output of {name} has rms {here:.3g} in training and {there:.3g} in validation at step {last}"
+        if (
+            apart > np.log(limit)
+            and "Dropout" not in kind
+            and apart > 2 * max(fed, default=0.0)
+            and max(fed, default=0.0) < np.log(1.3)
+        ):
+            verdict = (
+                f"the output of {name} has rms {here:.3g} in training and {there:.3g} in validation at step {last}"
+            )
             yield rule.found(evidence, train, site, verdict, statistic="rms", train=here, validation=there)
             return
 
@@ -147,7 +154,17 @@ RULES = (
         next="Look at the residual connections and at the scale of each branch.",
         false_alarms="Pre-norm transformers grow slowly, by less than 1.6 from each block to the next.",
         examine=_trend,
-        explains={name: ("any",) for name in ("unlike-siblings", "scale-jump", "vanishing-gradient", "exploding-gradient", "attention-collapse", "saturation")},
+        explains=dict.fromkeys(
+            (
+                "unlike-siblings",
+                "scale-jump",
+                "vanishing-gradient",
+                "exploding-gradient",
+                "attention-collapse",
+                "saturation",
+            ),
+            ("any",),
+        ),
     ),
     Rule(
         name="unlike-siblings",

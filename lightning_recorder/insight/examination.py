@@ -61,6 +61,7 @@ class Examination:
     Args:
         graph: The recorded graph, for the classes of the modules and their edges.
         coverage: The contents of ``receipt.json``.
+        types: The class names of the modules, in addition to those in the graph.
         rules: The rules.
 
     Note:
@@ -68,10 +69,16 @@ class Examination:
     """
 
     def __init__(
-        self, graph: Graph | None = None, coverage: Mapping[str, Any] | None = None, rules: Sequence[Rule] = RULES
+        self,
+        graph: Graph | None = None,
+        coverage: Mapping[str, Any] | None = None,
+        *,
+        types: Mapping[str, str] | None = None,
+        rules: Sequence[Rule] = RULES,
     ) -> None:
         self.graph = graph
         self.coverage = coverage or {}
+        self.types = types or {}
         self.rules = tuple(rules)
         self._tables: dict[tuple[str, str], Table] = {}
 
@@ -90,7 +97,7 @@ class Examination:
             gradients=gradients,
             parameters=parameters,
             validation=self._tables.get(("activations", "validate"), Table()),
-            wiring=Wiring(names, self.graph),
+            wiring=Wiring(names, self.graph, self.types),
             coverage=self.coverage,
         )
 

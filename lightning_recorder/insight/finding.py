@@ -84,14 +84,14 @@ class Finding:
     @property
     def line(self) -> str:
         """The finding in one line."""
-        more = f" (and {len(self.others)} more modules)" if len(self.others) > 1 else ""
+        more = f" ({len(self.others)} more modules are affected)" if len(self.others) > 1 else ""
         return f"{self.severity}: {self.verdict}{more}"
 
 
 def findings_to_json(findings: list[Finding]) -> dict[str, Any]:
     """Return findings as JSON values, the contents of ``findings.json``.
 
-    The keys are ``format``, ``healthy`` (false if there is a finding that is no note), and ``findings``: a list, ranked,
+    The keys are ``format``, ``healthy`` (false if there is a finding that is no note), and ``findings``: a ranked list
     with the fields of :class:`Finding`. NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, as in
     record files.
 

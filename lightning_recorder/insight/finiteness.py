@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
@@ -32,10 +33,12 @@ def _does_harm(evidence: Evidence, step: int) -> bool:
 
 
 def _nan_steps(table: Table) -> list[int]:
-    if not len(table):
-        return []
-    rows = (np.nan_to_num(table.get("nan_count")) > 0).any(1)
-    return [step for step, bad in zip(table.steps, rows, strict=True) if bad]
+    return [step for step, bad in zip(table.steps, _rows_with(table, "nan_count").tolist(), strict=True) if bad]
+
+
+def _rows_with(table: Table, statistic: str) -> NDArray[np.bool_]:
+    """Return True for each row in which some site has a count above zero, ``[steps]``."""
+    return np.any(np.nan_to_num(table.get(statistic)) > 0, axis=1)
 
 
 def _bad(table: Table, step: int) -> dict[Site, float]:
@@ -55,7 +58,7 @@ def _examine(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         return
     # Infinities alone, such as those of a mask, do no harm.
     for table, what in ((evidence.activations, "output"), (evidence.gradients, "gradient")):
-        rows = (np.nan_to_num(table.get("inf_count")) > 0).any(1) if len(table) else np.zeros(0, bool)
+        rows = _rows_with(table, "inf_count")
         if rows.any():
             step = table.steps[int(rows.argmax())]
             site = next(iter(_bad(table, step)))
@@ -84,9 +87,7 @@ def _first(rule: Rule, evidence: Evidence, step: int) -> Finding:
         return _from_backward(rule, evidence, step, gradients)
     site = next(iter(bad))
     verdict = f"{site.path} of {site.name or '(root)'} has {bad[site]:.0f} values that are not finite at step {step}"
-    return rule.found(
-        evidence, evidence.parameters, site, verdict, statistic="nan_count", since=step, values=bad[site]
-    )
+    return rule.found(evidence, evidence.parameters, site, verdict, statistic="nan_count", since=step, values=bad[site])
 
 
 def _from_parameters(rule: Rule, evidence: Evidence, step: int, spoiled: list[Site]) -> Finding:
@@ -104,7 +105,7 @@ def _from_parameters(rule: Rule, evidence: Evidence, step: int, spoiled: list[Si
     found = rule.found(evidence, table, site, verdict, statistic="nan_count", since=step)
     low = 0 if before is None else before
     again = f"Record every step from {low} to {step} to name the module: every_n_train_steps=1"
-    return replace(found, next=f"{again}, schedule=Schedule(step_window=({low}, {step})). {rule.next}")
+    return replace(found, next=f"{again}, schedule=Schedule(step_window=({low}, {step + 1})). {rule.next}")
 
 
 def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
@@ -178,7 +179,9 @@ RULES = (
             "Look at the inputs and the statistics of this module at the step before; lower the learning rate, clip "
             "gradients, or add a small constant where the function is undefined."
         ),
-        false_alarms="Infinities without NaN, as in attention masks, are a note. Steps that a loss scaler skips do not count.",
+        false_alarms=(
+            "Infinities without NaN, as in attention masks, are a note. Steps that a loss scaler skips do not count."
+        ),
         examine=_examine,
     ),
 )

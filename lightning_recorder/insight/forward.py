@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
@@ -53,13 +54,13 @@ def _feed(evidence: Evidence, site: Site) -> str:
     return ""
 
 
-def _since(holds: Floats | np.ndarray[tuple[int], np.dtype[np.bool_]], steps: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
+def _since(holds: NDArray[np.bool_], steps: NDArray[np.int64]) -> int:
     """Return the first step from which on a condition holds in all records."""
-    failing = np.flatnonzero(~np.asarray(holds, dtype=bool))
+    failing = np.flatnonzero(~holds)
     return int(steps[failing[-1] + 1] if len(failing) else steps[0])
 
 
-def _from(since: int, steps: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
+def _from(since: int, steps: NDArray[np.int64]) -> str:
     return "in every record" if since == steps[0] else f"from step {since} on"
 
 
@@ -146,10 +147,17 @@ def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     table = evidence.activations
     middle = evidence.medians(table, "rms")
     for site, rms in middle.items():
-        feeds = [name for name in evidence.wiring.inputs.get(site.name, ())]
+        feeds = evidence.wiring.inputs.get(site.name, [])
         before = [middle.get(Site(name, "out"), np.nan) for name in feeds]
         is_last = evidence.wiring.has_graph and not evidence.wiring.outputs.get(site.name)  # logits may be large
-        if is_last or site.path != "out" or not feeds or INPUT in feeds or not np.isfinite(before).all() or not max(before) > 0:
+        if (
+            is_last
+            or site.path != "out"
+            or not feeds
+            or INPUT in feeds
+            or not np.isfinite(before).all()
+            or not max(before) > 0
+        ):
             continue
         gain = min(rms / max(before), _first_gain(evidence, site, feeds))
         if gain > rule.thresholds["gain"] and rms > rule.thresholds["rms"]:
@@ -195,7 +203,9 @@ def _ineffective(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         if ((values > limit * high) | (values * limit < low))[-rule.persistence :].all():
             span = f"{low[-1]:.3g}" if low[-1] == high[-1] else f"{low[-1]:.3g} to {high[-1]:.3g}"
             verdict = f"{site.name} does not normalize: its output has rms {values[-1]:.3g}, normal is {span}"
-            yield rule.found(evidence, table, site, verdict, statistic="rms", rms=values[-1], low=low[-1], high=high[-1])
+            yield rule.found(
+                evidence, table, site, verdict, statistic="rms", rms=values[-1], low=low[-1], high=high[-1]
+            )
 
 
 def _expected_rms(evidence: Evidence, name: str) -> tuple[Floats, Floats]:
@@ -230,9 +240,7 @@ def _sudden(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             if now.min() > factor * high > 0 or (low > 0 and now.max() * factor < low):
                 ratio = np.median(now) / np.median(past)
                 verdict = f"the rms of {site.name} changes {ratio:.3g}-fold at step {steps[at]}, and stays so"
-                yield rule.found(
-                    evidence, table, site, verdict, statistic="rms", since=int(steps[at]), ratio=ratio
-                )
+                yield rule.found(evidence, table, site, verdict, statistic="rms", since=int(steps[at]), ratio=ratio)
                 break
 
 
@@ -248,12 +256,12 @@ RULES = (
         usual="the rms of a record is within a factor of 4 of the records before it",
         why="The data changed, a part of the model was replaced or reloaded, or a step was far too large.",
         next="Look at the batches and at the updates of the parameters before this step.",
-        false_alarms="The first four records, when a model leaves its initialization, and modules that nothing follows.",
+        false_alarms="The first four records, when a model leaves its initialization; modules that nothing follows.",
         examine=_sudden,
-        explains={
-            name: ("downstream", "same", "upstream")
-            for name in ("sudden-change", "scale-jump", "input-scale", "saturation", "unlike-siblings", "train-differs")
-        },
+        explains=dict.fromkeys(
+            ("sudden-change", "scale-jump", "input-scale", "saturation", "unlike-siblings", "train-differs"),
+            ("downstream", "same", "upstream"),
+        ),
     ),
     Rule(
         name="weights-too-large",
@@ -264,7 +272,7 @@ RULES = (
         usual="0.3 to 3",
         why="A wrong initialization: the variance of the weights does not match the number of inputs.",
         next="Compare with torch.nn.init.kaiming_normal_ or xavier_normal_; look for a factor or a custom init.",
-        false_alarms="First layers that encode coordinates with many frequencies have few inputs, so that their gain stays below.",
+        false_alarms="First layers that encode coordinates with many frequencies; they have few inputs.",
         examine=_large_weights,
         explains={
             "weights-too-large": ("any",),
@@ -293,9 +301,8 @@ RULES = (
         next="Normalize the inputs to mean 0 and standard deviation 1, and check the scale of each feature.",
         false_alarms="Embeddings are left out.",
         examine=_input_scale,
-        explains={
-            name: ("any",)
-            for name in (
+        explains=dict.fromkeys(
+            (
                 "input-scale",
                 "scale-jump",
                 "saturation",
@@ -308,8 +315,9 @@ RULES = (
                 "norm-ineffective",
                 "weight-drift",
                 "train-differs",
-            )
-        },
+            ),
+            ("any",),
+        ),
     ),
     Rule(
         name="dead-output",
@@ -318,8 +326,8 @@ RULES = (
         thresholds={"zero_fraction": 0.99, "nearly": 0.95},
         persistence=2,
         usual="at most 0.8, for a ReLU about 0.5",
-        why="A ReLU whose inputs are all negative after a step that was too large or with a bad bias, or a zero factor.",
-        next="Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU or GELU.",
+        why="A ReLU whose inputs are all negative, after a step that was too large or from its bias; or a factor 0.",
+        next="Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU.",
         false_alarms="Sparse gates and masks. Between 95 % and 99 % a ReLU is a note.",
         examine=_dead,
         explains={
@@ -378,7 +386,7 @@ RULES = (
     Rule(
         name="norm-ineffective",
         severity="warning",
-        statistic="rms of the output of a normalization, against √(rms(weight)² + rms(bias)²), or the range of a LayerNorm",
+        statistic="rms of the output of a normalization, against that of its weight and bias: √(rms(w)² + rms(b)²)",
         thresholds={"ratio": 1.5},
         persistence=2,
         usual="0.9 to 1.1",
@@ -397,7 +405,7 @@ RULES = (
         usual="at most 3",
         why="Weights that are too large for the number of inputs.",
         next="Check the initialization and the learning rate of this layer.",
-        false_alarms="Logits and predictions in large units: modules that nothing follows, and gains that are learned, do not count.",
+        false_alarms="Logits and predictions in large units: modules that nothing follows, and gains that are learned.",
         examine=_jump,
         explains={
             "scale-jump": ("any",),

@@ -73,9 +73,17 @@ def _updates_lost(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             dtype = evidence.parameters.dtypes[evidence.parameters.places[each.site]]
             if dtype not in ("bfloat16", "float16"):
                 continue
-            verdict = f"{lost:.0%} of the values of {each.name} do not move, but only {zero:.0%} have no gradient ({dtype})"
+            verdict = (
+                f"{lost:.0%} of the values of {each.name} do not move, but only {zero:.0%} have no gradient ({dtype})"
+            )
             yield rule.found(
-                evidence, evidence.parameters, each.update or each.site, verdict, statistic="zero_fraction", lost=lost, gradient=zero
+                evidence,
+                evidence.parameters,
+                each.update or each.site,
+                verdict,
+                statistic="zero_fraction",
+                lost=lost,
+                gradient=zero,
             )
 
 
@@ -140,7 +148,13 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 "of the other layers"
             )
             yield rule.found(
-                evidence, evidence.parameters, each.site, verdict, statistic="update_ratio", factor=factor, update_ratio=size
+                evidence,
+                evidence.parameters,
+                each.site,
+                verdict,
+                statistic="update_ratio",
+                factor=factor,
+                update_ratio=size,
             )
 
 
@@ -222,7 +236,12 @@ RULES = (
         next="Keep the weights in float32 (precision='bf16-mixed' instead of 'bf16-true'), or raise the learning rate.",
         false_alarms="Embeddings of which a batch uses few rows: their gradient has as many zeros.",
         examine=_updates_lost,
-        explains={"updates-lost": ("any",), "does-not-move": ("any",), "barely-moves": ("any",), "unlike-siblings": ("any",)},
+        explains={
+            "updates-lost": ("any",),
+            "does-not-move": ("any",),
+            "barely-moves": ("any",),
+            "unlike-siblings": ("any",),
+        },
     ),
     Rule(
         name="does-not-move",
@@ -248,7 +267,11 @@ RULES = (
         next="Initialize with random values.",
         false_alarms="Layers that begin at zero and leave it with the first step.",
         examine=_constant,
-        explains={"unlike-siblings": ("any",), "gradient-stops": ("upstream", "same"), "dead-output": ("same", "downstream")},
+        explains={
+            "unlike-siblings": ("any",),
+            "gradient-stops": ("upstream", "same"),
+            "dead-output": ("same", "downstream"),
+        },
     ),
     Rule(
         name="learning-rate-outlier",
@@ -261,7 +284,21 @@ RULES = (
         next="Look at the groups in configure_optimizers; lower the learning rate of this layer.",
         false_alarms="A new head with ten times the rate, if its relative updates stay below 2 %.",
         examine=_rate_outlier,
-        explains={name: ("any",) for name in ("learning-rate-outlier", "weight-drift", "unlike-siblings", "scale-jump", "saturation", "sudden-change", "dead-output", "train-differs", "vanishing-gradient", "exploding-gradient")},
+        explains=dict.fromkeys(
+            (
+                "learning-rate-outlier",
+                "weight-drift",
+                "unlike-siblings",
+                "scale-jump",
+                "saturation",
+                "sudden-change",
+                "dead-output",
+                "train-differs",
+                "vanishing-gradient",
+                "exploding-gradient",
+            ),
+            ("any",),
+        ),
     ),
     Rule(
         name="weight-drift",
@@ -275,9 +312,21 @@ RULES = (
         usual="0.8 to 3.5",
         why="A weight decay that is too strong (shrinks), or a learning rate that is too high (grows).",
         next="Look at the weight decay and the learning rate of the group.",
-        false_alarms="Slow shrinking before a normalization, layers that begin near zero, and weights with less than 64 values.",
+        false_alarms="Slow shrinking before a normalization, layers that begin near zero, weights below 64 values.",
         examine=_drift,
-        explains={name: ("any",) for name in ("weight-drift", "unlike-siblings", "vanishing-gradient", "exploding-gradient", "sudden-change", "scale-jump", "barely-moves", "train-differs")},
+        explains=dict.fromkeys(
+            (
+                "weight-drift",
+                "unlike-siblings",
+                "vanishing-gradient",
+                "exploding-gradient",
+                "sudden-change",
+                "scale-jump",
+                "barely-moves",
+                "train-differs",
+            ),
+            ("any",),
+        ),
     ),
     Rule(
         name="barely-moves",

@@ -142,7 +142,9 @@ class Evidence:
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""
-        tables = {name: getattr(self, name).before(step) for name in ("activations", "gradients", "parameters", "validation")}
+        tables = {
+            name: getattr(self, name).before(step) for name in ("activations", "gradients", "parameters", "validation")
+        }
         return replace(self, **tables)
 
     def type_of(self, name: str) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 
-__all__ = ["STATISTICS", "Floats", "SiteRecords", "Table", "no_histogram"]
+__all__ = ["STATISTICS", "Floats", "Observed", "SiteRecords", "Table", "no_histogram"]
 
 Floats = NDArray[np.float64]
 
@@ -42,6 +43,26 @@ def no_histogram(_site: Site) -> Histogram | None:
     return None
 
 
+class Observed(Protocol):
+    """The statistics of one site in memory, such as a ``SiteStatistics``."""
+
+    @property
+    def scalars(self) -> Mapping[str, float]:
+        """The statistics by name."""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the tensor, or None."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the tensor, or None."""
+
+    @property
+    def histogram(self) -> Histogram:
+        """The histogram of the values."""
+
+
 @dataclass(frozen=True)
 class SiteRecords:
     """One record of one recorder.
@@ -67,6 +88,24 @@ class SiteRecords:
     shapes: tuple[tuple[int, ...] | None, ...]
     values: Floats
     histogram: Callable[[Site], Histogram | None] = no_histogram
+
+    @classmethod
+    def of(cls, found: Mapping[Site, Observed], *, group: str, recorder: str, stage: str, step: int) -> Self:
+        """Return the record of statistics in memory, in the order of execution."""
+        values = np.array([[seen.scalars.get(name, np.nan) for name in STATISTICS] for seen in found.values()])
+        return cls(
+            group=group,
+            recorder=recorder,
+            stage=stage,
+            step=step,
+            sites=tuple(found),
+            dtypes=tuple(
+                None if seen.dtype is None else str(seen.dtype).removeprefix("torch.") for seen in found.values()
+            ),
+            shapes=tuple(None if seen.shape is None else tuple(seen.shape) for seen in found.values()),
+            values=values.reshape(len(found), len(STATISTICS)),
+            histogram=lambda site: found[site].histogram,
+        )
 
 
 class _Cell(NamedTuple):

@@ -24,12 +24,15 @@ class Wiring:
     Args:
         names: The names of the recorded modules in the order of execution.
         graph: The recorded graph, if there is one.
+        types: The class names of modules, in addition to those in the graph.
     """
 
-    def __init__(self, names: Iterable[str], graph: Graph | None = None) -> None:
+    def __init__(
+        self, names: Iterable[str], graph: Graph | None = None, types: Mapping[str, str] | None = None
+    ) -> None:
         self.names = list(dict.fromkeys(names))
-        self.types: dict[str, str] = {}
-        """The class names of the modules; empty without a graph."""
+        self.types: dict[str, str] = dict(types or {})
+        """The class names of the modules, as far as they are known."""
         self.calls: list[str] = []
         """The module of each call, in the order of time."""
         self.producers: list[frozenset[int]] = []
@@ -42,7 +45,7 @@ class Wiring:
             self._read(graph, set(self.names))
 
     def _read(self, graph: Graph, names: Collection[str]) -> None:
-        self.types = {node.name: node.type_name for node in graph.nodes if node.kind == "module"}
+        self.types |= {node.name: node.type_name for node in graph.nodes if node.kind == "module"}
         owner = _innermost_calls(graph, names)
         place: dict[int, int] = {}
         sources: dict[int, frozenset[int]] = {}  # the producers of each node outside of a recorded call
@@ -76,7 +79,9 @@ class Wiring:
             found[self.calls[call]] |= producers
         return {
             name: list(
-                dict.fromkeys(INPUT if each < 0 else self.calls[each] for each in sorted(calls) if self._is_other(each, name))
+                dict.fromkeys(
+                    INPUT if each < 0 else self.calls[each] for each in sorted(calls) if self._is_other(each, name)
+                )
             )
             for name, calls in found.items()
         }
@@ -119,7 +124,7 @@ class Wiring:
 
 
 def _innermost_calls(graph: Graph, names: Collection[str]) -> dict[int, int]:
-    """Return the id of the recorded module call that each node is in; calls that contain recorded calls do not count."""
+    """Return the id of the recorded call that each node is in; calls that contain recorded calls do not count."""
     recorded = [node for node in graph.nodes if node.kind == "module" and node.name in names]
     outer = {around.id for node in recorded for around in graph.ancestors(node)}
     leaves = {node.id for node in recorded} - outer

@@ -11,7 +11,7 @@ import pytest
 from tests.commands.console import run
 from tests.recordings.runs import write_simple
 
-COMMANDS = ("ls", "show", "export", "graph", "diff")
+COMMANDS = ("ls", "show", "doctor", "export", "graph", "diff")
 
 
 def process(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -51,6 +51,8 @@ def test_help_does_not_wait_for_torch() -> None:
         ["ls"],
         ["ls", "nowhere\x1b[31m\nsecond"],
         ["show", "nowhere", "*"],
+        ["show", "nowhere", "--where", "nan_count"],
+        ["doctor", "nowhere"],
         ["export", "nowhere", "x.csv"],
         ["export", "nowhere", "x.xlsx"],
         ["graph", "nowhere"],

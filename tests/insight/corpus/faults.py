@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.insight.corpus.healthy import HEALTHY, encoder, kaiming, stack, tokens, transformer
-from tests.insight.corpus.task import Task, adam, digits, images, sgd
+import tests.insight.corpus.sequences  # noqa: F401 - registers its tasks
+from tests.insight.corpus.healthy import kaiming, stack
+from tests.insight.corpus.task import HEALTHY, Task, adam, digits, images, sgd
 
 __all__ = ["FAULTS", "Fault"]
 
@@ -87,16 +88,9 @@ def dead_relu_after_batchnorm(task: Any) -> None:
     fill(task.net.bn2.bias, -30.0)
 
 
-@fault("resnet_sgd", "head", "dead-output unlike-siblings")
-def dead_relu_from_step_60(task: Any) -> Task:
-    made = HEALTHY["mlp_deep_sgd"]()
-    made.events[60] = lambda: fill(made.net.fc4.bias, -100.0)  # type: ignore[union-attr, arg-type]  # no types
-    return made
-
-
-FAULTS["dead_relu_from_step_60"] = Fault(
-    FAULTS["dead_relu_from_step_60"].make, ("net.act4", "net.fc4"), ("dead-output",)
-)
+@fault("mlp_deep_sgd", "act4 fc4", "dead-output")
+def dead_relu_from_step_60(task: Any) -> None:
+    task.events[60] = lambda: fill(task.net.fc4.bias, -100.0)
 
 
 @fault("mlp_dropout_onecycle", "drop2", "dead-output")
@@ -111,7 +105,9 @@ def zeroed_layer(task: Any) -> None:
     task.net.fc2.requires_grad_(False)
 
 
-@fault("transformer_causal", "blocks.2.mlp.2 blocks.2.mlp blocks.2.dropout", "dead-output gradient-stops unlike-siblings")
+@fault(
+    "transformer_causal", "blocks.2.mlp.2 blocks.2.mlp blocks.2.dropout", "dead-output gradient-stops unlike-siblings"
+)
 def branch_times_zero(task: Any) -> None:
     change_output(task.net.blocks[2].mlp[2], lambda output: output * 0.0)
 
@@ -137,9 +133,9 @@ def patch_without_grad(task: Any) -> None:
 @fault("gpt2", "transformer.h.1 transformer.h.1.mlp.dropout transformer.h.1.mlp.c_proj", "gradient-stops")
 def detached_gpt2_block(task: Any) -> None:
     task.net.transformer.h[1].register_forward_hook(
-        lambda _module, _inputs, output: output.detach()
-        if isinstance(output, Tensor)
-        else (output[0].detach(), *output[1:])
+        lambda _module, _inputs, output: (
+            output.detach() if isinstance(output, Tensor) else (output[0].detach(), *output[1:])
+        )
     )
 
 
@@ -204,7 +200,11 @@ def one_large_merge(task: Any) -> None:
     scale(task.net.merge2, 30.0)
 
 
-@fault("transformer_encoder", "encoder.layers.1.linear1 encoder.layers.1.linear2", "weights-too-large scale-jump unlike-siblings")
+@fault(
+    "transformer_encoder",
+    "encoder.layers.1.linear1 encoder.layers.1.linear2",
+    "weights-too-large scale-jump unlike-siblings",
+)
 def one_large_feedforward(task: Any) -> None:
     scale(task.net.encoder.layers[1].linear1, 30.0)
 
@@ -267,7 +267,11 @@ def saturated_lstm(task: Any) -> None:
             each.mul_(30.0)
 
 
-@fault("transformer_causal", "blocks.1.attention.softmax blocks.1.attention.query blocks.1.attention.key", "attention-collapse weights-too-large")
+@fault(
+    "transformer_causal",
+    "blocks.1.attention.softmax blocks.1.attention.query blocks.1.attention.key",
+    "attention-collapse weights-too-large",
+)
 def collapsed_attention(task: Any) -> None:
     scale(task.net.blocks[1].attention.query, 7.0)
     scale(task.net.blocks[1].attention.key, 7.0)
@@ -298,16 +302,9 @@ def weight_decay_of_the_head(task: Any) -> None:
     with_slow_group(task, task.net.head, weight_decay=80.0)
 
 
-@fault("regression", "2", "weight-drift")
+@fault("regression", "fc1 fc2 head", "weight-drift vanishing-gradient")
 def weight_decay_everywhere(task: Any) -> None:
     task.optimizer = sgd(0.1, weight_decay=0.3)
-
-
-FAULTS["weight_decay_everywhere"] = Fault(
-    FAULTS["weight_decay_everywhere"].make,
-    ("net.fc1", "net.fc2", "net.head"),
-    ("weight-drift", "vanishing-gradient"),
-)
 
 
 @fault("mlp_batchnorm_sgd", "fc2", "frozen")
@@ -415,16 +412,9 @@ def row_without_attention(task: Any) -> None:
     task.net.blocks[1].attention.softmax.register_forward_pre_hook(change)
 
 
-@fault("regression", "fc2", "non-finite")
+@fault("regression", "* fc1 fc2 head", "non-finite learning-rate-outlier weight-drift sudden-change")
 def diverges(task: Any) -> None:
     task.optimizer = sgd(50.0)
-
-
-FAULTS["diverges"] = Fault(
-    FAULTS["diverges"].make,
-    ("", "net.fc1", "net.fc2", "net.head"),
-    ("non-finite", "learning-rate-outlier", "weight-drift", "sudden-change"),
-)
 
 
 @fault("mlp_deep_sgd", "fc1 fc2 fc3 fc4 act1 act2 act3 act4 head", "low-precision")
@@ -432,8 +422,3 @@ def gradients_below_fp16(task: Any) -> None:
     task.options = {"precision": "16-true"}
     plain = task.loss
     task.loss = lambda net, batch: plain(net, batch) * 3e-5
-
-
-assert encoder is not None
-assert tokens is not None
-assert transformer is not None

@@ -149,7 +149,8 @@ class Block(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.keep * inputs + self.branch * self.dropout(self.attention(self.norm1(inputs)))
-        return hidden + self.branch * self.dropout(self.mlp(self.norm2(hidden)))
+        out: Tensor = hidden + self.branch * self.dropout(self.mlp(self.norm2(hidden)))
+        return out
 
 
 class VisionTransformer(nn.Module):
@@ -199,9 +200,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.stem, self.act = nn.Linear(64, 32), nn.ReLU()
         self.router = nn.Linear(32, 4)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)) for _ in range(4)
-        )
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)) for _ in range(4))
         self.head = nn.Linear(32, 10)
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -12,13 +12,12 @@ import time
 import warnings
 from pathlib import Path
 
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, Outputs, ParameterRecorder
 from tests.insight.corpus.faults import FAULTS
-from tests.insight.corpus.healthy import HEALTHY
-from tests.insight.corpus.task import Task
+from tests.insight.corpus.task import HEALTHY, Task
 
 __all__ = ["halves", "train"]
 
@@ -35,7 +34,7 @@ def halves(names: list[str]) -> tuple[list[str], list[str]]:
 def train(task: Task, folder: Path) -> list[float]:
     """Train and record a task; return its losses."""
     outputs = Outputs(plots=False, dumps=False)
-    recorders = [
+    recorders: list[Callback] = [
         ActivationRecorder(every_n_train_steps=10, stages=("train", "validate"), outputs=outputs),
         GradientRecorder(every_n_train_steps=10, outputs=outputs),
         ParameterRecorder(every_n_train_steps=10, outputs=outputs),

@@ -13,8 +13,8 @@ from pathlib import Path
 from lightning_recorder import open_recording
 from lightning_recorder.insight import Finding
 from tests.insight.corpus.faults import FAULTS
-from tests.insight.corpus.healthy import HEALTHY
 from tests.insight.corpus.runs import halves
+from tests.insight.corpus.task import HEALTHY
 
 __all__ = ["is_named", "main"]
 

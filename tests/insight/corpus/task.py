@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-__all__ = ["Task", "digits", "images", "random"]
+__all__ = ["HEALTHY", "Task", "adam", "classify", "digits", "healthy", "images", "random", "sgd", "warm"]
 
 _DIGITS = load_digits()
 IMAGES = torch.tensor(_DIGITS.images / 16, dtype=torch.float32).sub(0.3).div(0.38)  # [1797, 8, 8], mean 0, std 1
@@ -64,6 +64,11 @@ def sgd(rate: float = 0.05, momentum: float = 0.9, **options: Any) -> Callable[[
     return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=momentum, **options)
 
 
+def warm(optimizer: torch.optim.Optimizer) -> Any:
+    """Raise the learning rate from zero in the first 30 steps."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 30, 1.0))
+
+
 class Task(LightningModule):
     """A task with a net under the name ``net``.
 
@@ -71,7 +76,7 @@ class Task(LightningModule):
         net: The net.
         batch: A function from the step to a batch.
         loss: A function from the net and a batch to the loss.
-        optimizer: A function from parameters or groups to the optimizer.
+        optimizer: A function from parameters or groups to the optimizer; by default Adam.
         schedule: A function from the optimizer to a scheduler that advances with each step.
         trainer: Further arguments of the trainer.
         steps: The number of optimizer steps.
@@ -83,14 +88,14 @@ class Task(LightningModule):
         batch: Callable[[int], Any] = digits,
         loss: Callable[[Any, Any], Tensor] = classify,
         *,
-        optimizer: Callable[[Any], torch.optim.Optimizer] = adam(),
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
         trainer: dict[str, Any] | None = None,
         steps: int = 120,
     ) -> None:
         super().__init__()
         self.net = net
-        self.batch, self.loss, self.optimizer, self.schedule = batch, loss, optimizer, schedule
+        self.batch, self.loss, self.optimizer, self.schedule = batch, loss, optimizer or adam(), schedule
         self.options = trainer or {}
         self.steps = steps
         self.events: dict[int, Callable[[], object]] = {}
@@ -107,7 +112,7 @@ class Task(LightningModule):
         self.losses.append(loss.item())
         return loss
 
-    def validation_step(self, batch: Any, index: int) -> None:  # type: ignore[override]  # returns nothing
+    def validation_step(self, batch: Any, index: int) -> None:
         self.loss(self.net, batch)
 
     @override
@@ -125,3 +130,13 @@ class Task(LightningModule):
     @override
     def val_dataloader(self) -> Any:
         return DataLoader(_Batches(self.batch, 100_000, 4), batch_size=None)
+
+
+HEALTHY: dict[str, Callable[[], Task]] = {}
+"""A function that makes the task, by name."""
+
+
+def healthy(make: Callable[[], Task]) -> Callable[[], Task]:
+    """Register a healthy task."""
+    HEALTHY[make.__name__] = make
+    return make
