@@ -109,37 +109,45 @@ def _blocks(names: list[str]) -> list[str]:
 
 def _train_differs(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     train, validation = evidence.activations, evidence.validation
-    if not len(train) or not len(validation):
+    if not len(train) or not len(validation) or validation.steps[-1] < rule.thresholds["steps"]:
         return
     last = validation.steps[-1]
-    ratios: dict[str, tuple[Site, float, float, float]] = {}
-    for site in validation.places:
-        if site not in train.places or site.path != "out":
-            continue
-        values, steps = train.column(site, "rms")
-        other, at = validation.column(site, "rms")
-        near = np.argsort(np.abs(steps - last))[:3]
-        if len(near) < 2 or not len(other) or at[-1] != last or not other[-1] > 0 or not np.median(values[near]) > 0:
-            continue
-        here = float(np.median(values[near]))
-        ratios[site.name] = site, here, float(other[-1]), abs(float(np.log(here / other[-1])))
-    if last < rule.thresholds["steps"]:
-        return
-    for name, (site, here, there, apart) in ratios.items():
+    pairs = {
+        site.name: (site, pair)
+        for site in validation.places
+        if site in train.places and site.path == "out" and (pair := _pair(rule, evidence, site, last)) is not None
+    }
+    for name, (site, (here, there, apart)) in pairs.items():
         kind = evidence.type_of(name)
         limit = rule.thresholds["batchnorm" if "BatchNorm" in kind else "factor"]
-        fed = [ratios[each][3] for each in evidence.wiring.inputs.get(name, ()) if each in ratios]
-        if (
-            apart > np.log(limit)
-            and "Dropout" not in kind
-            and apart > 2 * max(fed, default=0.0)
-            and max(fed, default=0.0) < np.log(1.3)
-        ):
+        before = max((pairs[each][1][2] for each in evidence.wiring.inputs.get(name, ()) if each in pairs), default=0.0)
+        is_first = before < min(np.log(1.3), apart / 2)
+        if apart > np.log(limit) and is_first and "Dropout" not in kind:
             verdict = (
                 f"the output of {name} has rms {here:.3g} in training and {there:.3g} in validation at step {last}"
             )
             yield rule.found(evidence, train, site, verdict, statistic="rms", train=here, validation=there)
             return
+
+
+def _pair(rule: Rule, evidence: Evidence, site: Site, last: int) -> tuple[float, float, float] | None:
+    """Return the rms in training, that in validation, and the distance of their logarithms.
+
+    The change between the two nearest records of training, extrapolated to the step of the validation, is subtracted
+    from the distance. None if the training was not recorded near that step.
+    """
+    values, steps = evidence.activations.column(site, "rms")
+    others, at = evidence.validation.column(site, "rms")
+    near = np.argsort(np.abs(steps - last))[:2]
+    if len(near) < 2 or not len(others) or at[-1] != last or not min(others[-1], *values[near]) > 0:
+        return None
+    gap = abs(int(steps[near[0]]) - last)
+    if gap > rule.thresholds["gap"] * last:
+        return None
+    change = abs(float(np.log(values[near[0]] / values[near[1]])))
+    drift = change * max(gap / abs(int(steps[near[0]] - steps[near[1]])), 1.0)
+    here, there = float(values[near[0]]), float(others[-1])
+    return here, there, abs(float(np.log(here / there))) - drift
 
 
 RULES = (
@@ -183,12 +191,12 @@ RULES = (
         name="train-differs",
         severity="warning",
         statistic="rms of the output in training, against validation, at the first module where they part",
-        thresholds={"batchnorm": 1.3, "factor": 2.0, "steps": 40},
+        thresholds={"batchnorm": 1.3, "factor": 2.0, "steps": 40, "gap": 0.25},
         persistence=0,
         usual="0.9 to 1.1 without dropout",
         why="BatchNorm whose running statistics do not follow, or validation data that are processed in another way.",
         next="Look at momentum and running statistics of the module, and at the transforms of both data sets.",
-        false_alarms="Dropout scales its output in training; such modules do not count.",
+        false_alarms="Dropout; outputs that still grow; trainings that were not recorded near the validation.",
         examine=_train_differs,
     ),
 )

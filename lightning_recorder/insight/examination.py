@@ -141,9 +141,11 @@ def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[st
     if "any" in where or not cause.module:
         return True
     wiring = evidence.wiring
+    # A zero stops the gradients of the factors that it is multiplied with.
+    partners = {name for consumer in wiring.outputs.get(cause.module, ()) for name in wiring.inputs[consumer]}
     return (
         ("same" in where and (effect.module == cause.module or effect.module in cause.others))
-        or ("upstream" in where and effect.module in wiring.upstream(cause.module))
+        or ("upstream" in where and effect.module in wiring.upstream(cause.module) | partners)
         or ("downstream" in where and effect.module in wiring.downstream(cause.module))
     )
 

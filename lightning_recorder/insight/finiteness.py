@@ -38,7 +38,9 @@ def _nan_steps(table: Table) -> list[int]:
 
 def _rows_with(table: Table, statistic: str) -> NDArray[np.bool_]:
     """Return True for each row in which some site has a count above zero, ``[steps]``."""
-    return np.any(np.nan_to_num(table.get(statistic)) > 0, axis=1)
+    counts: Floats = np.nan_to_num(table.get(statistic))
+    found: NDArray[np.bool_] = counts.max(axis=1, initial=0.0) > 0
+    return found
 
 
 def _bad(table: Table, step: int) -> dict[Site, float]:
@@ -129,7 +131,7 @@ def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
     # A module that calls others, whose calls are all fine, is at fault itself; its record comes before the next call.
     if not chosen or _is_outer(evidence, first, chosen, names):
         return first, []
-    fed = [each for each in wiring.inputs.get(chosen, []) if each not in names]
+    fed = [each for each in wiring.inputs.get(chosen, []) if each not in names and wiring.has_graph]
     return next(site for site in bad if site.name == chosen), fed
 
 

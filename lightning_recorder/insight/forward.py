@@ -179,12 +179,29 @@ def _input_scale(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             not evidence.wiring.has_graph and table.places[site] == 0
         ):
             continue
-        gain = None if "Embedding" in evidence.type_of(site.name) else weight_gain(evidence, site.name)
-        if gain is None or not gain > 0:
-            continue
-        if rms / gain > rule.thresholds["rms"]:
-            verdict = f"the input of {site.name} has rms {rms / gain:.3g}, estimated from its output and weights"
-            yield rule.found(evidence, table, site, verdict, statistic="rms", input_rms=rms / gain, rms=rms)
+        scale = None if "Embedding" in evidence.type_of(site.name) else _input_rms(evidence, site)
+        if scale is not None and scale > rule.thresholds["rms"]:
+            verdict = f"the input of {site.name} has rms {scale:.3g}, estimated from its output and weights"
+            yield rule.found(evidence, table, site, verdict, statistic="rms", input_rms=scale, rms=rms)
+
+
+def _input_rms(evidence: Evidence, site: Site) -> float | None:
+    """Estimate the rms of the input of a layer: √(rms(output)² - rms(bias)²) / (rms(weight) √inputs), the median."""
+    table, weight, bias = evidence.parameters, Site(site.name, "weight"), Site(site.name, "bias")
+    gain = weight_gain(evidence, site.name)
+    if not gain:
+        return None
+    sizes, steps = table.column(weight, "rms")
+    offsets, at = table.column(bias, "rms") if bias in table.places else (np.zeros(len(steps)), steps)
+    outputs, seen = evidence.activations.column(site, "rms")
+    common = np.intersect1d(np.intersect1d(steps, at), seen)
+    sizes, offsets, outputs = (
+        values[np.isin(where, common)] for values, where in ((sizes, steps), (offsets, at), (outputs, seen))
+    )
+    if not len(common) or not (sizes > 0).all():
+        return None
+    inputs = np.sqrt(np.maximum(outputs**2 - offsets**2, 0)) / (sizes * gain / sizes[0])
+    return float(np.median(inputs))
 
 
 def _ineffective(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -293,7 +310,7 @@ RULES = (
     Rule(
         name="input-scale",
         severity="warning",
-        statistic="rms(output) / (rms(weight) √inputs) of a first layer, an estimate of the rms of the input",
+        statistic="√(rms(output)² - rms(bias)²) / (rms(weight) √inputs) of a first layer, about the rms of its input",
         thresholds={"rms": 20.0},
         persistence=0,
         usual="0.2 to 3, as of normalized data",
