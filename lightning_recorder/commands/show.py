@@ -110,41 +110,36 @@ def _condition(text: str) -> _Condition:
 
 def _where(found: list[_Found], conditions: list[_Condition], *, several: bool) -> list[str]:
     """List the sites with a record in which all conditions hold."""
-    rows = [
-        [
-            *(["run"] if several else []),
-            "site",
-            "recorder",
-            "records",
-            "steps",
-            *(each.statistic for each in conditions),
-        ]
-    ]
+    wanted = [condition.statistic for condition in conditions]
     known = {name for each in found for name in each.site.series.statistics}
-    for condition in conditions:
-        if condition.statistic not in known:
-            there = ", ".join(sorted(known)) or "none"
-            raise ArgumentError(f"there is no statistic {condition.statistic!r}; there are {there}")
+    for name in wanted:
+        if name not in known:
+            raise ArgumentError(f"there is no statistic {name!r}; there are {', '.join(sorted(known)) or 'none'}")
+    rows = [["run", "site", "recorder", "records", "steps", *map(printable, wanted)]]
     for each in found:
-        site = each.site
-        if any(condition.statistic not in site.series.statistics for condition in conditions):
-            continue
-        values = [site.statistic(condition.statistic) for condition in conditions]
-        holds = torch.ones(len(site.steps), dtype=torch.bool)
-        for condition, column in zip(conditions, values, strict=True):
-            holds &= condition.holds(column, condition.limit) & ~column.isnan()
-        if holds.any():
-            steps = [step for step, bad in zip(site.steps, holds.tolist(), strict=True) if bad]
-            span = str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
-            name = f"{module(site.name)} {printable(site.path)}"
-            count = f"{len(steps)} of {len(site.steps)}"
-            ends = [
-                f"{number(column[holds].min().item())} to {number(column[holds].max().item())}" for column in values
-            ]
-            rows.append(
-                [*([printable(each.run.name)] if several else []), name, printable(each.label), count, span, *ends]
-            )
+        if set(wanted) <= set(each.site.series.statistics):
+            rows += _matches(each, conditions)
+    if not several:
+        rows = [row[1:] for row in rows]
     return table(rows, right=(3, 4) if several else (2, 3)) if len(rows) > 1 else []
+
+
+def _matches(found: _Found, conditions: list[_Condition]) -> list[list[str]]:
+    """Return the row of a site; no row if no record meets all conditions."""
+    site = found.site
+    columns = [site.statistic(condition.statistic) for condition in conditions]
+    holds = torch.ones(len(site.steps), dtype=torch.bool)
+    for condition, column in zip(conditions, columns, strict=True):
+        holds &= condition.holds(column, condition.limit) & ~column.isnan()
+    steps = [step for step, each in zip(site.steps, holds.tolist(), strict=True) if each]
+    if not steps:
+        return []
+    span = str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+    ends = [f"{number(column[holds].min().item())} to {number(column[holds].max().item())}" for column in columns]
+    name = f"{module(site.name)} {printable(site.path)}"
+    return [
+        [printable(found.run.name), name, printable(found.label), f"{len(steps)} of {len(site.steps)}", span, *ends]
+    ]
 
 
 def _summary(found: list[_Found], wanted: list[str] | None, *, several: bool) -> list[str]:

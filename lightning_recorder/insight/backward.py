@@ -22,7 +22,7 @@ def without_gradient(evidence: Evidence) -> dict[str, bool]:
     table = evidence.parameters
     found: dict[str, list[float]] = {}
     for each in evidence.tensors:
-        largest = 0.0 if each.gradient is None else float(np.nanmax(table.get("rms")[:, table.places[each.gradient]]))
+        largest = 0.0 if each.gradient is None else float(table.column(each.gradient, "rms")[0].max(initial=0.0))
         records = len(table.column(each.site, "rms")[0])
         found.setdefault(each.site.name, []).append(np.inf if records < 2 else largest)
     recorded = {each.site.name for each in evidence.tensors if each.gradient is not None}

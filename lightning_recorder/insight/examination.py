@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.insight import backward, comparisons, finiteness, forward, optimization
 from lightning_recorder.insight.finding import SEVERITIES, Finding
@@ -110,8 +112,10 @@ class Examination:
         if bad is not None:
             # After a NaN every other statistic is a consequence of it.
             evidence = evidence.before(bad)
-        for rule in self.rules:
-            found += rule.examine(rule, whole if rule.name == "non-finite" else evidence)
+        # Infinite and zero statistics occur; comparisons with the resulting NaN are false.
+        with np.errstate(all="ignore"):
+            for rule in self.rules:
+                found += rule.examine(rule, whole if rule.name == "non-finite" else evidence)
         return _merged(sorted(found, key=lambda each: _rank(each, evidence)), self.rules, evidence)
 
 

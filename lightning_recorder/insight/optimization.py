@@ -120,42 +120,42 @@ def _is_decay(rule: Rule, evidence: Evidence, each: Parameter) -> bool:
 
 
 def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    """Compare what an optimizer keeps equal: for Adam the updates, for SGD the ratio of update and gradient."""
-    updates: dict[Parameter, float] = {}
-    ratios: dict[Parameter, float] = {}
-    for each in evidence.weights:
-        update, gradient = (_column(evidence, site, "rms") for site in (each.update, each.gradient))
-        if min(len(update), len(gradient)) >= rule.persistence and np.median(gradient) > 0 and np.median(update) > 0:
-            updates[each] = float(np.median(update[1:]))
-            ratios[each] = float(np.median(update[1:]) / np.median(gradient[1:]))
-    if len(updates) < rule.thresholds["fewest"]:
-        return
     adaptive = any("exp_avg_sq" in site.path for site in evidence.parameters.places)
-    compared = updates if adaptive else ratios
+    compared = _step_sizes(rule, evidence, adaptive)
+    if len(compared) < rule.thresholds["fewest"]:
+        return
     what = "its updates are" if adaptive else "the ratio of its updates to its gradients is"
     for each, value in compared.items():
         others = np.array([other for key, other in compared.items() if key is not each])
-        sizes = _column(evidence, each.site, "update_ratio")
-        size = float(np.median(sizes[1:]))
         factor = value / float(np.median(others))
-        if (
-            factor > rule.thresholds["factor"] * max(spread(others), 1.0) ** 0.5
-            and value > rule.thresholds["largest"] * others.max()
-            and (size > rule.thresholds["update_ratio"] or sizes[:3].max() > rule.thresholds["first"])
-        ):
+        is_outlier = factor > rule.thresholds["factor"] * max(spread(others), 1.0) ** 0.5
+        sizes = _column(evidence, each.site, "update_ratio")
+        if is_outlier and value > rule.thresholds["largest"] * others.max() and _is_large(rule, sizes):
             verdict = (
                 f"a step changes {each.name} by up to {sizes.max():.1%} of its size: {what} {factor:.3g} × the median "
                 "of the other layers"
             )
-            yield rule.found(
-                evidence,
-                evidence.parameters,
-                each.site,
-                verdict,
-                statistic="update_ratio",
-                factor=factor,
-                update_ratio=size,
-            )
+            numbers = {"factor": factor, "update_ratio": float(np.median(sizes[1:]))}
+            yield rule.found(evidence, evidence.parameters, each.site, verdict, statistic="update_ratio", **numbers)
+
+
+def _step_sizes(rule: Rule, evidence: Evidence, adaptive: bool) -> dict[Parameter, float]:
+    """Return what an optimizer keeps equal: for Adam the updates, for SGD the ratio of updates and gradients."""
+    found: dict[Parameter, float] = {}
+    for each in evidence.weights:
+        update, gradient = (_column(evidence, site, "rms") for site in (each.update, each.gradient))
+        if min(len(update), len(gradient)) >= rule.persistence and np.median(gradient) > 0 and np.median(update) > 0:
+            size, slope = float(np.median(update[1:])), float(np.median(gradient[1:]))
+            if slope > 0:
+                found[each] = size if adaptive else size / slope
+    return found
+
+
+def _is_large(rule: Rule, sizes: Floats) -> bool:
+    """Return True if the relative updates are large, at the beginning or over the run."""
+    if len(sizes) < rule.persistence:
+        return False
+    return bool(np.median(sizes[1:]) > rule.thresholds["update_ratio"] or sizes[:3].max() > rule.thresholds["first"])
 
 
 def _constant(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -307,7 +307,7 @@ RULES = (
             "rms of a weight, last against first record; for shrinking also the share of the updates that point to "
             "zero, for growing also rms √inputs"
         ),
-        thresholds={"shrink": 0.25, "grow": 8.0, "gain": 4.0, "alignment": 0.1, "numel": 64},
+        thresholds={"shrink": 0.25, "grow": 8.0, "gain": 8.0, "alignment": 0.1, "numel": 64},
         persistence=3,
         usual="0.8 to 3.5",
         why="A weight decay that is too strong (shrinks), or a learning rate that is too high (grows).",

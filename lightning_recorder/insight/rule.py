@@ -191,10 +191,11 @@ class Evidence:
     def missing(self, group: str) -> Iterator[tuple[str, str]]:
         """Yield the modules without a record in the recorders of a group, with the reason."""
         for label, receipt in self.coverage.items():
-            if label.partition("-")[0] == group and isinstance(receipt, Mapping):
-                for name, about in receipt.get("modules", {}).items():
-                    if not about.get("fired", True):
-                        yield name, str(about.get("why", ""))
+            modules = receipt.get("modules") if isinstance(receipt, Mapping) else None
+            if label.partition("-")[0] == group and isinstance(modules, Mapping):
+                for name, about in modules.items():
+                    if isinstance(about, Mapping) and not about.get("fired", True):
+                        yield str(name), str(about.get("why", ""))
 
 
 def spread(values: Floats) -> float:

@@ -63,7 +63,7 @@ class Wiring:
                 source = owner.get(edge.source)
                 if source is None:
                     into |= sources.get(edge.source, frozenset())
-                elif source != call:
+                elif source != call and source in place:  # a damaged graph may have an edge into the past
                     into.add(place[source])
             if call is None:
                 sources[node.id] = frozenset(into)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.insight import Examination, SiteRecords, findings_from_json, findings_to_json
+from lightning_recorder.insight import STATISTICS, Examination, SiteRecords, findings_from_json, findings_to_json
 from lightning_recorder.insight.table import Table
 from lightning_recorder.recordings import open_recording
 from lightning_recorder.taps import Site
@@ -126,3 +126,25 @@ def test_findings_as_json() -> None:
         findings_from_json({**data, "format": "lightning_recorder.findings/2"})
     with pytest.raises(ArgumentError, match="no findings"):
         findings_from_json({**data, "findings": [{}]})
+
+
+_NUMBERS = st.one_of(st.sampled_from([0.0, 1.0, np.nan, np.inf]), st.floats(-1e30, 1e30), st.floats(0, 1))
+_LAYERS = ("blocks.0.fc", "blocks.1.fc", "blocks.2.fc", "blocks.3.fc", "norm", "act", "head")
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.booleans(), st.integers(1, 8))
+def test_any_numbers_can_be_examined(data: st.DataObject, with_graph: bool, records: int) -> None:
+    """Whatever the numbers are, and whichever statistics are missing, no rule fails or warns."""
+    graph = chain(*_LAYERS, norm="BatchNorm1d", act="Tanh") if with_graph else None
+    examination = Examination(graph, {"parameters": {"modules": {"norm": {"fired": False, "why": "frozen"}}}})
+    paths = {"activations": ("out",), "gradients": ("out",), "parameters": ("weight", "weight.grad", "weight.update")}
+    for group, stage in (*((group, "train") for group in paths), ("activations", "validate")):
+        sites = tuple(Site(name, path) for name in _LAYERS for path in paths[group])
+        kinds = data.draw(st.lists(_NUMBERS, min_size=6, max_size=6))
+        for step in range(records):
+            chosen = np.random.default_rng(step).integers(0, 6, (len(sites), len(STATISTICS)))
+            values = np.array(kinds)[chosen]
+            kind = (("float16",) * len(sites), ((8, 8),) * len(sites))
+            examination.add(SiteRecords(group, group, stage, 10 * step, sites, *kind, values))
+    assert findings_from_json(json.loads(json.dumps(findings_to_json(examination.findings())))) is not None
