@@ -15,7 +15,7 @@ from lightning_recorder.recordings import Run, open_recording
 
 __all__ = ["run"]
 
-_IN_FULL = 3  # findings; the others have one line
+_MOST_LINES = 6  # after the first finding, which is printed in full
 _FEW = 5  # modules in a list
 _WIDTH = 110  # characters
 _BARS = 40
@@ -44,16 +44,18 @@ def _about(run: Run, findings: list[Finding]) -> dict[str, Any]:
 
 
 def _lines(findings: list[Finding], run: Run, in_full: bool, out: TextIO) -> list[str]:
-    warnings = [each for each in findings if not each.is_note]
-    notes = [each for each in findings if each.is_note]
+    # Causes come first, so the first finding matters most. The output fits on a screen.
+    shown = findings if in_full else findings[: 1 + _MOST_LINES]
     lines: list[str] = []
-    for place, each in enumerate(warnings):
+    for place, each in enumerate(shown):
         lines.append(printable(each.line))
-        if in_full or place < _IN_FULL:
+        if in_full or (place == 0 and not each.is_note):
             lines += [f"  {line}" for line in _details(each, run, out)]
-    lines += [printable(each.line) for each in notes]
-    count = [_counted(len(warnings), "finding") if warnings else "healthy: no findings"]
-    count += [_counted(len(notes), "note")] if notes else []
+    if len(findings) > len(shown):
+        lines.append(f"and {len(findings) - len(shown)} more; --all prints everything")
+    notes = sum(each.is_note for each in findings)
+    count = [_counted(len(findings) - notes, "finding") if len(findings) > notes else "healthy: no findings"]
+    count += [_counted(notes, "note")] if notes else []
     return [*lines, f"{', '.join(count)} in {_examined(run)}"]
 
 

@@ -141,7 +141,7 @@ def _add_doctor(commands: Any) -> None:
         "describe what is usually intended, such as frozen layers; a run with notes only is healthy.",
     )
     doctor.add_argument("path", metavar="PATH", help=_PATH)
-    doctor.add_argument("--all", action="store_true", help="print all findings in full, not only the first three")
+    doctor.add_argument("--all", action="store_true", help="print all findings in full, not only the first")
     doctor.add_argument("--json", action="store_true", help="print JSON")
 
 

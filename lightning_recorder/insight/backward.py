@@ -204,7 +204,7 @@ RULES = (
         next="Call the module in forward, or remove it; DDP would stop with an error.",
         false_alarms="Branches that are chosen rarely, if no recorded step chooses them.",
         examine=_unused,
-        explains={"does-not-move": ("same",)},
+        explains={"unused-parameter": ("any",), "does-not-move": ("same",)},
     ),
     Rule(
         name="gradient-stops",

@@ -411,7 +411,12 @@ RULES = (
         next="Check that the module is in train mode, its eps, and the scale of its input.",
         false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared.",
         examine=_ineffective,
-        explains={"unlike-siblings": ("any",), "scale-jump": _EVERYTHING_AFTER, "train-differs": _EVERYTHING_AFTER},
+        explains={
+            "norm-ineffective": ("any",),
+            "unlike-siblings": ("any",),
+            "scale-jump": _EVERYTHING_AFTER,
+            "train-differs": _EVERYTHING_AFTER,
+        },
     ),
     Rule(
         name="scale-jump",

@@ -135,8 +135,15 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
                 f"a step changes {each.name} by up to {sizes.max():.1%} of its size: {what} {factor:.3g} × the median "
                 "of the other layers"
             )
-            numbers = {"factor": factor, "update_ratio": float(np.median(sizes[1:]))}
-            yield rule.found(evidence, evidence.parameters, each.site, verdict, statistic="update_ratio", **numbers)
+            yield rule.found(
+                evidence,
+                evidence.parameters,
+                each.site,
+                verdict,
+                statistic="update_ratio",
+                factor=factor,
+                update_ratio=float(np.median(sizes[1:])),
+            )
 
 
 def _step_sizes(rule: Rule, evidence: Evidence, adaptive: bool) -> dict[Parameter, float]:
@@ -212,6 +219,7 @@ RULES = (
         next="Look at configure_optimizers; pass self.parameters(), or a group for this module.",
         false_alarms="A module that another library updates.",
         examine=_not_in_optimizer,
+        explains={"not-in-optimizer": ("any",)},
     ),
     Rule(
         name="frozen",
@@ -268,6 +276,7 @@ RULES = (
         false_alarms="Layers that begin at zero and leave it with the first step.",
         examine=_constant,
         explains={
+            "constant-weight": ("any",),
             "unlike-siblings": ("any",),
             "gradient-stops": ("upstream", "same"),
             "dead-output": ("same", "downstream"),

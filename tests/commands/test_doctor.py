@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.insight import findings_from_json
 from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
 from tests.commands.console import run
@@ -61,6 +62,25 @@ def test_the_command_that_shows_more_works(runs: Path) -> None:
 def test_a_healthy_run(runs: Path) -> None:
     """A healthy run has one line and the exit status 0."""
     assert run("doctor", runs / "healthy") == (0, "healthy: no findings in 6 records of 6 sites, steps 0 to 5\n", "")
+
+
+def test_many_findings_fit_on_a_screen(tmp_path: Path) -> None:
+    """The first finding is printed in full and six more in one line each; ``--all`` prints everything."""
+    names = [f"act_{letter}" for letter in "abcdefghij"]
+    nodes = [Node(0, "module", "", None, 0), Node(1, "input", "input", 0, 1)]
+    for number, name in enumerate(names, 1):  # all of them take the input of the model
+        nodes += [Node(2 * number, "module", name, 0, 1, "ReLU"), Node(2 * number + 1, "op", "relu", 2 * number, 2)]
+    graph = Graph(tuple(nodes), tuple(Edge(1, node.id) for node in nodes if node.kind == "op"))
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step in range(4):
+        writer.write({"step": step}, [SiteRecord(name, "out", {"rms": 0.0, "zero_fraction": 1.0}) for name in names])
+    (tmp_path / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
+    lines = run("doctor", tmp_path).out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("warning")] == names[:7]
+    assert (len(lines) <= 20, lines[-2]) == (True, "and 3 more; --all prints everything")
+    everything = run("doctor", tmp_path, "--all").out.splitlines()
+    assert len([line for line in everything if line.startswith("  show")]) == 10
 
 
 def test_several_runs(runs: Path) -> None:

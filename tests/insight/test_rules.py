@@ -256,6 +256,15 @@ def test_a_layer_that_no_optimizer_has() -> None:
     assert brief(found) == [("warning", "not-in-optimizer", "b")]
 
 
+def test_one_cause_in_many_modules_is_one_finding() -> None:
+    """If the optimizer lacks ten modules, there is one finding, which lists the others."""
+    names = [f"layer_{letter}" for letter in "abcdefghij"]
+    missing = {name: {"fired": False, "why": "no step: no optimizer that stepped has its parameters"} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": 1e-3} for name in names}
+    (found,) = run(None, gradients, network("head"), coverage={"parameters": {"modules": missing}})
+    assert (found.rule, found.module, found.others) == ("not-in-optimizer", "layer_a", tuple(names[1:]))
+
+
 def test_weights_that_hardly_move() -> None:
     """Weights that all move by less than a millionth per step are a finding."""
     found = run(None, None, network("a", "b", a=trained("a", ratio=1e-8), b=trained("b", ratio=3e-7)))
