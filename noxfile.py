@@ -78,6 +78,15 @@ def bench_writing(session: nox.Session) -> None:
 
 
 @nox.session
+def findings(session: nox.Session) -> None:
+    """Train the healthy and the faulty models of the corpus and print their findings, with precision and recall."""
+    install(session, *group("test"), constraints=group("pins"))
+    folder = session.create_tmp()
+    session.run("python", "-m", "tests.insight.corpus.runs", folder, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "-m", "tests.insight.corpus.table", folder, *session.posargs)
+
+
+@nox.session
 def pictures(session: nox.Session) -> None:
     """Create the pictures of the README from a run of the demo. Requires Chromium."""
     install(session, *group("test"), constraints=group("pins"))

@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments without the program name; by default those of the process.
 
     Returns:
-        The exit status: 0 on success, 1 if ``diff`` finds a difference, 2 after an error, 130 after Ctrl-C, 141 if the
-        reader of the output closes the pipe. ``run`` does not return: the program replaces the process.
+        The exit status: 0 on success, 1 if ``diff`` or ``doctor`` finds something, 2 after an error, 130 after Ctrl-C,
+        141 if the reader of the output closes the pipe. ``run`` does not return: the program replaces the process.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -72,11 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(_PROGRAM, description="Record a program, and list, show, export, draw and compare runs.")
+    parser = _Parser(
+        _PROGRAM, description="Record a program, and list, show, examine, export, draw and compare the recordings of runs."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_run(commands)
     _add_ls(commands)
     _add_show(commands)
+    _add_doctor(commands)
     _add_export(commands)
     _add_graph(commands)
     _add_diff(commands)
@@ -120,18 +123,44 @@ def _add_show(commands: Any) -> None:
     show = _add(
         commands,
         "show",
-        "Show the statistics of a site over the steps.",
-        "show lightning_logs/version_0 'encoder.*' --statistic rms",
+        "Show the statistics of sites over the steps. Without SITE, list all sites with their latest statistics.",
+        "show lightning_logs/version_0 'encoder.*' head --statistic rms",
+        "which sites:\n"
+        f"  {_PROGRAM} show lightning_logs/version_0 --where 'nan_count>0'\n\n"
+        "With --where, the matching sites are listed with the steps at which the condition holds. Several conditions\n"
+        "must hold in the same record.",
     )
     show.add_argument("path", metavar="PATH", help=_PATH)
     show.add_argument(
         "site",
         metavar="SITE",
-        help="the name of a module, or a glob: * for one part of a name, ** for any number",
+        nargs="*",
+        help="the name of a module, or a glob: * for one part of a name, ** for any number; several are possible",
     )
     show.add_argument("--recorder", metavar="LABEL", help="show only this recorder, for example activations")
     show.add_argument("--stage", help="show this stage, for example validate; by default train")
     show.add_argument("--statistic", action="append", help="show only this statistic; may be repeated")
+    show.add_argument(
+        "--where",
+        metavar="CONDITION",
+        action="append",
+        help="list the sites that meet a condition, for example 'nan_count>0' or 'rms>=100'; may be repeated",
+    )
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = _add(
+        commands,
+        "doctor",
+        "Say what is wrong in a run: findings from its records, causes first. The exit status is 0 if the run is "
+        "healthy and 1 if there are findings.",
+        "doctor lightning_logs/version_0",
+        "Each finding has its rule, the numbers, the values in healthy runs, the usual cause and what to try. Notes\n"
+        "describe what is usually intended, such as frozen layers; a run with notes only is healthy.",
+    )
+    doctor.add_argument("path", metavar="PATH", help=_PATH)
+    doctor.add_argument("--all", action="store_true", help="print all findings in full, not only the first")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_export(commands: Any) -> None:

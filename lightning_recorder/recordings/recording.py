@@ -17,6 +17,7 @@ from lightning_recorder.recordings.series import Series
 
 if TYPE_CHECKING:
     from lightning_recorder.graph.model import Graph
+    from lightning_recorder.insight import Finding
 
 __all__ = ["Recording", "Run", "open_recording"]
 
@@ -88,6 +89,11 @@ class Recording:
     def dumps(self) -> list[DumpEntry]:
         """The dumps of the only run."""
         return self.run.dumps
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings of the only run; see :attr:`Run.findings`."""
+        return self.run.findings
 
     def refresh(self) -> int:
         """Read the records that the runs have written since the last call; return the number of new records."""
@@ -272,6 +278,17 @@ class Run:
         if data is not None and not isinstance(data, dict):
             raise DumpError(f"{self.directory / 'receipt.json'} is not a receipt written by lightning_recorder")
         return data
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong in the run, causes first; empty or only notes if the run is healthy. Computed at each access.
+
+        Raises:
+            DumpError: If a file of the run is damaged.
+        """
+        from lightning_recorder.recordings.examine import examine
+
+        return examine(self)
 
     def _json(self, name: str) -> Any:
         path = self.directory / name

@@ -11,7 +11,7 @@ import pytest
 from tests.commands.console import run
 from tests.recordings.runs import write_simple
 
-COMMANDS = ("run", "ls", "show", "export", "graph", "diff")
+COMMANDS = ("run", "ls", "show", "doctor", "export", "graph", "diff")
 
 
 def process(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -52,6 +52,8 @@ def test_help_does_not_wait_for_torch() -> None:
         ["run"],
         ["ls", "nowhere\x1b[31m\nsecond"],
         ["show", "nowhere", "*"],
+        ["show", "nowhere", "--where", "nan_count"],
+        ["doctor", "nowhere"],
         ["export", "nowhere", "x.csv"],
         ["export", "nowhere", "x.xlsx"],
         ["graph", "nowhere"],

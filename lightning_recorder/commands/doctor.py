@@ -1,0 +1,110 @@
+"""``doctor``: what is wrong in a run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from argparse import Namespace
+from typing import Any, TextIO
+
+from lightning_recorder.commands.terminal import number, printable, spark
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.insight import Finding, findings_to_json
+from lightning_recorder.recordings import Run, open_recording
+
+__all__ = ["run"]
+
+_MOST_LINES = 6  # after the first finding, which is printed in full
+_FEW = 5  # modules in a list
+_WIDTH = 110  # characters
+_BARS = 40
+
+
+def run(arguments: Namespace, out: TextIO) -> int:
+    """Print the findings of each run; return 1 if there is one that is no note, else 0."""
+    runs = open_recording(arguments.path).runs
+    examined = {name: each for name, each in runs.items() if len(each)}
+    if not examined:
+        raise ArgumentError(f"{arguments.path!r} has no records to examine")
+    found = {name: each.findings for name, each in examined.items()}
+    if arguments.json:
+        out.write(json.dumps({"runs": [_about(examined[name], each) for name, each in found.items()]}, indent=1) + "\n")
+    else:
+        for place, (name, findings) in enumerate(found.items()):
+            # The first line of the output of a single run is its first finding.
+            title = [f"{printable(name)}:"] if len(found) > 1 else []
+            lines = [*title, *_lines(findings, examined[name], arguments.all, out)]
+            out.write("\n" * bool(place) + "\n".join(lines) + "\n")
+    return int(any(not each.is_note for findings in found.values() for each in findings))
+
+
+def _about(run: Run, findings: list[Finding]) -> dict[str, Any]:
+    return {"name": run.name, **findings_to_json(findings)}
+
+
+def _lines(findings: list[Finding], run: Run, in_full: bool, out: TextIO) -> list[str]:
+    # Causes come first, so the first finding matters most. The output fits on a screen.
+    shown = findings if in_full else findings[: 1 + _MOST_LINES]
+    lines: list[str] = []
+    for place, each in enumerate(shown):
+        lines.append(printable(each.line))
+        if in_full or (place == 0 and not each.is_note):
+            lines += [f"  {line}" for line in _details(each, run, out)]
+    if len(findings) > len(shown):
+        lines.append(f"and {len(findings) - len(shown)} more; --all prints everything")
+    notes = sum(each.is_note for each in findings)
+    count = [_counted(len(findings) - notes, "finding") if len(findings) > notes else "healthy: no findings"]
+    count += [_counted(notes, "note")] if notes else []
+    return [*lines, f"{', '.join(count)} in {_examined(run)}"]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("s" if count != 1 else "")
+
+
+def _examined(run: Run) -> str:
+    series = [run[label] for label in run]
+    steps = sorted({step for each in series for step in each.steps})
+    sites = sum(len(each) for each in series)
+    span = f", steps {steps[0]} to {steps[-1]}" if steps else ""
+    return f"{_counted(len(steps), 'record')} of {sites} sites{span}"
+
+
+def _details(finding: Finding, run: Run, out: TextIO) -> list[str]:
+    values = ", ".join(f"{printable(name)} {number(value)}" for name, value in finding.numbers.items())
+    steps = f"steps {finding.first_step} to {finding.last_step} ({_counted(finding.records, 'record')})"
+    rows = [("rule", f"{finding.rule}, {steps}" + (f"; {values}" if values else ""))]
+    rows += [("healthy", finding.usual), *_bars(finding, out)]
+    rows += [("why", finding.why), ("next", finding.next)]
+    if finding.others:
+        more = len(finding.others) - _FEW
+        names = ", ".join(map(printable, finding.others[:_FEW])) + (f" and {more} more" if more > 0 else "")
+        rows.append(("also", names))
+    rows.append(("show", _command(finding, run)))
+    return [line for name, text in rows for line in _row(name, text)]
+
+
+def _row(name: str, text: str) -> list[str]:
+    if name in ("show", "trend"):  # a command is copied as a whole
+        return [f"{name:<8}{text}"]
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{name:<8}", subsequent_indent=" " * 8)
+
+
+def _bars(finding: Finding, out: TextIO) -> list[tuple[str, str]]:
+    trace = finding.trace
+    if trace is None or not trace.values:
+        return []
+    bars = spark(trace.values, _BARS, out)
+    ends = f"{number(trace.values[0])} to {number(trace.values[-1])}"
+    span = f"steps {trace.steps[0]} to {trace.steps[-1]}"
+    return [("trend", f"{printable(trace.statistic)} {bars} {ends}, {span}")]
+
+
+def _command(finding: Finding, run: Run) -> str:
+    """Return the command that shows the statistics of the module."""
+    words = ["lightning-recorder", "show", str(run.log_dir)]
+    words += [finding.module] if finding.module else []
+    if finding.trace is not None:
+        words += ["--recorder", finding.trace.recorder, "--statistic", finding.trace.statistic]
+    return printable(shlex.join(words))

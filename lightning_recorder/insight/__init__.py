@@ -1,0 +1,25 @@
+"""Findings: what is wrong in a run, derived from its records."""
+
+from lightning_recorder.insight.examination import RULES, Examination
+from lightning_recorder.insight.finding import (
+    FINDINGS_FORMAT,
+    Finding,
+    Trace,
+    findings_from_json,
+    findings_to_json,
+)
+from lightning_recorder.insight.rule import Rule
+from lightning_recorder.insight.table import STATISTICS, SiteRecords
+
+__all__ = [
+    "FINDINGS_FORMAT",
+    "RULES",
+    "STATISTICS",
+    "Examination",
+    "Finding",
+    "Rule",
+    "SiteRecords",
+    "Trace",
+    "findings_from_json",
+    "findings_to_json",
+]

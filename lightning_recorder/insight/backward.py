@@ -1,0 +1,274 @@
+"""Rules about gradients: where they stop, vanish, explode or underflow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.table import Floats, Table
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES", "gradient_norms", "without_gradient"]
+
+_SMALLEST_NORMAL = {"float16": 6.1e-5, "bfloat16": 1.2e-38, "float32": 1.2e-38}
+
+
+def without_gradient(evidence: Evidence) -> dict[str, bool]:
+    """Return the modules none of whose parameters ever had a gradient, with True if it was recorded as zero."""
+    table = evidence.parameters
+    found: dict[str, list[float]] = {}
+    for each in evidence.tensors:
+        largest = 0.0 if each.gradient is None else float(table.column(each.gradient, "rms")[0].max(initial=0.0))
+        records = len(table.column(each.site, "rms")[0])
+        found.setdefault(each.site.name, []).append(np.inf if records < 2 else largest)
+    recorded = {each.site.name for each in evidence.tensors if each.gradient is not None}
+    return {name: name in recorded for name, largest in found.items() if max(largest) == 0.0}
+
+
+def _trains(evidence: Evidence) -> bool:
+    """Return True if some parameter has a gradient."""
+    return any(each.gradient is not None for each in evidence.tensors)
+
+
+def _unused(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    called = {site.name for site in evidence.activations.places}
+    if not called or not _trains(evidence):
+        return
+    names = [name for name, zero in without_gradient(evidence).items() if name not in called and not zero]
+    # A module whose parameters a function uses without a call has a gradient, so it is not among them.
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    for group in groups.values():
+        site = Site(group[0], "")
+        verdict = f"{group[0]} is never called, so its parameters are not trained"
+        found = rule.found(evidence, evidence.parameters, site, verdict)
+        yield replace(found, others=tuple(group[1:]))
+
+
+def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding for each place at which the gradient stops."""
+    called = {site.name for site in evidence.activations.places}
+    lost = {name: zero for name, zero in without_gradient(evidence).items() if not called or name in called}
+    if not lost or not _trains(evidence):
+        return
+    wiring = evidence.wiring
+    frontiers: dict[str, list[str]] = {}
+    for name in lost:
+        frontiers.setdefault(_frontier(evidence, name), []).append(name)
+    for frontier, names in frontiers.items():
+        after = wiring.outputs.get(frontier, ())
+        towards = f" from {after[0]}" if after else ""
+        what = "a gradient of zero" if lost[names[0]] else "no gradient"
+        count = f"{len(names)} modules with parameters get {what}" if len(names) > 1 else f"{names[0]} gets {what}"
+        verdict = f"{count}: the gradient{towards} stops at {frontier}"
+        site = next((each for each in evidence.activations.places if each.name == frontier), Site(frontier, ""))
+        found = rule.found(evidence, evidence.parameters, Site(site.name, ""), verdict, modules=len(names))
+        yield replace(found, others=tuple(each for each in names if each != frontier))
+
+
+def _frontier(evidence: Evidence, name: str) -> str:
+    """Return the last module behind this one, along the edges, whose output gets no gradient either."""
+    table, wiring = evidence.gradients, evidence.wiring
+    if not len(table):
+        return name
+    middle = evidence.medians(table, "rms")
+    reached = {site.name for site, rms in middle.items() if rms > 0}
+    behind = [each for each in wiring.downstream(name) if each not in reached]
+    # Only modules that are connected through modules without a gradient, such as a pooling between two layers.
+    connected, todo = {name}, [name]
+    while todo:
+        for each in wiring.outputs.get(todo.pop(), ()):
+            if each in behind and each not in connected:
+                connected.add(each)
+                todo.append(each)
+    return max(connected, key=lambda each: wiring.order.get(each, -1))
+
+
+def _depth(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table = evidence.gradients
+    norms = gradient_norms(table)
+    if len(norms) < 6 or len(table) < rule.persistence:
+        return
+    order = sorted(norms, key=lambda site: evidence.wiring.order.get(site.name, 0))
+    logs = np.log10([norms[site] for site in order])
+    quarter = max(2, len(logs) // 4)
+    rise = float(logs[:quarter].mean() - logs[-quarter:].mean())
+    correlation = _rank_correlation(logs)
+    decades = rule.thresholds["decades"]
+    sign = np.sign(decades)
+    if sign * rise < abs(decades) or -sign * correlation < rule.thresholds["correlation"]:
+        return
+    steps = logs[:-1] - logs[1:]
+    worst = int(np.argmax(sign * steps))
+    single = sign * steps[worst] > 0.6 * abs(rise)
+    site = order[worst + 1] if single else order[0]
+    how = "shrink" if sign < 0 else "grow"
+    verdict = f"gradients {how} {10 ** abs(rise):.2g}-fold from the last to the first modules"
+    if single:
+        verdict += f", most of it in {site.name}"
+    else:
+        verdict += f", down to {site.name}" if sign < 0 else f", up to {site.name}"
+    yield rule.found(evidence, table, site, verdict, statistic="rms", decades=rise, correlation=correlation)
+
+
+def gradient_norms(table: Table) -> dict[Site, float]:
+    """Return the median L2 norm of each gradient.
+
+    The norm does not depend on the resolution of a feature map, while the rms does.
+    """
+    norms = table.get("rms") * np.sqrt(table.get("count"))
+    found = {}
+    for place, site in enumerate(table.places):
+        known = norms[:, place][norms[:, place] > 0]
+        if len(known) and site.path == "out":
+            found[site] = float(np.median(known))
+    return found
+
+
+def _rank_correlation(values: Floats) -> float:
+    ranks = values.argsort().argsort()
+    return float(np.corrcoef(np.arange(len(values)), ranks)[0, 1])
+
+
+def _underflow(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table = evidence.gradients
+    for site in table.places:
+        dtype = table.dtypes[table.places[site]] or ""
+        if dtype != "float16":
+            continue
+        shares = []
+        for histogram in table.histograms(site):
+            middles = (histogram.edges[1:] + histogram.edges[:-1]) / 2
+            below = histogram.counts[np.abs(middles) < _SMALLEST_NORMAL[dtype]].sum()
+            shares.append(float(below) / max(histogram.count, 1))
+        zeros, _ = table.column(site, "zero_fraction")
+        high = max(np.abs([table.column(site, name)[0][-1:] for name in ("min", "max")]).max(initial=0.0), 0.0)
+        if (
+            len(shares) >= rule.persistence
+            and min(shares) > rule.thresholds["share"]
+            and high < rule.thresholds["largest"]
+        ):
+            verdict = (
+                f"{shares[-1]:.0%} of the gradient of {site.name} is below the smallest normal {dtype}, "
+                f"{zeros[-1]:.0%} is zero"
+            )
+            yield rule.found(evidence, table, site, verdict, statistic="zero_fraction", share=shares[-1], largest=high)
+
+
+def _spike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table = evidence.parameters
+    sites = [each.gradient for each in evidence.tensors if each.gradient is not None]
+    if not sites:
+        return
+    places = [table.places[site] for site in sites]
+    squares = table.get("rms")[:, places] ** 2 * table.get("count")[:, places]
+    norms = np.sqrt(np.nansum(squares, axis=1))
+    earlier = int(rule.thresholds["records"])
+    for row in range(earlier, len(norms)):
+        past = norms[row - earlier : row]
+        factor = rule.thresholds["factor"]
+        if norms[row] > factor * np.median(past) > 0 and norms[row] > 0.5 * factor * past.max():
+            largest = sites[int(np.nanargmax(squares[row]))]
+            verdict = (
+                f"the norm of all gradients is {norms[row] / np.median(past):.3g} × its median at step "
+                f"{table.steps[row]}, most of it in {largest.name}"
+            )
+            found = rule.found(
+                evidence, table, largest, verdict, statistic="rms", since=table.steps[row], norm=norms[row]
+            )
+            yield replace(found, last_step=table.steps[row], records=1)
+            return
+
+
+_GRADIENT_CONSEQUENCES = {
+    "does-not-move": ("any",),
+    "updates-lost": ("upstream", "same"),
+    "barely-moves": ("any",),
+    "unlike-siblings": ("any",),
+}
+
+RULES = (
+    Rule(
+        name="unused-parameter",
+        severity="warning",
+        statistic="gradients of a module's parameters",
+        thresholds={"records": 2},
+        persistence=2,
+        usual="every parameter of the optimizer has a gradient",
+        why="The module is not used in forward, or a condition never chooses it.",
+        next="Call the module in forward, or remove it; DDP would stop with an error.",
+        false_alarms="Branches that are chosen rarely, if no recorded step chooses them.",
+        examine=_unused,
+        explains={"unused-parameter": ("any",), "does-not-move": ("same",)},
+    ),
+    Rule(
+        name="gradient-stops",
+        severity="warning",
+        statistic="gradients of parameters: none, or zero in every record",
+        thresholds={"records": 2},
+        persistence=2,
+        usual="every called module with parameters in the optimizer has a gradient",
+        why="A detach(), a torch.no_grad(), a conversion to numbers, or a factor of zero after the module.",
+        next="Look at the code between this module and the one after it.",
+        false_alarms="Parts that are trained later on purpose. Frozen parameters do not count.",
+        examine=_stops,
+        explains={**_GRADIENT_CONSEQUENCES, "dead-output": ("downstream",), "weight-drift": ("upstream", "same")},
+    ),
+    Rule(
+        name="vanishing-gradient",
+        severity="warning",
+        statistic="log10 of the L2 norm of the gradients of outputs, first minus last quarter of the modules",
+        thresholds={"decades": -3.5, "correlation": 0.8},
+        persistence=2,
+        usual="-1.2 to 0.6",
+        why="Saturating activations, small weights, or too many layers without residual connections.",
+        next="Use residual connections, normalization, ReLU, or an initialization that suits the activation.",
+        false_alarms="A head with its own loss.",
+        examine=_depth,
+        explains={**_GRADIENT_CONSEQUENCES, "saturation": ("any",), "block-trend": ("any",), "weight-drift": ("any",)},
+    ),
+    Rule(
+        name="exploding-gradient",
+        severity="warning",
+        statistic="log10 of the L2 norm of the gradients of outputs, first minus last quarter of the modules",
+        thresholds={"decades": 2.5, "correlation": 0.6},
+        persistence=2,
+        usual="-1.2 to 0.6",
+        why="Weights that are too large in many layers.",
+        next="Use an initialization that keeps the variance, normalization, and gradient clipping.",
+        false_alarms="Pretrained models with a new head.",
+        examine=_depth,
+        explains={**_GRADIENT_CONSEQUENCES, "block-trend": ("any",), "scale-jump": ("any",)},
+    ),
+    Rule(
+        name="low-precision",
+        severity="warning",
+        statistic="share of a float16 gradient below the smallest normal number",
+        thresholds={"share": 0.5, "largest": 1e-3},
+        persistence=2,
+        usual="0 to 0.2",
+        why="The loss is too small for float16, or its scaling is switched off.",
+        next="Use precision='16-mixed', which scales the loss, or 'bf16-mixed'.",
+        false_alarms="Sparse gradients with some large values.",
+        examine=_underflow,
+        explains={**_GRADIENT_CONSEQUENCES, "low-precision": ("any",), "gradient-stops": ("any",)},
+    ),
+    Rule(
+        name="gradient-spike",
+        severity="warning",
+        statistic="norm of all recorded gradients, against the median of the five records before",
+        thresholds={"factor": 20.0, "records": 5},
+        persistence=0,
+        usual="at most 6",
+        why="An unusual batch, or a learning rate at the edge of stability.",
+        next="Look at the batch of this step; clip gradients.",
+        false_alarms="The first five records do not count.",
+        examine=_spike,
+        explains={},
+    ),
+)

@@ -1,0 +1,202 @@
+"""Rules that compare modules of equal structure with each other, and training with validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_recorder.insight.backward import gradient_norms
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.table import Floats, Table
+from lightning_recorder.insight.wiring import families
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES"]
+
+
+def _sibling_values(evidence: Evidence) -> Iterator[tuple[Table, str, str, dict[Site, float]]]:
+    """Yield the statistics in which siblings are compared: table, statistic, words, and a value for each site."""
+    weights = {each.site for each in evidence.weights}
+    activations, parameters = evidence.activations, evidence.parameters
+    yield activations, "rms", "rms of the output", _outputs(evidence.medians(activations, "rms"))
+    yield evidence.gradients, "rms", "norm of the gradient", gradient_norms(evidence.gradients)
+    first = {site: parameters.column(site, "rms")[0] for site in weights}
+    yield parameters, "rms", "rms of the weight", {site: float(found[0]) for site, found in first.items() if len(found)}
+    ratios = evidence.medians(parameters, "update_ratio")
+    yield parameters, "update_ratio", "relative update", {site: ratios[site] for site in weights}
+
+
+def _outputs(values: Mapping[Site, float]) -> dict[Site, float]:
+    return {site: value for site, value in values.items() if site.path == "out"}
+
+
+def _families(table: Table, values: Mapping[Site, float], fewest: int) -> Iterator[list[Site]]:
+    by_path: dict[str, dict[str, object]] = {}
+    for site in values:
+        by_path.setdefault(site.path, {})[site.name] = table.shapes[table.places[site]]
+    for path, keys in by_path.items():
+        for names in families(keys, fewest):
+            yield [Site(name, path) for name in names]
+
+
+def _unlike(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    seen: dict[Site, list[Finding]] = {}
+    for table, statistic, words, values in _sibling_values(evidence):
+        for group in _families(table, values, int(rule.thresholds["fewest"])):
+            for site, value, others in _outliers(rule, values, group):
+                factor = value / float(np.median(others))
+                verdict = (
+                    f"the {words} of {site.name} is {value:.3g}, {factor:.3g} × the median of {len(others)} equal "
+                    f"modules ({others.min():.3g} to {others.max():.3g})"
+                )
+                found = rule.found(evidence, table, site, verdict, statistic=statistic, value=value, factor=factor)
+                seen.setdefault(site, []).append(found)
+    for several in seen.values():
+        yield max(several, key=lambda each: abs(np.log(each.numbers["factor"])))
+
+
+def _outliers(rule: Rule, values: Mapping[Site, float], group: list[Site]) -> Iterator[tuple[Site, float, Floats]]:
+    for place, site in enumerate(group):
+        others = np.array([values[each] for each in group if each != site])
+        value = values[site]
+        if not (value > 0 and np.isfinite(others).all() and (others > 0).all()):
+            continue
+        # The first and the last block have other neighbors, so more is normal there.
+        at_the_end = rule.thresholds["at_the_end"] if place in (0, len(group) - 1) else 1.0
+        middle, limit = float(np.median(others)), rule.thresholds["factor"] * at_the_end
+        margin = rule.thresholds["margin"] * at_the_end
+        if (value > limit * middle and value > margin * others.max()) or (
+            value * limit < middle and value * margin < others.min()
+        ):
+            yield site, value, others
+
+
+def _trend(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    for table, statistic, words, values in list(_sibling_values(evidence))[:2]:
+        best: tuple[float, list[Site]] | None = None
+        for group in _families(table, values, int(rule.thresholds["fewest"])):
+            logs = np.log([values[site] if values[site] > 0 else np.nan for site in group])
+            steps = np.diff(logs)
+            if not np.isfinite(logs).all():
+                continue
+            each = np.log(rule.thresholds["each"])
+            total = abs(float(logs[-1] - logs[0]))
+            is_trend = bool((steps > each).all() or (steps < -each).all())
+            if is_trend and total > np.log(rule.thresholds["total"]) and (best is None or total > best[0]):
+                best = (total, group)
+        if best is not None:
+            group = best[1]
+            first, last = values[group[0]], values[group[-1]]
+            verdict = (
+                f"the {words} changes from block to block, from {first:.3g} in {group[0].name} to {last:.3g} in "
+                f"{group[-1].name}"
+            )
+            found = rule.found(evidence, table, group[-1], verdict, statistic=statistic, first=first, last=last)
+            blocks = _blocks([site.name for site in group])
+            yield replace(found, module=blocks[-1], others=tuple(blocks[:-1]))
+            return
+
+
+def _blocks(names: list[str]) -> list[str]:
+    """Return the names of the blocks that modules at the same place of them belong to."""
+    parts = [name.split(".") for name in names]
+    place = next(place for place, each in enumerate(zip(*parts, strict=True)) if len(set(each)) > 1)
+    return [".".join(each[: place + 1]) for each in parts]
+
+
+def _train_differs(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    train, validation = evidence.activations, evidence.validation
+    if not len(train) or not len(validation) or validation.steps[-1] < rule.thresholds["steps"]:
+        return
+    last = validation.steps[-1]
+    pairs = {
+        site.name: (site, pair)
+        for site in validation.places
+        if site in train.places and site.path == "out" and (pair := _pair(rule, evidence, site, last)) is not None
+    }
+    for name, (site, (here, there, apart)) in pairs.items():
+        kind = evidence.type_of(name)
+        limit = rule.thresholds["batchnorm" if "BatchNorm" in kind else "factor"]
+        before = max((pairs[each][1][2] for each in evidence.wiring.inputs.get(name, ()) if each in pairs), default=0.0)
+        is_first = before < min(np.log(1.3), apart / 2)
+        if apart > np.log(limit) and is_first and "Dropout" not in kind:
+            verdict = (
+                f"the output of {name} has rms {here:.3g} in training and {there:.3g} in validation at step {last}"
+            )
+            yield rule.found(evidence, train, site, verdict, statistic="rms", train=here, validation=there)
+            return
+
+
+def _pair(rule: Rule, evidence: Evidence, site: Site, last: int) -> tuple[float, float, float] | None:
+    """Return the rms in training, that in validation, and the distance of their logarithms.
+
+    The change between the two nearest records of training, extrapolated to the step of the validation, is subtracted
+    from the distance. None if the training was not recorded near that step.
+    """
+    values, steps = evidence.activations.column(site, "rms")
+    others, at = evidence.validation.column(site, "rms")
+    near = np.argsort(np.abs(steps - last))[:2]
+    if len(near) < 2 or not len(others) or at[-1] != last or not min(others[-1], *values[near]) > 0:
+        return None
+    gap = abs(int(steps[near[0]]) - last)
+    if gap > rule.thresholds["gap"] * last:
+        return None
+    change = abs(float(np.log(values[near[0]] / values[near[1]])))
+    drift = change * max(gap / abs(int(steps[near[0]] - steps[near[1]])), 1.0)
+    here, there = float(values[near[0]]), float(others[-1])
+    return here, there, abs(float(np.log(here / there))) - drift
+
+
+RULES = (
+    Rule(
+        name="block-trend",
+        severity="warning",
+        statistic="a statistic that grows or shrinks from each block to the next",
+        thresholds={"fewest": 4, "total": 30.0, "each": 1.6},
+        persistence=0,
+        usual="within a factor of 10 over all blocks",
+        why="A wrong factor in a residual connection, or an initialization that does not keep the variance.",
+        next="Look at the residual connections and at the scale of each branch.",
+        false_alarms="Pre-norm transformers grow slowly, by less than 1.6 from each block to the next.",
+        examine=_trend,
+        explains=dict.fromkeys(
+            (
+                "unlike-siblings",
+                "scale-jump",
+                "vanishing-gradient",
+                "exploding-gradient",
+                "attention-collapse",
+                "saturation",
+            ),
+            ("any",),
+        ),
+    ),
+    Rule(
+        name="unlike-siblings",
+        severity="warning",
+        statistic="a statistic of one of several modules at the same place of repeated blocks, against the others",
+        thresholds={"fewest": 4, "factor": 8.0, "margin": 4.0, "at_the_end": 3.0},
+        persistence=0,
+        usual="within a factor of 4 of the others",
+        why="This block is initialized, loaded, wired or trained in another way than the others.",
+        next="Compare the code and the state of this block with those of the others.",
+        false_alarms="The first and the last block need three times as much.",
+        examine=_unlike,
+        explains={"unlike-siblings": ("any",)},
+    ),
+    Rule(
+        name="train-differs",
+        severity="warning",
+        statistic="rms of the output in training, against validation, at the first module where they part",
+        thresholds={"batchnorm": 1.3, "factor": 2.0, "steps": 40, "gap": 0.25},
+        persistence=0,
+        usual="0.9 to 1.1 without dropout",
+        why="BatchNorm whose running statistics do not follow, or validation data that are processed in another way.",
+        next="Look at momentum and running statistics of the module, and at the transforms of both data sets.",
+        false_alarms="Dropout; outputs that still grow; trainings that were not recorded near the validation.",
+        examine=_train_differs,
+    ),
+)

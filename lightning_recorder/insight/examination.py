@@ -1,0 +1,162 @@
+"""The engine: it is fed one record at a time and gives the ranked findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lightning_recorder.graph.model import Graph
+from lightning_recorder.insight import backward, comparisons, finiteness, forward, optimization
+from lightning_recorder.insight.finding import SEVERITIES, Finding
+from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.table import SiteRecords, Table
+from lightning_recorder.insight.wiring import Wiring
+
+__all__ = ["RULES", "Examination"]
+
+RULES: tuple[Rule, ...] = (
+    *finiteness.RULES,
+    *(rule for part in (optimization, backward, forward, comparisons) for rule in part.RULES),
+)
+"""All rules."""
+
+# From causes to symptoms: the first of several findings of equal severity is the one that is named first.
+_ORDER = (
+    "non-finite",
+    "not-in-optimizer",
+    "weights-too-large",
+    "input-scale",
+    "learning-rate-outlier",
+    "constant-weight",
+    "dead-output",
+    "unused-parameter",
+    "gradient-stops",
+    "low-precision",
+    "updates-lost",
+    "frozen",
+    "sudden-change",
+    "norm-ineffective",
+    "saturation",
+    "weight-drift",
+    "vanishing-gradient",
+    "exploding-gradient",
+    "does-not-move",
+    "block-trend",
+    "attention-collapse",
+    "unlike-siblings",
+    "train-differs",
+    "scale-jump",
+    "barely-moves",
+    "gradient-spike",
+)
+
+
+class Examination:
+    """Collects the records of a run and derives the findings.
+
+    During a run, records are added as they are written; afterwards, they are read from the files. Both give the same
+    findings, because the rules only see what was added.
+
+    Args:
+        graph: The recorded graph, for the classes of the modules and their edges.
+        coverage: The contents of ``receipt.json``.
+        types: The class names of the modules, in addition to those in the graph.
+        rules: The rules.
+
+    Note:
+        Memory is bounded: at most 512 records of each kind of tensor are kept, 80 bytes per site and record.
+    """
+
+    def __init__(
+        self,
+        graph: Graph | None = None,
+        coverage: Mapping[str, Any] | None = None,
+        *,
+        types: Mapping[str, str] | None = None,
+        rules: Sequence[Rule] = RULES,
+    ) -> None:
+        self.graph = graph
+        self.coverage = coverage or {}
+        self.types = types or {}
+        self.rules = tuple(rules)
+        self._tables: dict[tuple[str, str], Table] = {}
+
+    def add(self, record: SiteRecords) -> None:
+        """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
+        self._tables.setdefault((record.group, record.stage), Table()).add(record)
+
+    def evidence(self) -> Evidence:
+        """Return the evidence so far."""
+        activations, gradients, parameters = (
+            self._tables.get((group, "train"), Table()) for group in ("activations", "gradients", "parameters")
+        )
+        names = [site.name for table in (activations, gradients, parameters) for site in table.places]
+        return Evidence(
+            activations=activations,
+            gradients=gradients,
+            parameters=parameters,
+            validation=self._tables.get(("activations", "validate"), Table()),
+            wiring=Wiring(names, self.graph, self.types),
+            coverage=self.coverage,
+        )
+
+    def findings(self) -> list[Finding]:
+        """Return the findings so far: causes first, consequences merged into them."""
+        evidence = self.evidence()
+        bad = finiteness.first_bad_step(evidence)
+        found: list[Finding] = []
+        whole = evidence
+        if bad is not None:
+            # After a NaN every other statistic is a consequence of it.
+            evidence = evidence.before(bad)
+        # Infinite and zero statistics occur; comparisons with the resulting NaN are false.
+        with np.errstate(all="ignore"):
+            for rule in self.rules:
+                found += rule.examine(rule, whole if rule.name == "non-finite" else evidence)
+        return _merged(sorted(found, key=lambda each: _rank(each, evidence)), self.rules, evidence)
+
+
+def _rank(finding: Finding, evidence: Evidence) -> tuple[int, int, int]:
+    order = evidence.wiring.order.get(finding.module, -1)
+    place = _ORDER.index(finding.rule) if finding.rule in _ORDER else len(_ORDER)
+    return SEVERITIES.index(finding.severity), place, order
+
+
+def _merged(found: list[Finding], rules: Sequence[Rule], evidence: Evidence) -> list[Finding]:
+    """Merge findings that an earlier finding explains into it."""
+    explains = {rule.name: rule.explains for rule in rules}
+    kept: list[Finding] = []
+    for each in found:
+        cause = next((place for place, one in enumerate(kept) if _explains(one, each, explains, evidence)), None)
+        if cause is None:
+            kept.append(each)
+        else:
+            kept[cause] = _with(kept[cause], each)
+    return kept
+
+
+def _explains(cause: Finding, effect: Finding, explains: Mapping[str, Mapping[str, Any]], evidence: Evidence) -> bool:
+    where = explains.get(cause.rule, {}).get(effect.rule, ())
+    if not where or (cause.is_note and not effect.is_note):
+        return False
+    if "any" in where or not cause.module:
+        return True
+    wiring = evidence.wiring
+    # A zero stops the gradients of the factors that it is multiplied with.
+    partners = {name for consumer in wiring.outputs.get(cause.module, ()) for name in wiring.inputs[consumer]}
+    return (
+        ("same" in where and (effect.module == cause.module or effect.module in cause.others))
+        or ("upstream" in where and effect.module in wiring.upstream(cause.module) | partners)
+        or ("downstream" in where and effect.module in wiring.downstream(cause.module))
+    )
+
+
+def _with(cause: Finding, effect: Finding) -> Finding:
+    others = dict.fromkeys([*cause.others, effect.module, *effect.others])
+    others.pop(cause.module, None)
+    others.pop("", None)
+    rules = dict.fromkeys([*cause.consequences, *([effect.rule] if effect.rule != cause.rule else [])])
+    return replace(cause, others=tuple(others), consequences=tuple(rules))

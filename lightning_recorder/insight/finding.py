@@ -1,0 +1,142 @@
+"""Findings: what is wrong in a run, with the numbers that show it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lightning_recorder.errors import ArgumentError
+
+__all__ = ["FINDINGS_FORMAT", "SEVERITIES", "Finding", "Severity", "Trace", "findings_from_json", "findings_to_json"]
+
+FINDINGS_FORMAT = "lightning_recorder.findings/1"
+"""The format of ``findings.json``. A reader of version 1 ignores keys that it does not know."""
+
+Severity = Literal["critical", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
+"""The severities, the worst first. A note describes something that is usually intended, so a run is healthy with it."""
+
+_NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The statistic that a finding is about, over the steps.
+
+    Args:
+        recorder: The label of the recorder.
+        statistic: The name of the statistic.
+        steps: The recorded steps, at most 60 of them.
+        values: The value at each step.
+    """
+
+    recorder: str
+    statistic: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, and its likely cause.
+
+    Args:
+        rule: The name of the rule, such as ``"dead-output"``.
+        severity: ``"critical"``, ``"warning"`` or ``"note"``.
+        module: The name of the module at fault; ``""`` for the whole model.
+        path: The path of the tensor in the module, as in a :class:`~lightning_recorder.taps.Site`; may be empty.
+        first_step: The first step at which it was recorded.
+        last_step: The last step at which it was recorded.
+        records: The number of records that show it.
+        verdict: What is wrong, in one sentence.
+        why: The usual cause.
+        next: What to look at and what to try.
+        usual: The values of the same statistic in healthy runs.
+        numbers: The values that the rule compared, by name.
+        others: Further modules with the same finding, or whose own findings follow from it.
+        consequences: The names of the rules that found consequences of it.
+        trace: The statistic over time, if the finding is about one.
+    """
+
+    rule: str
+    severity: Severity
+    module: str
+    path: str
+    first_step: int
+    last_step: int
+    records: int
+    verdict: str
+    why: str
+    next: str
+    usual: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    consequences: tuple[str, ...] = ()
+    trace: Trace | None = None
+
+    @property
+    def is_note(self) -> bool:
+        """True if the finding does not make a run unhealthy."""
+        return self.severity == "note"
+
+    @property
+    def line(self) -> str:
+        """The finding in one line."""
+        more = f" ({len(self.others)} more modules are affected)" if len(self.others) > 1 else ""
+        return f"{self.severity}: {self.verdict}{more}"
+
+
+def findings_to_json(findings: list[Finding]) -> dict[str, Any]:
+    """Return findings as JSON values, the contents of ``findings.json``.
+
+    The keys are ``format``, ``healthy`` (false if there is a finding that is no note), and ``findings``: a ranked list
+    with the fields of :class:`Finding`. NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``, as in
+    record files.
+
+    Example:
+        >>> findings_to_json([])
+        {'format': 'lightning_recorder.findings/1', 'healthy': True, 'findings': []}
+    """
+    plain = [_plain(asdict(each)) for each in findings]
+    return {"format": FINDINGS_FORMAT, "healthy": all(each.is_note for each in findings), "findings": plain}
+
+
+def findings_from_json(data: Any) -> list[Finding]:
+    """Return the findings for the output of :func:`findings_to_json`.
+
+    Raises:
+        ArgumentError: If the data has another format.
+    """
+    if not isinstance(data, Mapping) or data.get("format") != FINDINGS_FORMAT:
+        raise ArgumentError(f"expected findings of the format {FINDINGS_FORMAT!r}")
+    try:
+        return [_finding(each) for each in data["findings"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArgumentError(f"these are no findings written by lightning_recorder: {error!r}") from error
+
+
+def _finding(data: Mapping[str, Any]) -> Finding:
+    known = {key: value for key, value in data.items() if key in Finding.__dataclass_fields__}
+    known["numbers"] = {name: _number(value) for name, value in data["numbers"].items()}
+    known["others"], known["consequences"] = tuple(data["others"]), tuple(data["consequences"])
+    trace = data["trace"]
+    if trace is not None:
+        values = tuple(map(_number, trace["values"]))
+        known["trace"] = Trace(trace["recorder"], trace["statistic"], tuple(trace["steps"]), values)
+    return Finding(**known)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value
+
+
+def _number(value: Any) -> float:
+    return _NAMES[value] if isinstance(value, str) else float(value)

@@ -1,0 +1,189 @@
+"""The rule about values that are not finite: where the first one arose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.table import Floats, Table
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES", "first_bad_step"]
+
+# They return what they are given, so a NaN in their output came from elsewhere if there is another candidate.
+_PASSIVE = ("ReLU", "Dropout", "Identity", "Flatten", "Dropout1d", "Dropout2d", "LeakyReLU", "GELU", "SiLU", "Tanh")
+
+
+def first_bad_step(evidence: Evidence) -> int | None:
+    """Return the first recorded step of training with a NaN; None if all values are numbers or infinities."""
+    tables = (evidence.activations, evidence.gradients, evidence.parameters)
+    return min((step for table in tables for step in _nan_steps(table)), default=None)
+
+
+def _does_harm(evidence: Evidence, step: int) -> bool:
+    """Return False if two later records have finite gradients and parameters, so that only outputs had a NaN."""
+    table = evidence.parameters
+    later = [each for each in table.steps if each > step]
+    return len(later) < 2 or any(_nan_steps(each) for each in (table, evidence.gradients))
+
+
+def _nan_steps(table: Table) -> list[int]:
+    return [step for step, bad in zip(table.steps, _rows_with(table, "nan_count").tolist(), strict=True) if bad]
+
+
+def _rows_with(table: Table, statistic: str) -> NDArray[np.bool_]:
+    """Return True for each row in which some site has a count above zero, ``[steps]``."""
+    counts: Floats = np.nan_to_num(table.get(statistic))
+    found: NDArray[np.bool_] = counts.max(axis=1, initial=0.0) > 0
+    return found
+
+
+def _bad(table: Table, step: int) -> dict[Site, float]:
+    """Return the number of values that are not finite at each site with any, at a step."""
+    if step not in table.steps:
+        return {}
+    row = table.steps.index(step)
+    counts: Floats = np.nan_to_num(table.get("nan_count")[row]) + np.nan_to_num(table.get("inf_count")[row])
+    return {site: count for site, count in zip(table.places, counts.tolist(), strict=True) if count > 0}
+
+
+def _examine(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    step = first_bad_step(evidence)
+    if step is not None:
+        found = _first(rule, evidence, step)
+        yield found if _does_harm(evidence, step) else replace(found, severity="warning")
+        return
+    # Infinities alone, such as those of a mask, do no harm.
+    for table, what in ((evidence.activations, "output"), (evidence.gradients, "gradient")):
+        rows = _rows_with(table, "inf_count")
+        if rows.any():
+            step = table.steps[int(rows.argmax())]
+            site = next(iter(_bad(table, step)))
+            verdict = f"the {what} of {_named(site)} has infinities from step {step} on, and no NaN follows"
+            found = rule.found(evidence, table, site, verdict, statistic="inf_count", since=step)
+            yield replace(found, severity="note", why="Usually a mask of minus infinity before a softmax.")
+            return
+
+
+def _first(rule: Rule, evidence: Evidence, step: int) -> Finding:
+    values = [each.site for each in evidence.tensors]
+    bad = _bad(evidence.parameters, step)
+    spoiled = [site for site in values if site in bad]
+    if spoiled:
+        return _from_parameters(rule, evidence, step, spoiled)
+    if outputs := _bad(evidence.activations, step):
+        site, fed = _origin(evidence, list(outputs))
+        total = outputs[site]
+        where = f"the output of {_named(site)} has {total:.0f} values that are not finite at step {step}"
+        clean = f"; its inputs ({', '.join(fed)}) are finite" if fed else ""
+        table = evidence.activations
+        return rule.found(
+            evidence, table, site, f"{where}{clean}", statistic="nan_count", since=step, values=total, forward=1
+        )
+    if gradients := _bad(evidence.gradients, step):
+        return _from_backward(rule, evidence, step, gradients)
+    site = next(iter(bad))
+    verdict = f"{site.path} of {site.name or '(root)'} has {bad[site]:.0f} values that are not finite at step {step}"
+    return rule.found(evidence, evidence.parameters, site, verdict, statistic="nan_count", since=step, values=bad[site])
+
+
+def _from_parameters(rule: Rule, evidence: Evidence, step: int, spoiled: list[Site]) -> Finding:
+    table = evidence.parameters
+    row = table.steps.index(step)
+    before = table.steps[row - 1] if row else None
+    since = "at the first record" if before is None else f"between the steps {before} and {step}"
+    count = f"{len(spoiled)} of {len(evidence.tensors)} parameters"
+    if not row:
+        verdict = f"{count} are not finite {since}, {spoiled[0].path} of {spoiled[0].name} first"
+    else:
+        verdict = f"a value that is not finite arose {since}: at step {step}, {count} have one"
+    few = len(spoiled) < len(evidence.tensors)
+    site = spoiled[0] if few else Site("", "")
+    found = rule.found(evidence, table, site, verdict, statistic="nan_count", since=step)
+    low = 0 if before is None else before
+    again = f"Record every step from {low} to {step} to name the module: every_n_train_steps=1"
+    return replace(found, next=f"{again}, schedule=Schedule(step_window=({low}, {step + 1})). {rule.next}")
+
+
+def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
+    """Return the site whose badness explains that of all others, and the modules that feed it.
+
+    Each call of a module is tried as the origin: the modules after it should be bad, and no others.
+    """
+    wiring, names = evidence.wiring, {site.name for site in bad}
+    recorded = {site.name for site in evidence.activations.places}
+    inside = [name for name in names if name not in wiring.order]
+    best: tuple[float, bool, int] | None = None
+    chosen = ""
+    for call, name in enumerate(wiring.calls):
+        if name in names:
+            expected = {wiring.calls[each] for each in wiring.after(call)} & recorded
+            wrong = len(expected ^ (names - set(inside)))
+            rank = (wrong, wiring.types.get(name, "") in _PASSIVE, call)
+            if best is None or rank < best:
+                best, chosen = rank, name
+    first = min(bad, key=lambda site: evidence.activations.places[site])
+    # A module that calls others, whose calls are all fine, is at fault itself; its record comes before the next call.
+    if not chosen or _is_outer(evidence, first, chosen, names):
+        return first, []
+    fed = [each for each in wiring.inputs.get(chosen, []) if each not in names and wiring.has_graph]
+    return next(site for site in bad if site.name == chosen), fed
+
+
+def _is_outer(evidence: Evidence, first: Site, chosen: str, names: set[str]) -> bool:
+    inner = [site.name for site in evidence.activations.places if site.name.startswith(f"{first.name}.")]
+    return bool(inner) and first.name != chosen and not names.intersection(inner)
+
+
+def _from_backward(rule: Rule, evidence: Evidence, step: int, bad: dict[Site, float]) -> Finding:
+    wiring, table = evidence.wiring, evidence.gradients
+    names = {site.name for site in bad}
+    row = table.steps.index(step)
+    present = ~np.isnan(table.get("count")[row])
+    finite = [site for site, there in zip(table.places, present, strict=True) if there and site not in bad]
+    # The backward pass of a module whose output has a finite gradient gave a producer a bad one.
+    guilty = [site for site in finite if names.intersection(wiring.inputs.get(site.name, ()))]
+    if guilty:
+        site = max(guilty, key=lambda each: wiring.order.get(each.name, table.places[each]))
+        fed = next(each for each in wiring.inputs[site.name] if each in names)
+        verdict = (
+            f"the backward pass of {_named(site)} makes a gradient that is not finite at step {step}: "
+            f"the gradient of its output is finite, that of its input from {fed} is not"
+        )
+    else:
+        site = max(bad, key=lambda each: wiring.order.get(each.name, table.places[each]))
+        verdict = (
+            f"the gradient of the output of {_named(site)} is not finite at step {step}: "
+            "it arose after this module, in the loss or in a function without a module"
+        )
+    return rule.found(evidence, table, site, verdict, statistic="nan_count", since=step, forward=0)
+
+
+def _named(site: Site) -> str:
+    return (site.name or "(root)") + ("" if site.path == "out" else f" ({site.path})")
+
+
+RULES = (
+    Rule(
+        name="non-finite",
+        severity="critical",
+        statistic="nan_count and inf_count of outputs, gradients and parameters",
+        thresholds={"count": 0},
+        persistence=0,
+        usual="no NaN in any record",
+        why="A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high.",
+        next=(
+            "Look at the inputs and the statistics of this module at the step before; lower the learning rate, clip "
+            "gradients, or add a small constant where the function is undefined."
+        ),
+        false_alarms=(
+            "Infinities without NaN, as in attention masks, are a note. Steps that a loss scaler skips do not count."
+        ),
+        examine=_examine,
+    ),
+)

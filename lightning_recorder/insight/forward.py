@@ -1,0 +1,439 @@
+"""Rules about module outputs: dead, saturated, collapsed, badly scaled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import Evidence, Rule
+from lightning_recorder.insight.table import Floats
+from lightning_recorder.insight.wiring import INPUT
+from lightning_recorder.reductions import Histogram
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES", "weight_gain"]
+
+_RELUS = ("ReLU", "ReLU6", "LeakyReLU", "Threshold", "RReLU")
+_BOUNDED = ("Tanh", "Hardtanh", "Softsign", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
+_GATES = ("Sigmoid", "Hardsigmoid")
+_NORMS = re.compile(r"BatchNorm\dd|GroupNorm|InstanceNorm\dd|LayerNorm|RMSNorm|SyncBatchNorm")
+
+
+def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table = evidence.activations
+    for site in table.places:
+        values, steps = table.column(site, "zero_fraction")
+        limit = rule.thresholds["zero_fraction"]
+        nearly = evidence.type_of(site.name) in _RELUS
+        if len(values) < rule.persistence or (values[-rule.persistence :] < rule.thresholds["nearly"]).any():
+            continue
+        dead = bool((values[-rule.persistence :] >= limit).all())
+        if not dead and not nearly:
+            continue
+        since = _since(values >= (limit if dead else rule.thresholds["nearly"]), steps)
+        share = "only zeros" if values[-1] == 1 else f"{values[-1]:.1%} zeros"
+        verdict = f"{site.name or '(root)'} returns {share} {_from(since, steps)}{_feed(evidence, site)}"
+        found = rule.found(
+            evidence, table, site, verdict, statistic="zero_fraction", since=since, zero_fraction=values[-1]
+        )
+        yield found if dead else replace(found, severity="note")
+
+
+def _feed(evidence: Evidence, site: Site) -> str:
+    """Describe the input of a dead ReLU, if all of it is negative."""
+    table = evidence.activations
+    for name in evidence.wiring.inputs.get(site.name, ()):
+        source = Site(name, "out")
+        if source in table.places and len(high := table.column(source, "max")[0]) and high[-1] <= 0:
+            return f": its input from {name} is at most {high[-1]:.3g}"
+    return ""
+
+
+def _since(holds: NDArray[np.bool_], steps: NDArray[np.int64]) -> int:
+    """Return the first step from which on a condition holds in all records."""
+    failing = np.flatnonzero(~holds)
+    return int(steps[failing[-1] + 1] if len(failing) else steps[0])
+
+
+def _from(since: int, steps: NDArray[np.int64]) -> str:
+    return "in every record" if since == steps[0] else f"from step {since} on"
+
+
+def _share_rule(
+    kinds: tuple[str, ...], share: Callable[[Histogram], float], text: str
+) -> Callable[[Rule, Evidence], Iterator[Finding]]:
+    """Return a rule on the share of a histogram, in the last records of modules of some classes."""
+
+    def examine(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+        table = evidence.activations
+        for site in table.places:
+            if evidence.type_of(site.name) not in kinds or not site.path.startswith("out") or site.path == "out[1]":
+                continue
+            shares = [share(each) for each in table.histograms(site)]
+            if len(shares) >= rule.persistence and min(shares) > rule.thresholds["share"]:
+                verdict = text.format(name=site.name, share=shares[-1])
+                yield rule.found(evidence, table, site, verdict, statistic="rms", share=shares[-1])
+
+    return examine
+
+
+def _middles(histogram: Histogram) -> Floats:
+    middles: Floats = (histogram.edges[1:] + histogram.edges[:-1]) / 2
+    return middles
+
+
+def _at_the_bounds(histogram: Histogram) -> float:
+    return float(histogram.counts[np.abs(_middles(histogram)) >= 0.95].sum() / max(histogram.count, 1))
+
+
+def _at_the_ends(histogram: Histogram) -> float:
+    middles = _middles(histogram)
+    return float(histogram.counts[(middles <= 0.03) | (middles >= 0.95)].sum() / max(histogram.count, 1))
+
+
+def _mass_of_large(histogram: Histogram) -> float:
+    mass = histogram.counts * _middles(histogram)
+    return float(mass[_middles(histogram) > 0.875].sum() / mass.sum()) if mass.sum() else 0.0
+
+
+def _saturated(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    text = "{share:.0%} of the outputs of {name} are at the ends of their range"
+    last = evidence.wiring.outputs
+    for found in _share_rule(_BOUNDED, _at_the_bounds, text)(rule, evidence):
+        yield found
+    for found in _share_rule(_GATES, _at_the_ends, text)(rule, evidence):
+        # A sigmoid that nothing follows is a classifier, which should be sure.
+        if not evidence.wiring.has_graph or last.get(found.module):
+            yield found
+
+
+def weight_gain(evidence: Evidence, name: str, path: str = "weight") -> float | None:
+    """Return the factor by which a layer scales independent inputs of rms 1: rms(weight) √inputs in the first record.
+
+    An embedding has one input, which is 1. None if the module has no weight of a known shape.
+    """
+    table = evidence.parameters
+    site = Site(name, path)
+    kind = evidence.type_of(name)
+    if site not in table.places:
+        return None
+    shape = table.shapes[table.places[site]] or ()
+    values, _ = table.column(site, "rms")
+    if len(shape) < 2 or not len(values):
+        return None
+    # transformers' Conv1D and transposed convolutions have the inputs first.
+    first = kind == "Conv1D" or "Transpose" in kind
+    inputs = 1 if "Embedding" in kind else shape[0] if first else int(np.prod(shape[1:]))
+    return float(values[0]) * float(np.sqrt(inputs))
+
+
+def _large_weights(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table = evidence.parameters
+    for parameter in evidence.weights:
+        name, path = parameter.site
+        gain = weight_gain(evidence, name, path) if "weight" in path else None  # other matrices are not multiplied
+        if gain is None or gain <= rule.thresholds["gain"]:
+            continue
+        verdict = f"{parameter.name} is too large for its number of inputs: it scales its input about {gain:.3g}-fold"
+        yield rule.found(evidence, table, parameter.site, verdict, statistic="rms", gain=gain)
+
+
+def _jump(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table = evidence.activations
+    middle = evidence.medians(table, "rms")
+    for site, rms in middle.items():
+        feeds = evidence.wiring.inputs.get(site.name, [])
+        before = [middle.get(Site(name, "out"), np.nan) for name in feeds]
+        is_last = evidence.wiring.has_graph and not evidence.wiring.outputs.get(site.name)  # logits may be large
+        if (
+            is_last
+            or site.path != "out"
+            or not feeds
+            or INPUT in feeds
+            or not np.isfinite(before).all()
+            or not max(before) > 0
+        ):
+            continue
+        gain = min(rms / max(before), _first_gain(evidence, site, feeds))
+        if gain > rule.thresholds["gain"] and rms > rule.thresholds["rms"]:
+            verdict = f"the output of {site.name} has rms {rms:.3g}, {gain:.3g} × that of its input from {feeds[-1]}"
+            yield rule.found(evidence, table, site, verdict, statistic="rms", rms=rms, gain=gain, input=max(before))
+
+
+def _first_gain(evidence: Evidence, site: Site, feeds: list[str]) -> float:
+    """Return the gain of the first record. A gain that is learned, for predictions in large units, begins small."""
+    first = [evidence.activations.column(each, "rms")[0][0] for each in (site, *(Site(name, "out") for name in feeds))]
+    return float(first[0] / max(first[1:])) if max(first[1:]) > 0 else np.inf
+
+
+def _input_scale(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table = evidence.activations
+    middle = evidence.medians(table, "rms")
+    for site, rms in middle.items():
+        if evidence.wiring.inputs.get(site.name) != [INPUT] and not (
+            not evidence.wiring.has_graph and table.places[site] == 0
+        ):
+            continue
+        scale = None if "Embedding" in evidence.type_of(site.name) else _input_rms(evidence, site)
+        if scale is not None and scale > rule.thresholds["rms"]:
+            verdict = f"the input of {site.name} has rms {scale:.3g}, estimated from its output and weights"
+            yield rule.found(evidence, table, site, verdict, statistic="rms", input_rms=scale, rms=rms)
+
+
+def _input_rms(evidence: Evidence, site: Site) -> float | None:
+    """Estimate the rms of the input of a layer: √(rms(output)² - rms(bias)²) / (rms(weight) √inputs), the median."""
+    table, weight, bias = evidence.parameters, Site(site.name, "weight"), Site(site.name, "bias")
+    gain = weight_gain(evidence, site.name)
+    if not gain:
+        return None
+    sizes, steps = table.column(weight, "rms")
+    offsets, at = table.column(bias, "rms") if bias in table.places else (np.zeros(len(steps)), steps)
+    outputs, seen = evidence.activations.column(site, "rms")
+    common = np.intersect1d(np.intersect1d(steps, at), seen)
+    sizes, offsets, outputs = (
+        values[np.isin(where, common)] for values, where in ((sizes, steps), (offsets, at), (outputs, seen))
+    )
+    if not len(common) or not (sizes > 0).all():
+        return None
+    inputs = np.sqrt(np.maximum(outputs**2 - offsets**2, 0)) / (sizes * gain / sizes[0])
+    return float(np.median(inputs))
+
+
+def _ineffective(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table, parameters = evidence.activations, evidence.parameters
+    for site in table.places:
+        weight = Site(site.name, "weight")
+        if not _NORMS.fullmatch(evidence.type_of(site.name)) or weight not in parameters.places or site.path != "out":
+            continue
+        low, high = _expected_rms(evidence, site.name)
+        values, at = table.column(site, "rms")
+        common, here, there = np.intersect1d(at, parameters.column(weight, "rms")[1], return_indices=True)
+        if len(common) < rule.persistence:
+            continue
+        values, low, high = (each[: len(common)] for each in (values[here], low[there], high[there]))
+        limit = rule.thresholds["ratio"]
+        if ((values > limit * high) | (values * limit < low))[-rule.persistence :].all():
+            span = f"{low[-1]:.3g}" if low[-1] == high[-1] else f"{low[-1]:.3g} to {high[-1]:.3g}"
+            verdict = f"{site.name} does not normalize: its output has rms {values[-1]:.3g}, normal is {span}"
+            yield rule.found(
+                evidence, table, site, verdict, statistic="rms", rms=values[-1], low=low[-1], high=high[-1]
+            )
+
+
+def _expected_rms(evidence: Evidence, name: str) -> tuple[Floats, Floats]:
+    """Return the smallest and the largest rms that the weight and the bias of a normalization allow, ``[records]``.
+
+    A BatchNorm normalizes each channel, so that the rms is known. A LayerNorm normalizes all features together, so that
+    features with a small weight may have all of the variance.
+    """
+    parameters = evidence.parameters
+    rms, low, high = (parameters.column(Site(name, "weight"), each)[0] for each in ("rms", "min", "max"))
+    bias = Site(name, "bias")
+    offset = parameters.column(bias, "rms")[0] if bias in parameters.places else np.zeros(len(rms))
+    if len(offset) != len(rms):
+        offset = np.full(len(rms), offset.max(initial=0.0))
+    if "LayerNorm" in evidence.type_of(name) or "RMSNorm" in evidence.type_of(name):
+        return np.maximum(low, 0) - offset, np.maximum(np.abs(low), np.abs(high)) + offset
+    expected = np.sqrt(rms**2 + offset**2)
+    return expected, expected
+
+
+def _sudden(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table = evidence.activations
+    for site in table.places:
+        if evidence.wiring.has_graph and not evidence.wiring.outputs.get(site.name):
+            continue  # logits change when a model leaves a plateau
+        values, steps = table.column(site, "rms")
+        earlier = int(rule.thresholds["records"])
+        for at in range(earlier, len(values) - rule.persistence + 1):
+            past, now = values[at - earlier : at], values[at:]
+            low, high = past.min(), past.max()
+            factor = rule.thresholds["factor"]
+            if now.min() > factor * high > 0 or (low > 0 and now.max() * factor < low):
+                ratio = np.median(now) / np.median(past)
+                verdict = f"the rms of {site.name} changes {ratio:.3g}-fold at step {steps[at]}, and stays so"
+                yield rule.found(evidence, table, site, verdict, statistic="rms", since=int(steps[at]), ratio=ratio)
+                break
+
+
+_EVERYTHING_AFTER = {"downstream", "same"}
+
+RULES = (
+    Rule(
+        name="sudden-change",
+        severity="warning",
+        statistic="rms of the output, against the four records before",
+        thresholds={"factor": 8.0, "records": 4},
+        persistence=2,
+        usual="the rms of a record is within a factor of 4 of the records before it",
+        why="The data changed, a part of the model was replaced or reloaded, or a step was far too large.",
+        next="Look at the batches and at the updates of the parameters before this step.",
+        false_alarms="The first four records, when a model leaves its initialization; modules that nothing follows.",
+        examine=_sudden,
+        explains=dict.fromkeys(
+            ("sudden-change", "scale-jump", "input-scale", "saturation", "unlike-siblings", "train-differs"),
+            ("downstream", "same", "upstream"),
+        ),
+    ),
+    Rule(
+        name="weights-too-large",
+        severity="warning",
+        statistic="rms(weight) × √(number of inputs) in the first record",
+        thresholds={"gain": 8.0},
+        persistence=0,
+        usual="0.3 to 3",
+        why="A wrong initialization: the variance of the weights does not match the number of inputs.",
+        next="Compare with torch.nn.init.kaiming_normal_ or xavier_normal_; look for a factor or a custom init.",
+        false_alarms="First layers that encode coordinates with many frequencies; they have few inputs.",
+        examine=_large_weights,
+        explains={
+            "weights-too-large": ("any",),
+            "scale-jump": _EVERYTHING_AFTER,
+            "saturation": _EVERYTHING_AFTER,
+            "attention-collapse": _EVERYTHING_AFTER,
+            "vanishing-gradient": ("any",),
+            "exploding-gradient": ("any",),
+            "block-trend": ("any",),
+            "unlike-siblings": ("any",),
+            "norm-ineffective": _EVERYTHING_AFTER,
+            "dead-output": _EVERYTHING_AFTER,
+            "weight-drift": ("any",),
+            "barely-moves": ("any",),
+            "learning-rate-outlier": ("any",),
+        },
+    ),
+    Rule(
+        name="input-scale",
+        severity="warning",
+        statistic="√(rms(output)² - rms(bias)²) / (rms(weight) √inputs) of a first layer, about the rms of its input",
+        thresholds={"rms": 20.0},
+        persistence=0,
+        usual="0.2 to 3, as of normalized data",
+        why="The inputs are not normalized, for example images from 0 to 255.",
+        next="Normalize the inputs to mean 0 and standard deviation 1, and check the scale of each feature.",
+        false_alarms="Embeddings are left out.",
+        examine=_input_scale,
+        explains=dict.fromkeys(
+            (
+                "input-scale",
+                "scale-jump",
+                "saturation",
+                "unlike-siblings",
+                "exploding-gradient",
+                "vanishing-gradient",
+                "dead-output",
+                "sudden-change",
+                "barely-moves",
+                "norm-ineffective",
+                "weight-drift",
+                "train-differs",
+            ),
+            ("any",),
+        ),
+    ),
+    Rule(
+        name="dead-output",
+        severity="warning",
+        statistic="zero_fraction of the output",
+        thresholds={"zero_fraction": 0.99, "nearly": 0.95},
+        persistence=2,
+        usual="at most 0.8, for a ReLU about 0.5",
+        why="A ReLU whose inputs are all negative, after a step that was too large or from its bias; or a factor 0.",
+        next="Look at the bias and the updates of the layer before it; lower the learning rate, or use LeakyReLU.",
+        false_alarms="Sparse gates and masks. Between 95 % and 99 % a ReLU is a note.",
+        examine=_dead,
+        explains={
+            "dead-output": _EVERYTHING_AFTER,
+            "scale-jump": ("upstream",),
+            "gradient-stops": ("upstream", "same", "downstream"),
+            "does-not-move": ("upstream", "same", "downstream"),
+            "constant-weight": ("upstream", "same"),
+            "vanishing-gradient": ("any",),
+            "exploding-gradient": ("any",),
+            "unlike-siblings": ("upstream", "same", "downstream"),
+            "weight-drift": ("any",),
+            "sudden-change": ("upstream", "same", "downstream"),
+            "barely-moves": ("any",),
+            "updates-lost": ("any",),
+            "train-differs": _EVERYTHING_AFTER,
+            "norm-ineffective": ("any",),
+            "learning-rate-outlier": ("any",),
+            "frozen": ("same",),
+        },
+    ),
+    Rule(
+        name="saturation",
+        severity="warning",
+        statistic="share of the outputs of tanh, LSTM or sigmoid at the ends of the range: |y| ≥ 0.97, or ≤ 0.03",
+        thresholds={"share": 0.4},
+        persistence=2,
+        usual="at most 0.2",
+        why="The inputs of the activation are too large, so that its derivative is almost zero.",
+        next="Scale down the weights of the layer before it, normalize its inputs, or lower the learning rate.",
+        false_alarms="A sigmoid that nothing follows is left out.",
+        examine=_saturated,
+        explains={
+            "saturation": ("any",),
+            "vanishing-gradient": ("any",),
+            "unlike-siblings": ("any",),
+            "barely-moves": ("any",),
+            "scale-jump": ("upstream", "same"),
+        },
+    ),
+    Rule(
+        name="attention-collapse",
+        severity="warning",
+        statistic="share of the mass of a softmax in entries above 0.875",
+        thresholds={"share": 0.3},
+        persistence=2,
+        usual="at most 0.2",
+        why="The scores are too large: the queries and keys are not scaled by 1/√d, or their weights grow.",
+        next="Check the scale of the scores, the initialization of query and key, or normalize both.",
+        false_alarms="Sharp heads of trained models and sequences of length 1.",
+        examine=_share_rule(
+            ("Softmax",), _mass_of_large, "{share:.0%} of the attention of {name} lies on single positions"
+        ),
+        explains={"attention-collapse": ("any",), "unlike-siblings": ("any",), "vanishing-gradient": ("upstream",)},
+    ),
+    Rule(
+        name="norm-ineffective",
+        severity="warning",
+        statistic="rms of the output of a normalization, against that of its weight and bias: √(rms(w)² + rms(b)²)",
+        thresholds={"ratio": 1.5},
+        persistence=2,
+        usual="0.9 to 1.1",
+        why="The normalization uses fixed statistics (a BatchNorm in eval mode), or its eps exceeds the variance.",
+        next="Check that the module is in train mode, its eps, and the scale of its input.",
+        false_alarms="A LayerNorm may weaken features with a large variance, so that only its range is compared.",
+        examine=_ineffective,
+        explains={
+            "norm-ineffective": ("any",),
+            "unlike-siblings": ("any",),
+            "scale-jump": _EVERYTHING_AFTER,
+            "train-differs": _EVERYTHING_AFTER,
+        },
+    ),
+    Rule(
+        name="scale-jump",
+        severity="warning",
+        statistic="rms(output) / rms(input) of a module",
+        thresholds={"gain": 8.0, "rms": 3.0},
+        persistence=2,
+        usual="at most 3",
+        why="Weights that are too large for the number of inputs.",
+        next="Check the initialization and the learning rate of this layer.",
+        false_alarms="Logits and predictions in large units: modules that nothing follows, and gains that are learned.",
+        examine=_jump,
+        explains={
+            "scale-jump": ("any",),
+            "saturation": _EVERYTHING_AFTER,
+            "unlike-siblings": ("any",),
+            "exploding-gradient": ("any",),
+        },
+    ),
+)

@@ -1,0 +1,353 @@
+"""Rules about parameters and their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_recorder.insight.backward import without_gradient
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import Evidence, Parameter, Rule, spread
+from lightning_recorder.insight.table import Floats
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES"]
+
+
+def _column(evidence: Evidence, site: Site | None, statistic: str) -> Floats:
+    return np.zeros(0) if site is None else evidence.parameters.column(site, statistic)[0]
+
+
+def _moving(evidence: Evidence) -> list[Parameter]:
+    """Return the parameters that have a gradient other than zero."""
+    lost = without_gradient(evidence)
+    return [
+        each
+        for each in evidence.tensors
+        if each.site.name not in lost and (_column(evidence, each.gradient, "rms") > 0).any()
+    ]
+
+
+def _does_not_move(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    stuck = []
+    moving = _moving(evidence)
+    for each in moving:
+        ratio = _column(evidence, each.site, "update_ratio")
+        if len(ratio) >= rule.persistence and (ratio == 0).all():
+            stuck.append(each)
+    names = list(dict.fromkeys(each.site.name for each in stuck))
+    whole = len(stuck) == len(moving)
+    stuck = [each for each in stuck if whole or len(evidence.shape(each)) >= 2]
+    if not stuck:
+        return
+    first = stuck[0]
+    dtype = evidence.parameters.dtypes[evidence.parameters.places[first.site]]
+    of = "no parameter" if whole else f"{first.name} does not"
+    moves = f"{of} moves, although gradients are not zero" if whole else f"{of} move, although its gradient is not zero"
+    verdict = f"{moves} (dtype {dtype})"
+    found = rule.found(evidence, evidence.parameters, first.site, verdict, statistic="update_ratio", update_ratio=0.0)
+    yield replace(found, others=tuple(each for each in names if each != first.site.name))
+
+
+def _barely_moves(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    ratios = {each: _column(evidence, each.site, "update_ratio") for each in evidence.weights}
+    middles = [float(np.median(each)) for each in ratios.values() if len(each) >= rule.persistence]
+    if middles and 0 < max(middles) < rule.thresholds["update_ratio"]:
+        site = evidence.weights[0].site
+        verdict = f"the weights hardly move: at most {max(middles):.2g} of their size per step"
+        yield rule.found(
+            evidence, evidence.parameters, site, verdict, statistic="update_ratio", update_ratio=max(middles)
+        )
+
+
+def _updates_lost(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    for each in evidence.weights:
+        update = _column(evidence, each.update, "zero_fraction")
+        gradient = _column(evidence, each.gradient, "zero_fraction")
+        if min(len(update), len(gradient)) < rule.persistence:
+            continue
+        lost, zero = float(np.median(update)), float(np.median(gradient))
+        if rule.thresholds["zero_fraction"] < lost and zero < 0.8 * lost:
+            dtype = evidence.parameters.dtypes[evidence.parameters.places[each.site]]
+            if dtype not in ("bfloat16", "float16"):
+                continue
+            verdict = (
+                f"{lost:.0%} of the values of {each.name} do not move, but only {zero:.0%} have no gradient ({dtype})"
+            )
+            yield rule.found(
+                evidence,
+                evidence.parameters,
+                each.update or each.site,
+                verdict,
+                statistic="zero_fraction",
+                lost=lost,
+                gradient=zero,
+            )
+
+
+def _drift(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    for each in evidence.weights:
+        values, steps = evidence.parameters.column(each.site, "rms")
+        shape = evidence.shape(each)
+        inputs = 1 if "Embedding" in evidence.type_of(each.site.name) else np.prod(shape[1:])
+        few = np.prod(shape) < rule.thresholds["numel"]
+        if len(values) < rule.persistence or few or values[0] * np.sqrt(inputs) < 0.05:
+            continue  # a layer that begins at zero has to grow, and the rms of a few values varies
+        ratio = values[-1] / values[0]
+        grows = ratio > rule.thresholds["grow"] and values[-1] * np.sqrt(inputs) > rule.thresholds["gain"]
+        if grows or (ratio < rule.thresholds["shrink"] and _is_decay(rule, evidence, each)):
+            way = "grows" if grows else "shrinks"
+            verdict = f"{each.name} {way} from rms {values[0]:.3g} to {values[-1]:.3g} in {steps[-1] - steps[0]} steps"
+            yield rule.found(
+                evidence, evidence.parameters, each.site, verdict, statistic="rms", first=values[0], last=values[-1]
+            )
+
+
+def _is_decay(rule: Rule, evidence: Evidence, each: Parameter) -> bool:
+    """Return True if most of the updates point towards zero while the weight loses half of its size.
+
+    In long trainings, weights before a normalization shrink slowly, by updates in all directions.
+    """
+    values, steps = evidence.parameters.column(each.site, "rms")
+    updates = _column(evidence, each.update, "rms")
+    if len(updates) != len(values):
+        return True  # updates are not recorded
+    end = int(np.argmax(values < 0.5 * values[0]))
+    path = np.sum(np.diff(steps[: end + 1]) * np.maximum(updates[:end], updates[1 : end + 1]))
+    return bool((values[0] - values[end]) > rule.thresholds["alignment"] * path)
+
+
+def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    adaptive = any("exp_avg_sq" in site.path for site in evidence.parameters.places)
+    compared = _step_sizes(rule, evidence, adaptive)
+    if len(compared) < rule.thresholds["fewest"]:
+        return
+    what = "its updates are" if adaptive else "the ratio of its updates to its gradients is"
+    for each, value in compared.items():
+        others = np.array([other for key, other in compared.items() if key is not each])
+        factor = value / float(np.median(others))
+        is_outlier = factor > rule.thresholds["factor"] * max(spread(others), 1.0) ** 0.5
+        sizes = _column(evidence, each.site, "update_ratio")
+        if is_outlier and value > rule.thresholds["largest"] * others.max() and _is_large(rule, sizes):
+            verdict = (
+                f"a step changes {each.name} by up to {sizes.max():.1%} of its size: {what} {factor:.3g} × the median "
+                "of the other layers"
+            )
+            yield rule.found(
+                evidence,
+                evidence.parameters,
+                each.site,
+                verdict,
+                statistic="update_ratio",
+                factor=factor,
+                update_ratio=float(np.median(sizes[1:])),
+            )
+
+
+def _step_sizes(rule: Rule, evidence: Evidence, adaptive: bool) -> dict[Parameter, float]:
+    """Return what an optimizer keeps equal: for Adam the updates, for SGD the ratio of updates and gradients."""
+    found: dict[Parameter, float] = {}
+    for each in evidence.weights:
+        update, gradient = (_column(evidence, site, "rms") for site in (each.update, each.gradient))
+        if min(len(update), len(gradient)) >= rule.persistence and np.median(gradient) > 0 and np.median(update) > 0:
+            size, slope = float(np.median(update[1:])), float(np.median(gradient[1:]))
+            if slope > 0:
+                found[each] = size if adaptive else size / slope
+    return found
+
+
+def _is_large(rule: Rule, sizes: Floats) -> bool:
+    """Return True if the relative updates are large, at the beginning or over the run."""
+    if len(sizes) < rule.persistence:
+        return False
+    return bool(np.median(sizes[1:]) > rule.thresholds["update_ratio"] or sizes[:3].max() > rule.thresholds["first"])
+
+
+def _constant(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    for each in evidence.weights:
+        values, spreads = _column(evidence, each.site, "rms"), _column(evidence, each.site, "std")
+        if len(values) < rule.persistence or np.prod(evidence.shape(each)) < 4:
+            continue
+        flat = spreads <= 1e-4 * values
+        if flat[-rule.persistence :].all():
+            what = "zero" if values[-1] == 0 else f"equal to {values[-1]:.3g}"
+            verdict = f"all values of {each.name} are {what}, so its outputs cannot differ"
+            yield rule.found(evidence, evidence.parameters, each.site, verdict, statistic="std", std=spreads[-1])
+
+
+def _not_in_optimizer(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    trained = {site.name for site in evidence.gradients.places}
+    for name, why in evidence.missing("parameters"):
+        if why.startswith("no step") and (name in trained or not trained):
+            verdict = f"{name} gets gradients, but no optimizer that stepped has its parameters"
+            yield rule.found(evidence, evidence.parameters, Site(name, ""), verdict)
+
+
+def _frozen(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    frozen = [name for name, why in evidence.missing("parameters") if why.startswith("frozen")]
+    trained = {each.site.name for each in evidence.tensors}
+    if not frozen or not trained:
+        return
+    order = evidence.wiring.order
+    frozen.sort(key=lambda name: order.get(name, -1))
+    first = min((order[name] for name in trained if name in order), default=0)
+    last = max((order[name] for name in trained if name in order), default=0)
+    # Fine-tuning freezes the first layers, or most of them.
+    inside = [name for name in frozen if first < order.get(name, -1) < last and name in order]
+    share = len(frozen) / (len(frozen) + len(trained))
+    if inside and share < rule.thresholds["share"]:
+        verdict = f"{inside[0]} is frozen, but layers before and after it are trained"
+        found = rule.found(evidence, evidence.parameters, Site(inside[0], ""), verdict, frozen=len(frozen))
+        yield replace(found, others=tuple(frozen[1:]))
+    else:
+        verdict = f"{len(frozen)} of {len(frozen) + len(trained)} modules with parameters are frozen"
+        found = rule.found(evidence, evidence.parameters, Site(frozen[0], ""), verdict, frozen=len(frozen))
+        yield replace(found, severity="note", others=tuple(frozen[1:]), why="Fine-tuning of a part of the model.")
+
+
+RULES = (
+    Rule(
+        name="not-in-optimizer",
+        severity="warning",
+        statistic="parameters that require gradients and take part in no optimizer step",
+        thresholds={},
+        persistence=0,
+        usual="none",
+        why="The list of parameters that the optimizer was given lacks this module.",
+        next="Look at configure_optimizers; pass self.parameters(), or a group for this module.",
+        false_alarms="A module that another library updates.",
+        examine=_not_in_optimizer,
+        explains={"not-in-optimizer": ("any",)},
+    ),
+    Rule(
+        name="frozen",
+        severity="warning",
+        statistic="modules none of whose parameters requires a gradient",
+        thresholds={"share": 0.34},
+        persistence=0,
+        usual="none, or the first layers in fine-tuning (a note)",
+        why="requires_grad_(False) on the wrong module, or a freeze that was not undone.",
+        next="Look for requires_grad; call requires_grad_(True) before configure_optimizers.",
+        false_alarms="Fine-tuning freezes the first layers or most layers, which is a note.",
+        examine=_frozen,
+    ),
+    Rule(
+        name="updates-lost",
+        severity="warning",
+        statistic="share of zeros in the update, against that in the gradient",
+        thresholds={"zero_fraction": 0.5},
+        persistence=2,
+        usual="0 in float32",
+        why="The updates are smaller than the precision of the weights, which are kept in 16 bits.",
+        next="Keep the weights in float32 (precision='bf16-mixed' instead of 'bf16-true'), or raise the learning rate.",
+        false_alarms="Embeddings of which a batch uses few rows: their gradient has as many zeros.",
+        examine=_updates_lost,
+        explains={
+            "updates-lost": ("any",),
+            "does-not-move": ("any",),
+            "barely-moves": ("any",),
+            "unlike-siblings": ("any",),
+        },
+    ),
+    Rule(
+        name="does-not-move",
+        severity="warning",
+        statistic="update_ratio of a parameter with a gradient",
+        thresholds={"update_ratio": 0.0},
+        persistence=2,
+        usual="1e-4 to 1e-2",
+        why="A learning rate of zero, or updates below the precision of the weights.",
+        next="Look at the learning rate of the group, at the scheduler, and at the dtype of the weights.",
+        false_alarms="A step that a warm-up begins with a rate of zero is one record only.",
+        examine=_does_not_move,
+        explains={"barely-moves": ("any",), "unlike-siblings": ("any",)},
+    ),
+    Rule(
+        name="constant-weight",
+        severity="warning",
+        statistic="std of a weight with two or more dimensions",
+        thresholds={"std": 1e-4},
+        persistence=2,
+        usual="std and rms of a weight are about equal",
+        why="A constant initialization: all units of the layer stay equal.",
+        next="Initialize with random values.",
+        false_alarms="Layers that begin at zero and leave it with the first step.",
+        examine=_constant,
+        explains={
+            "constant-weight": ("any",),
+            "unlike-siblings": ("any",),
+            "gradient-stops": ("upstream", "same"),
+            "dead-output": ("same", "downstream"),
+        },
+    ),
+    Rule(
+        name="learning-rate-outlier",
+        severity="warning",
+        statistic="rms(update) for Adam, rms(update) / rms(gradient) for SGD, against the other layers",
+        thresholds={"factor": 8.0, "largest": 3.0, "update_ratio": 0.02, "first": 0.2, "fewest": 3},
+        persistence=3,
+        usual="0.3 to 3",
+        why="The parameter group has a learning rate that is far too high.",
+        next="Look at the groups in configure_optimizers; lower the learning rate of this layer.",
+        false_alarms="A new head with ten times the rate, if its relative updates stay below 2 %.",
+        examine=_rate_outlier,
+        explains=dict.fromkeys(
+            (
+                "learning-rate-outlier",
+                "weight-drift",
+                "unlike-siblings",
+                "scale-jump",
+                "saturation",
+                "sudden-change",
+                "dead-output",
+                "train-differs",
+                "vanishing-gradient",
+                "exploding-gradient",
+            ),
+            ("any",),
+        ),
+    ),
+    Rule(
+        name="weight-drift",
+        severity="warning",
+        statistic=(
+            "rms of a weight, last against first record; for shrinking also the share of the updates that point to "
+            "zero, for growing also rms √inputs"
+        ),
+        thresholds={"shrink": 0.25, "grow": 8.0, "gain": 8.0, "alignment": 0.1, "numel": 64},
+        persistence=3,
+        usual="0.8 to 3.5",
+        why="A weight decay that is too strong (shrinks), or a learning rate that is too high (grows).",
+        next="Look at the weight decay and the learning rate of the group.",
+        false_alarms="Slow shrinking before a normalization, layers that begin near zero, weights below 64 values.",
+        examine=_drift,
+        explains=dict.fromkeys(
+            (
+                "weight-drift",
+                "unlike-siblings",
+                "vanishing-gradient",
+                "exploding-gradient",
+                "sudden-change",
+                "scale-jump",
+                "barely-moves",
+                "train-differs",
+            ),
+            ("any",),
+        ),
+    ),
+    Rule(
+        name="barely-moves",
+        severity="warning",
+        statistic="median update_ratio of the layer that moves most",
+        thresholds={"update_ratio": 1e-6},
+        persistence=3,
+        usual="1e-4 to 1e-2",
+        why="A learning rate that is far too low, or clipping to a norm that is far too small.",
+        next="Raise the learning rate; look at gradient_clip_val and the scheduler.",
+        false_alarms="The end of a schedule that goes to zero: the median over the run counts.",
+        examine=_barely_moves,
+        explains={},
+    ),
+)

@@ -1,0 +1,226 @@
+"""The records of one kind of tensor, collected one at a time in bounded memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from lightning_recorder.reductions import Histogram
+from lightning_recorder.taps import Site
+
+__all__ = ["STATISTICS", "Floats", "Observed", "SiteRecords", "Table", "no_histogram"]
+
+Floats = NDArray[np.float64]
+
+STATISTICS = (
+    "count",
+    "mean",
+    "std",
+    "rms",
+    "min",
+    "max",
+    "zero_fraction",
+    "nan_count",
+    "inf_count",
+    "update_ratio",
+)
+"""The statistics that the rules read; the columns of :attr:`SiteRecords.values`."""
+
+_NAN, _INF = STATISTICS.index("nan_count"), STATISTICS.index("inf_count")
+_MOST_ROWS = 512
+_KEPT_AT_THE_END = 64
+_WITH_HISTOGRAMS = 2  # records, the persistence of the rules that read histograms
+
+
+def no_histogram(_site: Site) -> Histogram | None:
+    """Return None: the record has no histograms."""
+    return None
+
+
+class Observed(Protocol):
+    """The statistics of one site in memory, such as a ``SiteStatistics``."""
+
+    @property
+    def scalars(self) -> Mapping[str, float]:
+        """The statistics by name."""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the tensor, or None."""
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the tensor, or None."""
+
+    @property
+    def histogram(self) -> Histogram:
+        """The histogram of the values."""
+
+
+@dataclass(frozen=True)
+class SiteRecords:
+    """One record of one recorder.
+
+    Args:
+        group: The kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``.
+        recorder: The label of the recorder.
+        stage: The stage, such as ``"train"``.
+        step: The step.
+        sites: The sites in the order of execution.
+        dtypes: The dtype of each site, such as ``"float32"``; None if it is unknown.
+        shapes: The shape of each site; None if it is unknown.
+        values: The values of :data:`STATISTICS`, ``[sites, 10]`` float64; NaN if a site lacks a statistic.
+        histogram: A function that returns the histogram of a site, called at most for the last two records.
+    """
+
+    group: str
+    recorder: str
+    stage: str
+    step: int
+    sites: tuple[Site, ...]
+    dtypes: tuple[str | None, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    values: Floats
+    histogram: Callable[[Site], Histogram | None] = no_histogram
+
+    @classmethod
+    def of(cls, found: Mapping[Site, Observed], *, group: str, recorder: str, stage: str, step: int) -> Self:
+        """Return the record of statistics in memory, in the order of execution."""
+        values = np.array([[seen.scalars.get(name, np.nan) for name in STATISTICS] for seen in found.values()])
+        return cls(
+            group=group,
+            recorder=recorder,
+            stage=stage,
+            step=step,
+            sites=tuple(found),
+            dtypes=tuple(
+                None if seen.dtype is None else str(seen.dtype).removeprefix("torch.") for seen in found.values()
+            ),
+            shapes=tuple(None if seen.shape is None else tuple(seen.shape) for seen in found.values()),
+            values=values.reshape(len(found), len(STATISTICS)),
+            histogram=lambda site: found[site].histogram,
+        )
+
+
+class _Cell(NamedTuple):
+    """The part of a row that one recorder has written."""
+
+    places: NDArray[np.intp]
+    values: Floats
+
+
+class Table:
+    """The records of one group and stage, as arrays over steps and sites.
+
+    If several recorders have the group, their records of one step share a row. Beyond 512 rows, every second row is
+    dropped, except for the first, the last 64, and those around the first value that is not finite.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[Site, int] = {}
+        """The index of each site, in the order of first appearance."""
+        self.dtypes: list[str | None] = []
+        self.shapes: list[tuple[int, ...] | None] = []
+        self.recorders: list[str] = []
+        """The label of the recorder of each site."""
+        self.steps: list[int] = []
+        """The steps of the rows, ascending."""
+        self._rows: list[dict[str, _Cell]] = []
+        self._records: list[SiteRecords] = []
+        self._values: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites in the order of first appearance, which is that of execution."""
+        return list(self.places)
+
+    def add(self, record: SiteRecords) -> None:
+        """Add a record; it replaces an earlier one of the same step and recorder."""
+        places = np.fromiter((self._place(record, index) for index in range(len(record.sites))), np.intp)
+        where = bisect_left(self.steps, record.step)
+        if where == len(self.steps) or self.steps[where] != record.step:
+            self.steps.insert(where, record.step)
+            self._rows.insert(where, {})
+        self._rows[where][record.recorder] = _Cell(places, record.values)
+        same = [each for each in self._records if each.recorder == record.recorder and each.step != record.step]
+        recent = sorted([*same, record], key=lambda each: each.step)[-_WITH_HISTOGRAMS:]
+        self._records = [each for each in self._records if each.recorder != record.recorder] + recent
+        self._values = None
+        if len(self.steps) > _MOST_ROWS:
+            self._thin()
+
+    def _place(self, record: SiteRecords, index: int) -> int:
+        site = record.sites[index]
+        place = self.places.get(site)
+        if place is None:
+            place = self.places[site] = len(self.places)
+            self.dtypes.append(None)
+            self.shapes.append(None)
+            self.recorders.append(record.recorder)
+        self.dtypes[place], self.shapes[place] = record.dtypes[index], record.shapes[index]
+        return place
+
+    def _thin(self) -> None:
+        bad = self.first_bad_row()
+        kept = {0, *range(len(self.steps) - _KEPT_AT_THE_END, len(self.steps)), *range(0, len(self.steps), 2)}
+        kept |= set() if bad is None else {bad, max(bad - 1, 0)}
+        order = sorted(kept)
+        self.steps = [self.steps[row] for row in order]
+        self._rows = [self._rows[row] for row in order]
+
+    def first_bad_row(self) -> int | None:
+        """Return the index of the first row with a NaN or an infinity; None if there is none."""
+        for row, cells in enumerate(self._rows):
+            if any(_is_bad(cell.values) for cell in cells.values()):
+                return row
+        return None
+
+    @property
+    def values(self) -> Floats:
+        """All values, ``[steps, sites, 10]`` float64; NaN where a site was not recorded."""
+        if self._values is None or self._values.shape[:2] != (len(self.steps), len(self.places)):
+            self._values = np.full((len(self.steps), len(self.places), len(STATISTICS)), np.nan)
+            for row, cells in enumerate(self._rows):
+                for cell in cells.values():
+                    self._values[row, cell.places] = cell.values
+        return self._values
+
+    def get(self, statistic: str) -> Floats:
+        """Return one statistic, ``[steps, sites]`` float64."""
+        return self.values[:, :, STATISTICS.index(statistic)]
+
+    def column(self, site: Site, statistic: str) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the known values of one site, ``[n]``, and their steps."""
+        values = self.get(statistic)[:, self.places[site]]
+        known = ~np.isnan(values)
+        return values[known], np.array(self.steps, dtype=np.int64)[known]
+
+    def histograms(self, site: Site) -> list[Histogram]:
+        """Return the histograms of a site in the last two records of its recorder, as far as they exist."""
+        label = self.recorders[self.places[site]]
+        records = [each for each in self._records if each.recorder == label and site in each.sites]
+        found = [each.histogram(site) for each in records]
+        return [each for each in found if each is not None]
+
+    def before(self, step: int) -> Table:
+        """Return the part of the table before a step."""
+        part = Table()
+        part.places, part.dtypes, part.shapes, part.recorders = self.places, self.dtypes, self.shapes, self.recorders
+        rows = bisect_left(self.steps, step)
+        part.steps, part._rows = self.steps[:rows], self._rows[:rows]
+        part._records = [each for each in self._records if each.step < step]
+        return part
+
+
+def _is_bad(values: Floats) -> bool:
+    counts = values[:, (_NAN, _INF)]
+    return bool((counts > 0).any())

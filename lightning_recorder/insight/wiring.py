@@ -1,0 +1,174 @@
+"""The modules of a model in the order of their calls, with the modules that feed them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+
+from lightning_recorder.graph.model import Graph, Node
+
+__all__ = ["INPUT", "Wiring", "families"]
+
+INPUT = "(input)"
+"""The producer of what comes from outside of the model."""
+
+
+class Wiring:
+    """The recorded modules and the edges between their calls.
+
+    A functional operation between two modules is looked through, so that after ``h = x + self.branch(x)`` the next
+    module is fed by ``branch`` and by the producer of ``x``. Without a graph, each module is fed by the one before it.
+
+    Args:
+        names: The names of the recorded modules in the order of execution.
+        graph: The recorded graph, if there is one.
+        types: The class names of modules, in addition to those in the graph.
+    """
+
+    def __init__(
+        self, names: Iterable[str], graph: Graph | None = None, types: Mapping[str, str] | None = None
+    ) -> None:
+        self.names = list(dict.fromkeys(names))
+        self.types: dict[str, str] = dict(types or {})
+        """The class names of the modules, as far as they are known."""
+        self.calls: list[str] = []
+        """The module of each call, in the order of time."""
+        self.producers: list[frozenset[int]] = []
+        """The calls that feed each call; -1 stands for an input of the model."""
+        self.has_graph = graph is not None
+        if graph is None:
+            self.calls = self.names
+            self.producers = [frozenset([place - 1]) for place in range(len(self.names))]
+        else:
+            self._read(graph, set(self.names))
+
+    def _read(self, graph: Graph, names: Collection[str]) -> None:
+        self.types |= {node.name: node.type_name for node in graph.nodes if node.kind == "module"}
+        owner = _innermost_calls(graph, names)
+        place: dict[int, int] = {}
+        sources: dict[int, frozenset[int]] = {}  # the producers of each node outside of a recorded call
+        fed: list[set[int]] = []
+        for node in graph.nodes:
+            if node.kind in ("backward", "optimizer"):
+                break
+            call = owner.get(node.id)
+            if call is not None and call not in place:
+                place[call] = len(self.calls)
+                self.calls.append(graph[call].name)
+                fed.append(set())
+            into: set[int] = {-1} if node.kind == "input" else set()
+            for edge in graph.into(node):
+                source = owner.get(edge.source)
+                if source is None:
+                    into |= sources.get(edge.source, frozenset())
+                elif source != call and source in place:  # a damaged graph may have an edge into the past
+                    into.add(place[source])
+            if call is None:
+                sources[node.id] = frozenset(into)
+            else:
+                fed[place[call]] |= into
+        self.producers = [frozenset(each) for each in fed]
+
+    @cached_property
+    def inputs(self) -> dict[str, list[str]]:
+        """The modules that feed each module, in the order of time; :data:`INPUT` for an input of the model."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for call, producers in enumerate(self.producers):
+            found[self.calls[call]] |= producers
+        return {
+            name: list(
+                dict.fromkeys(
+                    INPUT if each < 0 else self.calls[each] for each in sorted(calls) if self._is_other(each, name)
+                )
+            )
+            for name, calls in found.items()
+        }
+
+    def _is_other(self, call: int, name: str) -> bool:
+        return call < 0 or self.calls[call] != name
+
+    @cached_property
+    def outputs(self) -> dict[str, list[str]]:
+        """The modules that each module feeds."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name, producers in self.inputs.items():
+            for each in producers:
+                found[each].append(name)
+        return found
+
+    def downstream(self, name: str) -> set[str]:
+        """Return the modules that a module feeds, directly or through others, and itself."""
+        return _reach(name, self.outputs)
+
+    def upstream(self, name: str) -> set[str]:
+        """Return the modules that feed a module, directly or through others, and itself."""
+        return _reach(name, self.inputs)
+
+    def after(self, call: int) -> set[int]:
+        """Return the calls that depend on a call, and the call itself."""
+        found = {call}
+        for each in range(call + 1, len(self.calls)):
+            if self.producers[each] & found:
+                found.add(each)
+        return found
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """The position of each module: that of its first call, or of its record if no call is known."""
+        first: dict[str, int] = {}
+        for place, name in enumerate([*self.calls, *self.names]):
+            first.setdefault(name, place)
+        return first
+
+
+def _innermost_calls(graph: Graph, names: Collection[str]) -> dict[int, int]:
+    """Return the id of the recorded call that each node is in; calls that contain recorded calls do not count."""
+    recorded = [node for node in graph.nodes if node.kind == "module" and node.name in names]
+    outer = {around.id for node in recorded for around in graph.ancestors(node)}
+    leaves = {node.id for node in recorded} - outer
+    owner: dict[int, int] = {}
+    for node in graph.nodes:
+        call = node.id if node.id in leaves else owner.get(_parent(node))
+        if call is not None:
+            owner[node.id] = call
+    return owner
+
+
+def _parent(node: Node) -> int:
+    return -1 if node.parent is None else node.parent
+
+
+def _reach(name: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
+    found, todo = {name}, [name]
+    while todo:
+        for each in edges.get(todo.pop(), ()):
+            if each not in found and each != INPUT:
+                found.add(each)
+                todo.append(each)
+    return found
+
+
+def families(keys: Mapping[str, object], fewest: int) -> list[list[str]]:
+    """Return groups of modules at the same place of repeated blocks, such as ``layers.0.fc`` and ``layers.1.fc``.
+
+    Args:
+        keys: The names of the modules, with a value that is equal for modules of equal structure.
+        fewest: The smallest size of a group.
+
+    Example:
+        >>> families({"layers.0.fc": 1, "layers.1.fc": 1, "layers.2.fc": 2, "layers.3.fc": 1, "head": 1}, 3)
+        [['layers.0.fc', 'layers.1.fc', 'layers.3.fc']]
+    """
+    groups: dict[tuple[str, str, object], list[str]] = defaultdict(list)
+    for name, key in keys.items():
+        for digits in re.finditer(r"[0-9]+", name):
+            groups[name[: digits.start()], name[digits.end() :], key].append(name)
+    found: list[list[str]] = []
+    taken: set[str] = set()
+    for group in sorted(groups.values(), key=len, reverse=True):
+        if len(group) >= fewest and not taken.intersection(group):
+            found.append(group)
+            taken.update(group)
+    return found

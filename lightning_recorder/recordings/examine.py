@@ -1,0 +1,83 @@
+"""The findings of a recorded run: its files, read into an examination."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords
+from lightning_recorder.recordings.record_format import RecordSchema, Row, unpack_counts
+from lightning_recorder.reductions import Histogram, to_histogram
+from lightning_recorder.taps import Site
+
+if TYPE_CHECKING:
+    from lightning_recorder.recordings.recording import Run
+    from lightning_recorder.recordings.series import Series
+
+__all__ = ["examine"]
+
+_FOR_HISTOGRAM = ("count", "mean", "rms", "min", "max")
+
+
+def examine(run: Run) -> list[Finding]:
+    """Return the findings of a run, ranked.
+
+    Raises:
+        DumpError: If a file of the run is damaged.
+    """
+    examination = Examination(run.graph, run.receipt)
+    records = (record for label in run for record in _records(label, run[label]))
+    for record in sorted(records, key=lambda each: each.step):
+        examination.add(record)
+    return examination.findings()
+
+
+def _records(label: str, series: Series) -> Iterator[SiteRecords]:
+    group = next((str(each.about.get("group", "")) for each in series.sessions), "") or label.partition("-")[0]
+    places: dict[RecordSchema, list[int]] = {}
+    for key, part in series.parts.items():
+        if key.loader not in (None, 0):
+            continue
+        own = series.of(key.stage, key.loader)
+        for step, entry in part.entries.items():
+            layout = entry.row.layout
+            columns = places.setdefault(layout, [_index(layout.columns, name) for name in STATISTICS])
+            yield SiteRecords(
+                group=group,
+                recorder=label,
+                stage=key.stage,
+                step=step,
+                sites=layout.sites,
+                dtypes=layout.dtypes,
+                shapes=layout.shapes,
+                values=_values(entry.row, columns),
+                histogram=partial(_histogram, own, step),
+            )
+
+
+def _index(columns: tuple[str, ...], name: str) -> int:
+    return columns.index(name) if name in columns else len(columns)
+
+
+def _values(row: Row, columns: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    sites, width = len(row.layout.sites), len(row.layout.columns)
+    padded = np.full((sites, width + 1), np.nan)
+    if width:
+        padded[:, :width] = np.frombuffer(row.values, dtype=np.float64).reshape(sites, width)
+    values = padded[:, columns]
+    for place, scalars in row.further.items():
+        for index, name in enumerate(STATISTICS):
+            if name in scalars:
+                values[place, index] = scalars[name]
+    return values
+
+
+def _histogram(series: Series, step: int, site: Site) -> Histogram | None:
+    packed = series.packed_counts(step)[site]
+    scalars = series[site].scalars(step)
+    if packed is None or any(name not in scalars for name in _FOR_HISTOGRAM):
+        return None
+    return to_histogram(scalars, unpack_counts(packed))

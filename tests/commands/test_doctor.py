@@ -1,0 +1,181 @@
+"""Tests of ``doctor``, and of the parts of ``show`` that answer which sites."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.insight import findings_from_json
+from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
+from tests.commands.console import run
+from tests.recordings.runs import record_run
+
+
+def kill(net: nn.Module) -> None:
+    """Make the ReLU of the net return zeros."""
+    nn.init.constant_(net.get_submodule("encoder.fc").bias, -100.0)  # type: ignore[arg-type]  # a parameter
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a healthy run and one whose ReLU dies at step 2."""
+    folder = tmp_path_factory.mktemp("runs")
+    record_run(folder / "healthy", steps=range(6))
+    record_run(folder / "sick", steps=range(6), change=kill, at=2)
+    return folder
+
+
+def test_the_first_line_names_the_culprit(runs: Path) -> None:
+    """The output begins with the worst finding; the details and the command that shows more follow."""
+    said = run("doctor", runs / "sick")
+    lines = said.out.splitlines()
+    assert said.status == 1
+    assert lines[0].startswith(
+        "warning: encoder.act returns only zeros from step 2 on: its input from encoder.fc is at"
+    )
+    assert lines[1] == "  rule    dead-output, steps 2 to 5 (4 records); zero_fraction 1"
+    assert lines[2] == "  healthy at most 0.8, for a ReLU about 0.5"
+    words = lines[3].split()
+    assert (words[:2], len(words[2]), words[4:]) == (
+        ["trend", "zero_fraction"],
+        6,
+        ["to", "1,", "steps", "0", "to", "5"],
+    )
+    options = "encoder.act --recorder activations --statistic zero_fraction"
+    assert f"  show    lightning-recorder show {runs / 'sick'} {options}" in lines
+    assert lines[-1] == "1 finding in 6 records of 6 sites, steps 0 to 5"
+    assert len(lines) <= 20
+
+
+def test_the_command_that_shows_more_works(runs: Path) -> None:
+    """The printed command shows the statistic of the finding."""
+    line = next(each for each in run("doctor", runs / "sick").out.splitlines() if each.startswith("  show"))
+    said = run(*line.split()[2:])
+    assert said.status == 0
+    assert said.out.splitlines()[1].split() == ["step", "zero_fraction"]
+
+
+def test_a_healthy_run(runs: Path) -> None:
+    """A healthy run has one line and the exit status 0."""
+    assert run("doctor", runs / "healthy") == (0, "healthy: no findings in 6 records of 6 sites, steps 0 to 5\n", "")
+
+
+def test_many_findings_fit_on_a_screen(tmp_path: Path) -> None:
+    """The first finding is printed in full and six more in one line each; ``--all`` prints everything."""
+    names = [f"act_{letter}" for letter in "abcdefghij"]
+    nodes = [Node(0, "module", "", None, 0), Node(1, "input", "input", 0, 1)]
+    for number, name in enumerate(names, 1):  # all of them take the input of the model
+        nodes += [Node(2 * number, "module", name, 0, 1, "ReLU"), Node(2 * number + 1, "op", "relu", 2 * number, 2)]
+    graph = Graph(tuple(nodes), tuple(Edge(1, node.id) for node in nodes if node.kind == "op"))
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step in range(4):
+        writer.write({"step": step}, [SiteRecord(name, "out", {"rms": 0.0, "zero_fraction": 1.0}) for name in names])
+    (tmp_path / "recorder" / "graph.json").write_text(json.dumps(graph.to_json()))
+    lines = run("doctor", tmp_path).out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("warning")] == names[:7]
+    assert (len(lines) <= 20, lines[-2]) == (True, "and 3 more; --all prints everything")
+    everything = run("doctor", tmp_path, "--all").out.splitlines()
+    assert len([line for line in everything if line.startswith("  show")]) == 10
+
+
+def test_several_runs(runs: Path) -> None:
+    """Of several runs each is examined under its name; one with findings decides the exit status."""
+    said = run("doctor", runs)
+    assert (said.status, [line for line in said.out.splitlines() if line in ("healthy:", "sick:")]) == (
+        1,
+        ["healthy:", "sick:"],
+    )
+
+
+def test_doctor_as_json(runs: Path) -> None:
+    """``--json`` prints the findings of ``open_recording(…).findings`` in the form of ``findings.json``."""
+    (one, other) = json.loads(run("doctor", runs, "--json").out)["runs"]
+    assert (one["name"], one["healthy"], one["findings"]) == ("healthy", True, [])
+    assert findings_from_json(other) == open_recording(runs / "sick").findings
+
+
+def test_nothing_to_examine(tmp_path: Path) -> None:
+    """A run without records is an error, not a healthy run."""
+    (tmp_path / "recorder").mkdir()
+    (tmp_path / "recorder" / "receipt.json").write_text("{}")
+    said = run("doctor", tmp_path)
+    assert (said.status, said.out) == (2, "")
+    assert "has no records to examine" in said.err
+
+
+def test_hostile_names(tmp_path: Path) -> None:
+    """A name cannot move the cursor, nor add a line or a command to the output."""
+    name = "a\x1b[31m\n; rm -rf x"
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step in range(3):
+        writer.write({"step": step}, [SiteRecord(name, "out", {"zero_fraction": 1.0, "rms": 0.0})])
+    said = run("doctor", tmp_path)
+    assert said.status == 1
+    assert "\x1b" not in said.out
+    assert not any(line.lstrip().startswith("; rm") for line in said.out.splitlines())
+
+
+def test_show_several_patterns(runs: Path) -> None:
+    """Several patterns show the sites that match any of them, in the order of execution."""
+    said = run("show", runs / "sick", "head", "encoder.f*", "--recorder", "activations", "--statistic", "rms")
+    titles = [line.partition(" ")[0] for line in said.out.splitlines() if line.endswith(")")]
+    assert titles == ["encoder.fc", "head"]
+    wrong = run("show", runs / "sick", "head", "nothing")
+    assert (wrong.status, "no site matches 'nothing'" in wrong.err) == (2, True)
+
+
+def test_show_all_sites(runs: Path) -> None:
+    """Without a site, ``show`` lists all sites of each recorder with their latest statistics."""
+    said = run("show", runs / "sick", "--recorder", "activations")
+    lines = [line.split() for line in said.out.splitlines()]
+    assert lines[0] == ["activations,", "train"]
+    assert lines[1][:4] == ["site", "records", "step", "rms"]
+    assert [line[:4] for line in lines[2:]] == [
+        [name, "out", "6", "5"] for name in ("encoder.fc", "encoder.act", "head")
+    ]
+    chosen = run("show", runs / "sick", "--statistic", "zero_fraction").out.splitlines()
+    assert chosen[1].split() == ["site", "records", "step", "zero_fraction"]
+
+
+def test_show_where(runs: Path) -> None:
+    """``--where`` lists the sites that meet a condition, with the steps and the values."""
+    said = run("show", runs / "sick", "--where", "zero_fraction>=0.9", "--recorder", "activations")
+    lines = [line.split() for line in said.out.splitlines()]
+    assert lines == [
+        ["site", "recorder", "records", "steps", "zero_fraction"],
+        ["encoder.act", "out", "activations", "4", "of", "6", "2-5", "1", "to", "1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "sites"),
+    [
+        (["nan_count>0"], []),
+        (["count == 80"], ["encoder.fc", "encoder.act"]),
+        (["count!=80"], ["head"]),
+        (["rms<0.001", "count>1"], ["encoder.act"]),
+        (["rms<0.001", "zero_fraction<0.5"], []),
+    ],
+)
+def test_conditions(conditions: list[str], sites: list[str], runs: Path) -> None:
+    """All conditions must hold in the same record."""
+    options = [word for each in conditions for word in ("--where", each)]
+    said = run("show", runs / "sick", *options, "--recorder", "activations")
+    assert [line.split()[0] for line in said.out.splitlines()[1:]] == sites
+    assert (said.out == f"no site has {' and '.join(conditions)}\n") is (not sites)
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [("nan_count", "takes a statistic"), ("rms>much", "takes a statistic"), ("norm>1", "there is no statistic 'norm'")],
+)
+def test_wrong_conditions(condition: str, message: str, runs: Path) -> None:
+    """A condition that cannot be read, or with an unknown statistic, is an error."""
+    said = run("show", runs / "sick", "--where", condition)
+    assert (said.status, said.out, message in said.err) == (2, "", True)

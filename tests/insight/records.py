@@ -1,0 +1,109 @@
+"""Records made by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lightning_recorder.graph.model import Edge, Graph, Node
+from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords
+from lightning_recorder.reductions import Histogram
+from lightning_recorder.taps import Site
+
+Values = Mapping[str, float | Sequence[float]]
+"""Statistics, each with one value for all records or one for each."""
+
+_DEFAULTS = {"count": 256.0, "mean": 0.0, "zero_fraction": 0.0, "nan_count": 0.0, "inf_count": 0.0}
+
+
+def chain(*names: str, **types: str) -> Graph:
+    """Return the graph of modules that follow each other; ``fc=Linear`` is the class of a module."""
+    nodes = [Node(0, "module", "", None, 0, "Net"), Node(1, "input", "input", 0, 1)]
+    edges = []
+    for number, name in enumerate(names, 1):
+        kind = types.get(name.rpartition(".")[2], "Linear")
+        nodes += [Node(2 * number, "module", name, 0, 1, kind), Node(2 * number + 1, "op", "f", 2 * number, 2)]
+        edges.append(Edge(2 * number - 1, 2 * number + 1))
+    return Graph(tuple(nodes), tuple(edges))
+
+
+def record(
+    group: str,
+    step: int,
+    sites: Mapping[tuple[str, str], Mapping[str, float]],
+    *,
+    stage: str = "train",
+    shapes: Mapping[tuple[str, str], tuple[int, ...]] | None = None,
+    dtype: str = "float32",
+    histograms: Mapping[tuple[str, str], Histogram] | None = None,
+    recorder: str | None = None,
+) -> SiteRecords:
+    """Return one record; a rms without other statistics stands for values around zero."""
+    rows = []
+    for given in sites.values():
+        rms = given.get("rms", 1.0)
+        found = {**_DEFAULTS, "rms": rms, "std": rms, "min": -2 * rms, "max": 2 * rms, **given}
+        rows.append([found.get(name, math.nan) for name in STATISTICS])
+    return SiteRecords(
+        group=group,
+        recorder=recorder or group,
+        stage=stage,
+        step=step,
+        sites=tuple(Site(*site) for site in sites),
+        dtypes=tuple(dtype for _ in sites),
+        shapes=tuple((shapes or {}).get(site, (16, 16)) for site in sites),
+        values=np.array(rows, dtype=np.float64),
+        histogram=lambda site: (histograms or {}).get((site.name, site.path)),
+    )
+
+
+def run(
+    activations: Mapping[str, Values] | None = None,
+    gradients: Mapping[str, Values] | None = None,
+    parameters: Mapping[str, Values] | None = None,
+    *,
+    validation: Mapping[str, Values] | None = None,
+    records: int = 8,
+    every: int = 10,
+    graph: Graph | None = None,
+    coverage: Mapping[str, object] | None = None,
+    shapes: Mapping[tuple[str, str], tuple[int, ...]] | None = None,
+    dtype: str = "float32",
+    histograms: Mapping[tuple[str, str], Histogram] | None = None,
+) -> list[Finding]:
+    """Return the findings of a run given by the statistics of each module; a parameter is ``"fc/weight"``."""
+    examination = Examination(graph, coverage)
+    groups = (
+        ("activations", "train", {(name, "out"): each for name, each in (activations or {}).items()}),
+        ("gradients", "train", {(name, "out"): each for name, each in (gradients or {}).items()}),
+        ("parameters", "train", {_parameter(name): each for name, each in (parameters or {}).items()}),
+        ("activations", "validate", {(name, "out"): each for name, each in (validation or {}).items()}),
+    )
+    for group, stage, sites in groups:
+        for row in range(records if sites else 0):
+            values = {site: {name: _at(value, row) for name, value in each.items()} for site, each in sites.items()}
+            about = {"shapes": shapes, "dtype": dtype, "histograms": histograms}
+            examination.add(record(group, row * every, values, stage=stage, **about))  # type: ignore[arg-type]  # mixed
+    return examination.findings()
+
+
+def _parameter(name: str) -> tuple[str, str]:
+    module, _, path = name.partition("/")
+    return module, path
+
+
+def _at(value: float | Sequence[float], row: int) -> float:
+    return float(value) if isinstance(value, (int, float)) else float(value[row])
+
+
+def trained(name: str, **values: float | Sequence[float]) -> dict[str, Values]:
+    """Return the sites of a weight that is trained normally; ``rms``, ``grad``, ``update`` and ``ratio`` are given."""
+    rms, update = values.get("rms", 0.25), values.get("update", 2.5e-4)
+    ratio = values.get("ratio", 1e-3)
+    return {
+        f"{name}/weight": {"rms": rms, "update_ratio": ratio},
+        f"{name}/weight.grad": {"rms": values.get("grad", 1e-3)},
+        f"{name}/weight.update": {"rms": update},
+    }

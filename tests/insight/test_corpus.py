@@ -1,0 +1,65 @@
+"""Tests on real trainings: healthy ones give no warning, and planted faults are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import seed_everything
+
+from lightning_recorder import open_recording
+from lightning_recorder.insight import Finding
+from tests.insight.corpus.faults import FAULTS
+from tests.insight.corpus.runs import halves, train
+from tests.insight.corpus.table import is_named
+from tests.insight.corpus.task import HEALTHY, Task
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # planted faults cause warnings of other libraries
+
+_QUICK = ("dead_relu_after_batchnorm", "detached_pool", "learning_rate_of_one_layer", "nan_at_a_recorded_step")
+
+
+def findings(task: Task, folder: Path) -> list[Finding]:
+    """Train a task and return its findings."""
+    train(task, folder)
+    return open_recording(folder).findings
+
+
+@pytest.mark.parametrize("name", _QUICK)
+def test_a_planted_fault(name: str, tmp_path: Path) -> None:
+    """The first finding names the module at fault."""
+    seed_everything(3, verbose=False)
+    found = findings(FAULTS[name].make(), tmp_path)
+    assert is_named(name, found), [each.line for each in found]
+
+
+@pytest.mark.parametrize("name", ["mlp_adam", "lora", "lstm"])
+def test_a_healthy_training(name: str, tmp_path: Path) -> None:
+    """A healthy training gives no warning."""
+    seed_everything(3, verbose=False)
+    found = findings(HEALTHY[name](), tmp_path)
+    assert [each.line for each in found if not each.is_note] == []
+
+
+@pytest.mark.slow
+def test_healthy_trainings(tmp_path: Path) -> None:
+    """In the half of the healthy trainings that no threshold was chosen on, at most one in ten has a warning."""
+    _, names = halves(list(HEALTHY))
+    alarms = {}
+    for name in names:
+        seed_everything(3, verbose=False)
+        found = [each.line for each in findings(HEALTHY[name](), tmp_path / name) if not each.is_note]
+        alarms.update({name: found} if found else {})
+    assert len(alarms) <= len(names) // 10, alarms
+
+
+@pytest.mark.slow
+def test_planted_faults(tmp_path: Path) -> None:
+    """In the half of the faults that no threshold was chosen on, at least nine in ten are named first."""
+    _, names = halves(list(FAULTS))
+    missed = {}
+    for name in names:
+        seed_everything(3, verbose=False)
+        found = findings(FAULTS[name].make(), tmp_path / name)
+        missed.update({} if is_named(name, found) else {name: [each.line for each in found]})
+    assert len(missed) <= len(names) // 10, missed

@@ -1,0 +1,150 @@
+"""Tests of the engine: online and offline, bounded memory, invariance."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.insight import STATISTICS, Examination, SiteRecords, findings_from_json, findings_to_json
+from lightning_recorder.insight.table import Table
+from lightning_recorder.recordings import open_recording
+from lightning_recorder.taps import Site
+from tests.insight.records import Values, chain, record, run, trained
+from tests.recordings.runs import record_run
+
+NAMES = ("a", "act", "b", "head")
+
+
+def kill(net: nn.Module) -> None:
+    """Make the ReLU of the net return zeros."""
+    nn.init.constant_(net.get_submodule("encoder.fc").bias, -100.0)  # type: ignore[arg-type]  # a parameter
+
+
+def test_online_and_offline_agree(tmp_path: Path) -> None:
+    """Feeding records while they are written gives the same findings as reading the files afterwards."""
+    written = record_run(tmp_path, steps=range(8), change=kill, at=3)
+    online = Examination()
+    for step in range(8):
+        for label, records in written.items():
+            online.add(SiteRecords.of(records[step], group=label, recorder=label, stage="train", step=step))
+    assert online.findings() == open_recording(tmp_path).findings
+    assert [(each.rule, each.module) for each in online.findings()] == [("dead-output", "encoder.act")]
+    assert online.findings()[0].first_step == 3
+
+
+def test_findings_can_be_asked_at_any_time() -> None:
+    """Findings in between do not change later ones."""
+    one, other = Examination(), Examination()
+    for step in range(6):
+        each = record("activations", step, {("fc", "out"): {"zero_fraction": float(step > 2)}})
+        one.add(each)
+        one.findings()
+        other.add(each)
+    assert one.findings() == other.findings() != []
+
+
+def test_a_repeated_step_is_replaced() -> None:
+    """A run that resumes from an earlier step replaces its records."""
+    table = Table()
+    for step, rms in ((0, 1.0), (10, 2.0), (20, 3.0), (10, 4.0)):
+        table.add(record("activations", step, {("fc", "out"): {"rms": rms}}))
+    values, steps = table.column(Site("fc", "out"), "rms")
+    assert (values.tolist(), steps.tolist()) == ([1.0, 4.0, 3.0], [0, 10, 20])
+
+
+def test_two_recorders_of_a_group() -> None:
+    """Records of two recorders of one group share the rows of their steps."""
+    table = Table()
+    for step in (0, 10):
+        table.add(record("activations", step, {("fc", "out"): {"rms": 1.0}}))
+    for step in (10, 20):
+        table.add(record("activations", step, {("act", "out"): {"rms": 2.0}}, recorder="activations-slow"))
+    assert table.steps == [0, 10, 20]
+    np.testing.assert_equal(table.get("rms"), [[1, np.nan], [1, 2], [np.nan, 2]])
+    assert table.recorders == ["activations", "activations-slow"]
+
+
+def test_memory_is_bounded() -> None:
+    """Of many records, at most 512 are kept: the first, the last, and those around the first NaN among them."""
+    table = Table()
+    for step in range(5_000):
+        table.add(record("activations", step, {("fc", "out"): {"nan_count": float(step == 1_001)}}))
+    assert len(table) <= 512
+    assert {0, 1_000, 1_001, *range(4_936, 5_000)} <= set(table.steps)
+
+
+def dead(loss: float = 1.0, names: tuple[str, ...] = NAMES) -> list[tuple[str, str]]:
+    """Return the findings of a run with a dead ReLU, with another scale of the loss or another order of the sites."""
+    layers: dict[str, Values] = {name: {"rms": 1.0, "zero_fraction": float(name == "act")} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": loss * (1e-3 if name in ("b", "head") else 0.0)} for name in names}
+    still = trained("a", grad=0.0, update=0.0, ratio=0.0)
+    parts = {**still, **trained("b", grad=1e-3 * loss), **trained("head", grad=1e-3 * loss)}
+    return [(each.rule, each.module) for each in run(layers, gradients, parts, graph=chain(*NAMES, act="ReLU"))]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(-6, 6), st.permutations(NAMES))
+def test_the_scale_of_the_loss_and_the_order_of_sites_do_not_matter(exponent: float, names: list[str]) -> None:
+    """Gradients in other units, or sites in another order in the file, give the same findings."""
+    assert dead(loss=10**exponent, names=tuple(names)) == [("dead-output", "act")]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(-3, 3), st.lists(st.floats(-1, 1), min_size=6, max_size=6))
+def test_siblings_are_compared_in_any_unit(exponent: float, logs: list[float]) -> None:
+    """Whether a block is unlike its siblings does not depend on the unit."""
+    names = [f"blocks.{number}.fc" for number in range(6)]
+
+    def found(unit: float) -> list[str]:
+        gradients: dict[str, Values] = {
+            name: {"rms": unit * 10 ** (2 * log)} for name, log in zip(names, logs, strict=True)
+        }
+        return [each.module for each in run(None, gradients, graph=chain(*names)) if each.rule == "unlike-siblings"]
+
+    assert found(10**exponent) == found(1.0)
+
+
+def test_findings_as_json() -> None:
+    """Findings survive a round trip through JSON, infinities included; other formats are refused."""
+    layers: dict[str, Values] = {"a": {}, "act": {"zero_fraction": 1.0}}
+    findings = run(layers, graph=chain("a", "act", act="ReLU"))
+    findings = [replace(each, numbers={"ratio": float("inf")}) for each in findings]
+    data = json.loads(json.dumps(findings_to_json(findings), allow_nan=False))
+    assert (data["format"], data["healthy"]) == ("lightning_recorder.findings/1", False)
+    assert findings_from_json(data) == findings
+    later = {**data, "findings": [{**each, "later": 1} for each in data["findings"]]}
+    assert findings_from_json(later) == findings
+    with pytest.raises(ArgumentError, match="format"):
+        findings_from_json({**data, "format": "lightning_recorder.findings/2"})
+    with pytest.raises(ArgumentError, match="no findings"):
+        findings_from_json({**data, "findings": [{}]})
+
+
+_NUMBERS = st.one_of(st.sampled_from([0.0, 1.0, np.nan, np.inf]), st.floats(-1e30, 1e30), st.floats(0, 1))
+_LAYERS = ("blocks.0.fc", "blocks.1.fc", "blocks.2.fc", "blocks.3.fc", "norm", "act", "head")
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.booleans(), st.integers(1, 8))
+def test_any_numbers_can_be_examined(data: st.DataObject, with_graph: bool, records: int) -> None:
+    """Whatever the numbers are, and whichever statistics are missing, no rule fails or warns."""
+    graph = chain(*_LAYERS, norm="BatchNorm1d", act="Tanh") if with_graph else None
+    examination = Examination(graph, {"parameters": {"modules": {"norm": {"fired": False, "why": "frozen"}}}})
+    paths = {"activations": ("out",), "gradients": ("out",), "parameters": ("weight", "weight.grad", "weight.update")}
+    for group, stage in (*((group, "train") for group in paths), ("activations", "validate")):
+        sites = tuple(Site(name, path) for name in _LAYERS for path in paths[group])
+        kinds = data.draw(st.lists(_NUMBERS, min_size=6, max_size=6))
+        for step in range(records):
+            chosen = np.random.default_rng(step).integers(0, 6, (len(sites), len(STATISTICS)))
+            values = np.array(kinds)[chosen]
+            kind = (("float16",) * len(sites), ((8, 8),) * len(sites))
+            examination.add(SiteRecords(group, group, stage, 10 * step, sites, *kind, values))
+    assert findings_from_json(json.loads(json.dumps(findings_to_json(examination.findings())))) is not None

@@ -1,0 +1,314 @@
+"""Tests of each rule with records made by hand, on both sides of its threshold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_recorder.insight import RULES, Finding
+from lightning_recorder.insight.examination import _ORDER
+from lightning_recorder.reductions import Histogram
+from tests.insight.records import Values, chain, run, trained
+
+NAN = float("nan")
+
+
+def brief(findings: list[Finding]) -> list[tuple[str, str, str]]:
+    return [(each.severity, each.rule, each.module) for each in findings]
+
+
+def network(*names: str, **changed: dict[str, Values]) -> dict[str, Values]:
+    """Return the parameters of healthy layers, some of them replaced."""
+    return {key: value for name in names for key, value in changed.get(name, trained(name)).items()}
+
+
+def test_every_rule_is_complete() -> None:
+    """Every rule states its statistic, threshold, usual values, cause, advice and false alarms, and has a rank."""
+    for rule in RULES:
+        assert all((rule.statistic, rule.usual, rule.why, rule.next, rule.false_alarms)), rule.name
+        assert set(rule.explains) <= set(_ORDER), rule.name
+    assert sorted(rule.name for rule in RULES) == sorted(_ORDER)
+
+
+def test_a_healthy_run_has_no_findings() -> None:
+    """Ordinary numbers give no finding."""
+    names = ("a", "b", "c", "head")
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    assert run(layers, {name: {"rms": 1e-3} for name in names}, network(*names), graph=chain(*names)) == []
+
+
+@pytest.mark.parametrize(
+    ("fraction", "kind", "expected"),
+    [
+        (1.0, "ReLU", [("warning", "dead-output", "act")]),
+        (0.99, "Linear", [("warning", "dead-output", "act")]),
+        (0.96, "ReLU", [("note", "dead-output", "act")]),
+        (0.96, "Linear", []),
+        (0.9, "ReLU", []),
+    ],
+)
+def test_dead_output(fraction: float, kind: str, expected: list[tuple[str, str, str]]) -> None:
+    """99 % of zeros in the last two records is a finding, 95 % is a note for a ReLU."""
+    layers: dict[str, Values] = {"fc": {"max": -3.0}, "act": {"zero_fraction": fraction}}
+    assert brief(run(layers, graph=chain("fc", "act", act=kind))) == expected
+
+
+def test_the_first_step_of_a_dead_output() -> None:
+    """The finding names the first step from which on the output is zero, and the input of the ReLU."""
+    layers: dict[str, Values] = {"fc": {"max": -3.0}, "act": {"zero_fraction": [0.5] * 5 + [1.0] * 3}}
+    (found,) = run(layers, graph=chain("fc", "act", act="ReLU"))
+    assert found.verdict == "act returns only zeros from step 50 on: its input from fc is at most -3"
+    assert (found.first_step, found.last_step, found.records) == (50, 70, 3)
+    assert found.trace is not None
+    assert found.trace.values == (0.5,) * 5 + (1.0,) * 3
+
+
+def test_a_dead_layer_is_one_finding() -> None:
+    """Zeros behind a dead layer and missing gradients before it are merged into its finding."""
+    names = ("a", "act", "c", "d", "head")
+    layers: dict[str, Values] = {name: {"zero_fraction": float(name in ("act", "c"))} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": 1e-3 if name in ("d", "head") else 0.0} for name in names}
+    parameters = network("a", "d", "head", a=trained("a", grad=0.0, update=0.0, ratio=0.0))
+    (found,) = run(layers, gradients, parameters, graph=chain(*names, act="ReLU"))
+    assert (found.rule, found.module, found.others) == ("dead-output", "act", ("c", "a"))
+    assert found.consequences == ("gradient-stops",)
+
+
+def test_the_gradient_stops() -> None:
+    """Modules without a gradient give one finding, which names the last of them on the way to the loss."""
+    names = ("a", "b", "pool", "head")
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in names}
+    still = {f"{name}/weight": {"rms": 0.25, "update_ratio": 0.0} for name in ("a", "b")}
+    (found,) = run(layers, {"head": {"rms": 1e-3}}, {**still, **trained("head")}, graph=chain(*names, pool="MaxPool2d"))
+    assert found.verdict == "2 modules with parameters get no gradient: the gradient from head stops at pool"
+    assert (found.rule, found.module, found.others) == ("gradient-stops", "pool", ("a", "b"))
+
+
+def test_an_unused_module() -> None:
+    """A module that is never called and never gets a gradient is unused."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "head": {"rms": 1.0}}
+    parameters: dict[str, Values] = {**network("a", "head"), "extra/weight": {"rms": 0.2, "update_ratio": 0.0}}
+    assert brief(run(layers, None, parameters, graph=chain("a", "head"))) == [("warning", "unused-parameter", "extra")]
+
+
+@pytest.mark.parametrize(("factor", "rule"), [(0.1, "vanishing-gradient"), (3.0, "exploding-gradient"), (0.7, "")])
+def test_gradients_by_depth(factor: float, rule: str) -> None:
+    """Gradients that change by more than 3.5 decades down, or 2.5 up, towards the input are a finding."""
+    names = [f"layer_{letter}" for letter in "abcdefghij"]
+    gradients: dict[str, Values] = {name: {"rms": 1e-2 * factor ** (9 - place)} for place, name in enumerate(names)}
+    found = run(None, gradients, graph=chain(*names))
+    assert [(each.rule, each.module) for each in found] == ([(rule, "layer_a")] if rule else [])
+
+
+def test_a_single_module_that_stops_gradients() -> None:
+    """If one module takes most of the gradient away, it is named."""
+    names = [f"layer_{letter}" for letter in "abcdefgh"]
+    gradients: dict[str, Values] = {
+        name: {"rms": (1e-9 if place < 4 else 1e-3) * 1.1**place} for place, name in enumerate(names)
+    }
+    (found,) = run(None, gradients, graph=chain(*names))
+    assert (found.rule, found.module) == ("vanishing-gradient", "layer_e")
+
+
+@pytest.mark.parametrize(("rms", "alarm"), [(0.5, False), (1.9, False), (2.1, True)])
+def test_weights_too_large(rms: float, alarm: bool) -> None:
+    """A weight with 16 inputs and rms 2 scales its input eightfold, which is the limit."""
+    found = run(None, None, network("a", "b", b=trained("b", rms=rms)), graph=chain("a", "b"))
+    assert brief(found) == ([("warning", "weights-too-large", "b")] if alarm else [])
+
+
+def test_the_scale_of_inputs() -> None:
+    """The rms of the input of the first layer is estimated from its output and its weights."""
+    layers: dict[str, Values] = {"a": {"rms": 50.0}, "b": {"rms": 50.0}}
+    (found,) = run(layers, None, network("a", "b"), graph=chain("a", "b"))
+    assert found.verdict == "the input of a has rms 50, estimated from its output and weights"  # 50 / (0.25 √16)
+    assert run({"a": {"rms": 15.0}, "b": {"rms": 15.0}}, None, network("a", "b"), graph=chain("a", "b")) == []
+
+
+@pytest.mark.parametrize(("gains", "alarm"), [([10.0] * 8, True), ([7.0] * 8, False), ([1.0] * 4 + [20.0] * 4, False)])
+def test_a_jump_in_scale(gains: list[float], alarm: bool) -> None:
+    """An output more than eight times as large as the input is a finding, unless training has made it so."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "b": {"rms": gains}, "c": {"rms": 1.0}}
+    found = [each for each in run(layers, graph=chain("a", "b", "c")) if each.rule == "scale-jump"]
+    assert [each.module for each in found] == (["b"] if alarm else [])
+
+
+def test_logits_may_be_large() -> None:
+    """A module that nothing follows may have a large output."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "head": {"rms": 100.0}}
+    assert run(layers, graph=chain("a", "head")) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "rule"),
+    [
+        ("Tanh", [0.99, -0.99, 0.99, 0.1], "saturation"),
+        ("Tanh", [0.99, -0.5, 0.5, 0.1], ""),
+        ("Sigmoid", [0.99, 0.01, 0.01, 0.5], "saturation"),
+        ("Sigmoid", [0.6, 0.4, 0.3, 0.5], ""),
+        ("Softmax", [0.95, 0.05, 0.01, 0.01], "attention-collapse"),
+        ("Softmax", [0.5, 0.3, 0.1, 0.1], ""),
+        ("Linear", [0.99, -0.99, 0.99, 0.1], ""),
+    ],
+)
+def test_saturation(kind: str, values: list[float], rule: str) -> None:
+    """Values at the ends of the range of an activation are counted in the histograms of the last two records."""
+    counts, edges = np.histogram(values, bins=np.linspace(-1, 1, 81))
+    histogram = Histogram(edges, counts, min(values), max(values), sum(values), 1.0)
+    found = run({"act": {}, "fc": {}}, graph=chain("act", "fc", act=kind), histograms={("act", "out"): histogram})
+    assert brief(found) == ([("warning", rule, "act")] if rule else [])
+
+
+def test_a_normalization_without_effect() -> None:
+    """The output of a BatchNorm has the rms of its weight; a LayerNorm may differ within the range of its weight."""
+    weight: dict[str, Values] = {"norm/weight": {"rms": 1.0, "min": 0.2, "max": 3.0, "update_ratio": 1e-3}}
+    for kind, rms, alarm in (
+        ("BatchNorm2d", 1.1, 0),
+        ("BatchNorm2d", 2.0, 1),
+        ("LayerNorm", 2.0, 0),
+        ("LayerNorm", 5.0, 1),
+    ):
+        found = run({"norm": {"rms": rms}, "fc": {}}, None, weight, graph=chain("norm", "fc", norm=kind))
+        assert brief(found) == [("warning", "norm-ineffective", "norm")] * alarm, (kind, rms)
+
+
+def test_a_sudden_change() -> None:
+    """An output that changes more than eightfold against four records, and stays so, is a finding from that step on."""
+    layers: dict[str, Values] = {"a": {"rms": [1.0] * 5 + [9.0] * 3}, "b": {"rms": 1.0}}
+    (found,) = run(layers, graph=chain("a", "b"))
+    assert (found.rule, found.module, found.first_step) == ("sudden-change", "a", 50)
+    layers["a"] = {"rms": [1.0] * 5 + [9.0] + [1.0] * 2}
+    assert run(layers, graph=chain("a", "b")) == []
+
+
+def test_a_parameter_that_does_not_move() -> None:
+    """A weight with a gradient but without updates is a finding."""
+    found = run(None, None, network("a", "b", b=trained("b", ratio=0.0, update=0.0)))
+    assert [(each.rule, each.module) for each in found] == [("does-not-move", "b")]
+    assert "(dtype float32)" in found[0].verdict
+
+
+def test_updates_lost_to_precision() -> None:
+    """Updates of bfloat16 weights with more zeros than the gradients are lost to precision."""
+    parts = {
+        "a/weight": {"rms": 0.25, "update_ratio": 1e-3},
+        "a/weight.grad": {"rms": 1e-3, "zero_fraction": 0.1},
+        "a/weight.update": {"rms": 1e-4, "zero_fraction": 0.9},
+    }
+    assert [each.rule for each in run(None, None, parts, dtype="bfloat16")] == ["updates-lost"]
+    assert run(None, None, parts, dtype="float32") == []  # an embedding of which a batch uses few rows
+
+
+def test_the_drift_of_weights() -> None:
+    """Weights that decay quickly are a finding; weights that shrink slowly in all directions are not."""
+    shrinking = [0.25 * 0.7**row for row in range(8)]
+    decay = trained("a", rms=shrinking, update=[each * 0.035 for each in shrinking])
+    assert [each.rule for each in run(None, None, decay)] == ["weight-drift"]
+    noise = trained("a", rms=shrinking, update=0.2)
+    assert run(None, None, noise) == []
+
+
+def test_weights_that_grow() -> None:
+    """Weights that grow eightfold are a finding if they become large for their number of inputs."""
+    large = trained("a", rms=[0.25 * 1.5**row for row in range(8)])
+    small = trained("a", rms=[0.02 * 1.5**row for row in range(8)])
+    assert [each.rule for each in run(None, None, large)] == ["weight-drift"]
+    assert run(None, None, small) == []
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_the_learning_rate_of_a_layer(adaptive: bool) -> None:
+    """A layer whose updates are 50 times those that the optimizer gives to the others is a finding."""
+    parameters = network("a", "b", "c", "d", c=trained("c", update=0.0125, ratio=0.05))
+    if adaptive:
+        parameters["a/weight.exp_avg_sq"] = {"rms": 1e-6}
+    (found,) = run(None, None, parameters)
+    assert (found.rule, found.module, found.numbers["factor"]) == ("learning-rate-outlier", "c", 50.0)
+
+
+def test_equal_weights() -> None:
+    """A weight whose values are all equal is a finding."""
+    constant: dict[str, Values] = {**trained("a"), "a/weight": {"rms": 0.1, "std": 0.0, "update_ratio": 1e-3}}
+    assert [each.rule for each in run(None, None, constant)] == ["constant-weight"]
+
+
+def test_frozen_modules() -> None:
+    """Frozen first layers are a note; a frozen layer between trained ones is a warning."""
+    names = ("a", "b", "c", "d")
+    layers: dict[str, Values] = {name: {} for name in names}
+    for name, severity in (("a", "note"), ("c", "warning")):
+        missing = {name: {"fired": False, "why": "frozen: none of its own parameters requires a gradient"}}
+        found = run(
+            layers,
+            None,
+            network(*(each for each in names if each != name)),
+            graph=chain(*names),
+            coverage={"parameters": {"modules": missing}},
+        )
+        assert brief(found) == [(severity, "frozen", name)]
+
+
+def test_a_layer_that_no_optimizer_has() -> None:
+    """A layer that gets gradients but takes part in no step of an optimizer is a finding."""
+    missing = {"b": {"fired": False, "why": "no step: no optimizer that stepped has its parameters"}}
+    coverage = {"parameters": {"modules": missing}}
+    found = run({"a": {}, "b": {}}, {"b": {"rms": 1e-3}}, network("a"), coverage=coverage)
+    assert brief(found) == [("warning", "not-in-optimizer", "b")]
+
+
+def test_one_cause_in_many_modules_is_one_finding() -> None:
+    """If the optimizer lacks ten modules, there is one finding, which lists the others."""
+    names = [f"layer_{letter}" for letter in "abcdefghij"]
+    missing = {name: {"fired": False, "why": "no step: no optimizer that stepped has its parameters"} for name in names}
+    gradients: dict[str, Values] = {name: {"rms": 1e-3} for name in names}
+    (found,) = run(None, gradients, network("head"), coverage={"parameters": {"modules": missing}})
+    assert (found.rule, found.module, found.others) == ("not-in-optimizer", "layer_a", tuple(names[1:]))
+
+
+def test_weights_that_hardly_move() -> None:
+    """Weights that all move by less than a millionth per step are a finding."""
+    found = run(None, None, network("a", "b", a=trained("a", ratio=1e-8), b=trained("b", ratio=3e-7)))
+    assert [each.rule for each in found] == ["barely-moves"]
+
+
+def test_low_precision() -> None:
+    """Half-precision gradients below the smallest normal number are a finding."""
+    values = [1e-6, 2e-6, 1e-5, 1e-4]
+    histogram = Histogram(np.array([0, 1e-5, 5e-5, 1e-3]), np.array([2, 1, 1]), min(values), max(values), 1e-4, 1e-8)
+    options = {"gradients": {"a": {"rms": 1e-5, "max": 1e-4, "min": 0.0}}, "histograms": {("a", "out"): histogram}}
+    assert [each.rule for each in run(**options, dtype="float16")] == ["low-precision"]  # type: ignore[arg-type]  # mixed
+    assert run(**options, dtype="float32") == []  # type: ignore[arg-type]  # mixed
+
+
+def test_a_spike_of_the_gradients() -> None:
+    """A norm of all gradients more than 20 times its median is a finding about that record alone."""
+    parameters = network("a", "b", b=trained("b", grad=[1e-3] * 6 + [0.1, 1e-3]))
+    (found,) = run(None, None, parameters)
+    assert (found.rule, found.module, found.first_step, found.last_step) == ("gradient-spike", "b", 60, 60)
+
+
+@pytest.mark.parametrize(("place", "factor", "alarm"), [(2, 10, True), (2, 5, False), (5, 10, False), (5, 30, True)])
+def test_unlike_siblings(place: int, factor: float, alarm: bool) -> None:
+    """A block is compared with the others: 8 × their median is too much, 24 × for the first and the last."""
+    names = [f"blocks.{number}.fc" for number in range(6)]
+    layers: dict[str, Values] = {name: {"rms": 0.1} for name in names}
+    layers[names[place]] = {"rms": 0.1 * factor}
+    found = run({**layers, "head": {"rms": 1.0}}, graph=chain(*names, "head"))
+    assert [each.module for each in found if each.rule == "unlike-siblings"] == [names[place]] * alarm
+
+
+def test_a_trend_over_blocks() -> None:
+    """A statistic that doubles from each of six blocks to the next is a finding about the blocks."""
+    names = [f"blocks.{number}.fc" for number in range(6)]
+    (found,) = run({name: {"rms": 0.1 * 2.0**place} for place, name in enumerate(names)}, graph=chain(*names))
+    assert (found.rule, found.module) == ("block-trend", "blocks.5")
+    assert found.others == tuple(f"blocks.{number}" for number in range(5))
+
+
+@pytest.mark.parametrize(("kind", "ratio", "alarm"), [("BatchNorm1d", 1.5, 1), ("Linear", 1.5, 0), ("Linear", 2.5, 1)])
+def test_training_differs_from_validation(kind: str, ratio: float, alarm: int) -> None:
+    """The first module whose output differs between training and validation is named."""
+    layers: dict[str, Values] = {"a": {"rms": 1.0}, "norm": {"rms": 1.0}, "b": {"rms": 1.0}}
+    other: dict[str, Values] = {"a": {"rms": 1.0}, "norm": {"rms": ratio}, "b": {"rms": ratio}}
+    found = run(layers, validation=other, graph=chain("a", "norm", "b", norm=kind))
+    assert brief(found) == [("warning", "train-differs", "norm")] * alarm

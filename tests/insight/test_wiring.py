@@ -1,0 +1,86 @@
+"""Tests of the modules that feed each other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder import capture_graph
+from lightning_recorder.insight.wiring import INPUT, Wiring, families
+
+
+class Residual(nn.Module):
+    """A residual connection, a concatenation and a functional activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.branch = nn.Linear(2, 4), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.stem(inputs)
+        hidden = hidden + self.branch(self.norm(hidden))
+        out: Tensor = self.head(torch.cat([torch.tanh(hidden), hidden], 1))
+        return out
+
+
+NAMES = ["stem", "norm", "branch.0", "branch.1", "head"]
+
+
+def test_functions_are_looked_through() -> None:
+    """A sum or a concatenation is fed by the modules behind it."""
+    wiring = Wiring(NAMES, capture_graph(Residual(), torch.ones(1, 2)))
+    assert wiring.inputs == {
+        "stem": [INPUT],
+        "norm": ["stem"],
+        "branch.0": ["norm"],
+        "branch.1": ["branch.0"],
+        "head": ["stem", "branch.1"],
+    }
+    assert wiring.outputs["stem"] == ["norm", "head"]
+    assert wiring.upstream("branch.0") == {"stem", "norm", "branch.0"}
+    assert wiring.downstream("norm") == {"norm", "branch.0", "branch.1", "head"}
+    assert wiring.types["norm"] == "LayerNorm"
+
+
+def test_modules_that_are_not_recorded_are_looked_through() -> None:
+    """A module without records is passed like a function."""
+    wiring = Wiring(["stem", "branch.1", "head"], capture_graph(Residual(), torch.ones(1, 2)))
+    assert wiring.inputs["branch.1"] == ["stem"]
+
+
+def test_without_a_graph() -> None:
+    """Without a graph each module is fed by the one before it."""
+    wiring = Wiring(["a", "b", "c"], types={"b": "ReLU"})
+    assert wiring.inputs == {"a": [INPUT], "b": ["a"], "c": ["b"]}
+    assert (wiring.types, wiring.has_graph) == ({"b": "ReLU"}, False)
+
+
+def test_calls_of_a_shared_module() -> None:
+    """Each call of a shared module has its own inputs; the module is fed by all of them."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.act = nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            out: Tensor = self.act(self.other(self.act(self.one(inputs))))
+            return out
+
+    wiring = Wiring(["one", "act", "other"], capture_graph(Shared(), torch.ones(1, 2)))
+    assert wiring.calls == ["one", "act", "other", "act"]
+    assert wiring.producers == [frozenset({-1}), frozenset({0}), frozenset({1}), frozenset({2})]
+    assert wiring.inputs["act"] == ["one", "other"]
+    assert wiring.after(2) == {2, 3}
+
+
+def test_families_have_the_same_place_and_structure() -> None:
+    """Modules at the same place of repeated blocks are a family, if their structure is equal."""
+    keys: dict[str, object] = {f"layers.{number}.mlp.{part}": part for number in range(4) for part in (0, 2)}
+    assert families(keys, 4) == [
+        [f"layers.{number}.mlp.0" for number in range(4)],
+        [f"layers.{number}.mlp.2" for number in range(4)],
+    ]
+    assert families({f"fc{number}": (8, 8) for number in range(3)}, 4) == []
+    assert families({f"fc{number}": (8, 8) for number in range(4)}, 4) == [[f"fc{number}" for number in range(4)]]
