@@ -98,10 +98,11 @@ def checked_arguments(init: Init) -> Init:
 
 
 def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], Function]:
-    """Decorate a function that runs a model, so that an unknown argument is an error with the code to write instead.
+    """Decorate a function so that an unknown argument is an error with the code to write instead.
 
     Args:
-        replacements: The code for arguments of other libraries. Any other argument may be meant for the model.
+        replacements: The code for arguments of other libraries. If the function takes ``input_kwargs``, any other
+            argument may be meant for the model.
 
     Raises:
         UnknownArgumentError: When the function is called with an unknown argument.
@@ -109,6 +110,7 @@ def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], F
 
     def decorate(function: Function) -> Function:
         known = inspect.signature(function).parameters
+        names = [name for name in known if name != "self"]
         title = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
@@ -116,13 +118,15 @@ def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], F
             unknown = next((name for name in kwargs if name not in known), None)
             if unknown is None:
                 return function(*args, **kwargs)
-            near = closest(unknown, known, similarity=0.75)
+            near = closest(unknown, names, similarity=0.75)
             head = f"{title} has no argument {unknown}: "
             if unknown in replacements:
                 raise UnknownArgumentError(f"{head}write {replacements[unknown]}")
             if near:
                 raise UnknownArgumentError(f"{head}did you mean {near}?")
-            raise UnknownArgumentError(f"{head}write input_kwargs={{{unknown!r}: …}} for an argument of the model")
+            if "input_kwargs" in known:
+                raise UnknownArgumentError(f"{head}write input_kwargs={{{unknown!r}: …}} for an argument of the model")
+            raise UnknownArgumentError(f"{head}its arguments are {', '.join(names)}")
 
         return cast("Function", wrapper)
 
