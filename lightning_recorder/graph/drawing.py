@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from lightning_recorder.errors import ArgumentError, InputError, check_integer
+from lightning_recorder.errors import ArgumentError, InputError, check_integer, check_number
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import record
@@ -145,7 +145,8 @@ class Drawing:
         Raises:
             ArgumentError: If the scale is not a positive number.
         """
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        check_number("scale", scale, 0)
+        if not 0 < scale < math.inf:
             raise ArgumentError(f"scale must be a positive number, got {scale!r}")
         # dot lays out at 72 points per inch.
         self.visual_graph.attr("graph", dpi=f"{72 * scale:g}")

@@ -305,7 +305,7 @@ def test_resizing(scale: float, tmp_path: Path) -> None:
     drawing.resize_graph()
     assert width(drawing.save(tmp_path / "net.svg").read_text(encoding="utf-8")) == pytest.approx(before, abs=2)
     for wrong in (0, -1, "2", True, float("inf")):
-        with pytest.raises(ArgumentError, match="scale must be a positive number"):
+        with pytest.raises(ArgumentError, match="scale must be a "):
             drawing.resize_graph(wrong)  # type: ignore[arg-type]  # the point of the test
 
 

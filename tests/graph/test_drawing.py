@@ -233,7 +233,7 @@ def test_stylers_of_torchrecorder_that_need_a_change() -> None:
 
     class Reading(OldStyler):
         @override
-        def style_node(self, node: Any) -> dict[str, str]:
+        def style_node(self, node: Any) -> dict[str, str]:  # type: ignore[override]  # the point of the test
             return {"label": str(node.fn)}
 
     class Joining(GraphvizStyler):

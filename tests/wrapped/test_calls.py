@@ -141,7 +141,7 @@ def test_inputs_are_on_the_given_device() -> None:
     """A device that the net is on is accepted, and a net without tensors runs where its inputs are put."""
     assert RecordedNet(nn.Linear(5, 5), input_size=(2, 5), device=torch.device("cpu")).summary.input_bytes == 40
     devices: list[torch.device] = []
-    net = Net(lambda _, x: devices.append(x.device) or x)
+    net = Net(lambda _, x: devices.append(x.device))
     RecordedNet(net, input_data=X, device="meta")
     RecordedNet(net, input_size=(2, 5), device="meta")
     assert devices == [torch.device("meta")] * 2
