@@ -661,7 +661,8 @@ def test_reparametrised_weights_are_recorded() -> None:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Start and end each test without compiled code."""
+    """Start and end each test without compiled code, and without recorders of earlier tests, which keep code eager."""
+    gc.collect()
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
