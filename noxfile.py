@@ -49,7 +49,7 @@ def tests(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy")
-    doctests = ["--doctest-modules", "--doctest-glob=README.md", "lightning_recorder", "README.md"]
+    doctests = ["--doctest-modules", "--doctest-glob=*.md", "lightning_recorder", "README.md", "docs"]
     # This module imports Triton, which is not available on all platforms.
     doctests.append("--ignore=lightning_recorder/reductions/kernels/triton_kernels.py")
     session.run("python", "-m", "pytest", *doctests)

@@ -4,7 +4,9 @@
 
     RecorderError                    base of every error that this package raises on purpose
     ├── ArgumentError    (ValueError)    an argument has an invalid value; raised at construction
-    │   └── UnknownArgumentError (TypeError) an argument does not exist; the message names the closest one
+    │   ├── UnknownArgumentError (TypeError) an argument does not exist; the message names the closest one
+    │   └── InputError   (RuntimeError)      a model cannot be run with the given inputs, device or mode
+    │       └── InputTypeError (TypeError)   an input has the wrong type
     ├── SelectionError   (ValueError)    a selection matches no module; raised at fit start
     ├── FlowError        (RuntimeError)  a run's calls differ from the labeled ones
     ├── RecordingError   (RuntimeError)  recording a site failed; raised only with ``strict=True``
@@ -31,6 +33,8 @@ __all__ = [
     "DumpError",
     "FlowError",
     "ForwardError",
+    "InputError",
+    "InputTypeError",
     "RecorderError",
     "RecorderWarning",
     "RecordingError",
@@ -64,6 +68,14 @@ class ArgumentError(RecorderError, ValueError):
 
 class UnknownArgumentError(ArgumentError, TypeError):
     """An argument does not exist; the message names the closest one."""
+
+
+class InputError(ArgumentError, RuntimeError):
+    """A model cannot be run with the given inputs, device or mode; the message says how to give them."""
+
+
+class InputTypeError(InputError, TypeError):
+    """An input for a run of a model has the wrong type."""
 
 
 class SelectionError(RecorderError, ValueError):

@@ -2,25 +2,66 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import ArgumentError, InputError, InputTypeError, check_integer
+from lightning_recorder.internals.preserve_state import own_copies
 
-__all__ = ["arguments", "make_inputs", "shapes_in"]
+__all__ = ["arguments", "checked_depth", "checked_device", "make_inputs", "shapes_in"]
 
 
-def arguments(data: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a run.
+def checked_depth(name: str, depth: object) -> int | None:
+    """Return a depth, or None for no limit, which may also be given as ``float("inf")``.
 
     Raises:
-        ArgumentError: If an argument has an unsupported type.
+        ArgumentError: If the depth is neither an integer of at least 0 nor infinite. The message calls it ``name``.
+    """
+    if depth is None or depth == math.inf:
+        return None
+    check_integer(name, depth, 0)
+    return int(depth)  # type: ignore[call-overload, no-any-return]  # checked above
+
+
+def checked_device(net: nn.Module, device: torch.device | str | None) -> torch.device | None:
+    """Return the device for the inputs of a net that is on this device, or None to leave the inputs where they are.
+
+    Raises:
+        InputError: If the net is on another device.
+    """
+    if device is None:
+        return None
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputTypeError(f"device takes a device such as 'cpu' or 'cuda:0', got {device!r}") from error
+    there = {tensor.device for tensor in (*net.parameters(), *net.buffers())}
+    if there and all(each.type != wanted.type or wanted.index not in (None, each.index) for each in there):
+        found = " and ".join(sorted(map(str, there)))
+        raise InputError(
+            f"the model is on {found}, and is not moved: call model.to({str(wanted)!r}) first, or leave out "
+            f"device={str(wanted)!r}"
+        )
+    return wanted
+
+
+def arguments(
+    data: Any, kwargs: Mapping[str, Any] | None, device: torch.device | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a run, with copies of their tensors on a device if it is given.
+
+    Raises:
+        InputTypeError: If an argument has an unsupported type.
     """
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise ArgumentError(f"input_kwargs takes a dictionary of keyword arguments, got {type(kwargs).__name__}")
+        raise InputTypeError(f"input_kwargs takes a dictionary of keyword arguments, got {type(kwargs).__name__}")
+    if device is not None:
+        moved = own_copies({"data": data, "kwargs": dict(kwargs or {})}, lambda tensor: tensor.to(device, copy=True))
+        data, kwargs = moved["data"], moved["kwargs"]
     more = dict(kwargs or {})
     if isinstance(data, Mapping):
         return (), {**data, **more}
@@ -28,21 +69,25 @@ def arguments(data: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, .
         return (data,), more
     if isinstance(data, (tuple, list)):
         return tuple(data), more
-    raise ArgumentError(
+    raise InputTypeError(
         "input_data takes a tensor, a tuple or list of positional arguments, or a dictionary of keyword arguments, got "
         + type(data).__name__
     )
 
 
-def make_inputs(net: nn.Module, input_size: Any, dtypes: Any, *, name: str = "input_size") -> tuple[Tensor, ...]:
+def make_inputs(
+    net: nn.Module, input_size: Any, dtypes: Any, device: torch.device | None = None, *, name: str = "input_size"
+) -> tuple[Tensor, ...]:
     """Return tensors of the given shapes: zeros for integers and booleans, otherwise random numbers.
+
+    They are on the device, by default that of the net.
 
     Raises:
         ArgumentError: If a shape or dtype is invalid. The message calls the shapes ``name``.
     """
     sizes = shapes_in(input_size, name)
     tensors = [*net.parameters(), *net.buffers()]
-    device = tensors[0].device if tensors else torch.get_default_device()
+    device = device or (tensors[0].device if tensors else torch.get_default_device())
     default = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.get_default_dtype())
     if isinstance(dtypes, (tuple, list)):
         each_dtype: list[Any] = list(dtypes)
@@ -79,7 +124,7 @@ def shapes_in(input_size: Any, name: str) -> list[tuple[int, ...]]:
         # An empty list is not a list of shapes; an empty tuple is the shape of a scalar.
         valid = isinstance(size, (tuple, list)) and size != []
         if not valid or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in size):
-            raise ArgumentError(
+            raise (ArgumentError if valid else InputTypeError)(
                 f"{name} takes a shape, as in (1, 3), or a list of shapes, none negative; got {input_size!r}"
             )
     return [tuple(size) for size in sizes]

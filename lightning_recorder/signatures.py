@@ -10,8 +10,9 @@ from typing import Any, TypeVar, cast
 
 from lightning_recorder.errors import ArgumentError, UnknownArgumentError, closest
 
-__all__ = ["checked_arguments", "with_checked_arguments"]
+__all__ = ["checked_arguments", "with_checked_arguments", "with_replacements"]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Init = TypeVar("Init", bound=Callable[..., None])
 Kind = TypeVar("Kind", bound=type)
 
@@ -94,6 +95,42 @@ def checked_arguments(init: Init) -> Init:
             raise
 
     return cast("Init", wrapper)
+
+
+def with_replacements(replacements: Mapping[str, str]) -> Callable[[Function], Function]:
+    """Decorate a function so that an unknown argument is an error with the code to write instead.
+
+    Args:
+        replacements: The code for arguments of other libraries. If the function takes ``input_kwargs``, any other
+            argument may be meant for the model.
+
+    Raises:
+        UnknownArgumentError: When the function is called with an unknown argument.
+    """
+
+    def decorate(function: Function) -> Function:
+        known = inspect.signature(function).parameters
+        names = [name for name in known if name != "self"]
+        title = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            unknown = next((name for name in kwargs if name not in known), None)
+            if unknown is None:
+                return function(*args, **kwargs)
+            near = closest(unknown, names, similarity=0.75)
+            head = f"{title} has no argument {unknown}: "
+            if unknown in replacements:
+                raise UnknownArgumentError(f"{head}write {replacements[unknown]}")
+            if near:
+                raise UnknownArgumentError(f"{head}did you mean {near}?")
+            if "input_kwargs" in known:
+                raise UnknownArgumentError(f"{head}write input_kwargs={{{unknown!r}: …}} for an argument of the model")
+            raise UnknownArgumentError(f"{head}its arguments are {', '.join(names)}")
+
+        return cast("Function", wrapper)
+
+    return decorate
 
 
 def _groups(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
         if inspect.isclass(value) and value.__module__ == errors.__name__
     }
     assert drawn == real
-    assert len(drawn) == 10
+    assert len(drawn) == 12
 
 
 def test_the_package_is_typed() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
-from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.errors import ArgumentError, InputError, check_integer, check_number
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import record
@@ -22,7 +24,8 @@ from lightning_recorder.graph.views.fold import fold_repeats
 from lightning_recorder.graph.views.gather import gather
 from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.show_tensors import show_tensors
-from lightning_recorder.inputs import shapes_in
+from lightning_recorder.inputs import checked_depth, shapes_in
+from lightning_recorder.signatures import with_replacements
 from lightning_recorder.temporary import TemporaryFolder, copy_whole
 
 if TYPE_CHECKING:
@@ -30,9 +33,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Drawing", "draw", "make_dot", "render_network"]
 
+_TORCHVIEW = {
+    "strict": "nothing: several tensors between two nodes are one edge with their number",
+    "save_graph": "draw(…).save('directory/filename.png')",
+    "filename": "draw(…).save('directory/filename.png')",
+    "directory": "draw(…).save('directory/filename.png')",
+    "collect_attributes": "drawing.graph.module(node), which returns the module of a node",
+}
+"""The code to write instead of the other arguments of torchview's ``draw_graph``."""
+
 
 def make_dot(
-    graph: Graph, render_depth: int = 256, styler_cls: type[GraphvizStyler] | None = None, **styler_args: Any
+    graph: Graph, render_depth: float = 256, styler_cls: type[GraphvizStyler] | None = None, **styler_args: Any
 ) -> Digraph:
     """Convert a recorded graph to a Graphviz document.
 
@@ -41,12 +53,13 @@ def make_dot(
 
     Args:
         graph: The result of :func:`record` or of a capture.
-        render_depth: The depth; the whole model has depth 0, its layers have depth 1.
+        render_depth: The depth; the whole model has depth 0 and is one box, its layers have depth 1. ``float("inf")``
+            sets no limit.
         styler_cls: The class that decides how nodes and edges look; it is created with ``styler_args``.
         styler_args: Graphviz attributes for all nodes, and other arguments of the styler.
 
     Raises:
-        ArgumentError: If the depth is below 1.
+        ArgumentError: If the depth is negative.
 
     Example:
         >>> from torch import nn
@@ -55,8 +68,7 @@ def make_dot(
         >>> sum("fillcolor=white" in line for line in dot.body)
         4
     """
-    check_integer("render_depth", render_depth, 1)
-    view = collapse(graph, render_depth, leaves=False)
+    view = collapse(graph, checked_depth("render_depth", render_depth), leaves=False)
     return GraphvizRenderer(view, (styler_cls or GraphvizStyler)(**styler_args)).render()
 
 
@@ -68,7 +80,7 @@ def render_network(
     filename: str | None = None,
     fmt: str = "svg",
     input_data: Any = None,
-    render_depth: int = 1,
+    render_depth: float = 1,
     **styler_args: Any,
 ) -> Path:
     """Run a model once and write a picture of its graph.
@@ -78,7 +90,8 @@ def render_network(
         name: The name of the graph in the picture.
         input_shapes: As for :func:`record`; ``None`` if ``input_data`` is given.
         directory: The directory to write to; created if it does not exist.
-        filename: The name of the file without its suffix; by default ``name``, or the class of the model.
+        filename: The name of the file without its suffix; by default ``name``, or the class of the model, followed by
+            ``-`` and the depth, so that pictures of several depths are kept.
         fmt: A Graphviz format, such as ``svg``, ``png`` or ``pdf``.
         input_data: As for :func:`record`.
         render_depth: As for :func:`make_dot`.
@@ -92,10 +105,10 @@ def render_network(
         ForwardError: If the model raises.
         RenderError: If no renderer is installed, or the renderer fails.
     """
-    check_integer("render_depth", render_depth, 1)
+    checked_depth("render_depth", render_depth)
     if not fmt.isalnum():
         raise ArgumentError(f"fmt must be a format of Graphviz, such as svg, png or pdf; got {fmt!r}")
-    file = f"{filename or name or type(net).__name__}.{fmt}"
+    file = f"{filename or f'{name or type(net).__name__}-{render_depth}'}.{fmt}"
     # The rules of Windows are the strictest: both slashes and drive letters make a path more than a file name.
     if file != PureWindowsPath(file).name or "\0" in file:
         raise ArgumentError(f"filename must be a file name without a folder; got {file!r}")
@@ -126,6 +139,18 @@ class Drawing:
         """
         return _write(self.visual_graph, Path(path), timeout_s)
 
+    def resize_graph(self, scale: float = 1.0) -> None:
+        """Scale the picture, wherever it is written or shown from now on; 1 is its original size.
+
+        Raises:
+            ArgumentError: If the scale is not a positive number.
+        """
+        check_number("scale", scale, 0)
+        if not 0 < scale < math.inf:
+            raise ArgumentError(f"scale must be a positive number, got {scale!r}")
+        # dot lays out at 72 points per inch.
+        self.visual_graph.attr("graph", dpi=f"{72 * scale:g}")
+
     def __repr__(self) -> str:
         return f"<drawing of {self.graph.title}: {len(self.view.nodes)} nodes, {len(self.view.edges)} edges>"
 
@@ -134,13 +159,14 @@ class Drawing:
             return self.save(folder.path / "graph.svg").read_text(encoding="utf-8")
 
 
+@with_replacements(_TORCHVIEW)
 def draw(
     model: nn.Module | Graph,
     input_data: Any = None,
     input_size: Any = None,
     graph_name: str = "",
-    depth: int | None = 3,
-    device: Literal["meta"] | None = None,
+    depth: float | None = 3,
+    device: torch.device | str | None = None,
     dtypes: Any = None,
     mode: Literal["train", "eval"] | None = None,
     *,
@@ -165,8 +191,9 @@ def draw(
         input_data: The arguments of the model, as for :func:`record`.
         input_size: Shapes of generated inputs, as ``input_shapes`` of :func:`record`.
         graph_name: The name of the graph in the picture; by default the class of the model.
-        depth: The depth down to which module calls are opened; ``None`` opens all.
-        device: ``"meta"`` to compute only shapes, as for :func:`record`.
+        depth: The depth down to which module calls are opened: 0 draws the model as one box, ``None`` or
+            ``float("inf")`` opens all.
+        device: ``"meta"`` to compute only shapes, or the device of the model, as for :func:`record`.
         dtypes: As for :func:`record`.
         mode: As for :func:`record`.
         input_kwargs: Further keyword arguments of the model.
@@ -184,7 +211,9 @@ def draw(
         styler: The styler that decides how nodes and edges look.
 
     Raises:
-        ArgumentError: If an argument is invalid.
+        ArgumentError: If an argument is invalid; an :class:`InputError` if it is about the run of the model.
+        UnknownArgumentError: If an argument does not exist. The message has the code to write instead of other
+            arguments of torchview's ``draw_graph``.
         ForwardError: If the model raises. It names the module and holds the graph recorded until then.
 
     Example:
@@ -195,8 +224,7 @@ def draw(
         >>> len(drawing.view.edges)
         3
     """
-    if depth is not None:
-        check_integer("depth", depth, 1)
+    limit = checked_depth("depth", depth)
     if max_nodes is not None:
         check_integer("max_nodes", max_nodes, 1)
     check_direction(graph_dir)
@@ -207,11 +235,11 @@ def draw(
         graph = record(
             model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode
         )
-    if max_nodes is not None:
-        view = fit_view(graph, max_nodes, depth)
+    if max_nodes is not None and limit != 0:
+        view = fit_view(graph, max_nodes, limit)
     else:
         shown = graph if parameters else without(graph, ("parameter", "buffer"))
-        view = drop_isolated(collapse(shown, depth, leaves=hide_module_functions))
+        view = drop_isolated(collapse(shown, limit, leaves=hide_module_functions))
         view = fold_repeats(gather(view), contents=shown) if fold else view
     view = rolled(view) if roll else view
     view = view if hide_inner_tensors else show_tensors(view)
@@ -224,10 +252,10 @@ def _sizes(input_size: Any, input_data: Any, input_kwargs: Mapping[str, Any] | N
     """Return the shapes of the inputs if they are to be generated, else None."""
     if input_size is None:
         if input_data is None and input_kwargs is None:
-            raise ArgumentError("give either input_size or input_data, got neither")
+            raise InputError("give either input_size or input_data, got neither")
         return None
     if input_data is not None:
-        raise ArgumentError("give either input_size or input_data, got both")
+        raise InputError("give either input_size or input_data, got both")
     return shapes_in(input_size, "input_size")
 
 

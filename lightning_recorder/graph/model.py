@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -126,6 +127,8 @@ class Graph:
         scope: The recorded method of the model: ``forward`` or ``training_step``.
         parameters: The number of parameter elements of the model; a shared parameter counts once.
         name: The title of a picture; by default the class of the model.
+        modules: Weak references to the modules of the recorded model by name, for :meth:`module`. They are not compared
+            and not part of a copy, a pickle or the JSON form.
 
     Example:
         >>> from lightning_recorder.graph import capture_graph
@@ -145,6 +148,10 @@ class Graph:
     scope: str = "forward"
     parameters: int = 0
     name: str = ""
+    modules: Mapping[str, weakref.ref[Any]] = field(default_factory=dict, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "modules": {}}
 
     def __repr__(self) -> str:
         return f"<graph of {self.title}: {len(self.nodes)} nodes, {len(self.edges)} edges>"
@@ -193,6 +200,23 @@ class Graph:
         while node.parent is not None:
             node = self[node.parent]
             yield node
+
+    def module(self, node: Node) -> Any:
+        """Return the ``nn.Module`` that a node is a call of, or the one around any other node.
+
+        ``None`` if the module no longer exists, or the graph was loaded from a file or copied.
+
+        Example:
+            >>> from lightning_recorder.graph import capture_graph
+            >>> import torch
+            >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3, stride=2))
+            >>> graph = capture_graph(net, torch.ones(1, 1, 8, 8))
+            >>> [graph.module(node).stride for node in graph.module_calls()]
+            [(2, 2)]
+        """
+        call = node if node.kind == "module" or node.parent is None else self[node.parent]
+        reference = self.modules.get(call.name)
+        return None if reference is None else reference()
 
     def module_calls(self) -> list[Node]:
         """Return all module calls except the root, in the order of time."""

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_recorder.errors import ArgumentError, ForwardError
+from lightning_recorder.errors import ArgumentError, ForwardError, InputError
 from lightning_recorder.graph.capture.graph_capture import capture_graph
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.inputs import arguments, make_inputs
+from lightning_recorder.inputs import arguments, checked_device, make_inputs
 from lightning_recorder.internals.autograd import fake_mode, is_uninitialized
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
 from lightning_recorder.structure import iter_tensors
@@ -29,7 +29,7 @@ def record(
     *,
     input_kwargs: Mapping[str, Any] | None = None,
     dtypes: Any = None,
-    device: Literal["meta"] | None = None,
+    device: torch.device | str | None = None,
     mode: Literal["train", "eval"] | None = None,
 ) -> Graph:
     """Run a model once and return the complete graph of the run.
@@ -49,11 +49,14 @@ def record(
         dtypes: The dtype of the inputs made from ``input_shapes``, or a list with one dtype for each; by default the
             dtype of the model's parameters.
         device: ``"meta"`` to compute only shapes, without memory or time for values, for example for a model that is
-            too large to run. The model stays on its device, which may be any. By default the model runs on its device.
+            too large to run. The model stays on its device, which may be any. Any other device must be that of the
+            model, and the inputs are copied to it. By default the inputs stay where they are.
         mode: Run in ``"train"`` or ``"eval"`` mode; by default each module keeps its mode.
 
     Raises:
-        ArgumentError: If both or neither of ``input_shapes`` and ``input_data`` are given, or an argument is invalid.
+        InputError: If both or neither of ``input_shapes`` and ``input_data`` are given, or the model is on another
+            device. It is a ``RuntimeError``, a ``ValueError`` and, for inputs of a wrong type, a ``TypeError``.
+        ArgumentError: If another argument is invalid.
         ForwardError: If the model raises. It names the module that raised and holds the graph recorded until then.
 
     Note:
@@ -67,11 +70,12 @@ def record(
         >>> [(node.name, str(node.outputs[0])) for node in graph.module_calls()]
         [('0', '2×8'), ('1', '2×8')]
     """
-    _check(net, device, mode)
-    fake = fake_mode() if device else None
+    _check(net, mode)
+    fake = fake_mode() if str(device) == "meta" else None
+    place = None if fake else checked_device(net, device)
     # Under the fake mode, inputs made from shapes take no memory.
     with fake or nullcontext():
-        args, kwargs = _arguments(net, input_shapes, input_data, input_kwargs, dtypes)
+        args, kwargs = _arguments(net, input_shapes, input_data, input_kwargs, dtypes, place)
     tensors = (*net.parameters(), *net.buffers(), *(tensor for _, tensor in iter_tensors((args, kwargs))))
     state = ModuleState(net.modules())
     with same_random_numbers({tensor.device for tensor in tensors}), same_gradients(state.parameters.values()):
@@ -86,28 +90,26 @@ def record(
     return graph
 
 
-def _check(net: object, device: object, mode: object) -> None:
-    """Raise an error for a model, device or mode that cannot be recorded."""
+def _check(net: object, mode: object) -> None:
+    """Raise an error for a model or mode that cannot be recorded."""
     if not isinstance(net, nn.Module):
         called = f"the class {net.__name__}: create an instance first" if isinstance(net, type) else repr(net)
         raise ArgumentError(f"the model must be an nn.Module, got {called}")
-    if device not in (None, "meta"):
-        raise ArgumentError(f"device must be 'meta', or None to run the model on its own device; got {device!r}")
     if mode not in (None, "train", "eval"):
-        raise ArgumentError(f"mode must be 'train', 'eval' or None to keep the mode of each module, got {mode!r}")
+        raise InputError(f"mode must be 'train', 'eval' or None to keep the mode of each module, got {mode!r}")
 
 
 def _arguments(
-    net: nn.Module, shapes: Any, data: Any, more: Mapping[str, Any] | None, dtypes: Any
+    net: nn.Module, shapes: Any, data: Any, more: Mapping[str, Any] | None, dtypes: Any, device: torch.device | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if (shapes is None) == (data is None) and (shapes is not None or more is None):
         given = "both" if shapes is not None else "neither"
-        raise ArgumentError(f"give either input_shapes or input_data, got {given}")
+        raise InputError(f"give either input_shapes or input_data, got {given}")
     if dtypes is not None and shapes is None:
         raise ArgumentError("dtypes gives the dtypes of input_shapes, and needs input_shapes")
     if shapes is None:
-        return arguments(() if data is None else data, more)
-    return arguments(make_inputs(net, shapes, dtypes, name="input_shapes"), more)
+        return arguments(() if data is None else data, more, device)
+    return arguments(make_inputs(net, shapes, dtypes, device, name="input_shapes"), more, device)
 
 
 def _real_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:

@@ -16,7 +16,7 @@ from lightning_recorder.errors import ArgumentError, check_callable, check_integ
 from lightning_recorder.internals.autograd import storage_of
 from lightning_recorder.reductions import Reduction
 
-__all__ = ["Accumulator", "ByteBudget", "Fold", "Metric", "make_accumulator"]
+__all__ = ["Accumulator", "ByteBudget", "Fold", "Metric", "UnequalBatchError", "make_accumulator"]
 
 _WHOLE = ""
 """The name of a value that is the entire state."""
@@ -39,6 +39,10 @@ class Metric(Protocol):
 
     def reset(self) -> object:
         """Clear the state."""
+
+
+class UnequalBatchError(ArgumentError):
+    """A function cannot combine batches of different sizes; the value is unchanged."""
 
 
 class Accumulator(ABC):
@@ -209,7 +213,16 @@ class _FoldAccumulator(Accumulator):
     def update(self, tensor: Tensor) -> bool:
         # A copy: the function may keep it or write to it.
         new = tensor.clone()
-        self._value = _trimmed(new if self._empty else self._function(self._value, new))
+        try:
+            self._value = _trimmed(new if self._empty else self._function(self._value, new))
+        except RuntimeError as error:
+            if not _differ_in_rows(self._value, new):
+                raise
+            raise UnequalBatchError(
+                f"the reduction cannot combine its result of shape {tuple(self._value.shape)} with a batch of shape "
+                f"{tuple(new.shape)}: sum the rows first, as in lambda total, new: total.sum(0, keepdim=True) + "
+                "new.sum(0, keepdim=True), or set drop_last=True in the DataLoader"
+            ) from error
         self._empty = False
         return True
 
@@ -335,6 +348,12 @@ def _trimmed(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _trimmed(part) for key, part in value.items()}
     return value
+
+
+def _differ_in_rows(value: Any, tensor: Tensor) -> bool:
+    """Return True if the value is a tensor of the same shape, except for the number of rows."""
+    same = isinstance(value, Tensor) and value.dim() > 0 and value.shape[1:] == tensor.shape[1:]
+    return same and value.shape != tensor.shape
 
 
 def _nbytes_of(tensor: Tensor) -> int:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -41,7 +41,10 @@ class Recorder(ABC):
         reduction: The operation that combines the tensors of a site. A function of two arguments, as for
             ``functools.reduce``; a :class:`~lightning_recorder.reductions.Reduction` or its class; or a
             ``torchmetrics.Metric``, which is computed on each rank separately. By default all tensors are kept in a
-            list.
+            list. A batch whose number of rows a function cannot combine with its result, such as a smaller last batch,
+            is left out with a warning.
+        data_method: ``"batch"`` to record whole tensors, ``"sample"`` to record the first sample of each, without the
+            batch dimension.
         max_bytes: The limit in bytes of the lists of all modules together. Tensors that would exceed it are not
             recorded, with a single warning.
         strict: Raise errors of the condition or the reduction instead of warning once and no longer recording that
@@ -61,14 +64,18 @@ class Recorder(ABC):
         self,
         condition: Callable[[], object] | None = None,
         reduction: Fold | Reduction | Metric | type | None = None,
+        data_method: Literal["batch", "sample"] = "batch",
         *,
         max_bytes: int = _GIBIBYTE,
         strict: bool = False,
     ) -> None:
         if condition is not None:
             check_callable("condition", condition, "")
+        if data_method not in ("batch", "sample"):
+            raise ArgumentError(f"data_method must be 'batch' or 'sample', got {data_method!r}")
         self.condition = condition
         self.reduction = reduction
+        self.data_method = data_method
         self.strict = strict
         self.subrecorders: list[SubRecorder] = []
         self._budget = ByteBudget(max_bytes)
@@ -144,8 +151,9 @@ class Recorder(ABC):
         for name, module in modules.items():
             unique = next(each for each in _numbered(name) if each not in taken)
             taken.add(unique)
+            first_sample = self.data_method == "sample"
             self.subrecorders.append(
-                SubRecorder(unique, module, self._make_tap, self._make_accumulator, self._empty_data)
+                SubRecorder(unique, module, self._make_tap, self._make_accumulator, self._empty_data, first_sample)
             )
             self.subrecorders[-1].tap.attach()
         return self

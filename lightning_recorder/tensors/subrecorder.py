@@ -11,9 +11,9 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.errors import ArgumentError, did_you_mean
+from lightning_recorder.errors import ArgumentError, did_you_mean, warn
 from lightning_recorder.taps import Receiver, Site, Tap
-from lightning_recorder.tensors.accumulators import Accumulator
+from lightning_recorder.tensors.accumulators import Accumulator, UnequalBatchError
 
 __all__ = ["RecordedData", "SubRecorder"]
 
@@ -29,6 +29,7 @@ class SubRecorder:
         make_tap: A function that creates the tap of the module.
         make_accumulator: A function that creates the accumulator of a tensor that is seen for the first time.
         empty_data: A function that returns the data of a module before its first tensor.
+        first_sample: True to record only the first sample of each tensor.
     """
 
     def __init__(
@@ -38,12 +39,15 @@ class SubRecorder:
         make_tap: Callable[[Mapping[str, nn.Module], Receiver], Tap],
         make_accumulator: Callable[[], Accumulator],
         empty_data: Callable[[], Any],
+        first_sample: bool = False,
     ) -> None:
         self.name = name
         self.module = module
         self.tap = make_tap({name: module}, self._receive)
         self._make_accumulator = make_accumulator
         self._empty_data = empty_data
+        self._first_sample = first_sample
+        self._warned = False
         self._sites: dict[str, _Recorded] = {}
         self._initial: Any = _MISSING  # data assigned before the first tensor
 
@@ -143,12 +147,26 @@ class SubRecorder:
         if recorded is None:
             recorded = _Recorded(self._make_accumulator())
             self._start(recorded.accumulator, site.path)
+        samples = tensor.size(0) if tensor.dim() else 1
+        if self._first_sample and tensor.dim() and samples:
+            tensor, samples = tensor[0], 1
         with _precise(tensor.device):
-            taken = recorded.accumulator.update(tensor)
+            taken = self._update(recorded.accumulator, tensor)
         if taken:
             recorded.calls += 1
-            recorded.samples += tensor.size(0) if tensor.dim() else 1
+            recorded.samples += samples
             self._sites[site.path] = recorded
+
+    def _update(self, accumulator: Accumulator, tensor: Tensor) -> bool:
+        try:
+            return accumulator.update(tensor)
+        except UnequalBatchError as error:
+            if self.tap.strict:
+                raise
+            if not self._warned:
+                self._warned = True
+                warn(f"module {self.name!r}: {error}. Such a batch is left out; strict=True raises instead.")
+            return False
 
     def _start(self, accumulator: Accumulator, path: str) -> None:
         """Initialize the accumulator of a new path with data that were assigned before its first tensor."""

@@ -1,31 +1,47 @@
-"""Module calls of one run: labels, observation and comparison, and the run that labels them."""
+"""Module calls of one run: their labels, comparison, observation and recorded outputs."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_recorder.errors import RecordingError
-from lightning_recorder.internals.autograd import in_backward
+from lightning_recorder.errors import RecordingError, warn
+from lightning_recorder.internals.autograd import in_backward, version_of
 from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
-from lightning_recorder.structure import iter_tensors
+from lightning_recorder.structure import describe_unknown, iter_tensors
 
-__all__ = ["Call", "CallWatch", "Label", "differences", "label_calls", "run_without_trace"]
+
+__all__ = [
+    "Call",
+    "CallWatch",
+    "Label",
+    "OutputRecorder",
+    "Postprocessor",
+    "SavedOutput",
+    "differences",
+    "label_calls",
+    "run_without_trace",
+]
 
 Label = tuple[int, int]
 """A pair of the depth of a module's name, 0 for the root, and the position of a call among those at its depth, from 1.
 """
+
+Postprocessor = Callable[[Any], Any]
+"""A function that takes a module's output and returns a replacement, or ``None`` to leave it unchanged."""
 
 # The maximum number of calls of each kind in a message: a net that took another branch may differ in hundreds.
 _SHOWN = 8
@@ -37,33 +53,44 @@ class Call(NamedTuple):
     name: str
     """The module's name."""
     number: int
-    """The ordinal of the call among those of this module in the run, from 1."""
+    """The ordinal of the call among those of this module in the run, from 1; 0 for a container, which is not called."""
 
     def __str__(self) -> str:
         return repr(self.name) if self.number == 1 else f"{self.name!r} (call {self.number})"
 
 
 def label_calls(calls: Iterable[Call]) -> dict[Label, Call]:
-    """Label the calls of a run, given in the order in which they began.
+    """Label the calls of a run, given in the order in which they began, as torchinfo does.
 
-    The depth is that of the dotted name, so a child of a ``ModuleList`` is one deeper than the list.
+    A module that is not called itself, such as a ``ModuleList``, has a label too, before the calls of its contents. It
+    is labeled again if calls of other modules at its depth or above came in between.
 
     Example:
-        >>> label_calls([Call("", 1), Call("stem", 1), Call("blocks.0", 1), Call("stem", 2)])
-        {(0, 1): Call(name='', number=1), (1, 1): Call(name='stem', number=1), (2, 1): Call(name='blocks.0', number=1),
-         (1, 2): Call(name='stem', number=2)}
+        >>> label_calls([Call("", 1), Call("stem", 1), Call("blocks.0", 1), Call("head", 1)])
+        {(0, 1): Call(name='', number=1), (1, 1): Call(name='stem', number=1), (1, 2): Call(name='blocks', number=0),
+         (2, 1): Call(name='blocks.0', number=1), (1, 3): Call(name='head', number=1)}
     """
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     labels = {}
+    path = [""]  # the labeled modules around the latest call, by depth
     for call in calls:
-        depth = call.name.count(".") + 1 if call.name else 0
-        counts[depth] = counts.get(depth, 0) + 1
-        labels[depth, counts[depth]] = call
+        parts = call.name.split(".") if call.name else []
+        around = [".".join(parts[:depth]) for depth in range(len(parts))]
+        for depth, name in enumerate((*around, call.name)):
+            is_called = depth == len(parts)
+            if is_called or path[depth : depth + 1] != [name]:
+                counts[depth] += 1
+                labels[depth, counts[depth]] = call if is_called else Call(name, 0)
+                path[depth:] = [name]
     return labels
 
 
 def differences(labels: Mapping[Label, Call], calls: Sequence[Call]) -> str | None:
     """Describe the differences between the calls of a run and the labeled ones, or return ``None`` if there are none.
+
+    Args:
+        labels: The labeled calls, without containers.
+        calls: The calls of the run.
 
     Example:
         >>> differences({(0, 1): Call("", 1), (1, 1): Call("a", 1)}, [Call("", 1), Call("b", 1)])
@@ -197,6 +224,74 @@ class _CallHook(ModuleHook):
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         # Another thread may have fetched the hook before its removal, and may call it without the keyword arguments.
         return self._see(self._name, *seen) if self._watch._watching else None
+
+
+class SavedOutput:
+    """A tensor as it was when a hook saw it."""
+
+    def __init__(self, tensor: Tensor, version: int | None, copy: Tensor) -> None:
+        self._tensor = tensor
+        self._saved_version = version
+        self._copy = copy
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> SavedOutput:
+        """Save the current state of a tensor."""
+        # Autograd is on in any mode, so that the copy requires a gradient exactly if the tensor does.
+        with pause_recording(), torch.enable_grad():
+            return cls(tensor, version_of(tensor), tensor.clone())
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor itself if it has not been modified since, else the copy."""
+        unchanged = self._saved_version is not None and version_of(self._tensor) == self._saved_version
+        return self._tensor if unchanged else self._copy
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Return True if this is the same tensor with the same values."""
+        return self._tensor is tensor and self._saved_version is not None and version_of(tensor) == self._saved_version
+
+
+class OutputRecorder(CallWatch):
+    """A watch of one recorded forward pass."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        labels: Mapping[Call, Label],
+        postprocs: Mapping[Label, Postprocessor],
+        keep: bool,
+    ) -> None:
+        super().__init__(modules)
+        self.records: dict[Label, SavedOutput | dict[str, SavedOutput]] = {}
+        self._labels = labels
+        self._postprocs = postprocs
+        self._keep = keep
+        self._latest: dict[int, SavedOutput] = {}
+
+    def end(self, call: Call, output: Any) -> Any:
+        """Record and postprocess the output of a recorded call."""
+        label = self._labels.get(call)
+        if label is None:
+            return None
+        if self._keep:
+            if isinstance(output, Tensor):
+                self.records[label] = self._saved(output)
+            else:
+                tensors = iter_tensors(output, unknown=partial(self._warn_of_unknown, call.name))
+                self.records[label] = {path: self._saved(tensor) for path, tensor in tensors}
+        postproc = self._postprocs.get(label)
+        return None if postproc is None else postproc(output)
+
+    def _warn_of_unknown(self, name: str, path: str, value: object, error: Exception | None) -> None:
+        warn(f"RecordedNet ignores {describe_unknown(name, path, value, error)}")
+
+    def _saved(self, tensor: Tensor) -> SavedOutput:
+        # A parent often returns its last child's output: one copy serves both.
+        saved = self._latest.get(id(tensor))
+        if saved is None or not saved.matches(tensor):
+            saved = self._latest[id(tensor)] = SavedOutput.of(tensor)
+        return saved
 
 
 def run_without_trace(

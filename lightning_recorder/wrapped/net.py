@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from types import MappingProxyType
 from typing import Any
 
@@ -11,28 +12,47 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError, FlowError, check_integer
-from lightning_recorder.inputs import arguments, make_inputs
+from lightning_recorder.errors import ArgumentError, FlowError, InputError, check_some, warn
+from lightning_recorder.inputs import arguments, checked_depth, checked_device, make_inputs
 from lightning_recorder.internals.autograd import in_backward
 from lightning_recorder.internals.preserve_state import ModuleState
 from lightning_recorder.names import named_submodules
-from lightning_recorder.wrapped.activations import OutputRecorder, Postprocessor, SavedOutput
-from lightning_recorder.wrapped.calls import Label, differences, label_calls, run_without_trace
-from lightning_recorder.wrapped.summary import Summary, SummaryWatch
+from lightning_recorder.signatures import with_replacements
+from lightning_recorder.wrapped.calls import (
+    Label,
+    OutputRecorder,
+    Postprocessor,
+    SavedOutput,
+    differences,
+    label_calls,
+    run_without_trace,
+)
+from lightning_recorder.wrapped.summary import COLUMNS, DEFAULT_COLUMNS, Summary, SummaryWatch
 
 __all__ = ["RecordedNet"]
 
 _NET = "_net"  # the name of the net in the wrapper, which is removed from keys
+
+_TORCHINFO = {
+    "batch_dim": "input_size=… with the batch dimension",
+    "cache_forward_pass": "nothing: the net runs once per RecordedNet",
+    "col_width": "nothing: the columns are as wide as their text",
+    "mode": "net.eval() or net.train() before RecordedNet(net, …)",
+    "row_settings": "nothing: each row has the name and the label",
+    "verbose": "print(RecordedNet(net, …)), without it",
+}
+"""The code to write instead of the other arguments of torchinfo's ``summary``."""
 
 
 class RecordedNet(nn.Module):
     """A net with labeled module calls whose outputs can be recorded.
 
     The net is run once when it is wrapped. Each call of a module gets the label ``(depth, idx)``: the depth of the
-    module's name, 0 for the net itself, and the position of the call among those at that depth, starting at 1. A module
-    that is called several times has several labels. In later runs a call is identified by its module and the number of
-    its earlier calls, never by its position alone. Modules that are never called, such as the ``out_proj`` of
-    ``nn.MultiheadAttention``, have no label.
+    module's name, 0 for the net itself, and the position of the call among those at that depth, starting at 1. A
+    container that is not called itself, such as a ``ModuleList``, takes a position before the calls of its contents, so
+    that the labels are those of torchinfo. A module that is called several times has several labels. In later runs a
+    call is identified by its module and the number of its earlier calls, never by its position alone. Other modules
+    that are never called, such as the ``out_proj`` of ``nn.MultiheadAttention``, have no label.
 
     The wrapper is an ordinary module: parameters, modes, devices, copies and pickles are those of the wrapped net, and
     so are the keys of its ``state_dict()``.
@@ -46,13 +66,19 @@ class RecordedNet(nn.Module):
         input_kwargs: Keyword arguments in addition to either.
         dtypes: The dtype of the inputs of ``input_size``, or a list with one for each; by default that of the net's
             first floating-point parameter. Integers and booleans are zeros, floats are random numbers.
+        device: The device of the inputs, which must be the net's; by default those of ``input_data`` stay where they
+            are.
         depth: The maximum depth of the calls in the table; deeper calls still have labels.
-        force_static_flow: Require every run to make the calls of the labeling run in the same order. If ``False``,
-            other calls may vary, and only the recorded ones are required.
+        col_names: The columns of the table; see :meth:`Summary.to_text`.
+        force_static_flow: Require every run to make the calls of the labeling run in the same order, and warn if the
+            net reads the value of a tensor, which can lead to other calls. If ``False``, other calls may vary, and only
+            the recorded ones are required.
 
     Raises:
         ArgumentError: If not exactly one of ``input_size`` and ``input_data`` is given, or an argument has an invalid
             value.
+        UnknownArgumentError: If an argument does not exist. The message has the code to write instead of other
+            arguments of torchinfo's ``summary``.
         RecordingError: If the net raises; the message names the module that raised.
 
     Note:
@@ -96,6 +122,7 @@ class RecordedNet(nn.Module):
         ...
     """
 
+    @with_replacements(_TORCHINFO)
     def __init__(
         self,
         net: nn.Module,
@@ -105,23 +132,25 @@ class RecordedNet(nn.Module):
         input_data: Any = None,
         input_kwargs: Mapping[str, Any] | None = None,
         dtypes: torch.dtype | Sequence[torch.dtype] | None = None,
-        depth: int | None = None,
+        device: torch.device | str | None = None,
+        depth: float | None = None,
+        col_names: Sequence[str] = DEFAULT_COLUMNS,
         force_static_flow: bool = True,
     ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise ArgumentError(f"net must be a torch.nn.Module, got {type(net).__name__}")
         if (input_size is None) == (input_data is None):
-            raise ArgumentError("give input_size or input_data" + (", not both" if input_size is not None else ""))
-        if depth is not None:
-            check_integer("depth", depth, 0)
+            raise InputError("give input_size or input_data" + (", not both" if input_size is not None else ""))
         self._net = net
-        self._depth = depth
+        self._depth = checked_depth("depth", depth)
+        self._columns = check_some("col_names", col_names, tuple(COLUMNS))
         self._static = force_static_flow
         self._recording: tuple[Label, ...] = ()
         self._records: dict[Label, SavedOutput | dict[str, SavedOutput]] = {}
-        data = make_inputs(net, input_size, dtypes) if input_size is not None else input_data
-        self._label(*arguments(data, input_kwargs))
+        device = checked_device(net, device)
+        data = make_inputs(net, input_size, dtypes, device) if input_size is not None else input_data
+        self._label(*arguments(data, input_kwargs, device))
         self.register_state_dict_post_hook(_remove_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]  # torch has no annotations there
         self.register_load_state_dict_post_hook(_name_as_in_net)  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -132,7 +161,15 @@ class RecordedNet(nn.Module):
         watch = SummaryWatch(modules, snapshot)
         run_without_trace(self._net, watch, snapshot, args, kwargs)
         self._summary = watch.summary(self._net)
-        self._calls = label_calls(watch.calls)
+        labels = label_calls(watch.calls)
+        self._containers = {label: call.name for label, call in labels.items() if not call.number}
+        self._calls = {label: call for label, call in labels.items() if call.number}
+        if self._static and watch.reads:
+            warn(
+                f"{type(self._net).__name__} reads the value of a tensor at {', '.join(watch.reads[:3])}. If its calls "
+                "depend on it, a run with other calls than the labeled ones raises a FlowError. "
+                "force_static_flow=False requires only the recorded calls."
+            )
         # A call that raised an error caught by the net has not ended.
         ends = {call: place for place, call in enumerate(watch.ended)}
         self._order = sorted(self._calls, key=lambda label: ends.get(self._calls[label], len(ends)))
@@ -220,10 +257,16 @@ class RecordedNet(nn.Module):
     def _resolve(self, entry: object) -> list[Label]:
         if isinstance(entry, str):
             return [label for label, call in self._calls.items() if call.name == entry]
-        pair = tuple(entry) if isinstance(entry, (tuple, list)) else ()
-        return [label for label in self._calls if label == pair]
+        return [label for label in self._calls if label == _pair(entry)]
 
     def _explain(self, entry: object) -> str:
+        container = next((name for label, name in self._containers.items() if label == _pair(entry)), None)
+        if container is not None:
+            inside = [label for label, call in self._calls.items() if call.name.startswith(f"{container}.")]
+            return (
+                f"{entry!r} is the container {container!r}, which is not called and has no output; the calls inside it "
+                f"are {', '.join(map(str, inside[:5]))}" + (", …" if len(inside) > 5 else "")
+            )
         if isinstance(entry, str):
             if entry in named_submodules(self._net):
                 return f"module {entry!r} was not called when the net was labeled"
@@ -329,12 +372,26 @@ class RecordedNet(nn.Module):
         return ((name.replace(f"{_NET}.", "", 1), each) for name, each in super().named_buffers(*args, **kwargs))
 
     def __repr__(self) -> str:
-        table = self._summary.to_text(depth=self._depth, recording=self._recording)
-        return f"{type(self).__name__} of {type(self._net).__name__}\n{table}"
+        return f"{self._title}\n{self._summary.to_text(**self._shown)}"
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{escape(self._title)}</b></p>{self._summary.to_html(**self._shown)}"
+
+    @property
+    def _title(self) -> str:
+        return f"{type(self).__name__} of {type(self._net).__name__}"
+
+    @property
+    def _shown(self) -> dict[str, Any]:
+        return {"depth": self._depth, "recording": self._recording, "col_names": self._columns}
 
     def __getstate__(self) -> dict[str, Any]:
         # Non-leaf tensors of an autograd graph can be neither copied nor pickled.
         return {**super().__getstate__(), "_records": {}}  # type: ignore[no-untyped-call]  # torch has no annotations there
+
+
+def _pair(entry: object) -> tuple[object, ...]:
+    return tuple(entry) if isinstance(entry, (tuple, list)) else ()
 
 
 # State dictionary hooks that hide the name of the wrapped net. They are functions, so that the wrapper can be pickled.

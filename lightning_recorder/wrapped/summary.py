@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
+from html import escape
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import Self
 
 from lightning_recorder.internals.autograd import is_uninitialized
 from lightning_recorder.internals.preserve_state import ModuleState
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.wrapped.calls import Call, CallWatch, Label, label_calls
+from lightning_recorder.wrapped.operations import OperationCounter
 
-__all__ = ["Summary", "SummaryRow", "SummaryWatch"]
+__all__ = ["COLUMNS", "DEFAULT_COLUMNS", "Summary", "SummaryRow", "SummaryWatch"]
 
 Shape = tuple[int, ...]
 
-_COLUMNS = ("Layer (type (name)):depth-idx", "Input shape", "Output shape", "Param #", "Param %", "Mult-adds")
-# The number of text columns; number columns are right-aligned.
-_WORDS = 3
+COLUMNS = {
+    "input_size": "Input shape",
+    "output_size": "Output shape",
+    "num_params": "Param #",
+    "params_percent": "Param %",
+    "mult_adds": "Mult-adds",
+    "kernel_size": "Kernel shape",
+    "trainable": "Trainable",
+}
+"""The columns that a table may have, with their titles."""
+
+DEFAULT_COLUMNS = tuple(COLUMNS)[:5]
+_FIRST = "Layer (type (name)):depth-idx"
+# Other columns contain text, and are left-aligned.
+_NUMBERS = ("Param #", "Param %", "Mult-adds")
 # Limits the shapes shown: a cache or a list of hidden states has dozens of tensors.
 _SHOWN_SHAPES = 3
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One call of a module."""
+    """One call of a module, or a container that is not called itself, such as a ``ModuleList``."""
 
     label: Label
     """``(depth, idx)``."""
@@ -41,9 +50,9 @@ class SummaryRow:
     type_name: str
     """The name of the module's class."""
     caller: Label | None
-    """The call that made this one."""
+    """The call that made this one, or the container in between that contains the module."""
     is_leaf: bool
-    """True if the call made no other call."""
+    """True if the call made no other call; False for a container, which is not called."""
     is_repeated: bool
     """True if the call is not the first one of its module."""
     input_shapes: tuple[Shape, ...]
@@ -56,6 +65,10 @@ class SummaryRow:
     """The number of parameter elements of the module and those below it, each parameter counted once."""
     mult_adds: int
     """Multiply-adds of the call, including nested calls."""
+    trainable: int = 0
+    """The number of those parameter elements that require a gradient."""
+    kernel_shape: Shape = ()
+    """The ``kernel_size`` of the module, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -104,17 +117,56 @@ class Summary:
     def __str__(self) -> str:
         return self.to_text()
 
-    def to_text(self, *, depth: int | None = None, recording: Iterable[Label] = ()) -> str:
+    def to_text(
+        self,
+        *,
+        depth: int | None = None,
+        recording: Iterable[Label] = (),
+        col_names: Sequence[str] = DEFAULT_COLUMNS,
+    ) -> str:
         """Return the table.
 
         Args:
             depth: The maximum depth of the calls that are shown; the totals are those of the whole net.
             recording: The labels named in the last line.
+            col_names: The columns after the first, from ``input_size``, ``output_size``, ``num_params``,
+                ``params_percent``, ``mult_adds``, ``kernel_size`` and ``trainable``.
         """
+        header, *body = _aligned(self._table(depth, col_names))
+        rule = "=" * max(map(len, (header, *body)))
+        blocks = [[header], body, *self._totals(recording)]
+        return "\n".join([rule, *(line for block in blocks for line in (*block, rule))])
+
+    def to_html(
+        self,
+        *,
+        depth: int | None = None,
+        recording: Iterable[Label] = (),
+        col_names: Sequence[str] = DEFAULT_COLUMNS,
+    ) -> str:
+        """Return the table as HTML, for a notebook; see :meth:`to_text`."""
+        header, *body = self._table(depth, col_names)
+        lines = ["".join(f"<th>{escape(cell)}</th>" for cell in header)]
+        for cells in body:
+            styles = ("left" if title not in _NUMBERS else "right" for title in header)
+            lines.append("".join(map(_html_cell, cells, styles)))
+        table = "".join(f"<tr>{line}</tr>" for line in lines)
+        totals = "".join(f"<p>{'<br>'.join(map(escape, block))}</p>" for block in self._totals(recording))
+        return f"<table>{table}</table>{totals}"
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def _table(self, depth: int | None, col_names: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return the cells of the table, the titles first."""
         rows = [row for row in self.rows if depth is None or row.label[0] <= depth]
+        titles = (_FIRST, *(COLUMNS[name] for name in col_names))
+        return [titles, *((tree, *(self._cell(row, name) for name in col_names)) for row, tree in _as_tree(rows))]
+
+    def _totals(self, recording: Iterable[Label]) -> list[list[str]]:
+        """Return the lines below the table, in blocks."""
         recorded = ", ".join(f"{depth}-{idx}" for depth, idx in recording)
-        header, *body = _aligned([_COLUMNS, *(self._cells(row, tree) for row, tree in _as_tree(rows))])
-        totals = [
+        parameters = [
             f"Total params: {self.total_params:,}",
             f"Trainable params: {self.trainable_params:,}",
             f"Non-trainable params: {self.non_trainable_params:,}",
@@ -126,20 +178,23 @@ class Summary:
             f"Params size (MB): {_millions(self.params_bytes)}",
             f"Estimated Total Size (MB): {_millions(self.total_bytes)}",
         ]
-        rule = "=" * max(map(len, (header, *body)))
-        blocks = [[header], body, totals, sizes, [f"Currently recording: {recorded or None}"]]
-        return "\n".join([rule, *(line for block in blocks for line in (*block, rule))])
+        return [parameters, sizes, [f"Currently recording: {recorded or None}"]]
 
-    def _cells(self, row: SummaryRow, tree: str) -> tuple[str, ...]:
-        share = f"{100 * row.parameters / self.total_params:.2f}%" if row.parameters else "--"
-        return (
-            tree,
-            _shapes(row.input_shapes),
-            _shapes(row.output_shapes),
-            "(recursive)" if row.is_repeated else f"{row.parameters:,}" if row.parameters else "--",
-            "--" if row.is_repeated else share,
-            f"{row.mult_adds:,}" if row.mult_adds else "--",
-        )
+    def _cell(self, row: SummaryRow, column: str) -> str:
+        """Return the text of a row in a column."""
+        if column in ("input_size", "output_size"):
+            return _shapes(row.input_shapes if column == "input_size" else row.output_shapes)
+        if column == "kernel_size":
+            return str(list(row.kernel_shape)) if row.kernel_shape else "--"
+        if column == "mult_adds":
+            return f"{row.mult_adds:,}" if row.mult_adds else "--"
+        if not row.parameters:
+            return "--"
+        if column == "trainable":
+            return "Partial" if 0 < row.trainable < row.parameters else str(row.trainable > 0)
+        if row.is_repeated:
+            return "(recursive)" if column == "num_params" else "--"
+        return f"{row.parameters:,}" if column == "num_params" else f"{100 * row.parameters / self.total_params:.2f}%"
 
 
 def _as_tree(rows: Sequence[SummaryRow]) -> list[tuple[SummaryRow, str]]:
@@ -170,11 +225,15 @@ def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if column < _WORDS else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.rjust(width) if title in _NUMBERS else cell.ljust(width)
+            for title, cell, width in zip(cells[0], line, widths, strict=True)
         )
         for line in cells
     ]
+
+
+def _html_cell(text: str, align: str) -> str:
+    return f'<td style="text-align: {align}; white-space: pre">{escape(text)}</td>'
 
 
 def _shapes(shapes: tuple[Shape, ...]) -> str:
@@ -215,7 +274,7 @@ class SummaryWatch(CallWatch):
     def __init__(self, modules: Mapping[str, nn.Module], snapshot: ModuleState) -> None:
         super().__init__(modules)
         self._snapshot = snapshot
-        self._counter = _OperationCounter()
+        self._counter = OperationCounter()
         self._seen: dict[Call, _Seen] = {}
         self._input_bytes = 0
 
@@ -244,12 +303,23 @@ class SummaryWatch(CallWatch):
         super()._leave()
         self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
 
+    @property
+    def reads(self) -> list[str]:
+        """The lines of the model that read the value of a tensor, each once; other inputs may take other branches."""
+        return list(dict.fromkeys(self._counter.reads))
+
     def summary(self, net: nn.Module) -> Summary:
         """Return the summary of the observed calls and the net's parameters."""
-        labels = {call: label for label, call in label_calls(self.calls).items()}
+        labels = label_calls(self.calls)
+        callers = self._callers(labels)
         parameters = [each for each in net.parameters() if not is_uninitialized(each)]
+        seen: set[str] = set()
+        rows = []
+        for label, call in labels.items():
+            rows.append(self._row(call, label, callers[label], call.name in seen))
+            seen.add(call.name)
         return Summary(
-            rows=tuple(self._row(call, label, labels) for call, label in labels.items()),
+            rows=tuple(rows),
             total_params=sum(each.numel() for each in parameters),
             trainable_params=sum(each.numel() for each in parameters if each.requires_grad),
             params_bytes=sum(map(_bytes, parameters)),
@@ -257,20 +327,45 @@ class SummaryWatch(CallWatch):
             mult_adds=self._counter.operations // 2,
         )
 
-    def _row(self, call: Call, label: Label, labels: Mapping[Call, Label]) -> SummaryRow:
-        seen, module = self._seen[call], self.modules[call.name]
+    def _callers(self, labels: Mapping[Label, Call]) -> dict[Label, Label | None]:
+        """Return the row that contains each row: its caller, or the container of the module in between."""
+        label_of = {call: label for label, call in labels.items() if call.number}
+        found: dict[Label, Label | None] = {}
+        containers: dict[str, tuple[Label, Label | None]] = {}  # the latest row of a container, and its caller
+        new: list[tuple[Label, str]] = []
+        for label, call in labels.items():
+            new.append((label, call.name))
+            if not call.number:  # a container has the caller of the call that follows
+                continue
+            maker = self._seen[call].caller
+            caller = None if maker is None else label_of[maker]
+            for each, name in new:
+                container, around = containers.get(name.rpartition(".")[0], (caller, caller))
+                found[each] = container if around == caller else caller
+                if each != label:
+                    containers[name] = each, caller
+            new.clear()
+        return found
+
+    def _row(self, call: Call, label: Label, caller: Label | None, is_repeated: bool) -> SummaryRow:
+        module = self.modules[call.name]
+        seen = self._seen.get(call, _Seen(None, (), 0, is_leaf=False))
+        kernel = getattr(module, "kernel_size", ())
+        parameters = [each for each in module.parameters() if not is_uninitialized(each)]
         return SummaryRow(
             label=label,
             name=call.name,
             type_name=type(module).__name__,
-            caller=None if seen.caller is None else labels[seen.caller],
+            caller=caller,
             is_leaf=seen.is_leaf,
-            is_repeated=call.number > 1,
+            is_repeated=is_repeated,
             input_shapes=seen.input_shapes,
             output_shapes=seen.output_shapes,
             output_bytes=seen.output_bytes,
-            parameters=sum(each.numel() for each in module.parameters() if not is_uninitialized(each)),
+            parameters=sum(each.numel() for each in parameters),
             mult_adds=seen.operations // 2,
+            trainable=sum(each.numel() for each in parameters if each.requires_grad),
+            kernel_shape=tuple(kernel) if isinstance(kernel, (tuple, list)) else (kernel,) if kernel else (),
         )
 
 
@@ -284,55 +379,3 @@ def _shape(tensor: Tensor) -> Shape:
 def _bytes(tensor: Tensor) -> int:
     # The size of nested tensors is unknown.
     return 0 if tensor.is_nested else tensor.numel() * tensor.element_size()
-
-
-def _attention_operations(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of the two products of ``softmax(q kᵀ) v``, with shapes ``[..., heads, length, features]``."""
-    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-
-
-def _lstm_operations(x: Shape, weight_ih: Shape, weight_hh: Shape, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of one layer and direction over ``x`` of shape ``[length, batch, features]``."""
-    return 2 * x[0] * x[1] * (prod(weight_ih) + prod(weight_hh))
-
-
-# Fused CPU operations that torch has no formula for.
-_MORE_FORMULAS = {
-    getattr(torch.ops.aten, name): formula
-    for name, formula in (
-        ("_scaled_dot_product_flash_attention_for_cpu", _attention_operations),
-        ("mkldnn_rnn_layer", _lstm_operations),
-    )
-    if hasattr(torch.ops.aten, name)
-}
-
-
-class _OperationCounter(TorchDispatchMode):
-    """Count the floating-point operations of this thread with the formulas of torch's ``FlopCounterMode``.
-
-    That mode itself would register hooks on all modules of the process, which other threads call too.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self.operations = 0
-        self._formulas = FlopCounterMode(display=False, custom_mapping=_MORE_FORMULAS).flop_registry
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        packet = getattr(func, "overloadpacket", func)
-        formula = self._formulas.get(packet)
-        if formula is None and torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
-            # In inference mode composite operations are not decomposed before dispatch.
-            with self:
-                output = func.decompose(*args, **kwargs)
-            if output is not NotImplemented:
-                return output
-        output = func(*args, **kwargs)
-        if formula is not None:
-            # A formula may not support the arguments; the table is then incomplete, but the net still runs.
-            with suppress(Exception):
-                self.operations += int(formula(*args, **kwargs, out_val=output))
-        return output

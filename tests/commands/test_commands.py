@@ -232,7 +232,7 @@ def test_graph_with_the_colours_of_a_statistic(arguments: list[str], step: int, 
         (["version_0", "--colour", "activations/rms", "--step", "77"], "step 77 was not recorded"),
         (["version_1"], "has no graph.json"),
         (["."], "there are 2 runs; choose one of 'version_0', 'version_1'"),
-        (["version_0", "--depth", "0"], "depth must be an integer of at least 1"),
+        (["version_0", "--depth", "-1"], "depth must be an integer of at least 0"),
         (["version_0", "--format", "png", "--output", "x.svg"], "contradict each other"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder import ArgumentError, ForwardError, RenderError
+from lightning_recorder.errors import InputError
 from lightning_recorder.graph import Direction, Drawing, GraphvizStyler, draw, fit_view, record
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, linear
@@ -243,7 +244,14 @@ def test_inputs() -> None:
         ({"input_data": 4}, "input_data takes a tensor"),
         ({"input_data": X, "max_nodes": 0}, "max_nodes must be an integer of at least 1, got 0"),
         ({"input_data": X, "graph_dir": "up"}, "direction must be one of TB, LR, BT, RL, got 'up'"),
-        ({"input_data": X, "device": "cpu"}, "device must be 'meta', or None"),
+        ({"input_data": X, "device": 0.5}, "device takes a device such as 'cpu'"),
+        (
+            {"input_data": X, "save_graph": True},
+            r"no argument save_graph: write draw\(…\)\.save\('directory/filename\.png'",
+        ),
+        ({"input_data": X, "collect_attributes": True}, r"write drawing\.graph\.module\(node\), which"),
+        ({"input_data": X, "mask": X}, r"write input_kwargs=\{'mask': …\} for an argument of the model$"),
+        ({"input_data": X, "max_node": 3}, r"^draw has no argument max_node: did you mean max_nodes\?$"),
         ({"input_data": X, "mode": "fast"}, "mode must be 'train', 'eval' or None"),
     ],
 )
@@ -253,6 +261,59 @@ def test_arguments_that_can_never_work(given: dict[str, Any], message: str) -> N
     with pytest.raises(ArgumentError, match=message):
         draw(Net(lambda _, x: calls.append(x)), **given)
     assert calls == []
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), torch.device("meta"), "meta"])
+def test_the_device(device: Any) -> None:
+    """The device of the model is accepted in both forms, and ``meta`` computes the same shapes."""
+    assert draw(linear(), X, device=device).graph == draw(linear(), X).graph
+    assert draw(linear(), input_size=(2, 4), device=device).graph == draw(linear(), X).graph
+
+
+def test_a_model_is_not_moved() -> None:
+    """A device other than the model's is an error that says how to move the model."""
+    with pytest.raises(InputError, match=r"^the model is on meta, and is not moved: call model\.to\('cpu'\) first"):
+        draw(linear().to("meta"), X, device="cpu")
+
+
+def test_errors_have_the_types_of_torchview() -> None:
+    """Where torchview raises a RuntimeError, ValueError or TypeError, so does ``draw``."""
+    net = linear()
+    cases: list[tuple[type[Exception], dict[str, Any]]] = [
+        (RuntimeError, {}),
+        (RuntimeError, {"input_data": X, "input_size": (2, 4)}),
+        (RuntimeError, {"input_size": (2, 3)}),
+        (RuntimeError, {"input_data": X, "mode": "fast"}),
+        (ValueError, {"input_data": X, "depth": -1}),
+        (ValueError, {"input_size": (2, -4)}),
+        (TypeError, {"input_size": "hello"}),
+        (TypeError, {"input_size": {0: 1}}),
+        (TypeError, {"input_data": X, "strict": False}),
+    ]
+    for kind, arguments in cases:
+        with pytest.raises(kind):
+            draw(net, **arguments)
+
+
+@pytest.mark.parametrize("scale", [0.5, 2])
+def test_resizing(scale: float, tmp_path: Path) -> None:
+    """The written picture and the one in a notebook have the scaled size."""
+    drawing = draw(linear(), X)
+    before = width(drawing._repr_svg_())
+    drawing.resize_graph(scale)
+    assert width(drawing._repr_svg_()) == pytest.approx(scale * before, abs=2)
+    drawing.resize_graph()
+    assert width(drawing.save(tmp_path / "net.svg").read_text(encoding="utf-8")) == pytest.approx(before, abs=2)
+    for wrong in (0, -1, "2", True, float("inf")):
+        with pytest.raises(ArgumentError, match="scale must be a "):
+            drawing.resize_graph(wrong)  # type: ignore[arg-type]  # the point of the test
+
+
+def width(svg: str) -> float:
+    """Return the width of an SVG in points."""
+    found = re.search(r'<svg width="([\d.]+)pt"', svg)
+    assert found is not None
+    return float(found[1])
 
 
 def test_a_model_that_raises() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from lightning_recorder import ArgumentError, ForwardError, RenderError
 from lightning_recorder.graph import (
     Edge,
     Graph,
+    GraphvizRenderer,
     GraphvizStyler,
     Node,
+    collapse,
     draw,
     make_dot,
     record,
     render_network,
+    to_text,
 )
 from tests.graph.nets import Net, X, linear
 from tests.graph.outline import text
@@ -121,15 +125,55 @@ def test_all_depths_of_a_document() -> None:
     assert make_dot(graph, 4).source == make_dot(graph).source
 
 
-@pytest.mark.parametrize("depth", [0, -1, 1.5, True, "2"])
-def test_depth_of_a_document_is_an_integer_of_at_least_one(depth: Any, tmp_path: Path) -> None:
-    """A depth below 1 is rejected before the model runs."""
+def test_a_model_as_one_box() -> None:
+    """At depth 0 the model is one box between its inputs and outputs, with all its parameters."""
+    graph = record(residual(), input_data=X)
+    view = collapse(graph, 0)
+    root = view.children(view.root)[1]
+    assert sketch(make_dot(graph, 0).source, view).splitlines()[0] == "input"
+    assert [(node.kind, node.depth) for node in view.children(view.root)] == [
+        ("input", 1),
+        ("module", 1),
+        ("output", 1),
+    ]
+    assert (root.type_name, root.parameters, [str(meta) for meta in root.outputs]) == (
+        graph.root.type_name,
+        graph.parameters,
+        ["2×4"],
+    )
+    assert [(edge.source, edge.target) for edge in view.edges] == [(1, root.id), (root.id, graph.nodes[-1].id)]
+    assert draw(graph, depth=0, max_nodes=5).visual_graph.source == draw(graph, depth=0).visual_graph.source
+    assert f"{graph.root.type_name} · " in make_dot(graph, 0).source
+    assert to_text(view).splitlines()[2] == f"├─ module  Net · {graph.parameters} parameters  2×4"
+
+
+def test_a_model_as_one_box_that_returns_its_input() -> None:
+    """An input that the model returns enters and leaves the box."""
+    view = collapse(record(nn.Identity(), input_data=X), 0)
+    assert [view[end].kind for edge in view.edges for end in (edge.source, edge.target)] == [
+        "input",
+        "module",
+        "module",
+        "output",
+    ]
+
+
+def test_infinite_depth_is_no_limit() -> None:
+    """``float("inf")`` draws the same as no depth at all."""
+    graph = record(residual(), input_data=X)
+    assert make_dot(graph, math.inf).source == make_dot(graph).source
+    assert draw(graph, depth=math.inf).view == draw(graph, depth=None).view
+
+
+@pytest.mark.parametrize("depth", [-1, 1.5, True, "2"])
+def test_depth_of_a_document_is_an_integer_of_at_least_zero(depth: Any, tmp_path: Path) -> None:
+    """A negative depth is rejected before the model runs."""
     calls: list[Any] = []
     net = Net(lambda _, x: calls.append(x))
     for make in (lambda: make_dot(record(small(), input_data=X), depth), lambda: draw(net, X, depth=depth)):
-        with pytest.raises(ArgumentError, match="depth must be an integer of at least 1"):
+        with pytest.raises(ArgumentError, match="depth must be an integer of at least 0"):
             make()
-    with pytest.raises(ArgumentError, match="render_depth must be an integer of at least 1"):
+    with pytest.raises(ArgumentError, match="render_depth must be an integer of at least 0"):
         render_network(net, "net", (2, 4), tmp_path, render_depth=depth)
     assert calls == []
 
@@ -164,6 +208,66 @@ def test_stylers(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8").count("module!") == 2
 
 
+class OldStyler(GraphvizStyler):
+    """A styler written for torchrecorder."""
+
+    @override
+    def style_node(self, node: Node) -> dict[str, str]:  # type: ignore[override]  # the point of the test
+        style = super().style_node(node)  # type: ignore[call-arg]  # the point of the test
+        assert self.graph is not None
+        if isinstance(self.graph.module(node), nn.Linear):
+            style["label"] = f"{node.name} of {self.graph.module(node).in_features}"
+        return style
+
+
+def test_stylers_of_torchrecorder() -> None:
+    """A ``style_node`` without the graph is accepted, also where it calls the inherited one."""
+    net = nn.Sequential(linear(), nn.ReLU())
+    source = make_dot(record(net, input_data=X), 1, OldStyler, fillcolor="white").source
+    assert 'label="0 of 4"' in source
+    assert source.count("fillcolor=white") == 4
+
+
+def test_stylers_of_torchrecorder_that_need_a_change() -> None:
+    """The attribute ``fn`` and ``style_edge(fnode, tnode)`` are errors with the code to write instead."""
+
+    class Reading(OldStyler):
+        @override
+        def style_node(self, node: Any) -> dict[str, str]:  # type: ignore[override]  # the point of the test
+            return {"label": str(node.fn)}
+
+    class Joining(GraphvizStyler):
+        @override
+        def style_edge(self, fnode: Any, tnode: Any) -> dict[str, str]:
+            return {}
+
+    graph = record(small(), input_data=X)
+    with pytest.raises(ArgumentError, match=r"^a node has no fn: write self\.graph\.module\(node\), which is its m"):
+        make_dot(graph, 1, Reading)
+    with pytest.raises(ArgumentError, match=r"write style_edge\(self, edge, graph\), where graph\[edge\.source\] and "):
+        make_dot(graph, 1, Joining)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((2,), {}, r"got 2: write GraphvizRenderer\(collapse\(graph, 2, leaves=False\)\) for a depth$"),
+        ((Louder,), {}, r"got the class: write Louder\(\)$"),
+        ((), {"render_depth": 2}, r"write GraphvizRenderer\(collapse\(graph, render_depth, leaves=False\)\)$"),
+        ((), {"styler_cls": Louder}, r"write GraphvizRenderer\(graph, styler_cls\(\)\)$"),
+        (
+            (),
+            {"fontname": "Lato"},
+            "GraphvizRenderer has no argument fontname: its arguments are graph, styler, d",
+        ),
+    ],
+)
+def test_arguments_of_torchrecorders_renderer(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    """The arguments of torchrecorder's renderer are errors with the code to write instead."""
+    with pytest.raises(ArgumentError, match=message):
+        GraphvizRenderer(record(small(), input_data=X), *args, **kwargs)
+
+
 # render_network
 
 
@@ -181,13 +285,14 @@ def test_pictures_are_written_where_they_are_asked_for(fmt: str, tmp_path: Path)
 
 
 def test_default_names_of_files(tmp_path: Path) -> None:
-    """The file is named after the graph, by default the class of the model; an existing file is replaced."""
-    assert render_network(small(), "my net.v2", (2, 4), tmp_path).name == "my net.v2.svg"
-    assert render_network(small(), "", (2, 4), tmp_path).name == "Sequential.svg"
-    first = (tmp_path / "Sequential.svg").read_bytes()
+    """The file is named after the graph, by default the class of the model, and the depth; a file is replaced."""
+    assert render_network(small(), "my net.v2", (2, 4), tmp_path).name == "my net.v2-1.svg"
+    assert render_network(small(), "", (2, 4), tmp_path).name == "Sequential-1.svg"
+    assert render_network(small(), "", (2, 4), tmp_path, render_depth=0).name == "Sequential-0.svg"
+    first = (tmp_path / "Sequential-1.svg").read_bytes()
     path = render_network(small(), "", None, tmp_path, input_data=torch.ones(7, 4))
     assert path.read_bytes() != first
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_picture_of_a_network(tmp_path: Path) -> None:
@@ -212,7 +317,7 @@ def test_no_name_leads_out_of_the_directory(filename: str, by_name: bool, tmp_pa
 def test_odd_names_are_names(name: str, tmp_path: Path) -> None:
     """A file may have any other name, and the picture shows its printable characters."""
     path = render_network(small(), name, (2, 4), tmp_path)
-    assert path == tmp_path / f"{name}.svg"
+    assert path == tmp_path / f"{name}-1.svg"
     shown = "".join(each.content for each in read_svg(path).texts)
     assert name.strip().replace("\n", "�") in shown
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import pickle
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.graph import Edge, Graph, GraphCapture, Node, TensorMeta, capture_graph
+from lightning_recorder.graph import Edge, Graph, GraphCapture, Node, TensorMeta, capture_graph, collapse
 from tests.graph.nets import Net, X, linear
 from tests.graph.queries import only
 
@@ -179,3 +181,20 @@ def test_a_graph_is_plain_data() -> None:
     assert pickle.loads(pickle.dumps(graph)) == graph
     assert graph == nested()
     assert graph != capture_graph(nn.Sequential(linear()), X)
+
+
+def test_nodes_lead_to_their_modules() -> None:
+    """A node leads to the module that it is a call of or that is around it, also in a view, while the module lives."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    for graph in (capture_graph(net, X), collapse(capture_graph(net, X))):
+        assert [graph.module(node) for node in graph.module_calls()] == list(net)
+        assert graph.module(graph.root) is net
+    graph = capture_graph(net, X)
+    (function,) = [node for node in graph.nodes if node.name == "linear"]
+    assert graph.module(function) is net[0]
+    for copied in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph), Graph.from_json(graph.to_json())):
+        assert copied == graph
+        assert copied.module(copied.root) is None
+    del net
+    gc.collect()
+    assert graph.module(graph.root) is None

@@ -305,7 +305,7 @@ def test_a_graph_is_that_of_a_plain_call() -> None:
         ({"input_data": X, "dtypes": torch.float32}, "dtypes .* needs input_shapes"),
         ({"input_data": 3}, "input_data takes a tensor, .*, got int"),
         ({"input_data": X, "input_kwargs": [1]}, "input_kwargs takes a dictionary of keyword arguments, got list"),
-        ({"input_data": X, "device": "cuda"}, "device must be 'meta', or None .*; got 'cuda'"),
+        ({"input_data": X, "device": "gpu"}, "device takes a device such as 'cpu' or 'cuda:0', got 'gpu'"),
         ({"input_data": X, "mode": "test"}, "mode must be 'train', 'eval' or None .*, got 'test'"),
     ],
 )

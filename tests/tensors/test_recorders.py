@@ -638,6 +638,48 @@ def test_a_fault_of_the_reduction_costs_its_module() -> None:
     strict.detach()
 
 
+def test_a_smaller_last_batch_is_left_out() -> None:
+    """A batch that the reduction cannot add costs one warning with the way out; what was recorded stays and goes on."""
+    net = nn.Sequential(nn.Identity(), nn.ReLU())
+    with ForwardOutput(reduction=lambda x, y: x + y).children(net, indices=0) as recorder:
+        forward(net, torch.ones(8, 3), 2)
+        with pytest.warns(RecorderWarning) as told:
+            forward(net, torch.ones(5, 3), 2)
+        forward(net, torch.ones(8, 3), 1)
+    (warning,) = told
+    assert str(warning.message) == (
+        "module '0': the reduction cannot combine its result of shape (8, 3) with a batch of shape (5, 3): sum the "
+        "rows first, as in lambda total, new: total.sum(0, keepdim=True) + new.sum(0, keepdim=True), or set "
+        "drop_last=True in the DataLoader. Such a batch is left out; strict=True raises instead."
+    )
+    assert (recorder.failed, recorder.samples(0), recorder.calls(0)) == ([], 24, 3)
+    assert torch.equal(recorder[0], torch.full((8, 3), 3.0))
+
+
+def test_the_way_out_of_a_smaller_last_batch() -> None:
+    """The function that the message suggests adds all rows, and strict mode raises where the other one fails."""
+    net = nn.Identity()
+    summed = ForwardOutput(reduction=lambda total, new: total.sum(0, keepdim=True) + new.sum(0, keepdim=True))
+    with summed.modules(net), ForwardOutput(reduction=torch.add, strict=True).modules(net) as strict:
+        net(torch.ones(8, 3))
+        with pytest.raises(RecordingError, match=r"cannot combine its result of shape \(8, 3\)"):
+            net(torch.ones(5, 3))
+    with summed:
+        net(torch.ones(5, 3))
+    assert torch.equal(strict[0], torch.ones(8, 3))
+    assert summed[0].sum(0).tolist() == [8.0 + 5 + 5] * 3
+
+
+def test_the_first_sample_can_be_recorded_alone() -> None:
+    """With ``data_method="sample"`` the first sample of each tensor is recorded, and counts as one."""
+    net = nn.Identity()
+    with ForwardOutput(reduction=torch.add, data_method="sample").modules(net) as recorder:
+        for rows in (8, 5):
+            net(torch.arange(float(rows)).reshape(rows, 1) + 1)
+        net(torch.tensor(3.0))
+    assert (recorder[0].tolist(), recorder.samples(0), recorder.calls(0)) == ([5.0], 3, 3)
+
+
 def test_what_has_failed_is_named_and_begins_anew_after_reset() -> None:
     """A module whose reduction raised is among the failed ones, and is recorded again after ``reset``."""
     net = nn.Sequential(nn.Identity(), nn.ReLU())
@@ -665,7 +707,9 @@ def test_a_fault_of_the_condition_costs_its_module() -> None:
         net(torch.ones(1))
 
 
-@pytest.mark.parametrize("wrong", [{"condition": True}, {"reduction": "mean"}, {"max_bytes": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"condition": True}, {"reduction": "mean"}, {"max_bytes": 0}, {"data_method": "rows"}]
+)
 def test_wrong_arguments_are_refused_at_construction(wrong: dict[str, Any]) -> None:
     """Invalid arguments raise before any module is changed."""
     with pytest.raises(ArgumentError, match=next(iter(wrong))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -113,11 +114,12 @@ Layer (type (name)):depth-idx  Input shape    Output shape                      
 Parts: 0-1                     [[2, 4], [1]]  [[2, 4], [2, 4], [2, 4], ...]          204  100.00%        384
 ├─ Linear (stem): 1-1          [2, 4]         [2, 4]                                  20    9.80%         32
 ├─ Linear (stem): 1-2          [2, 4]         [2, 4]                         (recursive)       --         32
-├─ Sequential (blocks.0): 2-1  [2, 4]         [2, 4]                                  20    9.80%         32
-│  ├─ Linear (0): 3-1          [2, 4]         [2, 4]                                  20    9.80%         32
-│  └─ Tanh (1): 3-2            [2, 4]         [2, 4]                                  --       --         --
-├─ LSTM (lstm): 1-3            [2, 4]         [[2, 4], [1, 4], [1, 4]]               160   78.43%        256
-└─ Linear (head): 1-4          [2, 4]         [2, 4]                                  20    9.80%         32
+├─ ModuleList (blocks): 1-3    --             --                                      20    9.80%         --
+│  └─ Sequential (0): 2-1      [2, 4]         [2, 4]                                  20    9.80%         32
+│     ├─ Linear (0): 3-1       [2, 4]         [2, 4]                                  20    9.80%         32
+│     └─ Tanh (1): 3-2         [2, 4]         [2, 4]                                  --       --         --
+├─ LSTM (lstm): 1-4            [2, 4]         [[2, 4], [1, 4], [1, 4]]               160   78.43%        256
+└─ Linear (head): 1-5          [2, 4]         [2, 4]                                  20    9.80%         32
 """
 
 
@@ -127,9 +129,48 @@ def test_a_table_with_everything() -> None:
     wrapped = RecordedNet(net, input_size=(2, 4), input_kwargs={"scale": torch.ones(1)})
     assert PARTS in repr(wrapped)
     assert wrapped.summary.total_params == sum(each.numel() for each in net.parameters()) == 204
-    row = rows(wrapped)[1, 3]
+    row = rows(wrapped)[1, 4]
     assert row.output_shapes == ((2, 4), (1, 4), (1, 4))
     assert (row.caller, row.is_leaf, row.is_repeated, row.output_bytes) == ((0, 1), True, False, 64)
+
+
+COLUMNS = """\
+Layer (type (name)):depth-idx  Param #  Trainable  Kernel shape
+===============================================================
+Sequential: 0-1                    312  Partial    --
+├─ Conv2d (0): 1-1                 152  False      [3, 2]
+├─ Flatten (1): 1-2                 --  --         --
+└─ Linear (2): 1-3                 160  True       --
+===============================================================
+"""
+
+
+def test_columns_can_be_chosen() -> None:
+    """A table has the columns of ``col_names`` in their order, under torchinfo's names."""
+    net = nn.Sequential(nn.Conv2d(3, 8, (3, 2)).requires_grad_(False), nn.Flatten(2), nn.Linear(15, 10))
+    wrapped = RecordedNet(net, input_size=(1, 3, 5, 6), col_names=("num_params", "trainable", "kernel_size"))
+    assert COLUMNS in "\n".join(line.rstrip() for line in repr(wrapped).splitlines()) + "\n"
+
+
+def test_a_notebook_shows_the_table() -> None:
+    """The HTML has a cell for each cell of the text, escaped, and the lines below the table."""
+    net = nn.Sequential(OrderedDict({"a<b>&": nn.Linear(5, 4)}))
+    wrapped = RecordedNet(net, input_size=(1, 5))
+    wrapped.record((1, 1))
+    page = wrapped._repr_html_()
+    assert page.startswith("<p><b>RecordedNet of Sequential</b></p><table><tr><th>Layer (type (name)):depth-idx</th>")
+    cells = re.findall(r"<td style=\"text-align: (left|right); white-space: pre\">(.*?)</td>", page)
+    assert cells[6:] == [
+        ("left", "└─ Linear (a&lt;b&gt;&amp;): 1-1"),
+        ("left", "[1, 5]"),
+        ("left", "[1, 4]"),
+        ("right", "24"),
+        ("right", "100.00%"),
+        ("right", "20"),
+    ]
+    assert "<br>".join(repr(wrapped).splitlines()[7:11]) in page
+    assert page.endswith("<p>Currently recording: 1-1</p>")
+    assert wrapped.summary._repr_html_().endswith("<p>Currently recording: None</p>")
 
 
 def test_depth_limits_what_is_shown() -> None:

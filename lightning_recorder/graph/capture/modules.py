@@ -54,6 +54,10 @@ class ModelNames:
         reference, known = self._tensors.get(id(tensor), (None, None))
         return known if reference is not None and reference() is tensor else None
 
+    def references(self) -> dict[str, weakref.ref[nn.Module]]:
+        """Return weak references to the modules by name."""
+        return {name: reference for reference, name in self._names.values()}
+
     def clear(self) -> None:
         """Forget all modules and tensors."""
         self._names.clear()

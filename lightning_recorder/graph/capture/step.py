@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -58,6 +58,7 @@ class StepRecording:
         self._counts: dict[str, int] = {}
         self._failure: _Failure | int | None = None  # an int is the id of an existing node
         self._stepped: dict[int, int] = {}
+        self._modules: dict[str, weakref.ref[nn.Module]] = {}
         self._describe(0, root)
 
     def name_modules(self, root: nn.Module) -> None:
@@ -69,8 +70,14 @@ class StepRecording:
         self._origins.leave_custom()
 
     def forget(self) -> None:
-        """Forget all tensors and modules."""
+        """Forget all tensors and modules, except for weak references to the modules."""
+        self._modules = self._references()
         self._origins.forget()
+
+    def _references(self) -> dict[str, weakref.ref[nn.Module]]:
+        """Return weak references to the named modules."""
+        names = self._origins.names
+        return self._modules | ({} if names is None else names.references())
 
     def finish(self, scope: str) -> Graph:
         """Return the graph recorded so far."""
@@ -78,7 +85,8 @@ class StepRecording:
         # A shared parameter counts once.
         parameters = {id(each): each for module in root.modules() for each in _own(module)}
         scopes = Scopes(self._builder.nodes, self._builder.ends, scope).named()
-        return self._builder.finish(scope, _parameters(parameters.values()), scopes)
+        graph = self._builder.finish(scope, _parameters(parameters.values()), scopes)
+        return replace(graph, modules=self._references())
 
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Add an input node for each tensor that the model takes, named by its path."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, get_args
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from typing_extensions import override
 
@@ -13,11 +15,18 @@ from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.base import BaseRenderer
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
+from lightning_recorder.signatures import with_replacements
 
 if TYPE_CHECKING:
     from graphviz import Digraph
 
 __all__ = ["Direction", "GraphvizRenderer", "GraphvizStyler", "Shapes"]
+
+_TORCHRECORDER = {
+    "render_depth": "GraphvizRenderer(collapse(graph, render_depth, leaves=False))",
+    "styler_cls": "GraphvizRenderer(graph, styler_cls())",
+}
+"""The code to write instead of the arguments of torchrecorder's renderer."""
 
 Direction = Literal["TB", "LR", "BT", "RL"]
 Shapes = Literal["nodes", "edges", "none"]
@@ -61,8 +70,23 @@ _MEANINGS: dict[Kind, str] = {
 }
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _with_graph(method: Method) -> Method:
+    """Decorate a method of a styler so that the graph may be omitted while it is rendered."""
+
+    @functools.wraps(method)
+    def wrapper(self: GraphvizStyler, part: Any, graph: Graph | None = None) -> Any:
+        return method(self, part, graph or self.graph)
+
+    return cast("Method", wrapper)
+
+
 class GraphvizStyler:
     """Decides how nodes and edges look. Subclasses may override its methods.
+
+    A ``style_node(node)`` without the graph is accepted too; ``self.graph`` is then the graph that is rendered.
 
     Args:
         shapes: The place of tensor shapes: ``"nodes"`` for the node that returned the tensor, ``"edges"``, or
@@ -78,7 +102,9 @@ class GraphvizStyler:
             raise ArgumentError(f"shapes must be one of {', '.join(get_args(Shapes))}, got {shapes!r}")
         self.shapes = shapes
         self.attributes = attributes
+        self.graph: Graph | None = None
 
+    @_with_graph
     def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of a node, including its label."""
         return {
@@ -151,6 +177,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         ['n1', 'n2', 'n4', 'n1 -> n2', 'n2 -> n4']
     """
 
+    @with_replacements(_TORCHRECORDER)
     def __init__(
         self,
         graph: Graph,
@@ -163,8 +190,14 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         super().__init__(graph)
         check_direction(direction)
         if styler is not None and not isinstance(styler, GraphvizStyler):
-            raise ArgumentError(f"styler must be an instance of GraphvizStyler, got {styler!r}")
+            raise ArgumentError(f"styler must be an instance of GraphvizStyler, got {_instead(styler)}")
         self.styler = styler or GraphvizStyler()
+        self._omits_graph = len(inspect.signature(self.styler.style_node).parameters) == 1
+        if tuple(inspect.signature(self.styler.style_edge).parameters) == ("fnode", "tnode"):
+            raise ArgumentError(
+                f"{type(self.styler).__name__}.style_edge takes an edge and the graph: write style_edge(self, edge, "
+                "graph), where graph[edge.source] and graph[edge.target] are the nodes"
+            )
         self.direction = direction
         self.frames = frames
         self.legend = legend
@@ -191,7 +224,19 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
     @override
     def render_node(self, canvas: Digraph, node: Node) -> None:
-        canvas.node(f"n{node.id}", **self.styler.style_node(node, self.graph))
+        canvas.node(f"n{node.id}", **self._style(node))
+
+    def _style(self, node: Node) -> dict[str, str]:
+        if not self._omits_graph:
+            return self.styler.style_node(node, self.graph)
+        self.styler.graph = self.graph
+        try:
+            style: dict[str, str] = self.styler.style_node(node)  # type: ignore[call-arg]  # an override of the user
+        except AttributeError as error:
+            if error.name == "fn" and error.obj is node:
+                raise ArgumentError("a node has no fn: write self.graph.module(node), which is its module") from error
+            raise
+        return style
 
     @override
     def render_recursive_node(self, canvas: Digraph, node: Node) -> None:
@@ -235,6 +280,15 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         return canvas
 
 
+def _instead(styler: object) -> str:
+    """Return the end of a message about a value that is no styler: the value and the code to write instead."""
+    if isinstance(styler, type) and issubclass(styler, GraphvizStyler):
+        return f"the class: write {styler.__name__}()"
+    if isinstance(styler, (int, float)):
+        return f"{styler!r}: write GraphvizRenderer(collapse(graph, {styler!r}, leaves=False)) for a depth"
+    return repr(styler)
+
+
 def main_path(graph: Graph) -> set[tuple[int, int]]:
     """Return the edges of the longest path through a graph, which a reader follows first."""
     place = {node.id: number for number, node in enumerate(graph.nodes)}
@@ -272,7 +326,7 @@ def check_direction(direction: str) -> None:
 def _label(node: Node, graph: Graph, *, shapes: bool) -> str:
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
     name = f"{name} {labels.shown_times(node)}".strip()
-    lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)]
+    lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
     if node.kind == "module":
         lines.append(_detail(labels.class_and_size(node)))
     if node.failed:

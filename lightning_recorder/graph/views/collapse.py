@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_recorder.errors import check_integer
-from lightning_recorder.graph.model import Edge, Graph
+from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
 __all__ = ["collapse"]
@@ -19,15 +19,17 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
 
     Args:
         graph: Any graph.
-        depth: The greatest depth that is shown. The root has depth 0, so 1 shows its children closed. ``None`` sets no
-            limit.
+        depth: The greatest depth that is shown. The root has depth 0, so 1 shows its children closed, and 0 shows the
+            whole model as one node between its inputs and outputs. ``None`` sets no limit.
         leaves: Also close the calls that contain no other call; otherwise the functions inside them are shown.
 
     Raises:
-        ArgumentError: If the depth is below 1.
+        ArgumentError: If the depth is negative.
     """
     if depth is not None:
-        check_integer("depth", depth, 1)
+        check_integer("depth", depth, 0)
+    if depth == 0:
+        return collapse(_in_a_box(graph), 1)
     open_calls = {child.parent for child in graph.module_calls()} | {graph.root.id}
     closed = {
         node.id
@@ -65,3 +67,28 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
         else:
             entering.setdefault((edge.source, edge.target), edge)
     return rebuilt(graph, kept, target, entering.values())
+
+
+_OUTER = -1  # no recorded node has this id
+
+
+def _in_a_box(graph: Graph) -> Graph:
+    """Return a graph in which the model is a call inside a further root, beside its inputs and outputs."""
+    root = graph.root
+    ends: dict[str, list[Node]] = {"input": [], "output": []}
+    inside = []
+    for node in graph.nodes[1:]:
+        if node.kind in ends and node.parent == root.id:
+            ends[node.kind].append(replace(node, parent=_OUTER))
+        else:
+            inside.append(replace(node, depth=node.depth + 1))
+    outputs = root.outputs or tuple(meta for node in ends["output"] for meta in node.outputs)
+    box = replace(root, parent=_OUTER, depth=1, outputs=outputs)
+    outer = replace(root, id=_OUTER, outputs=())
+    around = {node.id for nodes in ends.values() for node in nodes}
+    edges: list[Edge] = []
+    for edge in graph.edges:
+        # A model that returns its input passes it on.
+        direct = {edge.source, edge.target} <= around
+        edges += (replace(edge, target=box.id), replace(edge, source=box.id)) if direct else (edge,)
+    return replace(graph, nodes=(outer, *ends["input"], box, *inside, *ends["output"]), edges=tuple(edges))

@@ -129,7 +129,7 @@ MISTAKEN: Any = {"class": nn.Linear, "function": abs, "model": nn.ReLU(), "style
         ),
         (
             lambda: GraphvizRenderer(capture_graph(nn.ReLU(), X), MISTAKEN["styler class"]),
-            "styler must be an instance of GraphvizStyler, got <class",
+            "styler must be an instance of GraphvizStyler, got the class: write GraphvizStyler",
         ),
     ],
 )
