@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["Edge", "Graph", "Kind", "Node", "TensorMeta"]
+__all__ = ["Edge", "Graph", "Kind", "Node", "TensorMeta", "Unused"]
 
 Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor", "backward", "optimizer"]
 """The kind of a node:
@@ -32,7 +33,18 @@ Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor
     one step of an optimizer, named by its class; its inputs are the backward passes whose gradients it uses.
 """
 
-_VERSION = 2
+_VERSION = 3
+_READABLE = (2, 3)  # version 2 has fewer fields
+
+# The number of bytes of one element. Graphs can be read without torch.
+_ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32", "qint32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,11 @@ class TensorMeta:
     shape: tuple[int, ...]
     dtype: str
     device: str = "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the elements; 0 if the size of the dtype is unknown."""
+        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 0)
 
     def __str__(self) -> str:
         if len(self.shape) == 1:
@@ -76,6 +93,16 @@ class Node:
         duration_ms: The wall time of a module call, if it was measured; ignored in comparisons.
         repeats: The number of equal recorded nodes that this node represents after folding.
         parallel: True if the repeated nodes have no edges between them.
+        inputs: The input tensors of a call, as often as they are passed: attention with one tensor as query, key and
+            value has three.
+        arguments: Names and values of the arguments that are not tensors, as text, such as ``("dim", "-1")``; for a
+            module the settings that its ``extra_repr`` shows. A positional entry of ``extra_repr`` has no name.
+        flops: The estimated number of floating-point operations of the forward pass of a call, if they were measured;
+            ignored in comparisons.
+        saved_bytes: The bytes that autograd keeps for the backward pass of a call, if they were measured. Memory that
+            several calls save counts for the first. Parameters and buffers do not count. Ignored in comparisons.
+        note: ``frozen`` or ``no gradient`` for a parameter, ``stops the gradient: detach`` for a function, with the
+            reason, ``never called`` for a module of :func:`show_unused`; ignored in comparisons.
     """
 
     id: int
@@ -94,6 +121,16 @@ class Node:
     duration_ms: float | None = field(default=None, compare=False)
     repeats: int = 1
     parallel: bool = False
+    inputs: tuple[TensorMeta, ...] = ()
+    arguments: tuple[tuple[str, str], ...] = ()
+    flops: int | None = field(default=None, compare=False)
+    saved_bytes: int | None = field(default=None, compare=False)
+    note: str = field(default="", compare=False)
+
+    @property
+    def output_bytes(self) -> int:
+        """The size of the outputs in bytes. Outputs that share memory, such as views, are counted in full."""
+        return sum(meta.nbytes for meta in self.outputs)
 
 
 @dataclass(frozen=True, order=True)
@@ -113,6 +150,39 @@ class Edge:
     tensor: TensorMeta | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True)
+class Unused:
+    """The parts of a model that a recorded step did not use or did not train; falsy if there are none.
+
+    Args:
+        modules: Names of the outermost registered modules of which neither a call nor a parameter was used. Metrics of
+            torchmetrics are left out.
+        parameters: Names of the parameters that require a gradient and got none: no backward pass reached them. In a
+            recording without a backward pass, those that no result of the model depends on; in one without any
+            gradients, those that nothing used.
+        frozen: Names of the parameters that require no gradient, or of the outermost modules that have only such.
+        stops: The functions at which a gradient stops on the way to something that is used later, with the reason:
+            ``detach``, ``no_grad``, a result of integers, or a function without a gradient; and the line of code.
+    """
+
+    modules: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.parameters or self.frozen or self.stops)
+
+    def __str__(self) -> str:
+        parts = {
+            "modules never called": self.modules,
+            "parameters without a gradient": self.parameters,
+            "frozen": self.frozen,
+            "the gradient stops at": self.stops,
+        }
+        return "\n".join(f"{title}: {', '.join(names)}" for title, names in parts.items() if names)
+
+
 @dataclass(frozen=True, repr=False)
 class Graph:
     """Nodes in the order of time, starting with the root, and the edges between them in the order of their first use.
@@ -126,6 +196,7 @@ class Graph:
         scope: The recorded method of the model: ``forward`` or ``training_step``.
         parameters: The number of parameter elements of the model; a shared parameter counts once.
         name: The title of a picture; by default the class of the model.
+        unused: The parts of the model that were not used or not trained.
 
     Example:
         >>> from lightning_recorder.graph import capture_graph
@@ -145,6 +216,7 @@ class Graph:
     scope: str = "forward"
     parameters: int = 0
     name: str = ""
+    unused: Unused = Unused()
 
     def __repr__(self) -> str:
         return f"<graph of {self.title}: {len(self.nodes)} nodes, {len(self.edges)} edges>"
@@ -226,17 +298,18 @@ class Graph:
     def to_json(self) -> dict[str, Any]:
         """Return the graph as JSON values.
 
-        The keys are ``version``, ``scope``, ``parameters``, ``name``, ``nodes`` and ``edges``, the last two with the
-        fields of :class:`Node` and :class:`Edge`.
+        The keys are ``version``, ``scope``, ``parameters``, ``name``, ``unused``, ``nodes`` and ``edges``, the last
+        three with the fields of :class:`Unused`, :class:`Node` and :class:`Edge`; a node also has ``output_bytes``.
 
         Example:
             >>> graph = Graph((Node(0, "module", "", None, 0),), ())
             >>> Graph.from_json(graph.to_json()) == graph
             True
         """
-        nodes, edges = ([asdict(each) for each in part] for part in (self.nodes, self.edges))
+        nodes = [{**asdict(node), "output_bytes": node.output_bytes} for node in self.nodes]
+        edges = [asdict(edge) for edge in self.edges]
         about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
-        return {**about, "nodes": nodes, "edges": edges}
+        return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": edges}
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:
@@ -246,15 +319,16 @@ class Graph:
             ArgumentError: If the data has another version, or is not a graph.
         """
         version = data.get("version") if isinstance(data, Mapping) else None
-        if version != _VERSION:
+        if version not in _READABLE:
             raise ArgumentError(f"expected a graph of version {_VERSION}, got {version!r}")
         try:
             nodes = tuple(map(_node, data["nodes"]))
             edges = tuple(
                 Edge(**{**each, "tensor": each["tensor"] and _meta(each["tensor"])}) for each in data["edges"]
             )
-            graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""))
-        except (KeyError, TypeError) as error:
+            unused = Unused(**{key: tuple(names) for key, names in data.get("unused", {}).items()})
+            graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""), unused)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"this is not a graph written by lightning_recorder: {error}") from error
         there = {node.id for node in nodes}
         ends = {end for edge in edges for end in (edge.source, edge.target)} | {node.parent for node in nodes[1:]}
@@ -267,8 +341,10 @@ class Graph:
 
 
 def _node(data: Mapping[str, Any]) -> Node:
-    outputs, autograd = tuple(map(_meta, data["outputs"])), tuple(data.get("autograd", ()))
-    return Node(**{**data, "outputs": outputs, "autograd": autograd})
+    given = {key: value for key, value in data.items() if key not in ("arguments", "output_bytes")}
+    tensors = {key: tuple(map(_meta, data.get(key, ()))) for key in ("inputs", "outputs")}
+    arguments = tuple((name, value) for name, value in data.get("arguments", ()))
+    return Node(**{**given, **tensors, "autograd": tuple(data.get("autograd", ())), "arguments": arguments})
 
 
 def _meta(data: Mapping[str, Any]) -> TensorMeta:

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-__all__ = ["is_uninitialized", "storage_of"]
+__all__ = ["StorageReference", "is_uninitialized", "storage_of"]
 
 # Fast path for the common classes, since this check runs for every tensor in a capture.
 _WITH_VALUES = (Tensor, Parameter)
+
+
+class StorageReference(StorageWeakRef):
+    """A weak reference to a storage with the node that wrote into it last. Its address is not reused meanwhile.
+
+    Unlike torch's own class it creates no method for each object: a capture creates thousands of references.
+    """
+
+    __slots__ = ("node", "time")
+
+    node: int
+    time: int
+
+    if hasattr(UntypedStorage, "_weak_ref") and hasattr(UntypedStorage, "_free_weak_ref"):
+        _free = staticmethod(UntypedStorage._free_weak_ref)  # type: ignore[attr-defined]  # private
+
+        def __init__(self, storage: UntypedStorage) -> None:
+            self.cdata = storage._weak_ref()  # type: ignore[attr-defined]  # private
+
+        def __del__(self) -> None:
+            self._free(self.cdata)
 
 
 def is_uninitialized(value: object) -> bool:

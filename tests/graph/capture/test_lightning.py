@@ -116,7 +116,7 @@ def test_two_evaluations(tmp_path: Path) -> None:
 def test_manual_optimization(tmp_path: Path) -> None:
     """Both parts of a GAN's step are recorded with their optimizers, which Lightning wraps."""
     graph = recorded_fit(Gan(), tmp_path)
-    assert into_steps(graph) == ["SGD <- sub", "Adam <- neg"]
+    assert into_steps(graph) == ["SGD · critic <- sub", "Adam · generator <- neg"]
     scopes = [(node.name, node.scope) for node in graph.nodes if node.kind in ("op", "backward", "optimizer")]
     assert scopes == [
         ("flatten", "training_step"),
@@ -129,10 +129,10 @@ def test_manual_optimization(tmp_path: Path) -> None:
         ("mean", "loss"),
         ("sub", "loss"),
         ("backward", "training_step"),
-        ("SGD", "training_step"),
+        ("SGD · critic", "training_step"),
         ("linear", "training_step 2"),
         ("mean", "loss 2"),
         ("neg", "loss 2"),
         ("backward", "training_step 2"),
-        ("Adam", "training_step 2"),
+        ("Adam · generator", "training_step 2"),
     ]
