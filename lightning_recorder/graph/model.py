@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -32,6 +34,8 @@ Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor
 ``optimizer``
     one step of an optimizer, named by its class; its inputs are the backward passes whose gradients it uses.
 """
+
+_WIDTH = 95  # characters of a line of text
 
 _VERSION = 3
 _READABLE = (2, 3)  # version 2 has fewer fields
@@ -174,13 +178,24 @@ class Unused:
         return bool(self.modules or self.parameters or self.frozen or self.stops)
 
     def __str__(self) -> str:
+        """Return a line for each kind of part; names that differ only in a number are joined, as ``h.*.drop ×12``."""
         parts = {
             "modules never called": self.modules,
             "parameters without a gradient": self.parameters,
             "frozen": self.frozen,
             "the gradient stops at": self.stops,
         }
-        return "\n".join(f"{title}: {', '.join(names)}" for title, names in parts.items() if names)
+        lines = (f"{title}: {', '.join(_without_indices(names))}" for title, names in parts.items() if names)
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
+        return "\n".join(textwrap.fill(line, _WIDTH, **options) for line in lines)
+
+
+def _without_indices(names: Iterable[str]) -> list[str]:
+    """Join the names that differ only in their numbers."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "*", name), []).append(name)
+    return [each[0] if len(each) == 1 else f"{group} ×{len(each)}" for group, each in groups.items()]
 
 
 @dataclass(frozen=True, repr=False)
@@ -244,6 +259,17 @@ class Graph:
             into.setdefault(edge.target, []).append(edge)
         return into
 
+    @cached_property
+    def _largest(self) -> dict[str, float]:
+        return {}
+
+    def largest(self, field_name: str) -> float:
+        """Return the largest value of a numeric field, among the nodes that contain no others."""
+        if field_name not in self._largest:
+            values = (getattr(node, field_name) or 0 for node in self.nodes if node.id not in self._children)
+            self._largest[field_name] = max(values, default=0)
+        return self._largest[field_name]
+
     def __getitem__(self, node_id: int) -> Node:
         return self._by_id[node_id]
 
@@ -273,9 +299,9 @@ class Graph:
     def structural_hash(self) -> str:
         """Return a hash of the structure, as 64 hexadecimal digits (SHA-256).
 
-        The hash covers the nodes with their names, classes, shapes, dtypes and autograd types, and the edges. It does
-        not cover devices, source lines, times, the name of the graph, or arguments that are not tensors, which are not
-        part of a graph. It is the same in every process and on every machine.
+        The hash covers the nodes with their names, classes, shapes, dtypes, arguments and autograd types, and the
+        edges. It does not cover devices, source lines, costs or the name of the graph. It is the same in every process
+        and on every machine.
 
         Example:
             >>> one, other = (Graph((Node(0, "module", "", None, 0, type_name=name),), ()) for name in ("Net", "Other"))
@@ -288,6 +314,8 @@ class Graph:
                 (node.kind, node.name, node.parent if node.parent is None else place[node.parent], node.type_name),
                 (node.call, node.parameters, node.autograd, node.scope, node.failed, node.repeats, node.parallel),
                 [(meta.shape, meta.dtype) for meta in node.outputs],
+                [(meta.shape, meta.dtype) for meta in node.inputs],
+                node.arguments,
             )
             for node in self.nodes
         ]

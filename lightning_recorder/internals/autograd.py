@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -46,6 +47,7 @@ __all__ = [
     "register_hooks",
     "remove_hook",
     "running_calls",
+    "saved_tensors",
     "sequence_number",
     "sequence_number_of",
     "set_grad_enabled",
@@ -74,6 +76,14 @@ try:
     from torch._C import _set_grad_enabled
 except ImportError:
     _set_grad_enabled = torch.set_grad_enabled  # type: ignore[assignment]  # a class that is called for its side effect
+
+
+try:
+    from torch._C._autograd import _top_saved_tensors_default_hooks
+except ImportError:
+
+    def _top_saved_tensors_default_hooks(ignore_is_tracing: bool) -> Any:  # type: ignore[misc]  # torch returns a pair
+        return True
 
 
 try:
@@ -254,6 +264,28 @@ def is_view(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_is_view", lambda: True)())
 
 
+def saved_tensors(node: Node) -> list[Tensor]:
+    """Return the tensors that a node of the backward graph keeps; empty if a hook packs saved tensors.
+
+    Fallback: empty. Reading a tensor that a hook has packed would run the hook, which may recompute a checkpoint.
+    """
+    if _top_saved_tensors_default_hooks(True) is not None:
+        return []
+    found: list[Tensor] = []
+    for name in _saved_names(type(node)):
+        try:
+            value = getattr(node, name)
+        except (RuntimeError, AttributeError):  # freed, or changed in place since
+            continue
+        found += [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor)]
+    return found
+
+
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
+
+
 def reference_counts(tensor: Tensor) -> tuple[int, int]:
     """Return the reference counts of a tensor in C++ and in Python.
 
@@ -351,7 +383,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 # Creates a context in which no ``__torch_function__`` runs, neither a mode's nor a tensor subclass's. Under a mode even
 # reading a shape is a Python call. Not wrapped in a function, since it is entered twice for each recorded function.
 # Fallback: a null context; recording takes several times as long.
-without_functions: type[contextlib.AbstractContextManager[Any]] = DisableTorchFunction
+without_functions: Callable[[], contextlib.AbstractContextManager[Any]] = DisableTorchFunction
 
 
 def version_counter(tensor: Tensor) -> Tensor | None:

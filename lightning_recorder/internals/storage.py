@@ -25,13 +25,17 @@ class StorageReference(StorageWeakRef):
     time: int
 
     if hasattr(UntypedStorage, "_weak_ref") and hasattr(UntypedStorage, "_free_weak_ref"):
-        _free = staticmethod(UntypedStorage._free_weak_ref)  # type: ignore[attr-defined]  # private
+        _free = staticmethod(UntypedStorage._free_weak_ref)
 
         def __init__(self, storage: UntypedStorage) -> None:
-            self.cdata = storage._weak_ref()  # type: ignore[attr-defined]  # private
+            self.cdata = storage._weak_ref()
 
         def __del__(self) -> None:
             self._free(self.cdata)
+
+    def is_freed(self) -> bool:
+        """Return True if the memory of the storage is freed."""
+        return bool(self.expired())  # type: ignore[no-untyped-call]  # torch has no annotations there
 
 
 def is_uninitialized(value: object) -> bool:

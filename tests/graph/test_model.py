@@ -69,6 +69,12 @@ def test_json_is_self_describing() -> None:
         "duration_ms": None,
         "repeats": 1,
         "parallel": False,
+        "inputs": [],
+        "arguments": [],
+        "flops": None,
+        "saved_bytes": None,
+        "note": "",
+        "output_bytes": 12,
     }
     assert data["edges"] == [{"source": 0, "target": 1, "multiplicity": 2, "tensor": None}]
 

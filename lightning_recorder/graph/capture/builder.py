@@ -101,14 +101,15 @@ class GraphBuilder:
             before.setdefault(target, []).append(source)
         return before
 
-    def reached_by_gradient(self, start: int, before: Mapping[int, list[int]]) -> set[int]:
-        """Return the nodes that the gradient of a backward pass reaches, from its start back to the leaves.
+    def reached_by_gradient(self, starts: Iterable[int], before: Mapping[int, list[int]]) -> set[int]:
+        """Return the nodes that the gradients of backward passes reach, from their starts back to the leaves.
 
         Args:
-            start: The node of the backward pass.
+            starts: The nodes of the backward passes.
             before: The result of :meth:`sources`.
         """
-        found = {(start, False)}
+        begins = set(starts)
+        found = {(start, False) for start in begins}
         todo = list(found)
         while todo:
             number, inside = todo.pop()
@@ -116,7 +117,7 @@ class GraphBuilder:
             # torch's backward graph contains only the last node of what a reentrant checkpoint computes.
             inside = _REENTRANT in names or (inside and not names)
             # Any other node without autograd nodes, such as ``detach``, stops the gradient; an identity passes it on.
-            if number == start or names or inside or self.nodes[number].name == "identity":
+            if number in begins or names or inside or self.nodes[number].name == "identity":
                 new = [
                     (source, inside)
                     for source in before.get(number, ())

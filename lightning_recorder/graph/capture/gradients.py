@@ -81,7 +81,7 @@ class Gradients:
             nodes[each].kind == "parameter"
             and nodes[each].name in updated
             and (inside or self._reset.get(nodes[each].name, 0) <= number)
-            for each in self._builder.reached_by_gradient(number, before)
+            for each in self._builder.reached_by_gradient([number], before)
         )
 
     def _title(self, optimizer: str, names: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ from lightning_recorder.internals.pause_recording import is_paused, pause_record
 from lightning_recorder.internals.stance import EagerStance
 from lightning_recorder.names import named_submodules
 
-__all__ = ["GraphCapture", "capture_graph"]
+__all__ = ["GraphCapture", "capture_call", "capture_graph"]
 
 # Wrappers for parallel training or compilation, with the attribute that holds the wrapped model. The call of a wrapper
 # computes nothing of the model itself.
@@ -68,6 +69,9 @@ class GraphCapture:
         scope: The method of the model that is recorded.
         times: Measure the wall time of each module call as ``duration_ms``. On a GPU this is the time to launch its
             work.
+        costs: Also measure the wall time of each function, without the time of the recording itself, the estimated
+            number of floating-point operations (``flops``, by torch's own counter, on tensors without values) and the
+            bytes that autograd keeps for the backward pass (``saved_bytes``). The recording then takes longer.
         eager: Run compiled code eagerly during the capture, so that all of it is recorded. Otherwise each call of
             compiled code, a module or a function, is one node.
 
@@ -96,6 +100,7 @@ class GraphCapture:
         name: str = "input",
         scope: str = "forward",
         times: bool = False,
+        costs: bool = False,
         eager: bool = True,
     ) -> None:
         self._is_compiled = any(type(each).__name__ == "OptimizedModule" for each in module.modules())
@@ -104,7 +109,7 @@ class GraphCapture:
             module = inner
         self.module = module
         self._scope = scope
-        self._recording = StepRecording(module, times=times, outermost=scope != "forward")
+        self._recording = StepRecording(module, times=times or costs, costs=costs, outermost=scope != "forward")
         self._handles: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []  # the hooks on modules
         self._mode: _CaptureMode | None = None
@@ -341,6 +346,8 @@ class _CaptureMode(TorchFunctionMode):
             except Exception:
                 owner._recording.backward_failed(node)
                 raise
+        costs = owner._recording.costs
+        begun = 0.0 if costs is None else time.perf_counter()
         before: Versions | None = None
         try:
             with without_functions():
@@ -348,6 +355,7 @@ class _CaptureMode(TorchFunctionMode):
         except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
             owner._break(error)
         start = sequence_number()
+        called = 0.0 if costs is None else time.perf_counter()
         try:
             result = func(*args, **kwargs)
         except Exception:
@@ -362,7 +370,11 @@ class _CaptureMode(TorchFunctionMode):
             # Not by _guarded: this is called for each function.
             try:
                 with without_functions():
-                    owner._recording.note_function(func, args, kwargs, before, start, result)
+                    ended = 0.0 if costs is None else time.perf_counter()
+                    node = owner._recording.note_function(func, args, kwargs, before, start, result)
+                    if costs is not None:
+                        costs.note(node, func, args, kwargs, ended - called)
+                        costs.overhead_s += called - begun + time.perf_counter() - ended
             except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
                 owner._break(error)
         return result
@@ -397,9 +409,14 @@ def capture_graph(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
         >>> [node.name for node in graph.nodes]
         ['', 'input', 'weight', 'bias', 'linear', 'output']
     """
+    return capture_call(module, args, kwargs)
+
+
+def capture_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, costs: bool = False) -> Graph:
+    """Call a module once and return the graph of the call; see :func:`capture_graph` and :class:`GraphCapture`."""
     single = len(args) == 1 and not kwargs
     inputs: Any = args[0] if single else dict[Any, Any]([*enumerate(args), *kwargs.items()])
-    recording = GraphCapture(module, inputs)
+    recording = GraphCapture(module, inputs, costs=costs)
     try:
         with recording:
             recording.add_outputs(module(*args, **kwargs))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node as AutogradNode
 
 from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, metas_of
 from lightning_recorder.graph.capture.function_calls import CustomCall, tensors_in
@@ -246,6 +247,10 @@ class TensorOrigins:
         names = owners.claim(tensors, node) if start is None else owners.claim_new(list(tensors), node, start)
         if names and node >= 0:
             self._builder.nodes[node].autograd += names
+
+    def autograd_nodes(self, tensors: Iterable[Tensor], node: int) -> Iterator[AutogradNode]:
+        """Yield the nodes of torch's backward graph behind some tensors that were assigned to a recorded node."""
+        return self._owners.owned(tensors, node)
 
     def _sources(self, tensors: Iterable[Tensor]) -> list[tuple[int, TensorMeta | None]]:
         """Return the inputs of an unobserved computation of some tensors, based on torch's backward graph."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from torch import Tensor
@@ -98,6 +98,18 @@ class AutogradOwners:
                 names.append(node.name())
                 todo.extend(before for before, _ in node.next_functions if before is not None)
         return tuple(names)
+
+    def owned(self, tensors: Iterable[Tensor], owner: int) -> Iterator[AutogradNode]:
+        """Yield the nodes behind some tensors that were assigned to one recorded node, starting with the last."""
+        todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
+        seen: set[int] = set()
+        while todo:
+            node = todo.pop(0)
+            number = sequence_number_of(node)
+            if self._owners.get(number) == owner and number not in seen:
+                seen.add(number)
+                yield node
+                todo.extend(before for before, _ in node.next_functions if before is not None)
 
     def sources(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
         """Return the inputs of the nodes without an owner behind the tensors: leaves, and owners of other nodes."""

@@ -94,7 +94,7 @@ class Provenance:
     def _forget_the_dead(self, addresses: list[int]) -> None:
         for address in addresses:
             storage = self._storages.get(address)
-            if storage is not None and storage.expired():
+            if storage is not None and storage.is_freed():
                 del self._storages[address]
 
     def fast_path(self, tensor: Tensor) -> tuple[int, TensorMeta] | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_recorder.graph.capture.builder import GraphBuilder, interned, meta_of, metas_of
 from lightning_recorder.graph.capture.call_arguments import Given, describe_module, plain_arguments
+from lightning_recorder.graph.capture.costs import Costs
 from lightning_recorder.graph.capture.function_calls import (
     Caller,
     Versions,
@@ -62,10 +63,11 @@ class StepRecording:
     Args:
         root: The model.
         times: Measure the time of each module call.
+        costs: Measure what each function costs; see :class:`Costs`.
         outermost: Leave out the code of callbacks that a trainer runs.
     """
 
-    def __init__(self, root: nn.Module, *, times: bool = False, outermost: bool = False) -> None:
+    def __init__(self, root: nn.Module, *, times: bool = False, costs: bool = False, outermost: bool = False) -> None:
         self._times = times
         self._builder = GraphBuilder()
         self._calls = [Call(self._builder.add("module", "", None), root)]
@@ -79,6 +81,7 @@ class StepRecording:
         """The first call of each module, by its id."""
         self._opaque: set[int] = set()
         """The calls whose inside was not observed."""
+        self.costs = Costs(self._builder, self._origins, root) if costs else None
         self._outermost = outermost
         self._describe(0, root)
 
@@ -101,6 +104,8 @@ class StepRecording:
         # A shared parameter counts once.
         parameters = {id(each): each for module in root.modules() for each in _own(module)}
         self._describe_arguments()
+        if self.costs is not None:
+            self.costs.finish()
         scopes = Scopes(self._builder.nodes, self._builder.ends, scope).named()
         unused = find_unused(root, self._builder, self._opaque)
         return self._builder.finish(scope, _parameters(parameters.values()), scopes, unused)
@@ -155,7 +160,13 @@ class StepRecording:
         self._describe(node, module)
         self._builder.nodes[node].call = self._counts[name]
         self._modules[node] = id(module)
-        self._calls.append(Call(node, module, time.perf_counter() if self._times else 0.0))
+        self._calls.append(Call(node, module, self._clock()))
+
+    def _clock(self) -> float:
+        """Return the time in seconds, without the time that the recording itself has taken if that is known."""
+        if not self._times:
+            return 0.0
+        return time.perf_counter() - (0.0 if self.costs is None else self.costs.overhead_s)
 
     def _describe(self, node: int, module: nn.Module) -> None:
         draft = self._builder.nodes[node]
@@ -192,7 +203,7 @@ class StepRecording:
             self._describe(call.node, module)
         draft.inputs, draft.outputs = metas_of(taken), metas_of(given)
         if self._times:
-            draft.duration_ms = (time.perf_counter() - call.start_s) * 1e3
+            draft.duration_ms = (self._clock() - call.start_s) * 1e3
         empty = call.node == len(self._builder.nodes) - 1
         self._note_unseen(call.node, module, taken, given, empty=empty)
         self._calls.pop()
@@ -286,6 +297,8 @@ class StepRecording:
                 tensors.connect(origin, node, meta, differentiable=passes)
                 differentiable = differentiable or passes
         tensors.claim(changed, node, start)
+        if self.costs is not None and inside is None:
+            self.costs.note_saved(node, changed)
         if differentiable and not torch.is_grad_enabled():
             self._builder.nodes[node].note = "no_grad"
         for tensor, meta in zip(outputs, metas, strict=False):
@@ -332,12 +345,15 @@ class StepRecording:
         if written and name in _ZEROES:
             self._gradients.note_zeroed(written)
         # A function that takes nothing but tensors needs no further look at its arguments.
-        given = None if len(inputs) == len(args) and not kwargs else plain_arguments(func, args, kwargs)
+        only_tensors = len(inputs) == len(args) and not kwargs and all(map(torch.is_tensor, args))
+        given = None if only_tensors else plain_arguments(func, args, kwargs)
         return self._note(name, inputs, outputs, written, start=start, given=given)
 
     def note_backward(self, losses: Any) -> int:
         """Record the beginning of a backward pass and return the id of its node."""
         self._origins.leave_custom()
+        if self.costs is not None:
+            self.costs.forget_saved()
         node = self._builder.add("backward", "backward", 0, source=find_caller().source)
         self._gradients.note_backward(node)
         for loss in tensors_in([losses]):

@@ -73,8 +73,7 @@ def _reached(builder: GraphBuilder) -> set[int] | None:
     if not starts:
         sources = {source for source, _ in builder.ends}
         starts = [number for number, node in enumerate(nodes) if node.kind == "op" and number not in sources]
-    before = builder.sources()
-    return set[int]().union(*(builder.reached_by_gradient(start, before) for start in starts))
+    return builder.reached_by_gradient(starts, builder.sources())
 
 
 def _never_called(modules: Mapping[str, nn.Module], nodes: Iterable[Draft], opaque: set[str]) -> Iterable[str]:
