@@ -65,9 +65,15 @@ class ModuleState:
         todo = list(values)
         while todo:
             value = todo.pop()
-            if type(value) in _PLAIN:
+            kind: type = type(value)
+            if kind in _PLAIN:
                 continue
-            if isinstance(value, Tensor):
+            if kind in _CONTAINERS:
+                if id(value) not in self._contents:
+                    # Their own methods are several times as fast as copy.copy.
+                    self._contents[id(value)] = value, value.copy()
+                    todo += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, Tensor):
                 if isinstance(value, nn.Parameter):
                     self.parameters[id(value)] = value
                 elif not is_uninitialized(value):
@@ -77,10 +83,6 @@ class ModuleState:
                 for each in value.modules():
                     if not isinstance(each, torch.jit.ScriptModule) and not _is_lazy(each):
                         self.take(each)
-            elif type(value) in _CONTAINERS and id(value) not in self._contents:
-                # Their own methods are several times as fast as copy.copy.
-                self._contents[id(value)] = value, value.copy()
-                todo += value.values() if isinstance(value, dict) else value
             elif isinstance(value, torch.Generator):
                 self._generators.setdefault(id(value), (value.set_state, value.get_state()))
             elif isinstance(value, random.Random):
@@ -124,7 +126,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 _PLAIN = frozenset((type(None), bool, int, float, str, tuple))
 
 # Exact types only: a subclass may run arbitrary code when it is refilled.
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
 
 
 def _refill(container: Any, before: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
@@ -11,6 +13,11 @@ __all__ = ["StorageReference", "is_uninitialized", "storage_of"]
 
 # Fast path for the common classes, since this check runs for every tensor in a capture.
 _WITH_VALUES = (Tensor, Parameter)
+
+
+# torch's own method calls this one through two others. It is called for each storage several times.
+# Fallback: no storage counts as freed before the end of the capture.
+_is_expired: Callable[[int], bool] = getattr(UntypedStorage, "_expired", lambda address: False)
 
 
 class StorageReference(StorageWeakRef):
@@ -35,7 +42,7 @@ class StorageReference(StorageWeakRef):
 
     def is_freed(self) -> bool:
         """Return True if the memory of the storage is freed."""
-        return bool(self.expired())  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return bool(_is_expired(self.cdata))
 
 
 def is_uninitialized(value: object) -> bool:

@@ -127,9 +127,8 @@ class GraphBuilder:
                 todo.extend(new)
         return {number for number, _ in found}
 
-    def leading(self) -> set[int]:
+    def leading(self, before: Mapping[int, list[int]]) -> set[int]:
         """Return the nodes that lead to a backward pass or to a result of the model."""
-        before = self.sources()
         todo = [number for number, node in enumerate(self.nodes) if node.kind in ("backward", "output")]
         found = set(todo)
         while todo:

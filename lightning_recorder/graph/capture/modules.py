@@ -113,8 +113,7 @@ def _in_plain_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple[
         if isinstance(module, torch.jit.ScriptModule):
             continue
         for attribute, value in vars(module).items():
-            # Few attributes are containers, so they are recognized first.
-            if not isinstance(value, (list, tuple, dict)) or attribute in _OWN or attribute in nn.Module.__dict__:
+            if attribute in _OWN or not isinstance(value, (list, tuple, dict)) or attribute in nn.Module.__dict__:
                 continue
             for suffix, each in _modules_in(value):
                 yield f"{name}.{attribute}{suffix}".removeprefix("."), each

@@ -27,7 +27,8 @@ def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int]) -
     """
     modules = named_submodules(root)
     parameters = _named_parameters(modules)
-    reached = _reached(builder)
+    before = builder.sources()
+    reached = _reached(builder, before)
     nodes = builder.nodes
     if reached is None:
         used = {node.name for node in nodes if node.kind == "parameter"}
@@ -44,7 +45,7 @@ def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int]) -
         tuple(_never_called(modules, nodes, {nodes[number].name for number in opaque})),
         tuple(missing),
         tuple(_joined(frozen, parameters)),
-        tuple(_stops(builder, reached)),
+        tuple(_stops(builder, before, reached)),
     )
 
 
@@ -60,7 +61,7 @@ def _named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, bool]:
     return found
 
 
-def _reached(builder: GraphBuilder) -> set[int] | None:
+def _reached(builder: GraphBuilder, before: Mapping[int, list[int]]) -> set[int] | None:
     """Return the nodes that gradients reach from the backward passes, or else from the results of the model.
 
     ``None`` if nothing that was recorded is differentiable, as in a validation step.
@@ -73,7 +74,7 @@ def _reached(builder: GraphBuilder) -> set[int] | None:
     if not starts:
         sources = {source for source, _ in builder.ends}
         starts = [number for number, node in enumerate(nodes) if node.kind == "op" and number not in sources]
-    return builder.reached_by_gradient(starts, builder.sources())
+    return builder.reached_by_gradient(starts, before)
 
 
 def _never_called(modules: Mapping[str, nn.Module], nodes: Iterable[Draft], opaque: set[str]) -> Iterable[str]:
@@ -112,12 +113,12 @@ def _joined(names: list[str], parameters: Mapping[str, bool]) -> Iterable[str]:
     return found
 
 
-def _stops(builder: GraphBuilder, reached: set[int] | None) -> Iterable[str]:
+def _stops(builder: GraphBuilder, before: Mapping[int, list[int]], reached: set[int] | None) -> Iterable[str]:
     """Yield the functions that take a tensor with a gradient and pass none back, although their result is used."""
     if reached is None:
         return
     nodes = builder.nodes
-    leading = builder.leading()
+    leading = builder.leading(before)
     taking = {target for source, target in builder.ends if builder.is_differentiable(source, target)}
     for number in sorted(taking & leading):
         node = nodes[number]
