@@ -151,15 +151,24 @@ class StepRecording:
             return  # a callback calls the model
         names = self._origins.names
         name = None if names is None else names.of(module)
-        if name is None and names is not None and not caller.trainer:
+        stranger = name is None
+        if stranger and names is not None and not caller.trainer:
             name = names.of_stranger(module)
+            # The id of a module that was freed is reused.
+            self._first_calls.pop(id(module), None)
         if name is None:
             return
         self._counts[name] = self._counts.get(name, 0) + 1
         node = self._builder.add("module", name, self._calls[-1].node, source=caller.source)
         self._describe(node, module)
         self._builder.nodes[node].call = self._counts[name]
-        self._modules[node] = id(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            pass  # TorchScript returns a new object for each call
+        elif stranger:
+            # A module that is created in a step may be freed in it.
+            self._builder.nodes[node].arguments = describe_module(module)
+        else:
+            self._modules[node] = id(module)
         self._calls.append(Call(node, module, self._clock()))
 
     def _clock(self) -> float:

@@ -100,3 +100,10 @@ def test_diff_and_hash_know_the_arguments(stride: int) -> None:
         f"~ 0: dilation: none -> ({stride},)",
         f"~ 0/conv1d: dilation: (1,) -> ({stride},)",
     ]
+
+
+def test_modules_that_live_for_one_call() -> None:
+    """Modules that are created and freed in the forward pass have their own settings and numbers of parameters."""
+    net = Net(lambda _, x: nn.Linear(3, 7, bias=False)(nn.Linear(4, 3)(x)))
+    calls = capture_graph(net, X).module_calls()
+    assert [(dict(node.arguments)["out_features"], node.parameters) for node in calls] == [("3", 15), ("7", 21)]
