@@ -35,6 +35,8 @@ Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor
     one step of an optimizer, named by its class; its inputs are the backward passes whose gradients it uses.
 """
 
+_OPERANDS = ("other", "exponent", "value", "fill_value")  # parameters of functions that take numbers as values
+
 _WIDTH = 95  # characters of a line of text
 
 _VERSION = 3
@@ -300,7 +302,8 @@ class Graph:
         """Return a hash of the structure, as 64 hexadecimal digits (SHA-256).
 
         The hash covers the nodes with their names, classes, shapes, dtypes, arguments and autograd types, and the
-        edges. It does not cover devices, source lines, costs or the name of the graph. It is the same in every process
+        edges. It does not cover devices, source lines, costs, numbers that are operands as in ``x * 2``, or the name of
+        the graph. It is the same in every process
         and on every machine.
 
         Example:
@@ -315,7 +318,8 @@ class Graph:
                 (node.call, node.parameters, node.autograd, node.scope, node.failed, node.repeats, node.parallel),
                 [(meta.shape, meta.dtype) for meta in node.outputs],
                 [(meta.shape, meta.dtype) for meta in node.inputs],
-                node.arguments,
+                # A number that is added or multiplied may be computed from the data.
+                [pair for pair in node.arguments if pair[0] not in _OPERANDS],
             )
             for node in self.nodes
         ]

@@ -18,7 +18,8 @@ from typing_extensions import Self
 
 from lightning_recorder.errors import ForwardError, RecordingError, describe_error, warn
 from lightning_recorder.graph.capture.function_calls import Versions, versions
-from lightning_recorder.graph.capture.step import StepRecording, is_fused, is_opaque
+from lightning_recorder.graph.capture.modules import is_fused, is_opaque
+from lightning_recorder.graph.capture.step import StepRecording
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.internals.autograd import (
     current_function_mode,

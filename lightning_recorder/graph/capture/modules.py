@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from lightning_recorder.graph.model import Kind
 from lightning_recorder.names import named_submodules
 
-__all__ = ["ModelNames"]
+__all__ = ["ModelNames", "is_fused", "is_opaque"]
+
+# In eval mode these modules compute everything in one fused function, unless a function mode is active. Then they take
+# another path, whose results differ in the last bits and in padded rows. So the mode is removed while one of them runs.
+_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 class _NamedModule(weakref.ref[nn.Module]):
@@ -141,3 +145,13 @@ def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn
             yield f"[{key!r}]", each
         elif nested and isinstance(each, (list, tuple, dict)) and len(each) <= _MOST_NESTED:
             yield from ((f"[{key!r}]{suffix}", module) for suffix, module in _modules_in(each, nested=False))
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Return True if a module may compute everything in one fused function."""
+    return isinstance(module, _FUSED) and not module.training
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Return True if the computation inside a module is not observed at all."""
+    return is_fused(module) or isinstance(module, torch.jit.ScriptModule)

@@ -23,7 +23,7 @@ from lightning_recorder.graph.capture.function_calls import (
     writes,
 )
 from lightning_recorder.graph.capture.gradients import Gradients
-from lightning_recorder.graph.capture.modules import ModelNames
+from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_opaque
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.capture.unused import find_unused
@@ -32,11 +32,7 @@ from lightning_recorder.internals.autograd import unwrapped, version_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
-__all__ = ["StepRecording", "is_fused", "is_opaque"]
-
-# In eval mode these modules compute everything in one fused function, unless a function mode is active. Then they take
-# another path, whose results differ in the last bits and in padded rows. So the mode is removed while one of them runs.
-_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+__all__ = ["StepRecording"]
 
 # The functions with which optimizers reset gradients.
 _ZEROES = ("zero", "foreach_zero")
@@ -431,16 +427,6 @@ def _own(module: nn.Module) -> Iterable[Tensor]:
     if isinstance(module, torch.jit.ScriptModule):
         return module.parameters(recurse=False)
     return [parameter for parameter in module._parameters.values() if parameter is not None]
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Return True if a module may compute everything in one fused function."""
-    return isinstance(module, _FUSED) and not module.training
-
-
-def is_opaque(module: nn.Module) -> bool:
-    """Return True if the computation inside a module is not observed at all."""
-    return is_fused(module) or isinstance(module, torch.jit.ScriptModule)
 
 
 def _arguments(inputs: Any) -> list[Tensor]:
