@@ -15,6 +15,7 @@ __all__ = [
     "compile_glob",
     "corrected_glob",
     "default_modules",
+    "is_metric",
     "is_never_called",
     "make_tag",
     "named_submodules",
@@ -69,7 +70,7 @@ def default_modules(module: nn.Module) -> list[str]:
     for name, each in named_submodules(module, remove_duplicate=False).items():
         if not name or each in found or is_never_called(each) or any(name.startswith(prefix) for prefix in closed):
             continue
-        if _is_metric(each):
+        if is_metric(each):
             closed.append(name + ".")
             continue
         if isinstance(each, _OPAQUE):
@@ -108,7 +109,7 @@ def _owns_parameters(module: nn.Module) -> bool:
     return not isinstance(module, ParametrizationList) and any(True for _ in own_parameters(module))
 
 
-def _is_metric(module: nn.Module) -> bool:
+def is_metric(module: nn.Module) -> bool:
     """Return True if the module is a torchmetrics metric; torchmetrics need not be installed."""
     return any(
         base.__name__ in ("Metric", "MetricCollection") and base.__module__.partition(".")[0] == "torchmetrics"

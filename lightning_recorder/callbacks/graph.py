@@ -68,6 +68,8 @@ class GraphRecorder(RecorderCallback):
         timeout_s: The time limit of Graphviz in seconds.
         styler: The style of nodes and edges.
         name: The name of the files and of the tag. Two of these callbacks in one trainer need different names.
+        costs: Also measure the wall time, the floating-point operations and the bytes kept for the backward pass of
+            each function. The recorded step then takes longer.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on the recorded step, so that their contents
             are drawn; ``"skip"`` leaves compiled code compiled and draws each call of it as one node.
         sinks: Further sinks, in addition to the loggers of the trainer.
@@ -114,6 +116,7 @@ class GraphRecorder(RecorderCallback):
         timeout_s: float = 60.0,
         styler: GraphvizStyler | None = None,
         name: str = "graph",
+        costs: bool = False,
         compiled: Compiled = "eager",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
@@ -123,6 +126,7 @@ class GraphRecorder(RecorderCallback):
             check_integer("depth", depth, 1)
         check_integer("max_nodes", max_nodes, 1)
         check_bool("legend", legend)
+        check_bool("costs", costs)
         check_direction(direction)
         self.formats = check_some("formats", formats, _FORMATS) if formats != [] and formats != () else ()
         if stage not in _STAGES:
@@ -142,6 +146,7 @@ class GraphRecorder(RecorderCallback):
         self.stage = stage
         self.direction = direction
         self.legend = legend
+        self.costs = costs
         self.timeout_s = timeout_s
         self.styler = styler
         self.__dict__.update(self.idle())
@@ -271,14 +276,14 @@ class GraphRecorder(RecorderCallback):
             )
         example = pl_module.transfer_batch_to_device(example, pl_module.device, 0)
         with trainer.precision_plugin.forward_context():
-            self._keep(trainer, record(pl_module, input_data=example))
+            self._keep(trainer, record(pl_module, input_data=example, costs=self.costs))
 
     def _start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, scope: str) -> None:
         if self.enabled:
             self._has_seen_step = True
             self._step = logged_step(trainer)
             eager = self.compiled == "eager"
-            self._capture = GraphCapture(pl_module, batch, name="batch", scope=scope, eager=eager)
+            self._capture = GraphCapture(pl_module, batch, name="batch", scope=scope, eager=eager, costs=self.costs)
             self._capture.__enter__()
 
     def _stop(self, trainer: Trainer) -> None:

@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        _PROGRAM, description="Record a program, and list, show, examine, export, draw and compare the recordings of runs."
+        _PROGRAM,
+        description="Record a program, and list, show, examine, export, draw and compare the recordings of runs.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     _add_run(commands)

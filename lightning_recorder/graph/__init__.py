@@ -4,7 +4,7 @@ from lightning_recorder.graph.capture.graph_capture import GraphCapture, capture
 from lightning_recorder.graph.diff import GraphDiff, NodeChange, diff
 from lightning_recorder.graph.drawing import Drawing, draw, make_dot, render_network
 from lightning_recorder.graph.layout import Layout
-from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
+from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta, Unused
 from lightning_recorder.graph.picture import GraphPicture
 from lightning_recorder.graph.record import record
 from lightning_recorder.graph.renderers.base import BaseRenderer
@@ -20,6 +20,7 @@ from lightning_recorder.graph.views.fold import fold_repeats
 from lightning_recorder.graph.views.gather import gather
 from lightning_recorder.graph.views.roll import roll
 from lightning_recorder.graph.views.show_tensors import show_tensors
+from lightning_recorder.graph.views.show_unused import show_unused
 
 __all__ = [
     "BaseRenderer",
@@ -38,6 +39,7 @@ __all__ = [
     "NodeChange",
     "TensorMeta",
     "TextRenderer",
+    "Unused",
     "capture_graph",
     "collapse",
     "diff",
@@ -54,6 +56,7 @@ __all__ = [
     "render_network",
     "roll",
     "show_tensors",
+    "show_unused",
     "to_graph_def",
     "to_mermaid",
     "to_text",

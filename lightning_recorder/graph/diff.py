@@ -38,8 +38,8 @@ class GraphDiff:
     Args:
         added: The nodes that occur only in the second graph, in its order of time.
         removed: The nodes that occur only in the first graph, in its order of time.
-        changed: The nodes of both graphs that differ in class, shapes, dtypes, number of parameters, autograd types,
-            repetitions, failure, enclosing call, or sources.
+        changed: The nodes of both graphs that differ in class, shapes, dtypes, arguments, number of parameters,
+            autograd types, repetitions, failure, enclosing call, or sources.
     """
 
     added: tuple[str, ...]
@@ -179,11 +179,19 @@ def _aspects(node: Node, other: Node) -> Iterator[str]:
         "repeats": (str(node.repeats), str(other.repeats)),
         "parallel": (str(node.parallel), str(other.parallel)),
     }
+    named, others = _arguments(node), _arguments(other)
+    # An argument may have the name of an aspect, such as ``repeats``.
+    given = [(name, (named.get(name, ""), others.get(name, ""))) for name in {**named, **others}]
     return (
         f"{aspect}: {mine or 'none'} -> {theirs or 'none'}"
-        for aspect, (mine, theirs) in shown.items()
+        for aspect, (mine, theirs) in (*shown.items(), *given)
         if mine != theirs
     )
+
+
+def _arguments(node: Node) -> dict[str, str]:
+    """Return the arguments by name; one without a name is called by its position."""
+    return {name or f"argument {place}": value for place, (name, value) in enumerate(node.arguments, 1)}
 
 
 def _shown(edges: list[Edge], names: dict[int, str]) -> str:

@@ -24,6 +24,7 @@ from lightning_recorder.graph.views.fold import fold_repeats
 from lightning_recorder.graph.views.gather import gather
 from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.show_tensors import show_tensors
+from lightning_recorder.graph.views.show_unused import show_unused
 from lightning_recorder.inputs import checked_depth, shapes_in
 from lightning_recorder.signatures import with_replacements
 from lightning_recorder.temporary import TemporaryFolder, copy_whole
@@ -179,6 +180,7 @@ def draw(
     roll: bool = False,
     fold: bool = False,
     max_nodes: int | None = None,
+    unused: bool = False,
     show_shapes: bool = True,
     legend: bool = False,
     styler: GraphvizStyler | None = None,
@@ -206,6 +208,8 @@ def draw(
         fold: Draw equal siblings once, with their number.
         max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`, which also
             folds.
+        unused: Show the modules that were never called and, among shown parameters, those without a gradient; see
+            :func:`show_unused`.
         show_shapes: Write shapes into the nodes.
         legend: Add a legend that explains the colours and shapes of the nodes.
         styler: The styler that decides how nodes and edges look.
@@ -243,6 +247,7 @@ def draw(
         view = fold_repeats(gather(view), contents=shown) if fold else view
     view = rolled(view) if roll else view
     view = view if hide_inner_tensors else show_tensors(view)
+    view = show_unused(view) if unused else view
     styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none")
     renderer = GraphvizRenderer(view, styler, direction=graph_dir, frames=expand_nested, legend=legend)
     return Drawing(graph, view, renderer.render())

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
+import textwrap
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["Edge", "Graph", "Kind", "Node", "TensorMeta"]
+__all__ = ["Edge", "Graph", "Kind", "Node", "TensorMeta", "Unused"]
 
 Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor", "backward", "optimizer"]
 """The kind of a node:
@@ -33,7 +36,22 @@ Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor
     one step of an optimizer, named by its class; its inputs are the backward passes whose gradients it uses.
 """
 
-_VERSION = 2
+_OPERANDS = ("other", "exponent", "value", "fill_value")  # parameters of functions that take numbers as values
+
+_WIDTH = 95  # characters of a line of text
+
+_VERSION = 3
+_READABLE = (2, 3)  # version 2 has fewer fields
+
+# The number of bytes of one element. Graphs can be read without torch.
+_ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32", "qint32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,11 @@ class TensorMeta:
     shape: tuple[int, ...]
     dtype: str
     device: str = "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the elements; 0 if the size of the dtype is unknown."""
+        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 0)
 
     def __str__(self) -> str:
         if len(self.shape) == 1:
@@ -77,6 +100,16 @@ class Node:
         duration_ms: The wall time of a module call, if it was measured; ignored in comparisons.
         repeats: The number of equal recorded nodes that this node represents after folding.
         parallel: True if the repeated nodes have no edges between them.
+        inputs: The input tensors of a call, as often as they are passed: attention with one tensor as query, key and
+            value has three.
+        arguments: Names and values of the arguments that are not tensors, as text, such as ``("dim", "-1")``; for a
+            module the settings that its ``extra_repr`` shows. A positional entry of ``extra_repr`` has no name.
+        flops: The estimated number of floating-point operations of the forward pass of a call, if they were measured;
+            ignored in comparisons.
+        saved_bytes: The bytes that autograd keeps for the backward pass of a call, if they were measured. Memory that
+            several calls save counts for the first. Parameters and buffers do not count. Ignored in comparisons.
+        note: ``frozen`` or ``no gradient`` for a parameter, ``stops the gradient: detach`` for a function, with the
+            reason, ``never called`` for a module of :func:`show_unused`; ignored in comparisons.
     """
 
     id: int
@@ -95,6 +128,16 @@ class Node:
     duration_ms: float | None = field(default=None, compare=False)
     repeats: int = 1
     parallel: bool = False
+    inputs: tuple[TensorMeta, ...] = ()
+    arguments: tuple[tuple[str, str], ...] = ()
+    flops: int | None = field(default=None, compare=False)
+    saved_bytes: int | None = field(default=None, compare=False)
+    note: str = field(default="", compare=False)
+
+    @property
+    def output_bytes(self) -> int:
+        """The size of the outputs in bytes. Outputs that share memory, such as views, are counted in full."""
+        return sum(meta.nbytes for meta in self.outputs)
 
 
 @dataclass(frozen=True, order=True)
@@ -114,6 +157,50 @@ class Edge:
     tensor: TensorMeta | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True)
+class Unused:
+    """The parts of a model that a recorded step did not use or did not train; falsy if there are none.
+
+    Args:
+        modules: Names of the outermost registered modules of which neither a call nor a parameter was used. Metrics of
+            torchmetrics are left out.
+        parameters: Names of the parameters that require a gradient and got none: no backward pass reached them. In a
+            recording without a backward pass, those that no result of the model depends on; in one without any
+            gradients, those that nothing used.
+        frozen: Names of the parameters that require no gradient, or of the outermost modules that have only such.
+        stops: The functions at which a gradient stops on the way to something that is used later, with the reason:
+            ``detach``, ``no_grad``, a result of integers, or a function without a gradient; and the line of code.
+    """
+
+    modules: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.parameters or self.frozen or self.stops)
+
+    def __str__(self) -> str:
+        """Return a line for each kind of part; names that differ only in a number are joined, as ``h.*.drop ×12``."""
+        parts = {
+            "modules never called": self.modules,
+            "parameters without a gradient": self.parameters,
+            "frozen": self.frozen,
+            "the gradient stops at": self.stops,
+        }
+        lines = (f"{title}: {', '.join(_without_indices(names))}" for title, names in parts.items() if names)
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "  "}
+        return "\n".join(textwrap.fill(line, _WIDTH, **options) for line in lines)
+
+
+def _without_indices(names: Iterable[str]) -> list[str]:
+    """Join the names that differ only in their numbers."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "*", name), []).append(name)
+    return [each[0] if len(each) == 1 else f"{group} ×{len(each)}" for group, each in groups.items()]
+
+
 @dataclass(frozen=True, repr=False)
 class Graph:
     """Nodes in the order of time, starting with the root, and the edges between them in the order of their first use.
@@ -129,6 +216,7 @@ class Graph:
         name: The title of a picture; by default the class of the model.
         modules: Weak references to the modules of the recorded model by name, for :meth:`module`. They are not compared
             and not part of a copy, a pickle or the JSON form.
+        unused: The parts of the model that were not used or not trained.
 
     Example:
         >>> from lightning_recorder.graph import capture_graph
@@ -149,6 +237,8 @@ class Graph:
     parameters: int = 0
     name: str = ""
     modules: Mapping[str, weakref.ref[Any]] = field(default_factory=dict, compare=False)
+
+    unused: Unused = Unused()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "modules": {}}
@@ -178,6 +268,17 @@ class Graph:
         for edge in self.edges:
             into.setdefault(edge.target, []).append(edge)
         return into
+
+    @cached_property
+    def _largest(self) -> dict[str, float]:
+        return {}
+
+    def largest(self, field_name: str) -> float:
+        """Return the largest value of a numeric field, among the nodes that contain no others."""
+        if field_name not in self._largest:
+            values = (getattr(node, field_name) or 0 for node in self.nodes if node.id not in self._children)
+            self._largest[field_name] = max(values, default=0)
+        return self._largest[field_name]
 
     def __getitem__(self, node_id: int) -> Node:
         return self._by_id[node_id]
@@ -225,9 +326,10 @@ class Graph:
     def structural_hash(self) -> str:
         """Return a hash of the structure, as 64 hexadecimal digits (SHA-256).
 
-        The hash covers the nodes with their names, classes, shapes, dtypes and autograd types, and the edges. It does
-        not cover devices, source lines, times, the name of the graph, or arguments that are not tensors, which are not
-        part of a graph. It is the same in every process and on every machine.
+        The hash covers the nodes with their names, classes, shapes, dtypes, arguments and autograd types, and the
+        edges. It does not cover devices, source lines, costs, numbers that are operands as in ``x * 2``, or the name of
+        the graph. It is the same in every process
+        and on every machine.
 
         Example:
             >>> one, other = (Graph((Node(0, "module", "", None, 0, type_name=name),), ()) for name in ("Net", "Other"))
@@ -240,6 +342,9 @@ class Graph:
                 (node.kind, node.name, node.parent if node.parent is None else place[node.parent], node.type_name),
                 (node.call, node.parameters, node.autograd, node.scope, node.failed, node.repeats, node.parallel),
                 [(meta.shape, meta.dtype) for meta in node.outputs],
+                [(meta.shape, meta.dtype) for meta in node.inputs],
+                # A number that is added or multiplied may be computed from the data.
+                [pair for pair in node.arguments if pair[0] not in _OPERANDS],
             )
             for node in self.nodes
         ]
@@ -250,17 +355,18 @@ class Graph:
     def to_json(self) -> dict[str, Any]:
         """Return the graph as JSON values.
 
-        The keys are ``version``, ``scope``, ``parameters``, ``name``, ``nodes`` and ``edges``, the last two with the
-        fields of :class:`Node` and :class:`Edge`.
+        The keys are ``version``, ``scope``, ``parameters``, ``name``, ``unused``, ``nodes`` and ``edges``, the last
+        three with the fields of :class:`Unused`, :class:`Node` and :class:`Edge`; a node also has ``output_bytes``.
 
         Example:
             >>> graph = Graph((Node(0, "module", "", None, 0),), ())
             >>> Graph.from_json(graph.to_json()) == graph
             True
         """
-        nodes, edges = ([asdict(each) for each in part] for part in (self.nodes, self.edges))
+        nodes = [{**asdict(node), "output_bytes": node.output_bytes} for node in self.nodes]
+        edges = [asdict(edge) for edge in self.edges]
         about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
-        return {**about, "nodes": nodes, "edges": edges}
+        return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": edges}
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:
@@ -270,15 +376,16 @@ class Graph:
             ArgumentError: If the data has another version, or is not a graph.
         """
         version = data.get("version") if isinstance(data, Mapping) else None
-        if version != _VERSION:
+        if version not in _READABLE:
             raise ArgumentError(f"expected a graph of version {_VERSION}, got {version!r}")
         try:
             nodes = tuple(map(_node, data["nodes"]))
             edges = tuple(
                 Edge(**{**each, "tensor": each["tensor"] and _meta(each["tensor"])}) for each in data["edges"]
             )
-            graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""))
-        except (KeyError, TypeError) as error:
+            unused = Unused(**{key: tuple(names) for key, names in data.get("unused", {}).items()})
+            graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""), unused)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"this is not a graph written by lightning_recorder: {error}") from error
         there = {node.id for node in nodes}
         ends = {end for edge in edges for end in (edge.source, edge.target)} | {node.parent for node in nodes[1:]}
@@ -291,8 +398,10 @@ class Graph:
 
 
 def _node(data: Mapping[str, Any]) -> Node:
-    outputs, autograd = tuple(map(_meta, data["outputs"])), tuple(data.get("autograd", ()))
-    return Node(**{**data, "outputs": outputs, "autograd": autograd})
+    given = {key: value for key, value in data.items() if key not in ("arguments", "output_bytes")}
+    tensors = {key: tuple(map(_meta, data.get(key, ()))) for key in ("inputs", "outputs")}
+    arguments = tuple((name, value) for name, value in data.get("arguments", ()))
+    return Node(**{**given, **tensors, "autograd": tuple(data.get("autograd", ())), "arguments": arguments})
 
 
 def _meta(data: Mapping[str, Any]) -> TensorMeta:

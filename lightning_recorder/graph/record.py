@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from lightning_recorder.errors import ArgumentError, ForwardError, InputError
-from lightning_recorder.graph.capture.graph_capture import capture_graph
+from lightning_recorder.graph.capture.graph_capture import capture_call
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.inputs import arguments, checked_device, make_inputs
-from lightning_recorder.internals.autograd import fake_mode, is_uninitialized
+from lightning_recorder.internals.autograd import fake_mode
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
+from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
 __all__ = ["record"]
@@ -31,6 +32,7 @@ def record(
     dtypes: Any = None,
     device: torch.device | str | None = None,
     mode: Literal["train", "eval"] | None = None,
+    costs: bool = False,
 ) -> Graph:
     """Run a model once and return the complete graph of the run.
 
@@ -52,6 +54,8 @@ def record(
             too large to run. The model stays on its device, which may be any. Any other device must be that of the
             model, and the inputs are copied to it. By default the inputs stay where they are.
         mode: Run in ``"train"`` or ``"eval"`` mode; by default each module keeps its mode.
+        costs: Also measure wall time, floating-point operations and the bytes that autograd keeps; see
+            :class:`GraphCapture`.
 
     Raises:
         InputError: If both or neither of ``input_shapes`` and ``input_data`` are given, or the model is on another
@@ -82,7 +86,7 @@ def record(
         try:
             for module in net.modules() if mode else ():
                 module.training = mode == "train"
-            graph = _fake_graph(net, args, kwargs, fake) if fake else _real_graph(net, args, kwargs)
+            graph = _fake_graph(net, args, kwargs, fake, costs) if fake else _real_graph(net, args, kwargs, costs)
         finally:
             state.restore()
     if name:
@@ -112,19 +116,20 @@ def _arguments(
     return arguments(make_inputs(net, shapes, dtypes, device, name="input_shapes"), more, device)
 
 
-def _real_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+def _real_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], costs: bool) -> Graph:
     copies = own_copies({**dict(enumerate(args)), **kwargs})
-    return capture_graph(net, *(copies[index] for index in range(len(args))), **{key: copies[key] for key in kwargs})
+    given = tuple(copies[index] for index in range(len(args)))
+    return capture_call(net, given, {key: copies[key] for key in kwargs}, costs=costs)
 
 
-def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any) -> Graph:
+def _fake_graph(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any, costs: bool) -> Graph:
     """Return the graph of a call in which all parameters, buffers and inputs have shapes but no values."""
     lazy = [name for name, each in (*net.named_parameters(), *net.named_buffers()) if is_uninitialized(each)]
     if lazy:
         raise ArgumentError(
             f"device='meta' needs the shape of {lazy[0]!r}, which is known after the first run of the model"
         )
-    stand = _Stand(net)
+    stand = _Stand(net, costs)
     own = {name: fake.from_tensor(tensor) for name, tensor in (*stand.named_parameters(), *stand.named_buffers())}
     copies = own_copies({**dict(enumerate(args)), **kwargs}, fake.from_tensor)
     try:
@@ -147,9 +152,10 @@ _NO_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
 class _Stand(nn.Module):
     """Runs the capture where ``functional_call`` has replaced the model's tensors."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, costs: bool) -> None:
         super().__init__()
         self.net = net
+        self.costs = costs
 
     def forward(self, *args: Any, **kwargs: Any) -> Graph:
-        return capture_graph(self.net, *args, **kwargs)
+        return capture_call(self.net, args, kwargs, costs=self.costs)

@@ -1,4 +1,4 @@
-"""Access to private PyTorch APIs for autograd graphs and module calls, and to the storage of tensors.
+"""Access to private PyTorch APIs for autograd graphs and module calls.
 
 No other file of the package uses them. Each docstring documents the fallback for PyTorch versions without the private
 name, so a PyTorch release that renames one degrades the recording but does not fail the run.
@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -18,11 +19,10 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recorder.errors import RecordingError
+from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = [
     "CALL_OF_FUNCTION",
@@ -42,17 +42,16 @@ __all__ = [
     "is_compiled",
     "is_tracing",
     "is_transformed",
-    "is_uninitialized",
     "is_view",
     "reference_counts",
     "register_hooks",
     "remove_hook",
     "running_calls",
+    "saved_tensors",
     "sequence_number",
     "sequence_number_of",
     "set_grad_enabled",
     "set_hooks",
-    "storage_of",
     "unwrapped",
     "version_counter",
     "version_of",
@@ -77,6 +76,14 @@ try:
     from torch._C import _set_grad_enabled
 except ImportError:
     _set_grad_enabled = torch.set_grad_enabled  # type: ignore[assignment]  # a class that is called for its side effect
+
+
+try:
+    from torch._C._autograd import _top_saved_tensors_default_hooks
+except ImportError:
+
+    def _top_saved_tensors_default_hooks(ignore_is_tracing: bool) -> Any:  # type: ignore[misc]  # torch returns a pair
+        return True
 
 
 try:
@@ -257,6 +264,28 @@ def is_view(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_is_view", lambda: True)())
 
 
+def saved_tensors(node: Node) -> list[Tensor]:
+    """Return the tensors that a node of the backward graph keeps; empty if a hook packs saved tensors.
+
+    Fallback: empty. Reading a tensor that a hook has packed would run the hook, which may recompute a checkpoint.
+    """
+    if _top_saved_tensors_default_hooks(True) is not None:
+        return []
+    found: list[Tensor] = []
+    for name in _saved_names(type(node)):
+        try:
+            value = getattr(node, name)
+        except (RuntimeError, AttributeError):  # freed, or changed in place since
+            continue
+        found += [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor)]
+    return found
+
+
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors")
+
+
 def reference_counts(tensor: Tensor) -> tuple[int, int]:
     """Return the reference counts of a tensor in C++ and in Python.
 
@@ -351,12 +380,10 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def without_functions() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no ``__torch_function__`` runs, neither a mode's nor a tensor subclass's.
-
-    Under a mode even reading a shape is a Python call. Fallback: a null context; recording takes several times as long.
-    """
-    return DisableTorchFunction()
+# Creates a context in which no ``__torch_function__`` runs, neither a mode's nor a tensor subclass's. Under a mode even
+# reading a shape is a Python call. Not wrapped in a function, since it is entered twice for each recorded function.
+# Fallback: a null context; recording takes several times as long.
+without_functions: Callable[[], contextlib.AbstractContextManager[Any]] = DisableTorchFunction
 
 
 def version_counter(tensor: Tensor) -> Tensor | None:
@@ -392,22 +419,3 @@ def version_of(tensor: Tensor) -> int | None:
 def is_compiled(module: nn.Module) -> bool:
     """Return True if ``torch.compile(module)`` or ``module.compile()`` was applied to this module itself."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-
-
-# Fast path for the common classes, since this check runs for every tensor in a capture.
-_WITH_VALUES = (Tensor, Parameter)
-
-
-def is_uninitialized(value: object) -> bool:
-    """Return True for a parameter or buffer of a lazy module that has no shape yet."""
-    return type(value) not in _WITH_VALUES and isinstance(value, Tensor) and bool(is_lazy(value))
-
-
-def storage_of(tensor: Tensor) -> UntypedStorage | None:
-    """Return the storage of a tensor; ``None`` if it has none of its own, such as a sparse tensor."""
-    if is_uninitialized(tensor):
-        return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # the exception depends on the layout or the wrapper
-        return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.internals.autograd import is_uninitialized
+from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
 __all__ = ["ModuleState", "own_copies", "same_gradients", "same_random_numbers"]
@@ -56,7 +56,7 @@ class ModuleState:
         self._taken.add(module)
         self._tables.append((vars(module), dict(vars(module))))
         for table in (module._parameters, module._buffers, module._modules):
-            self._contents[id(table)] = table, copy.copy(table)
+            self._contents[id(table)] = table, table.copy()
         self.parameters |= {id(each): each for each in module._parameters.values() if each is not None}
         self._keep((*module._buffers.values(), *vars(module).values()))
 
@@ -65,7 +65,15 @@ class ModuleState:
         todo = list(values)
         while todo:
             value = todo.pop()
-            if isinstance(value, Tensor):
+            kind: type = type(value)
+            if kind in _PLAIN:
+                continue
+            if kind in _CONTAINERS:
+                if id(value) not in self._contents:
+                    # Their own methods are several times as fast as copy.copy.
+                    self._contents[id(value)] = value, value.copy()
+                    todo += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, Tensor):
                 if isinstance(value, nn.Parameter):
                     self.parameters[id(value)] = value
                 elif not is_uninitialized(value):
@@ -75,9 +83,6 @@ class ModuleState:
                 for each in value.modules():
                     if not isinstance(each, torch.jit.ScriptModule) and not _is_lazy(each):
                         self.take(each)
-            elif type(value) in _CONTAINERS and id(value) not in self._contents:
-                self._contents[id(value)] = value, copy.copy(value)
-                todo += value.values() if isinstance(value, dict) else value
             elif isinstance(value, torch.Generator):
                 self._generators.setdefault(id(value), (value.set_state, value.get_state()))
             elif isinstance(value, random.Random):
@@ -117,13 +122,16 @@ def _same(one: Tensor, other: Tensor) -> bool:
         return False
 
 
+# Types without any state, checked first because a module has many attributes of them.
+_PLAIN = frozenset((type(None), bool, int, float, str, tuple))
+
 # Exact types only: a subclass may run arbitrary code when it is refilled.
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
 
 
 def _refill(container: Any, before: Any) -> None:
     """Restore the contents of a container in their original order."""
-    if _identities(container) != _identities(before):
+    if (container or before) and _identities(container) != _identities(before):
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(before)
 

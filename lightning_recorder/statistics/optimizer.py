@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError, RecordingError, check_some, describe_error, warn
-from lightning_recorder.internals.autograd import is_uninitialized
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
+from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import own_parameters
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder

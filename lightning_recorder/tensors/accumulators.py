@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError, check_callable, check_integer, warn
-from lightning_recorder.internals.autograd import storage_of
+from lightning_recorder.internals.storage import storage_of
 from lightning_recorder.reductions import Reduction
 
 __all__ = ["Accumulator", "ByteBudget", "Fold", "Metric", "UnequalBatchError", "make_accumulator"]

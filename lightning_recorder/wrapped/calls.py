@@ -23,7 +23,6 @@ from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
 from lightning_recorder.structure import describe_unknown, iter_tensors
 
-
 __all__ = [
     "Call",
     "CallWatch",

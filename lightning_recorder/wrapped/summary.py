@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_recorder.internals.autograd import is_uninitialized
 from lightning_recorder.internals.preserve_state import ModuleState
+from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 from lightning_recorder.wrapped.calls import Call, CallWatch, Label, label_calls
 from lightning_recorder.wrapped.operations import OperationCounter

@@ -164,6 +164,7 @@ CASES: dict[type[Any], list[tuple[str, Any, Any, Any]]] = {
         ("formats", "pdf", plain("formats"), ("pdf",)),
         ("formats", ["pdf"], plain("formats"), ("pdf",)),
         ("legend", True, plain("legend"), True),
+        ("costs", True, plain("costs"), True),
         ("timeout_s", 5, plain("timeout_s"), 5),
         ("timeout_s", 2.5, plain("timeout_s"), 2.5),
         (
@@ -359,6 +360,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "direction": [("up", "TB"), (None, "TB"), ([], "TB")],
     "formats": [(["jpg"], "'svg', 'png', 'pdf'"), (3, "'svg', 'png', 'pdf'")],
     "legend": [("no", "True or False")],
+    "costs": [("no", "True or False")],
     "timeout_s": [(0, "must be positive"), ("5", "must be positive"), (None, "must be positive")],
     "styler": [(GraphvizStyler, "must be a GraphvizStyler"), ("dark", "must be a GraphvizStyler")],
 }

@@ -109,7 +109,7 @@ PAIRS: dict[str, tuple[Callable[[], Graph], Callable[[], Graph], str]] = {
         lambda: capture_graph(nn.Sequential(nn.Linear(4, 3)), X),
         lambda: capture_graph(nn.Sequential(nn.Linear(4, 5)), X),
         """
-        ~ 0: outputs: 2×3 -> 2×5; parameters: 15 -> 25
+        ~ 0: outputs: 2×3 -> 2×5; parameters: 15 -> 25; out_features: 3 -> 5
         ~ 0.weight: outputs: 3×4 -> 5×4
         ~ 0.bias: outputs: [3] -> [5]
         ~ 0/linear: outputs: 2×3 -> 2×5
@@ -224,10 +224,10 @@ PAIRS: dict[str, tuple[Callable[[], Graph], Callable[[], Graph], str]] = {
         """
         + output
         ~ the model: failed: True -> False
-        ~ 1: outputs: none -> 2×1; dtypes: none -> float32; parameters: 6 -> 5; failed: True -> False
+        ~ 1: outputs: none -> 2×1; dtypes: none -> float32; parameters: 6 -> 5; failed: True -> False; in_features: 5 -> 4
         ~ 1.weight: outputs: 1×5 -> 1×4
         ~ 1/linear: outputs: none -> 2×1; dtypes: none -> float32; failed: True -> False
-        """,
+        """,  # noqa: E501 - one line of the difference
     ),
     "more repetitions": (lambda: _folded(3), lambda: _folded(5), "~ 0: repeats: 3 -> 5"),
 }

@@ -53,7 +53,7 @@ def test_json_is_self_describing() -> None:
         "training_step",
     )
     data = graph.to_json()
-    assert (data["version"], data["scope"]) == (2, "training_step")
+    assert (data["version"], data["scope"]) == (3, "training_step")
     assert json.loads(json.dumps(data))["nodes"][1] == {
         "id": 1,
         "kind": "op",
@@ -71,12 +71,18 @@ def test_json_is_self_describing() -> None:
         "duration_ms": None,
         "repeats": 1,
         "parallel": False,
+        "inputs": [],
+        "arguments": [],
+        "flops": None,
+        "saved_bytes": None,
+        "note": "",
+        "output_bytes": 12,
     }
     assert data["edges"] == [{"source": 0, "target": 1, "multiplicity": 2, "tensor": None}]
 
 
 ROOT = {"id": 0, "kind": "module", "name": "", "parent": None, "depth": 0, "outputs": []}
-SOUND: dict[str, Any] = {"version": 2, "scope": "forward", "parameters": 0, "nodes": [ROOT], "edges": []}
+SOUND: dict[str, Any] = {"version": 3, "scope": "forward", "parameters": 0, "nodes": [ROOT], "edges": []}
 
 
 def test_the_smallest_json() -> None:
@@ -87,7 +93,7 @@ def test_the_smallest_json() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"version": 3}, id="later version"),
+        pytest.param({"version": 4}, id="later version"),
         pytest.param({"version": None}, id="no version"),
         pytest.param({"version": "2"}, id="version as text"),
         pytest.param({"nodes": 5}, id="nodes are a number"),

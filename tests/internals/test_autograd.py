@@ -17,10 +17,9 @@ from lightning_recorder.internals.autograd import (
     current_function_mode,
     in_backward,
     is_transformed,
-    is_uninitialized,
-    storage_of,
     version_counter,
 )
+from lightning_recorder.internals.storage import is_uninitialized, storage_of
 from lightning_recorder.taps import InputGradientTap, gradient, input_gradient
 
 

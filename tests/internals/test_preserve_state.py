@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.internals.autograd import is_uninitialized
 from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
+from lightning_recorder.internals.storage import is_uninitialized
 
 
 class Part(nn.Module):

@@ -11,12 +11,15 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_recorder.internals.autograd import CALL_OF_FUNCTION, CALL_OF_MODULE, version_of
 from lightning_recorder.structure import iter_tensors
 
 __all__ = [
+    "PLAIN",
     "Caller",
     "CustomCall",
     "Versions",
@@ -31,7 +34,9 @@ Versions = list[tuple[Tensor, int | None]]
 """The tensors that a function takes, with their version counters before the call."""
 
 # Types that cannot hold tensors, checked first because every argument of every function is checked.
-_PLAIN = (type(None), bool, int, float, str, complex)
+_OF_PYTHON = (type(None), type(...), bool, int, float, str, complex, slice, range)
+PLAIN = frozenset((*_OF_PYTHON, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format))
+_SEQUENCES = (tuple, list)
 
 # relu_ and relu are one operation: memory reuse does not change the computed values.
 _SAME = {
@@ -56,12 +61,16 @@ _TRAINERS = (
     "torch.amp.grad_scaler",
 )
 _MODELS_AMONG_THEM = ".demos."  # the models that Lightning ships
+# Lightning's functions that run the code of users which is not the model: callbacks and loggers.
+_RUNS_CALLBACKS = "_call_callback_hooks"
+_RUNS_LOGGERS = ".logger_connector"
 # DistributedDataParallel inserts an autograd.Function of its own between the model and its output.
 _WRAPPER = "torch.nn.parallel.distributed"
 # A metric is attributed to the code that calls it: the model, or the trainer that logs.
 _BETWEEN = ("torch", "torchmetrics", "lightning_recorder", "contextlib", "functools")
 
 
+@lru_cache(4096)
 def function_name(func: Any) -> str:
     """Return the common name of a function: ``add`` for ``Tensor.__add__``, ``T`` for the getter of ``Tensor.T``."""
     name: str = getattr(func, "__name__", type(func).__name__)
@@ -83,16 +92,17 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among some values and nested inside them, in order."""
     found: list[Tensor] = []
     for each in values:
-        if issubclass(type(each), Tensor):
+        kind: type = type(each)
+        if kind is Tensor or kind is Parameter:
             found.append(each)
-        elif not isinstance(each, _PLAIN):
+        elif kind not in PLAIN and not (kind in _SEQUENCES and all(type(part) in PLAIN for part in each)):
             found.extend(tensor for _, tensor in iter_tensors(each))
     return found
 
 
 def versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Versions:
     """Return the tensors that a function takes, with their version counters."""
-    return [(tensor, version_of(tensor)) for tensor in tensors_in((*args, *kwargs.values()))]
+    return [(each, version_of(each)) for each in tensors_in((*args, *kwargs.values()) if kwargs else args)]
 
 
 class _Part(Enum):
@@ -101,6 +111,14 @@ class _Part(Enum):
     BETWEEN = 0
     MODEL = 1
     TRAINER = 2
+    FOREIGN = 3
+    MODULE_CALL = 4
+    CUSTOM_CALL = 5
+
+
+# As globals, since each frame is compared with several of them.
+_BETWEEN_PART, _MODEL_PART, _TRAINER_PART = _Part.BETWEEN, _Part.MODEL, _Part.TRAINER
+_FOREIGN_PART, _MODULE_CALL, _CUSTOM_CALL = _Part.FOREIGN, _Part.MODULE_CALL, _Part.CUSTOM_CALL
 
 
 @dataclass(frozen=True)
@@ -137,38 +155,60 @@ class Caller:
     custom: CustomCall | None = None
 
 
-def find_caller() -> Caller:
+_OF_TRAINER = Caller(trainer=True)
+
+
+def find_caller(*, outermost: bool = False) -> Caller:
     """Find the caller of the function that is being recorded.
 
     The first frame outside of torch and this package decides. The search for an ``autograd.Function`` ends at the call
     of a module, because the work of a module inside such a function belongs to the module. If several are nested, the
     outermost one counts.
+
+    Args:
+        outermost: Also search for the trainer around the caller. Code of a user that the trainer runs as a callback or
+            a logger counts as the trainer's.
     """
     frame: FrameType | None = sys._getframe(1)
     deciding: FrameType | None = None
-    trainer = False
     custom: CustomCall | None = None
     looking = CALL_OF_FUNCTION is not None
-    while frame is not None and (deciding is None or looking):
-        code = frame.f_code
-        if looking and code is CALL_OF_MODULE:
+    while frame is not None:
+        part = _parts.get(id(frame.f_code)) or _part(frame)
+        if part is _BETWEEN_PART:
+            pass
+        elif part is _MODULE_CALL:
             looking = False
-        elif looking and code is CALL_OF_FUNCTION:
-            function: type = frame.f_locals["cls"]
-            if function.__module__ == _WRAPPER:
-                return Caller(trainer=True)
+        elif part is _CUSTOM_CALL:
+            function: type | None = frame.f_locals["cls"] if looking else None
+            if function is not None and function.__module__ == _WRAPPER:
+                return _OF_TRAINER
             # A checkpoint runs a part of the model, which is recorded as usual.
-            if function.__module__ != "torch.utils.checkpoint":
+            if function is not None and function.__module__ != "torch.utils.checkpoint":
                 # The source line of a custom function is the line that applies it.
                 custom, deciding = _custom_call(function, frame, custom), None
-        elif (part := _part(frame)) is not _Part.BETWEEN:
+        elif part is _MODEL_PART:
+            deciding = deciding or frame
+        else:
+            if deciding is None or (outermost and part is _FOREIGN_PART):
+                return _OF_TRAINER if custom is None else Caller(True, "", custom)
             # No function of the model can be in progress outside of a trainer's frame.
-            looking &= part is _Part.MODEL
-            if deciding is None:
-                deciding, trainer = frame, part is _Part.TRAINER
+            break
+        if deciding is not None and not looking and not outermost:
+            break
         frame = frame.f_back
-    source = f"{_short_path(deciding.f_code.co_filename)}:{deciding.f_lineno}" if deciding and not trainer else ""
-    return Caller(trainer, source, custom)
+    known = Caller() if deciding is None else _callers.get((id(deciding.f_code), deciding.f_lasti)) or _new(deciding)
+    return known if custom is None else Caller(False, known.source, custom)
+
+
+# Keyed by the code and the position in it: computing a line number takes longer than the rest of the search.
+_callers: dict[tuple[int, int], Caller] = {}
+
+
+def _new(frame: FrameType) -> Caller:
+    code = frame.f_code
+    found = _callers[id(code), frame.f_lasti] = Caller(source=f"{_short_path(code.co_filename)}:{frame.f_lineno}")
+    return found
 
 
 def _custom_call(function: type, frame: FrameType, inside: CustomCall | None) -> CustomCall:
@@ -180,23 +220,29 @@ def _custom_call(function: type, frame: FrameType, inside: CustomCall | None) ->
     return CustomCall(function, id(frame), (given.get("args"), given.get("kwargs")), depth, new)
 
 
+# Keyed by the id of the code object, which is kept alive beside it: hashing it would visit all of its constants.
+_parts: dict[int, _Part] = {}
+_codes: list[CodeType] = []
+
+
 def _part(frame: FrameType) -> _Part:
     code = frame.f_code
-    # Keyed by the id of the code object, which is kept alive with it: hashing it would visit all of its constants.
-    known = _parts.get(id(code))
-    if known is None:
-        known = _parts[id(code)] = (code, _part_of(str(frame.f_globals.get("__name__", "")), code.co_name))
-    return known[1]
-
-
-_parts: dict[int, tuple[CodeType, _Part]] = {}
+    if code is CALL_OF_MODULE or code is CALL_OF_FUNCTION:
+        found = _MODULE_CALL if code is CALL_OF_MODULE else _CUSTOM_CALL
+    else:
+        found = _part_of(str(frame.f_globals.get("__name__", "")), code.co_name)
+    _codes.append(code)
+    _parts[id(code)] = found
+    return found
 
 
 def _part_of(module: str, function: str) -> _Part:
     if module.startswith(_TRAINERS):
         # torch.optim also contains AveragedModel, which has a forward.
-        is_model = _MODELS_AMONG_THEM in module or (module == "torch.optim.swa_utils" and function == "forward")
-        return _Part.MODEL if is_model else _Part.TRAINER
+        if _MODELS_AMONG_THEM in module or (module == "torch.optim.swa_utils" and function == "forward"):
+            return _Part.MODEL
+        foreign = function == _RUNS_CALLBACKS or _RUNS_LOGGERS in module
+        return _Part.FOREIGN if foreign else _Part.TRAINER
     # A custom function mode lies between a function and its caller.
     return _Part.BETWEEN if module.partition(".")[0] in _BETWEEN or function == "__torch_function__" else _Part.MODEL
 

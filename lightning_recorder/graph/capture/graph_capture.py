@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -10,16 +11,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.errors import ForwardError, RecordingError, describe_error, warn
-from lightning_recorder.graph.capture.function_calls import versions
-from lightning_recorder.graph.capture.step import StepRecording, is_fused, is_opaque
+from lightning_recorder.graph.capture.function_calls import Versions, versions
+from lightning_recorder.graph.capture.modules import is_fused, is_opaque
+from lightning_recorder.graph.capture.step import StepRecording
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.internals.autograd import current_function_mode, in_backward, remove_hook, without_functions
+from lightning_recorder.internals.autograd import (
+    current_function_mode,
+    in_backward,
+    is_tracing,
+    remove_hook,
+    sequence_number,
+    without_functions,
+)
 from lightning_recorder.internals.compiled import (
     EagerStance,
     compiled_modules,
@@ -32,7 +41,7 @@ from lightning_recorder.internals.hooks import ModuleHook
 from lightning_recorder.internals.pause_recording import is_paused, pause_recording
 from lightning_recorder.names import named_submodules
 
-__all__ = ["GraphCapture", "capture_graph"]
+__all__ = ["GraphCapture", "capture_call", "capture_graph"]
 
 # Wrappers for parallel training or compilation, with the attribute that holds the wrapped model. The call of a wrapper
 # computes nothing of the model itself.
@@ -61,6 +70,9 @@ class GraphCapture:
         scope: The method of the model that is recorded.
         times: Measure the wall time of each module call as ``duration_ms``. On a GPU this is the time to launch its
             work.
+        costs: Also measure the wall time of each function, without the time of the recording itself, the estimated
+            number of floating-point operations (``flops``, by torch's own counter, on tensors without values) and the
+            bytes that autograd keeps for the backward pass (``saved_bytes``). The recording then takes longer.
         eager: Run compiled code eagerly during the capture, so that all of it is recorded. Otherwise each call of
             compiled code, a module or a function, is one node.
 
@@ -89,6 +101,7 @@ class GraphCapture:
         name: str = "input",
         scope: str = "forward",
         times: bool = False,
+        costs: bool = False,
         eager: bool = True,
     ) -> None:
         self._is_compiled = any(type(each).__name__ == "OptimizedModule" for each in module.modules())
@@ -97,7 +110,7 @@ class GraphCapture:
             module = inner
         self.module = module
         self._scope = scope
-        self._recording = StepRecording(module, times=times)
+        self._recording = StepRecording(module, times=times or costs, costs=costs, outermost=scope != "forward")
         self._handles: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []  # the hooks on modules
         self._mode: _CaptureMode | None = None
@@ -131,6 +144,7 @@ class GraphCapture:
         return self._stance.ran
 
     def _begin(self) -> None:
+        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self._after_step))
         self._recording.name_modules(self.module)
         # If torch._dynamo is not imported, nothing is compiled yet.
@@ -215,7 +229,7 @@ class GraphCapture:
             and not is_paused()
             and not in_backward()
             # torch.jit.trace runs the model to record it itself, with tensors in place of shapes.
-            and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]  # public, though not declared so
+            and not is_tracing()
         )
 
     def _guarded(self, function: Callable[..., Result], *args: Any) -> Result | None:
@@ -224,11 +238,15 @@ class GraphCapture:
             with without_functions():
                 return function(*args)
         except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
-            self._active = False
-            self._broken = True
-            self.stop()
-            warn(f"the graph is incomplete: {describe_error(error)}")
+            self._break(error)
             return None
+
+    def _break(self, error: Exception) -> None:
+        """Stop recording after an error of the recording itself."""
+        self._active = False
+        self._broken = True
+        self.stop()
+        warn(f"the graph is incomplete: {describe_error(error)}")
 
     def _is_part(self, module: nn.Module) -> bool:
         # Ignore the root's own call: under DDP it encloses the training step, on a single device it is inside it.
@@ -252,6 +270,10 @@ class GraphCapture:
             self._guarded(self._recording.leave_opaque_root, inputs, output)
         if self._is_part(module):
             self._guarded(self._recording.leave_call, module, inputs, output, failed)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._watching():
+            self._guarded(self._recording.begin_step, optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._watching():
@@ -318,14 +340,23 @@ class _CaptureMode(TorchFunctionMode):
             return func(*args, **kwargs)
         # No mode is active inside this method, so the internals of func are not observed: neither the parts of a
         # composite function nor a backward pass.
-        if any(func is each for each in _BACKWARD):
+        if func is _BACKWARD[0] or func is _BACKWARD[1]:
             node = owner._guarded(owner._recording.note_backward, args[:1] or kwargs.get("tensors"))
             try:
                 return func(*args, **kwargs)
             except Exception:
                 owner._recording.backward_failed(node)
                 raise
-        before = owner._guarded(versions, args, kwargs)
+        costs = owner._recording.costs
+        begun = 0.0 if costs is None else time.perf_counter()
+        before: Versions | None = None
+        try:
+            with without_functions():
+                before = versions(args, kwargs)
+        except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
+            owner._break(error)
+        start = sequence_number()
+        called = 0.0 if costs is None else time.perf_counter()
         try:
             result = func(*args, **kwargs)
         except Exception:
@@ -337,7 +368,16 @@ class _CaptureMode(TorchFunctionMode):
         if func is torch.autograd.grad:
             owner._guarded(owner._recording.note_grad, before, result)
         else:
-            owner._guarded(owner._recording.note_function, func, before, result, kwargs.get("inplace") is True)
+            # Not by _guarded: this is called for each function.
+            try:
+                with without_functions():
+                    ended = 0.0 if costs is None else time.perf_counter()
+                    node = owner._recording.note_function(func, args, kwargs, before, start, result)
+                    if costs is not None:
+                        costs.note(node, func, args, kwargs, ended - called)
+                        costs.overhead_s += called - begun + time.perf_counter() - ended
+            except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
+                owner._break(error)
         return result
 
 
@@ -370,9 +410,14 @@ def capture_graph(module: nn.Module, /, *args: Any, **kwargs: Any) -> Graph:
         >>> [node.name for node in graph.nodes]
         ['', 'input', 'weight', 'bias', 'linear', 'output']
     """
+    return capture_call(module, args, kwargs)
+
+
+def capture_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, costs: bool = False) -> Graph:
+    """Call a module once and return the graph of the call; see :func:`capture_graph` and :class:`GraphCapture`."""
     single = len(args) == 1 and not kwargs
     inputs: Any = args[0] if single else dict[Any, Any]([*enumerate(args), *kwargs.items()])
-    recording = GraphCapture(module, inputs)
+    recording = GraphCapture(module, inputs, costs=costs)
     try:
         with recording:
             recording.add_outputs(module(*args, **kwargs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,25 @@ from torch import Tensor, nn
 from lightning_recorder.graph.model import Kind
 from lightning_recorder.names import named_submodules
 
-__all__ = ["ModelNames"]
+__all__ = ["ModelNames", "is_fused", "is_opaque"]
+
+# In eval mode these modules compute everything in one fused function, unless a function mode is active. Then they take
+# another path, whose results differ in the last bits and in padded rows. So the mode is removed while one of them runs.
+_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+class _NamedModule(weakref.ref[nn.Module]):
+    """A weak reference to a module with its name."""
+
+    __slots__ = ("name",)
+    name: str
+
+
+class _NamedTensor(weakref.ref[Tensor]):
+    """A weak reference to a parameter or buffer with its kind, its name, and the id of the module that owns it."""
+
+    __slots__ = ("known",)
+    known: tuple[Kind, str, int]
 
 
 class ModelNames:
@@ -26,19 +44,25 @@ class ModelNames:
 
     def __init__(self, root: nn.Module) -> None:
         # Keyed by id. Ids are reused after a module or tensor is freed, so a weak reference is kept with each.
-        self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._tensors: dict[int, tuple[weakref.ref[Tensor], tuple[Kind, str, int]]] = {}
+        self._names: dict[int, _NamedModule] = {}
+        self._tensors: dict[int, _NamedTensor] = {}
         self._counts: dict[str, int] = {}
-        for name, each in named_submodules(root).items():
+        registered = named_submodules(root)
+        for name, each in registered.items():
             self._introduce(name, each)
-        for name, each in list(_in_plain_containers(root)):
+        for name, each in list(_in_plain_containers(registered)):
             if self.of(each) is None:
                 self._welcome(name, each)
 
     def of(self, module: nn.Module) -> str | None:
         """Return the name of a module, or None if it has none."""
-        reference, name = self._names.get(id(module), (None, None))
-        return name if reference is not None and reference() is module else None
+        reference = self._names.get(id(module))
+        return reference.name if reference is not None and reference() is module else None
+
+    def module(self, key: int) -> nn.Module | None:
+        """Return the module with an id; ``None`` if it is unknown or does not live any more."""
+        reference = self._names.get(key)
+        return None if reference is None else reference()
 
     def of_stranger(self, module: nn.Module) -> str | None:
         """Return a new name for a module without one that is called; ``None`` if it must stay without a name."""
@@ -51,8 +75,8 @@ class ModelNames:
 
     def tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
         """Return the kind of a parameter or buffer, its name, and the id of the module that owns it."""
-        reference, known = self._tensors.get(id(tensor), (None, None))
-        return known if reference is not None and reference() is tensor else None
+        reference = self._tensors.get(id(tensor))
+        return reference.known if reference is not None and reference() is tensor else None
 
     def references(self) -> dict[str, weakref.ref[nn.Module]]:
         """Return weak references to the modules by name."""
@@ -65,16 +89,20 @@ class ModelNames:
 
     def _introduce(self, name: str, module: nn.Module) -> None:
         """Register a module and its own tensors under their names."""
-        self._names[id(module)] = weakref.ref(module), name
+        reference = self._names[id(module)] = _NamedModule(module)
+        reference.name = name
         self._counts.setdefault(name, 1)
-        own: list[tuple[Kind, Iterable[tuple[str, Tensor]]]] = [
-            ("parameter", module.named_parameters(name, False)),
-            ("buffer", module.named_buffers(name, False)),
-        ]
+        own: list[tuple[Kind, Iterable[tuple[str, Tensor | None]]]]
+        if isinstance(module, torch.jit.ScriptModule):
+            own = [("parameter", module.named_parameters("", False)), ("buffer", module.named_buffers("", False))]
+        else:
+            own = [("parameter", module._parameters.items()), ("buffer", module._buffers.items())]
         for kind, tensors in own:
-            for path, tensor in tensors:
-                if self.tensor(tensor) is None:
-                    self._tensors[id(tensor)] = weakref.ref(tensor), (kind, path, id(module))
+            for key, tensor in tensors:
+                if tensor is not None and self.tensor(tensor) is None:
+                    path = f"{name}.{key}" if name else key
+                    known = self._tensors[id(tensor)] = _NamedTensor(tensor)
+                    known.known = kind, path, id(module)
 
     def _welcome(self, name: str, module: nn.Module) -> None:
         """Register a module that the model does not register, and its submodules, under a unique name."""
@@ -87,13 +115,13 @@ class ModelNames:
                 self._introduce(f"{unique}.{path}" if path else unique, each)
 
 
-def _in_plain_containers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _in_plain_containers(registered: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules in lists, tuples and dictionaries among the attributes of registered modules."""
-    for name, module in named_submodules(root).items():
+    for name, module in registered.items():
         if isinstance(module, torch.jit.ScriptModule):
             continue
         for attribute, value in vars(module).items():
-            if attribute in nn.Module.__dict__ or attribute in _OWN:
+            if attribute in _OWN or not isinstance(value, (list, tuple, dict)) or attribute in nn.Module.__dict__:
                 continue
             for suffix, each in _modules_in(value):
                 yield f"{name}.{attribute}{suffix}".removeprefix("."), each
@@ -121,3 +149,13 @@ def _modules_in(value: object, *, nested: bool = True) -> Iterator[tuple[str, nn
             yield f"[{key!r}]", each
         elif nested and isinstance(each, (list, tuple, dict)) and len(each) <= _MOST_NESTED:
             yield from ((f"[{key!r}]{suffix}", module) for suffix, module in _modules_in(each, nested=False))
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Return True if a module may compute everything in one fused function."""
+    return isinstance(module, _FUSED) and not module.training
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Return True if the computation inside a module is not observed at all."""
+    return is_fused(module) or isinstance(module, torch.jit.ScriptModule)

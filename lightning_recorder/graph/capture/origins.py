@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node as AutogradNode
 
 from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, metas_of
 from lightning_recorder.graph.capture.function_calls import CustomCall, tensors_in
@@ -14,7 +15,8 @@ from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.ownership import AutogradOwners
 from lightning_recorder.graph.capture.provenance import Provenance
 from lightning_recorder.graph.model import Kind, TensorMeta
-from lightning_recorder.internals.autograd import function_behind, is_uninitialized, sequence_number
+from lightning_recorder.internals.autograd import function_behind, is_view, sequence_number, unwrapped
+from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = ["IGNORED", "Call", "CustomNode", "TensorOrigins"]
 
@@ -59,6 +61,8 @@ class TensorOrigins:
         self._owners = AutogradOwners()
         self._custom: CustomNode | None = None
         self._customs: dict[int, int] = {}
+        self._buffers: dict[int, int] = {}
+        """The nodes of the model's buffers, by the id of the tensor."""
         self.names: ModelNames | None = None
 
     def forget(self) -> None:
@@ -68,9 +72,42 @@ class TensorOrigins:
         if self.names is not None:
             self.names.clear()
 
-    def bind(self, tensor: Tensor, node: int, *, wrote: bool = False) -> None:
+    def bind(self, tensor: Tensor, node: int, *, wrote: bool = False, meta: TensorMeta | None = None) -> None:
         """Remember the node that returned a tensor, or that wrote into it."""
-        self._provenance.bind(tensor, node, wrote=wrote)
+        self._provenance.bind(tensor, node, wrote=wrote, meta=meta)
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return True if the node that gave a tensor its values was observed."""
+        return self._provenance.fast_path(tensor) is not None or self.known(tensor) is not None
+
+    def of_inputs(
+        self, tensors: list[Tensor], written: tuple[Tensor, ...], outputs: list[Tensor], start: int
+    ) -> list[tuple[int, TensorMeta]]:
+        """Return the nodes that gave the inputs of a function their values, with the shapes of the inputs.
+
+        Args:
+            tensors: The inputs.
+            written: The tensors that the function wrote into.
+            outputs: The tensors that it returned.
+            start: The sequence number of the backward graph before the function ran.
+        """
+        complete = self._owners.is_complete(start)
+        found: list[tuple[int, TensorMeta]] = []
+        new: set[int] | None = None
+        differentiable = False
+        for tensor in tensors:
+            known = self._provenance.fast_path(tensor) if complete else None
+            if known is None:
+                if new is None:
+                    # A tensor that was written to already has a new part of the backward graph, which does not belong
+                    # to its origin. A view outside of the backward graph is not inspected, since torch would regenerate
+                    # its grad_fn out of order.
+                    new = set(map(id, written))
+                    differentiable = any(unwrapped(each).requires_grad for each in (*outputs, *written))
+                settled = id(tensor) not in new and (differentiable or not is_view(tensor))
+                known = self.of(tensor, settled=settled), meta_of(tensor)
+            found.append(known)
+        return found
 
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaves of the unobserved part of torch's backward graph behind some tensors."""
@@ -103,15 +140,22 @@ class TensorOrigins:
             self._builder.nodes[left.node].outputs = metas_of(given)
         self.claim(given, left.node)
 
-    def connect(self, source: int, target: int, meta: TensorMeta | None) -> None:
-        """Add an edge for a tensor, unless the tensor is not tracked."""
+    def connect(self, source: int, target: int, meta: TensorMeta | None, *, differentiable: bool = True) -> None:
+        """Add an edge for a tensor, unless the tensor is not tracked.
+
+        Args:
+            source: The node that returned the tensor.
+            target: The node that takes it.
+            meta: Its shape and dtype.
+            differentiable: False if the tensor does not require a gradient.
+        """
         if source == IGNORED:
             return
         draft = self._builder.nodes[source]
         if meta is not None and not draft.outputs:
             # A custom call whose results were not observed inside it, or only before a transform wrapped them.
             draft.outputs = (meta,)
-        self._builder.connect(source, target, meta)
+        self._builder.connect(source, target, meta, differentiable=differentiable)
 
     def of(self, tensor: Tensor, *, settled: bool = True) -> int:
         """Return the node that gave the tensor its values, and add a node if there is none.
@@ -137,7 +181,20 @@ class TensorOrigins:
         if is_uninitialized(tensor):
             # An uninitialized tensor has neither shape nor values; its initialization is not recorded.
             return IGNORED
-        return self._provenance.of(tensor, own=self.model_tensor(tensor) is not None)
+        own = self.model_tensor(tensor)
+        node = self._provenance.of(tensor, own=own is not None)
+        if own is not None and node is not None and (buffer := self._buffers.get(id(tensor), node)) != node:
+            # State that an earlier call of the module has updated, such as running statistics, is no data flow.
+            return node if self._is_inside(node, own[2]) else buffer
+        return node
+
+    def _is_inside(self, node: int, owner: int) -> bool:
+        """Return True if a node belongs to the call of a module that is in progress; the root's call always is."""
+        call = next((each.node for each in reversed(self._calls) if id(each.module) == owner), 0)
+        around: int | None = node
+        while around is not None and around != call:
+            around = self._builder.nodes[around].parent
+        return around == call
 
     def _add_unseen(self, tensor: Tensor) -> int:
         """Add a node for an unobserved computation of a tensor, based on its part of the backward graph."""
@@ -169,18 +226,31 @@ class TensorOrigins:
         around = (call.node for call in reversed(self._calls) if id(call.module) == owner)
         parent = next(around, self._calls[-1].node)
         node = self._builder.add(kind, name, parent, (meta_of(tensor),))
-        self._provenance.bind(tensor, node)
+        if kind == "buffer":
+            self._buffers[id(tensor)] = node
+        self._provenance.bind(tensor, node, meta=self._builder.nodes[node].outputs[0])
         return node
 
     def model_tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
         """Return the kind of a parameter or buffer, its name, and the id of the module that owns it."""
         return None if self.names is None else self.names.tensor(tensor)
 
-    def claim(self, tensors: Iterable[Tensor], node: int) -> None:
-        """Assign the new part of torch's backward graph behind some tensors to a node."""
-        names = self._owners.claim(tensors, node)
-        if node >= 0:
+    def claim(self, tensors: Iterable[Tensor], node: int, start: int | None = None) -> None:
+        """Assign the new part of torch's backward graph behind some tensors to a node.
+
+        Args:
+            tensors: The results of the node.
+            node: The node.
+            start: The sequence number of the backward graph before the node ran, if it is a function.
+        """
+        owners = self._owners
+        names = owners.claim(tensors, node) if start is None else owners.claim_new(list(tensors), node, start)
+        if names and node >= 0:
             self._builder.nodes[node].autograd += names
+
+    def autograd_nodes(self, tensors: Iterable[Tensor], node: int) -> Iterator[AutogradNode]:
+        """Yield the nodes of torch's backward graph behind some tensors that were assigned to a recorded node."""
+        return self._owners.owned(tensors, node)
 
     def _sources(self, tensors: Iterable[Tensor]) -> list[tuple[int, TensorMeta | None]]:
         """Return the inputs of an unobserved computation of some tensors, based on torch's backward graph."""

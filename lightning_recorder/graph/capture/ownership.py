@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from torch import Tensor
 from torch.autograd.graph import Node as AutogradNode
@@ -13,6 +14,12 @@ __all__ = ["AutogradOwners"]
 
 # With 50,000 nodes in a row the process crashes. The taps may visit 20,000 of the same nodes.
 _MOST_NODES = 15_000
+
+
+@lru_cache(1024)
+def _alone(name: str) -> tuple[str, ...]:
+    """Return a tuple that all functions of a kind share, to save memory."""
+    return (name,)
 
 
 class AutogradOwners:
@@ -27,6 +34,8 @@ class AutogradOwners:
     def __init__(self) -> None:
         self._first = sequence_number()
         self._owners: dict[int, int] = {}
+        self._unreached: set[int] = set()
+        """Nodes without an owner that no result of a recorded function leads to."""
 
     def is_new(self, tensor: Tensor) -> bool:
         """Return True if a tensor was computed since the recording began by a node that has no owner."""
@@ -42,6 +51,36 @@ class AutogradOwners:
         node = self._made_by(tensor)
         return LEAF_NUMBER if node is None else sequence_number_of(node)
 
+    def is_complete(self, number: int) -> bool:
+        """Return True if each node that was created before a number has an owner or belongs to no recorded result."""
+        return len(self._owners) + len(self._unreached) == number - self._first
+
+    def claim_new(self, tensors: Sequence[Tensor], owner: int, start: int) -> tuple[str, ...]:
+        """Assign all nodes that were created since a number to one recorded node, and those behind the tensors.
+
+        Args:
+            tensors: The results of the recorded node.
+            owner: The recorded node.
+            start: The sequence number before the recorded node ran.
+
+        Returns:
+            The types of the nodes behind the tensors, starting with the last.
+        """
+        end = sequence_number()
+        complete = self.is_complete(start)
+        if complete and end == start:
+            return ()
+        node = self._made_by(tensors[0]) if complete and end == start + 1 and len(tensors) == 1 else None
+        if node is not None and sequence_number_of(node) == start:
+            # The usual case: the function has created one node.
+            self._owners[start] = owner
+            return _alone(node.name())
+        names = self.claim(tensors, owner)
+        if len(self._owners) < _MOST_NODES:
+            # Such as those of intermediate results that nothing uses, or of the tangents of forward-mode gradients.
+            self._unreached.update(number for number in range(start, end) if number not in self._owners)
+        return names
+
     def claim(self, tensors: Iterable[Tensor], owner: int) -> tuple[str, ...]:
         """Assign all nodes without an owner behind the tensors to one recorded node.
 
@@ -55,9 +94,22 @@ class AutogradOwners:
             number = sequence_number_of(node)
             if self._is_unowned(number):
                 self._owners[number] = owner
+                self._unreached.discard(number)
                 names.append(node.name())
                 todo.extend(before for before, _ in node.next_functions if before is not None)
         return tuple(names)
+
+    def owned(self, tensors: Iterable[Tensor], owner: int) -> Iterator[AutogradNode]:
+        """Yield the nodes behind some tensors that were assigned to one recorded node, starting with the last."""
+        todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
+        seen: set[int] = set()
+        while todo:
+            node = todo.pop(0)
+            number = sequence_number_of(node)
+            if self._owners.get(number) == owner and number not in seen:
+                seen.add(number)
+                yield node
+                todo.extend(before for before, _ in node.next_functions if before is not None)
 
     def sources(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
         """Return the inputs of the nodes without an owner behind the tensors: leaves, and owners of other nodes."""

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
-from lightning_recorder.internals.autograd import address_of, storage_of, unwrapped
+from lightning_recorder.graph.model import TensorMeta
+from lightning_recorder.internals.autograd import address_of, unwrapped
+from lightning_recorder.internals.storage import StorageReference, storage_of
 
 __all__ = ["Provenance"]
 
 
 _SWEEP_AFTER = 16  # storages
+_WITH_SHAPES = (Tensor, Parameter)
 
 
 class _Known(weakref.ref[Tensor]):
-    """A weak reference to a tensor, with the node that returned it and the time of that."""
+    """A weak reference to a tensor, with the node that returned it, the time of that, and the shape and dtype."""
 
-    __slots__ = ("node", "time")
+    __slots__ = ("dtype", "meta", "node", "time")
 
     node: int
     time: int
+    meta: TensorMeta | None
+    dtype: torch.dtype | None
 
 
 class Provenance:
@@ -33,10 +39,10 @@ class Provenance:
 
     def __init__(self) -> None:
         self._time = 0
+        self._last_write = 0
         self._tensors: dict[int, _Known] = {}
         # Keyed by address. The weak reference keeps the address from being reused, without keeping the memory alive.
-        self._storages: dict[int, StorageWeakRef] = {}
-        self._writers: dict[int, tuple[int, int]] = {}
+        self._storages: dict[int, StorageReference] = {}
         self._young: list[int] = []
         self._sweep_all_at = 4 * _SWEEP_AFTER
 
@@ -44,16 +50,30 @@ class Provenance:
         """Return the number of known storages."""
         return len(self._storages)
 
-    def bind(self, tensor: Tensor, node: int, *, wrote: bool = False) -> None:
-        """Remember the node that returned a tensor; with ``wrote``, also for all tensors that share its memory."""
+    def bind(self, tensor: Tensor, node: int, *, wrote: bool = False, meta: TensorMeta | None = None) -> None:
+        """Remember the node that returned a tensor; with ``wrote``, also for all tensors that share its memory.
+
+        Args:
+            tensor: Any tensor.
+            node: The node.
+            wrote: True if the node wrote into the memory of the tensor.
+            meta: The shape and dtype of the tensor; see :meth:`fast_path`.
+        """
         self._time += 1
         known = self._tensors[id(tensor)] = _Known(tensor)
-        known.node, known.time = node, self._time
+        known.node, known.time, known.meta, known.dtype = node, self._time, None, None
+        # The shape of any other tensor may be something else than a tuple of integers.
+        if type(tensor) in _WITH_SHAPES and not tensor.is_nested:
+            known.meta, known.dtype = meta, tensor.dtype
+        if wrote:
+            self._last_write = self._time
         storage = storage_of(unwrapped(tensor))
-        if storage is not None and (wrote or address_of(storage) not in self._storages):
-            address = address_of(storage)
-            self._storages[address] = StorageWeakRef(storage)
-            self._writers[address] = node, self._time
+        if storage is None:
+            return
+        address = address_of(storage)
+        if wrote or address not in self._storages:
+            reference = self._storages[address] = StorageReference(storage)
+            reference.node, reference.time = node, self._time
             self._young.append(address)
             if len(self._young) >= 2 * _SWEEP_AFTER:
                 self._sweep()
@@ -74,8 +94,17 @@ class Provenance:
     def _forget_the_dead(self, addresses: list[int]) -> None:
         for address in addresses:
             storage = self._storages.get(address)
-            if storage is not None and storage.expired():
-                del self._storages[address], self._writers[address]
+            if storage is not None and storage.is_freed():
+                del self._storages[address]
+
+    def fast_path(self, tensor: Tensor) -> tuple[int, TensorMeta] | None:
+        """Return the node and the shape of a tensor that was bound with them and not changed since, else None."""
+        known = self._tensors.get(id(tensor))
+        if known is None or known.meta is None or known.time < self._last_write or known() is not tensor:
+            return None
+        # A tensor may be resized, or get other data.
+        same = known.meta.shape == tensor.shape and known.dtype is tensor.dtype
+        return (known.node, known.meta) if same else None
 
     def of(self, tensor: Tensor, *, own: bool = False) -> int | None:
         """Return the node that gave the tensor its present values; ``None`` if that was not observed.
@@ -91,13 +120,12 @@ class Provenance:
         if known is None and own:
             return None
         storage = storage_of(unwrapped(tensor))
-        writer = None if storage is None else self._writers.get(address_of(storage))
+        writer = None if storage is None else self._storages.get(address_of(storage))
         if known is None:
-            return None if writer is None else writer[0]
-        return known.node if writer is None or writer[1] <= known.time else writer[0]
+            return None if writer is None else writer.node
+        return known.node if writer is None or writer.time <= known.time else writer.node
 
     def clear(self) -> None:
         """Forget all tensors."""
         self._tensors.clear()
         self._storages.clear()
-        self._writers.clear()

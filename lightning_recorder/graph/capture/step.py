@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, metas_of
-from lightning_recorder.graph.capture.function_calls import Versions, find_caller, function_name, tensors_in, writes
-from lightning_recorder.graph.capture.modules import ModelNames
+from lightning_recorder.graph.capture.builder import GraphBuilder, interned, meta_of, metas_of
+from lightning_recorder.graph.capture.call_arguments import Given, describe_module, plain_arguments
+from lightning_recorder.graph.capture.costs import Costs
+from lightning_recorder.graph.capture.function_calls import (
+    Caller,
+    Versions,
+    find_caller,
+    function_name,
+    tensors_in,
+    writes,
+)
+from lightning_recorder.graph.capture.gradients import Gradients
+from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_opaque
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
 from lightning_recorder.graph.capture.scopes import Scopes
+from lightning_recorder.graph.capture.unused import find_unused
 from lightning_recorder.graph.model import Graph, TensorMeta
-from lightning_recorder.internals.autograd import is_uninitialized, is_view, unwrapped, version_of
+from lightning_recorder.internals.autograd import unwrapped, version_of
+from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
-__all__ = ["StepRecording", "is_fused", "is_opaque"]
+__all__ = ["StepRecording"]
 
-# In eval mode these modules compute everything in one fused function, unless a function mode is active. Then they take
-# another path, whose results differ in the last bits and in padded rows. So the mode is removed while one of them runs.
-_FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+# The functions with which optimizers reset gradients.
+_ZEROES = ("zero", "foreach_zero")
 
 _GRADIENT = cast(Any, Tensor.grad).__get__
 
@@ -48,17 +59,28 @@ class StepRecording:
     Args:
         root: The model.
         times: Measure the time of each module call.
+        costs: Measure what each function costs; see :class:`Costs`.
+        outermost: Leave out the code of callbacks that a trainer runs.
     """
 
-    def __init__(self, root: nn.Module, *, times: bool = False) -> None:
+    def __init__(self, root: nn.Module, *, times: bool = False, costs: bool = False, outermost: bool = False) -> None:
         self._times = times
         self._builder = GraphBuilder()
         self._calls = [Call(self._builder.add("module", "", None), root)]
         self._origins = TensorOrigins(self._builder, self._calls)
         self._counts: dict[str, int] = {}
         self._failure: _Failure | int | None = None  # an int is the id of an existing node
-        self._stepped: dict[int, int] = {}
-        self._modules: dict[str, weakref.ref[nn.Module]] = {}
+        self._known: dict[str, weakref.ref[nn.Module]] = {}
+        """The named modules, after :meth:`forget`."""
+        self._gradients = Gradients(self._builder, self._origins, root)
+        self._modules: dict[int, int] = {}
+        """The id of the module of each call."""
+        self._first_calls: dict[int, int] = {}
+        """The first call of each module, by its id."""
+        self._opaque: set[int] = set()
+        """The calls whose inside was not observed."""
+        self.costs = Costs(self._builder, self._origins, root) if costs else None
+        self._outermost = outermost
         self._describe(0, root)
 
     def name_modules(self, root: nn.Module) -> None:
@@ -71,22 +93,41 @@ class StepRecording:
 
     def forget(self) -> None:
         """Forget all tensors and modules, except for weak references to the modules."""
-        self._modules = self._references()
+        self._known = self._references()
+        self._describe_arguments()
         self._origins.forget()
 
     def _references(self) -> dict[str, weakref.ref[nn.Module]]:
         """Return weak references to the named modules."""
         names = self._origins.names
-        return self._modules | ({} if names is None else names.references())
+        return self._known | ({} if names is None else names.references())
 
     def finish(self, scope: str) -> Graph:
         """Return the graph recorded so far."""
         root = self._calls[0].module
         # A shared parameter counts once.
         parameters = {id(each): each for module in root.modules() for each in _own(module)}
+        self._describe_arguments()
+        if self.costs is not None:
+            self.costs.finish()
         scopes = Scopes(self._builder.nodes, self._builder.ends, scope).named()
-        graph = self._builder.finish(scope, _parameters(parameters.values()), scopes)
+        unused = find_unused(root, self._builder, self._opaque)
+        graph = self._builder.finish(scope, _parameters(parameters.values()), scopes, unused)
         return replace(graph, modules=self._references())
+
+    def _describe_arguments(self) -> None:
+        """Add the settings of the modules to their calls, after the step, since user code may take any time there."""
+        names, known = self._origins.names, dict[int, tuple[tuple[str, str], ...]]()
+        for node, key in self._modules.items():
+            if key not in known:
+                module = None if names is None else names.module(key)
+                known[key] = () if module is None else describe_module(module)
+            self._builder.nodes[node].arguments = known[key]
+        self._modules.clear()
+
+    def _find_caller(self) -> Caller:
+        """Find the caller; directly in the model's own step, it may also be a callback."""
+        return find_caller(outermost=self._outermost and len(self._calls) == 1)
 
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Add an input node for each tensor that the model takes, named by its path."""
@@ -110,23 +151,44 @@ class StepRecording:
         """Record the beginning of a module call."""
         self._origins.leave_custom()
         self._failure = None
-        caller = find_caller()
+        caller = self._find_caller()
+        if caller.trainer and self._outermost and len(self._calls) == 1 and find_caller() != caller:
+            return  # a callback calls the model
         names = self._origins.names
         name = None if names is None else names.of(module)
-        if name is None and names is not None and not caller.trainer:
+        stranger = name is None
+        if stranger and names is not None and not caller.trainer:
             name = names.of_stranger(module)
+            # The id of a module that was freed is reused.
+            self._first_calls.pop(id(module), None)
         if name is None:
             return
         self._counts[name] = self._counts.get(name, 0) + 1
         node = self._builder.add("module", name, self._calls[-1].node, source=caller.source)
         self._describe(node, module)
         self._builder.nodes[node].call = self._counts[name]
-        self._calls.append(Call(node, module, time.perf_counter() if self._times else 0.0))
+        if isinstance(module, torch.jit.ScriptModule):
+            pass  # TorchScript returns a new object for each call
+        elif stranger:
+            # A module that is created in a step may be freed in it.
+            self._builder.nodes[node].arguments = describe_module(module)
+        else:
+            self._modules[node] = id(module)
+        self._calls.append(Call(node, module, self._clock()))
+
+    def _clock(self) -> float:
+        """Return the time in seconds, without the time that the recording itself has taken if that is known."""
+        if not self._times:
+            return 0.0
+        return time.perf_counter() - (0.0 if self.costs is None else self.costs.overhead_s)
 
     def _describe(self, node: int, module: nn.Module) -> None:
         draft = self._builder.nodes[node]
         draft.type_name = type(module).__name__
-        draft.parameters = _parameters(_own(module))
+        first = self._builder.nodes[self._first_calls.setdefault(id(module), node)]
+        # The class of a lazy module, and with it the number of its parameters, changes during its first call.
+        same = first is not draft and first.type_name == draft.type_name
+        draft.parameters = first.parameters if same else _parameters(_own(module))
 
     def leave_call(self, module: nn.Module, inputs: Any, output: Any, failed: bool) -> None:
         """Record the end of a module call.
@@ -147,16 +209,17 @@ class StepRecording:
         # If a hook of the user raised, the hook that ends an inner call never ran; that call ends with the one around
         # it.
         del self._calls[place + 1 :]
-        given = tensors_in([output])
+        given = [output] if type(output) is Tensor else tensors_in([output])
+        taken = _arguments(inputs)
         draft = self._builder.nodes[call.node]
         if draft.type_name != type(module).__name__:
             # A lazy module has changed its class and created its parameters during the call.
             self._describe(call.node, module)
-        draft.outputs = metas_of(given)
+        draft.inputs, draft.outputs = metas_of(taken), metas_of(given)
         if self._times:
-            draft.duration_ms = (time.perf_counter() - call.start_s) * 1e3
+            draft.duration_ms = (self._clock() - call.start_s) * 1e3
         empty = call.node == len(self._builder.nodes) - 1
-        self._note_unseen(call.node, module, _arguments(inputs), given, empty=empty)
+        self._note_unseen(call.node, module, taken, given, empty=empty)
         self._calls.pop()
 
     def leave_opaque_root(self, inputs: Any, output: Any) -> None:
@@ -173,6 +236,7 @@ class StepRecording:
         given = [each for each in tensors_in([result]) if id(each) not in took and self._origins.known(each) is None]
         used = [each for each in self._origins.behind(given) if id(each) not in took]
         if given:
+            self._opaque.add(self._calls[-1].node)
             self._note(name, [*taken, *used], given, (), of_model=True)
 
     def _note_unseen(
@@ -180,9 +244,9 @@ class StepRecording:
     ) -> None:
         """Add a node for unobserved outputs of a call: from a fused function, TorchScript, or code outside of torch."""
         took = set(map(id, taken))
-        passed = [tensor for tensor in given if id(tensor) in took]
-        unseen = [tensor for tensor in given if id(tensor) not in took and self._origins.known(tensor) is None]
+        unseen = [tensor for tensor in given if id(tensor) not in took and not self._origins.is_known(tensor)]
         if unseen:
+            self._opaque.add(call)
             whole = is_opaque(module)
             used = list(module.parameters()) if whole else self._origins.behind(unseen)
             if whole:
@@ -190,7 +254,7 @@ class StepRecording:
                 self._builder.nodes[call].parameters = _parameters(used)
             taken = [*taken, *(tensor for tensor in used if id(tensor) not in took)]
             self._note("fused" if is_fused(module) else "unseen", taken, unseen, (), of_model=True)
-        elif empty and passed:
+        elif empty and (passed := [tensor for tensor in given if id(tensor) in took]):
             self._note("identity", passed, passed, (), of_model=True)
 
     def _note(
@@ -201,77 +265,111 @@ class StepRecording:
         written: tuple[Tensor, ...],
         *,
         of_model: bool = False,
-    ) -> None:
-        """Add a node for one operation with the edges into it, and bind its outputs to it."""
-        caller = find_caller()
-        # A tensor that was written to already has a new part of the backward graph, which does not belong to its
-        # origin. A view outside of the backward graph is not inspected, since torch would regenerate its grad_fn out of
-        # order.
-        differentiable = any(unwrapped(tensor).requires_grad for tensor in (*outputs, *written))
-        new = set(map(id, written))
-        origins = [
-            (
-                self._origins.of(tensor, settled=id(tensor) not in new and (differentiable or not is_view(tensor))),
-                meta_of(tensor),
-            )
-            for tensor in inputs
-        ]
+        start: int | None = None,
+        given: Given | None = None,
+    ) -> int | None:
+        """Add a node for one operation with the edges into it, and bind its outputs to it.
+
+        Args:
+            name: The name of the operation.
+            inputs: The tensors that it took.
+            outputs: The tensors that it returned.
+            written: The tensors that it wrote into.
+            of_model: True if it belongs to the model, whoever called it.
+            start: The sequence number of the backward graph before it ran, if it is a function.
+            given: Its other arguments.
+
+        Returns:
+            The id of the node, or None if the operation is not part of the model.
+        """
+        tensors = self._origins
+        caller = self._find_caller()
+        changed = [*outputs, *written] if written else outputs
+        origins = tensors.of_inputs(inputs, written, outputs, -1 if start is None else start)
         if (caller.trainer and not of_model) or (origins and all(origin == IGNORED for origin, _ in origins)):
             passed = origins[0][0] if origins else IGNORED
-            self._origins.claim(outputs, IGNORED)
+            tensors.claim(outputs, IGNORED)
             for tensor in outputs:
-                self._origins.bind(tensor, passed)
-            return
+                tensors.bind(tensor, passed)
+            return None
         self._failure = None
-        inside = self._origins.enter_custom(caller.custom, caller.source) if caller.custom is not None else None
+        # An index assignment has no output except the tensor that it wrote into.
+        metas = metas_of(outputs or written)
+        inside = tensors.enter_custom(caller.custom, caller.source) if caller.custom is not None else None
         if inside is None:
-            self._origins.leave_custom()
-            # An index assignment has no output except the tensor that it wrote into.
-            given = metas_of(outputs or written)
-            node = self._builder.add("op", name, self._calls[-1].node, given, caller.source)
+            tensors.leave_custom()
+            taken = interned(tuple([meta for _, meta in origins]))
+            node = self._builder.add("op", name, self._calls[-1].node, metas, caller.source, taken, given)
         else:
             node = inside.node
             inside.results += map(weakref.ref, outputs)
-        for origin, meta in origins:
+        differentiable = False
+        for (origin, meta), tensor in zip(origins, inputs, strict=True):
             # Inside a custom function, its own results add no edges, and its arguments are connected already.
             if inside is None or (origin < node and not self._builder.is_connected(origin, node)):
-                self._origins.connect(origin, node, meta)
-        self._origins.claim([*outputs, *written], node)
-        for tensor in outputs:
-            self._origins.bind(tensor, node)
+                passes = tensor.requires_grad or unwrapped(tensor).requires_grad
+                tensors.connect(origin, node, meta, differentiable=passes)
+                differentiable = differentiable or passes
+        tensors.claim(changed, node, start)
+        if self.costs is not None and inside is None:
+            self.costs.note_saved(node, changed)
+        if differentiable and not torch.is_grad_enabled():
+            self._builder.nodes[node].note = "no_grad"
+        for tensor, meta in zip(outputs, metas, strict=False):
+            tensors.bind(tensor, node, meta=meta)
         for tensor in written:
-            self._origins.bind(tensor, node, wrote=True)
+            tensors.bind(tensor, node, wrote=True)
+        return node
 
-    def note_function(self, func: Any, before: Versions, result: Any, inplace: bool) -> None:
+    def note_function(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Versions, start: int, result: Any
+    ) -> int | None:
         """Record a call of a torch function.
 
         Args:
             func: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
             before: The tensors that it took, with their version counters before the call.
+            start: The sequence number of the backward graph before the call.
             result: The return value.
-            inplace: True if the call had the argument ``inplace=True``.
+
+        Returns:
+            The id of the node, or None if the call is not part of the model.
         """
         if func == _GRADIENT:
             if result is not None:
                 self._origins.bind(result, IGNORED)
-            return
+            return None
         inputs = [tensor for tensor, _ in before]
-        outputs = tensors_in([result])
-        written = tuple(tensor for tensor, version in before if version_of(tensor) != version)
-        if not written and inputs and _is_inference(inputs[0]) and (inplace or writes(func)):
+        outputs = [result] if type(result) is Tensor else tensors_in([result])
+        written = tuple([tensor for tensor, version in before if version_of(tensor) != version])
+        if not written and before and before[0][1] is None and _is_inference(inputs[0]):
             # Inference tensors have no version counter.
-            written = (inputs[0],)
+            written = (inputs[0],) if kwargs.get("inplace") is True or writes(func) else ()
         # A function that returns no new tensor and writes into none is not part of the computation, such as a query of
         # a shape, or ``contiguous`` and ``to`` if they return the tensor that they took.
-        old = set(map(id, inputs)) - set(map(id, written))
+        old = {id(tensor) for tensor in inputs}
+        if written:
+            old.difference_update(map(id, written))
         outputs = [tensor for tensor in outputs if id(tensor) not in old]
-        if outputs or written:
-            self._note(function_name(func), inputs, outputs, written)
+        if not outputs and not written:
+            return None
+        name = function_name(func)
+        if written and name in _ZEROES:
+            self._gradients.note_zeroed(written)
+        # A function that takes nothing but tensors needs no further look at its arguments.
+        only_tensors = len(inputs) == len(args) and not kwargs and all(map(torch.is_tensor, args))
+        given = None if only_tensors else plain_arguments(func, args, kwargs)
+        return self._note(name, inputs, outputs, written, start=start, given=given)
 
     def note_backward(self, losses: Any) -> int:
         """Record the beginning of a backward pass and return the id of its node."""
         self._origins.leave_custom()
+        if self.costs is not None:
+            self.costs.forget_saved()
         node = self._builder.add("backward", "backward", 0, source=find_caller().source)
+        self._gradients.note_backward(node)
         for loss in tensors_in([losses]):
             self._origins.connect(self._origins.of(loss), node, meta_of(loss))
         return node
@@ -288,26 +386,13 @@ class StepRecording:
         for tensor in gradients:
             self._origins.bind(tensor, node)
 
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the beginning of an optimizer step."""
+        self._gradients.begin_step(optimizer)
+
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record an optimizer step, after the backward passes since its last step that reach its parameters."""
-        nodes = self._builder.nodes
-        start = self._stepped.get(id(optimizer), 0)
-        self._stepped[id(optimizer)] = len(nodes)
-        passes = [number for number in range(start, len(nodes)) if nodes[number].kind == "backward"]
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        own = {known[1] for each in parameters if (known := self._origins.model_tensor(each)) is not None}
-        before = self._builder.sources()
-        reaching = [
-            number
-            for number in passes
-            if any(
-                nodes[each].kind == "parameter" and nodes[each].name in own
-                for each in self._builder.reached_by_gradient(number, before)
-            )
-        ]
-        node = self._builder.add("optimizer", type(optimizer).__name__, 0, source=find_caller().source)
-        for number in reaching or passes[-1:]:
-            self._builder.connect(number, node, None)
+        """Record an optimizer step, after the backward passes whose gradients it used."""
+        self._gradients.note_step(optimizer, find_caller().source)
 
     # Errors of the model.
 
@@ -353,18 +438,10 @@ def _own(module: nn.Module) -> Iterable[Tensor]:
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
-def is_fused(module: nn.Module) -> bool:
-    """Return True if a module may compute everything in one fused function."""
-    return isinstance(module, _FUSED) and not module.training
-
-
-def is_opaque(module: nn.Module) -> bool:
-    """Return True if the computation inside a module is not observed at all."""
-    return is_fused(module) or isinstance(module, torch.jit.ScriptModule)
-
-
 def _arguments(inputs: Any) -> list[Tensor]:
     """Return the tensors among positional and keyword arguments."""
+    if inputs and type(inputs[0]) is tuple and not any(inputs[1:]):
+        return tensors_in(inputs[0])
     return tensors_in(part for each in inputs for part in (each.values() if isinstance(each, dict) else each))
 
 

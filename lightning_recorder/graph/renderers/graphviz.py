@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from typing_extensions import override
@@ -14,6 +14,7 @@ from lightning_recorder.fonts import FAMILY
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.base import BaseRenderer
+from lightning_recorder.graph.renderers.details import Detail, check_details, describe_detail, detail_color
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
 from lightning_recorder.signatures import with_replacements
 
@@ -91,26 +92,45 @@ class GraphvizStyler:
     Args:
         shapes: The place of tensor shapes: ``"nodes"`` for the node that returned the tensor, ``"edges"``, or
             ``"none"``. Tooltips show them in any case.
+        details: Fields to write into the nodes, such as ``("arguments", "flops")``: any of ``arguments``, ``inputs``,
+            ``duration_ms``, ``flops``, ``output_bytes``, ``saved_bytes`` and ``note``. Tooltips show them in any case.
+        color_by: One of these fields, other than arguments and inputs, that decides the fill colour: from white to
+            orange by the share of the largest value. By ``note``, frozen and unused parts are grey, parameters without
+            a gradient yellow, and functions that stop a gradient orange.
         attributes: Graphviz attributes for all nodes; they override those of the kind.
 
     Raises:
-        ArgumentError: If ``shapes`` is not one of the three.
+        ArgumentError: If ``shapes``, ``details`` or ``color_by`` is not one of its values.
     """
 
-    def __init__(self, *, shapes: Shapes = "nodes", **attributes: str) -> None:
+    def __init__(
+        self,
+        *,
+        shapes: Shapes = "nodes",
+        details: Collection[str] = (),
+        color_by: str | None = None,
+        **attributes: str,
+    ) -> None:
+        details = (details,) if isinstance(details, str) else tuple(details)
+        check_details("details", details)
+        check_details("color_by", [color_by] if color_by else [])
         if shapes not in get_args(Shapes):
             raise ArgumentError(f"shapes must be one of {', '.join(get_args(Shapes))}, got {shapes!r}")
         self.shapes = shapes
+        self.details = details
+        self.color_by = color_by
         self.attributes = attributes
         self.graph: Graph | None = None
 
     @_with_graph
     def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of a node, including its label."""
+        color = detail_color(node, graph, self.color_by) if self.color_by else None
         return {
             **_LOOKS[node.kind],
+            **({"fillcolor": color} if color else {}),
             **(_FAILED if node.failed else {}),
-            "label": _label(node, graph, shapes=self.shapes == "nodes"),
+            "label": _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
             "tooltip": dot_attribute(_describe(node)),
             **self.attributes,
         }
@@ -323,7 +343,7 @@ def check_direction(direction: str) -> None:
         raise ArgumentError(f"direction must be one of {', '.join(get_args(Direction))}, got {direction!r}")
 
 
-def _label(node: Node, graph: Graph, *, shapes: bool) -> str:
+def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = ()) -> str:
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
     name = f"{name} {labels.shown_times(node)}".strip()
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
@@ -333,6 +353,7 @@ def _label(node: Node, graph: Graph, *, shapes: bool) -> str:
         lines.append(_detail("failed here"))
     if shapes and node.outputs:
         lines.append(_detail(labels.shown_shapes(node)))
+    lines += [_detail(text) for detail in details if (text := describe_detail(node, detail))]
     # A table rather than line breaks, for some space between the lines.
     rows = "".join(f"<tr><td>{line}</td></tr>" for line in lines)
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
@@ -357,7 +378,7 @@ def _describe(node: Node) -> str:
         outputs,
         ", ".join(node.autograd[:8]),
         node.source,
-        f"{node.duration_ms:.3g} ms" if node.duration_ms is not None else "",
+        *(describe_detail(node, detail) for detail in get_args(Detail)),
     )
     return " · ".join(part for part in parts if part)
 

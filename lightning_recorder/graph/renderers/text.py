@@ -140,6 +140,8 @@ def to_text(graph: Graph) -> str:
     Args:
         graph: The graph to render; it is not reduced further. A view made by :func:`fit_view` is the most readable.
 
+    The last lines list the parts of the model that were not used or not trained, if there are any.
+
     Example:
         >>> import torch
         >>> from lightning_recorder.graph import capture_graph, fit_view
@@ -152,4 +154,5 @@ def to_text(graph: Graph) -> str:
         ├─ 2  Linear · 1290 parameters  8×10
         └─ output  8×10
     """
-    return "\n".join(TextRenderer(graph).render())
+    unused = [printable(line) for line in str(graph.unused).splitlines()]
+    return "\n".join([*TextRenderer(graph).render(), *unused])

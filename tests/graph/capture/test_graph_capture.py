@@ -32,18 +32,23 @@ def test_sequential_with_its_parameters() -> None:
     )
 
 
+X4 = TensorMeta((2, 4), "float32")
+LINEAR = ("in_features", "4"), ("out_features", "3"), ("bias", "True")
+
+
 def test_nodes_say_what_they_are() -> None:
-    """A node has kind, class, parent, depth, own parameters, shape, dtype and autograd types."""
+    """A node has kind, class, parent, depth, own parameters, shapes, dtypes, autograd types and arguments."""
+    own = TensorMeta((3, 4), "float32"), TensorMeta((3,), "float32")
     graph = capture_graph(nn.Sequential(nn.Linear(4, 3)), X)
     out = (TensorMeta((2, 3), "float32"),)
     assert graph.scope == "forward"
     assert graph.nodes == (
         Node(0, "module", "", None, 0, type_name="Sequential"),
-        Node(1, "input", "input", 0, 1, outputs=(TensorMeta((2, 4), "float32"),)),
-        Node(2, "module", "0", 0, 1, type_name="Linear", outputs=out, parameters=15),
-        Node(3, "parameter", "0.weight", 2, 2, outputs=(TensorMeta((3, 4), "float32"),)),
-        Node(4, "parameter", "0.bias", 2, 2, outputs=(TensorMeta((3,), "float32"),)),
-        Node(5, "op", "linear", 2, 2, outputs=out, autograd=("AddmmBackward0", "TBackward0")),
+        Node(1, "input", "input", 0, 1, outputs=(X4,)),
+        Node(2, "module", "0", 0, 1, type_name="Linear", outputs=out, parameters=15, inputs=(X4,), arguments=LINEAR),
+        Node(3, "parameter", "0.weight", 2, 2, outputs=own[:1]),
+        Node(4, "parameter", "0.bias", 2, 2, outputs=own[1:]),
+        Node(5, "op", "linear", 2, 2, outputs=out, autograd=("AddmmBackward0", "TBackward0"), inputs=(X4, *own)),
         Node(6, "output", "output", 0, 1, outputs=out),
     )
 
@@ -444,7 +449,7 @@ def test_a_parameter_that_is_lent() -> None:
 
 
 def test_a_batch_norm_that_is_called_twice() -> None:
-    """The second call takes only the output of the first; the running statistics create no edge between them."""
+    """The second call takes only the output of the first; its buffers create no edge between them."""
     net = Net(lambda net, x: net.norm(net.norm(x)), norm=nn.BatchNorm1d(4, affine=False)).train()
     assert outline(capture_graph(net, X), model_tensors=True) == text(
         """
@@ -456,7 +461,7 @@ def test_a_batch_norm_that_is_called_twice() -> None:
           norm.running_var
           batch_norm <- input, norm.running_mean, norm.running_var
         norm: BatchNorm1d (call 2)
-          add#2 <- add
+          add#2 <- norm.num_batches_tracked
           batch_norm#2 <- batch_norm, norm.running_mean, norm.running_var
         """
     )

@@ -33,37 +33,37 @@ def _two(first: Any, second: Any) -> Callable[[Any, Tensor], None]:
         pytest.param(
             lambda net, x: net.one(x).sum(),
             lambda net, x: net.other(x).mean(),
-            ["SGD <- sum", "Adam <- mean"],
+            ["SGD · one <- sum", "Adam · other <- mean"],
             id="one each",
         ),
         pytest.param(
             lambda net, x: net.other(net.one(x)).sum(),
             lambda net, x: net.other(x).mean(),
-            ["SGD <- sum", "Adam <- sum, mean"],
+            ["SGD · one <- sum", "Adam · other <- sum, mean"],
             id="one through both",
         ),
         pytest.param(
             lambda net, x: net.other(net.one(x).detach()).sum(),
             lambda net, x: net.one(x).mean(),
-            ["SGD <- mean", "Adam <- sum"],
+            ["SGD · one <- mean", "Adam · other <- sum"],
             id="one through neither, being detached",
         ),
         pytest.param(
             lambda net, x: checkpoint(lambda y: net.other(net.one(y).exp()), x, use_reentrant=False).sum(),
             lambda net, x: net.other(x).mean(),
-            ["SGD <- sum", "Adam <- sum, mean"],
+            ["SGD · one <- sum", "Adam · other <- sum, mean"],
             id="through a checkpoint",
         ),
         pytest.param(
             lambda net, x: checkpoint(lambda y: net.other(y).tanh().exp(), net.one(x), use_reentrant=True).sum(),
             lambda net, x: net.other(x).mean(),
-            ["SGD <- sum", "Adam <- sum, mean"],
+            ["SGD · one <- sum", "Adam · other <- sum, mean"],
             id="through a reentrant checkpoint",
         ),
         pytest.param(
             lambda net, x: nn.Identity()(net.one(x)).sum(),
             lambda net, x: nn.Identity()(net.other(x)).mean(),
-            ["SGD <- sum", "Adam <- mean"],
+            ["SGD · one <- sum", "Adam · other <- mean"],
             id="through a call in which nothing happens",
         ),
     ],
@@ -90,7 +90,7 @@ def test_one_step_after_two_backward_passes() -> None:
 
 
 def test_a_step_that_no_gradient_was_seen_for() -> None:
-    """A step without an observed backward pass for its parameters follows the last backward pass, if there is one."""
+    """A step whose parameters have no gradient updates nothing, so it follows no backward pass."""
 
     def step(net: Any, x: Tensor) -> None:
         optimizer = torch.optim.SGD(net.unused.parameters())
@@ -100,4 +100,4 @@ def test_a_step_that_no_gradient_was_seen_for() -> None:
         optimizer.step()
 
     graph = record_step(Net(lambda _: None, fc=linear(), unused=linear()), step)
-    assert into_steps(graph) == ["SGD <- ", "SGD <- mean"]
+    assert into_steps(graph) == ["SGD · unused <- ", "SGD · unused <- "]

@@ -291,7 +291,7 @@ def test_gan_step_by_hand() -> None:
           sub <- mean, mean#2
         training_step:
           backward <- sub
-          SGD <- backward
+          SGD · critic <- backward
         training_step 2:
           critic: Linear (call 3)
             linear#4 <- linear
@@ -300,7 +300,7 @@ def test_gan_step_by_hand() -> None:
           neg <- mean#3
         training_step 2:
           backward#2 <- neg
-          SGD#2 <- backward#2
+          SGD · generator <- backward#2
         """
     )
 

@@ -234,12 +234,12 @@ def test_gan_step() -> None:
           linear#2 <- detach, critic.weight, critic.bias
         mean <- linear#2
         backward <- mean
-        SGD <- backward
+        SGD · critic <- backward
         critic: Linear (call 2)
           linear#3 <- linear, critic.weight, critic.bias
         sum <- linear#3
         backward#2 <- sum
-        SGD#2 <- backward#2
+        SGD · generator <- backward#2
         """
     )
 

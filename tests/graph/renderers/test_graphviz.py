@@ -244,22 +244,25 @@ def test_edges_with_several_tensors_say_so(tmp_path: Path) -> None:
     assert [item.lines for item in picture.items if "×5" in "".join(item.lines)] != []
 
 
+LINEAR = "in_features=4, out_features=4, bias=True"
+
+
 def test_pointer_shows_the_rest(tmp_path: Path) -> None:
-    """The tooltip has the full name, class, dtypes with shapes, autograd types and the source line."""
+    """The tooltip has the full name, class, dtypes with shapes, autograd types, source line, arguments and inputs."""
     net = nn.Sequential(nn.Sequential(linear(), nn.ReLU()))
     line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]  # CPython has frames
     graph = capture_graph(net, X)
     here = f"tests/graph/renderers/test_graphviz.py:{line}"
     assert [item.tooltip for item in draw(fit_view(graph), tmp_path).nodes()] == [
         "input · float32 2×4",
-        f"0.0 · Linear · float32 2×4 · {here}",
-        f"0.1 · ReLU · float32 2×4 · {here}",
+        f"0.0 · Linear · float32 2×4 · {here} · {LINEAR} · takes 2×4 · returns 32 B",
+        f"0.1 · ReLU · float32 2×4 · {here} · takes 2×4 · returns 32 B",
         "output · float32 2×4",
     ]
     inside = draw(without(graph, ("parameter", "buffer")), tmp_path)
     assert [item.tooltip for item in inside.nodes()][1:3] == [
-        f"linear · float32 2×4 · AddmmBackward0, TBackward0 · {here}",
-        f"relu · float32 2×4 · ReluBackward0 · {here}",
+        f"linear · float32 2×4 · AddmmBackward0, TBackward0 · {here} · takes 2×4, 4×4, [4] · returns 32 B",
+        f"relu · float32 2×4 · ReluBackward0 · {here} · takes 2×4 · returns 32 B",
     ]
 
 
@@ -406,10 +409,10 @@ def test_hostile_names_are_shown_as_they_are(name: str, tmp_path: Path) -> None:
     assert picture.named("n1").lines == [_key(name), "2×4"]
     assert {item.name: item.tooltip for item in picture.items if item.kind != "edge"} == {
         "n1": f"{_key(name)} · float32 2×4",
-        "cluster_2": f"{name} · Sequential · float32 2×4",
-        "n3": f"{name}.0 · Linear · float32 2×4",
-        "n7": f"{name}.1 · ReLU · float32 2×4",
-        "n9": f"{name}.{name} · Tanh · float32 2×4",
+        "cluster_2": f"{name} · Sequential · float32 2×4 · takes 2×4 · returns 32 B",
+        "n3": f"{name}.0 · Linear · float32 2×4 · {LINEAR} · takes 2×4 · returns 32 B",
+        "n7": f"{name}.1 · ReLU · float32 2×4 · takes 2×4 · returns 32 B",
+        "n9": f"{name}.{name} · Tanh · float32 2×4 · takes 2×4 · returns 32 B",
     }
 
 
@@ -437,7 +440,7 @@ def test_what_cannot_be_printed_is_replaced(name: str, tmp_path: Path) -> None:
     net.add_module(name, nn.Tanh())
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
     node = draw(without_sources(fit_view(capture_graph(net, X))), tmp_path).named("n2")
-    assert (node.lines[0], node.tooltip) == (shown, f"{shown} · Tanh · float32 2×4")
+    assert (node.lines[0], node.tooltip) == (shown, f"{shown} · Tanh · float32 2×4 · takes 2×4 · returns 32 B")
 
 
 def test_hostile_class_names(tmp_path: Path) -> None:

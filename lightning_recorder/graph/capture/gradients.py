@@ -1,0 +1,105 @@
+"""The backward passes whose gradients an optimizer step uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.graph.capture.builder import GraphBuilder
+from lightning_recorder.graph.capture.origins import TensorOrigins
+
+__all__ = ["Gradients"]
+
+_MOST_PARTS = 3  # names of modules in the name of an optimizer
+
+
+class Gradients:
+    """Tracks the backward passes that each parameter has a gradient of, and adds the nodes of optimizer steps.
+
+    Args:
+        builder: The graph so far.
+        origins: The names of the model's parameters.
+        root: The model.
+    """
+
+    def __init__(self, builder: GraphBuilder, origins: TensorOrigins, root: nn.Module) -> None:
+        self._builder = builder
+        self._origins = origins
+        self._root = root
+        self._begun: dict[int, int] = {}
+        """The number of nodes when the step in progress of each optimizer began, by its id."""
+        self._stepped: dict[int, int] = {}
+        """The number of nodes at the last step of each optimizer, by its id."""
+        self._reset: dict[str, int] = {}
+        """The number of nodes when each parameter last had no gradient."""
+
+    def note_backward(self, node: int) -> None:
+        """Remember the parameters that have no gradient when a backward pass begins."""
+        for each in self._root.parameters():
+            if each.grad is None and (name := self._name(each)) is not None:
+                self._reset[name] = node
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the beginning of an optimizer step, which may run a closure several times."""
+        self._begun[id(optimizer)] = len(self._builder.nodes)
+
+    def note_zeroed(self, tensors: Iterable[Tensor]) -> None:
+        """Remember the parameters whose gradients are filled with zeros."""
+        zeroed = set(map(id, tensors))
+        for each in self._root.parameters():
+            if id(each.grad) in zeroed and (name := self._name(each)) is not None:
+                self._reset[name] = len(self._builder.nodes)
+
+    def _name(self, tensor: Tensor) -> str | None:
+        known = self._origins.model_tensor(tensor)
+        return None if known is None else known[1]
+
+    def note_step(self, optimizer: torch.optim.Optimizer, source: str) -> None:
+        """Add a node for an optimizer step, after the backward passes that gave its parameters their gradients."""
+        nodes = self._builder.nodes
+        start = self._stepped.get(id(optimizer), 0)
+        self._stepped[id(optimizer)] = len(nodes)
+        passes = [number for number in range(start, len(nodes)) if nodes[number].kind == "backward"]
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        named = {name: each for each in parameters if (name := self._name(each)) is not None}
+        updated = {name for name, each in named.items() if each.grad is not None}
+        before = self._builder.sources()
+        # A step uses the gradients of each evaluation of its closure, although the closure resets them.
+        begun = self._begun.pop(id(optimizer), len(nodes))
+        used = [number for number in passes if self._gave(number, updated, before, number >= begun)]
+        node = self._builder.add("optimizer", self._title(type(optimizer).__name__, list(named)), 0, source=source)
+        # Nothing is known of parameters that a wrapper has joined into one.
+        for number in used if named else passes[-1:]:
+            self._builder.connect(number, node, None)
+
+    def _gave(self, number: int, updated: set[str], before: dict[int, list[int]], inside: bool) -> bool:
+        """Return True if a backward pass, possibly inside the step, gave a parameter a gradient that the step used."""
+        nodes = self._builder.nodes
+        return any(
+            nodes[each].kind == "parameter"
+            and nodes[each].name in updated
+            and (inside or self._reset.get(nodes[each].name, 0) <= number)
+            for each in self._builder.reached_by_gradient([number], before)
+        )
+
+    def _title(self, optimizer: str, names: list[str]) -> str:
+        """Return the class of an optimizer, with the parts of the model that it updates if it does not update all."""
+        others = [name for each in self._root.parameters() if (name := self._name(each)) not in names]
+        if not names or not others:
+            return optimizer
+        parts = _common(names)
+        more = f", … {len(parts) - _MOST_PARTS} more" if len(parts) > _MOST_PARTS else ""
+        return f"{optimizer} · {', '.join(parts[:_MOST_PARTS])}{more}"
+
+
+def _common(names: list[str]) -> list[str]:
+    """Return the innermost module around all parameters, or the outermost modules, if several have parameters."""
+    split = [name.split(".")[:-1] or [name] for name in names]
+    shared = 0
+    while all(len(each) > shared and each[shared] == split[0][shared] for each in split):
+        shared += 1
+    if shared:
+        return [".".join(split[0][:shared])]
+    return list(dict.fromkeys(each[0] for each in split))

@@ -1,0 +1,139 @@
+"""The parts of a model that a recorded step did not use or train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
+from lightning_recorder.graph.model import Unused
+from lightning_recorder.internals.storage import is_uninitialized
+from lightning_recorder.names import is_metric, named_submodules
+
+__all__ = ["find_unused"]
+
+_DETACHING = ("detach", "data")
+_FLOATING = ("float", "bfloat", "complex")
+
+
+def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int]) -> Unused:
+    """Return the parts of a model that were not used or not trained, and mark the nodes among them.
+
+    Args:
+        root: The model.
+        builder: The graph, of which parameters and functions get a note.
+        opaque: The calls whose inside was not observed.
+    """
+    modules = named_submodules(root)
+    parameters = _named_parameters(modules)
+    before = builder.sources()
+    reached = _reached(builder, before)
+    nodes = builder.nodes
+    if reached is None:
+        used = {node.name for node in nodes if node.kind == "parameter"}
+    else:
+        used = {nodes[number].name for number in reached if nodes[number].kind == "parameter"}
+    frozen = [name for name, trained in parameters.items() if not trained]
+    missing = [name for name, trained in parameters.items() if trained and name not in used]
+    for node in nodes:
+        if node.kind == "parameter" and parameters.get(node.name) is False:
+            node.note = "frozen"
+        elif node.kind == "parameter" and node.name in missing:
+            node.note = "no gradient"
+    return Unused(
+        tuple(_never_called(modules, nodes, {nodes[number].name for number in opaque})),
+        tuple(missing),
+        tuple(_joined(frozen, parameters)),
+        tuple(_stops(builder, before, reached)),
+    )
+
+
+def _named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, bool]:
+    """Return the name of each parameter, and True if it requires a gradient; a shared one has its first name."""
+    found: dict[str, bool] = {}
+    seen: set[int] = set()
+    for name, module in modules.items():
+        for path, each in module.named_parameters(name, recurse=False):
+            if id(each) not in seen and not is_uninitialized(each):
+                seen.add(id(each))
+                found[path] = each.requires_grad
+    return found
+
+
+def _reached(builder: GraphBuilder, before: Mapping[int, list[int]]) -> set[int] | None:
+    """Return the nodes that gradients reach from the backward passes, or else from the results of the model.
+
+    ``None`` if nothing that was recorded is differentiable, as in a validation step.
+    """
+    nodes = builder.nodes
+    starts = [number for number, node in enumerate(nodes) if node.kind == "backward"]
+    starts = starts or [number for number, node in enumerate(nodes) if node.kind == "output"]
+    if not any(node.autograd for node in nodes):
+        return None
+    if not starts:
+        sources = {source for source, _ in builder.ends}
+        starts = [number for number, node in enumerate(nodes) if node.kind == "op" and number not in sources]
+    return builder.reached_by_gradient(starts, before)
+
+
+def _never_called(modules: Mapping[str, nn.Module], nodes: Iterable[Draft], opaque: set[str]) -> Iterable[str]:
+    """Yield the outermost registered modules of which neither a call nor a tensor was recorded."""
+    used = {""}
+    for node in nodes:
+        if node.kind in ("module", "parameter", "buffer"):
+            name = node.name
+            while name and name not in used:
+                used.add(name)
+                name = name.rpartition(".")[0]
+    unused: set[str] = set()
+    for name, module in modules.items():
+        around = name.rpartition(".")[0]
+        if name in used or any(name.startswith(f"{each}." if each else "") for each in opaque):
+            continue
+        unused.add(name)
+        # A container without entries has nothing to call. A metric is updated in other steps.
+        empty = type(module).forward is nn.Module.forward and not any(module.children())
+        if around not in unused and not empty and not is_metric(module):
+            yield name
+
+
+def _joined(names: list[str], parameters: Mapping[str, bool]) -> Iterable[str]:
+    """Return the outermost modules whose parameters are all in a list, and the other parameters by themselves."""
+    others = {""} if len(names) < len(parameters) else set[str]()
+    for name in parameters.keys() - set(names):
+        while name:
+            others.add(name)
+            name = name.rpartition(".")[0]
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        outer = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+        found[next((each for each in outer if each not in others), name)] = None
+    return found
+
+
+def _stops(builder: GraphBuilder, before: Mapping[int, list[int]], reached: set[int] | None) -> Iterable[str]:
+    """Yield the functions that take a tensor with a gradient and pass none back, although their result is used."""
+    if reached is None:
+        return
+    nodes = builder.nodes
+    leading = builder.leading(before)
+    taking = {target for source, target in builder.ends if builder.is_differentiable(source, target)}
+    for number in sorted(taking & leading):
+        node = nodes[number]
+        if node.kind != "op" or node.autograd or node.name == "identity" or number in reached:
+            continue
+        reason = node.note or _reason(node)
+        node.note = f"stops the gradient: {reason}"
+        around = nodes[node.parent or 0].name
+        place = f"{around}/{node.name}" if around else node.name
+        yield f"{place} ({reason})" + (f" at {node.source}" if node.source else "")
+
+
+def _reason(node: Draft) -> str:
+    if node.name in _DETACHING:
+        return "detach"
+    if node.outputs and not any(meta.dtype.startswith(_FLOATING) for meta in node.outputs):
+        return f"{node.outputs[0].dtype} result"
+    return "not differentiable"

@@ -1,0 +1,75 @@
+"""The measured and recorded details of a node as text and as a colour."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal, get_args
+
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.renderers.labels import short_count
+
+__all__ = ["Detail", "check_details", "describe_detail", "detail_color"]
+
+Detail = Literal["arguments", "inputs", "duration_ms", "flops", "output_bytes", "saved_bytes", "note"]
+"""A field of :class:`Node` that labels, tooltips and colours can show."""
+
+_NUMBERS = ("duration_ms", "flops", "output_bytes", "saved_bytes")
+# From white to the vermilion of Okabe and Ito, which is still light enough for black text at its end.
+_LIGHT, _DARK = (255, 255, 255), (240, 150, 90)
+# For notes: grey for what is frozen or never called, yellow for a missing gradient, vermilion where a gradient stops.
+_NOTES = {"frozen": "#d9d9d9", "never called": "#d9d9d9", "no gradient": "#f0e442", "stops": "#f0965a"}
+
+
+def check_details(name: str, details: Collection[str]) -> None:
+    """Raise an error for a detail that does not exist.
+
+    Raises:
+        ArgumentError: The message lists the details.
+    """
+    if unknown := [each for each in details if each not in get_args(Detail)]:
+        raise ArgumentError(f"{name} must be one of {', '.join(get_args(Detail))}; got {unknown[0]!r}")
+
+
+def describe_detail(node: Node, detail: str) -> str:
+    """Return a detail as text with its unit, such as ``1.2 MFLOP`` or ``saves 16 kB``; empty if there is none."""
+    if detail == "arguments":
+        return ", ".join(f"{name}={value}" if name else value for name, value in node.arguments)
+    if detail == "inputs":
+        return f"takes {', '.join(map(str, node.inputs))}" if node.inputs else ""
+    if detail == "note":
+        return node.note
+    value = getattr(node, detail)
+    # The size of a tensor itself follows from its shape and dtype, which are shown.
+    if not value or (detail == "output_bytes" and node.kind not in ("module", "op")):
+        return ""
+    if detail == "duration_ms":
+        return f"{value:.3g} ms"
+    if detail == "flops":
+        return _with_unit(value, "FLOP")
+    return f"{'saves' if detail == 'saved_bytes' else 'returns'} {_with_unit(value, 'B')}"
+
+
+def _with_unit(number: int, unit: str) -> str:
+    digits, _, prefix = short_count(number).partition(" ")
+    return f"{digits} {prefix}{unit}"
+
+
+def detail_color(node: Node, graph: Graph, detail: str) -> str | None:
+    """Return the fill colour of a node: from white to orange by its share of the largest value, or by its note.
+
+    Args:
+        node: A node of the graph.
+        graph: The graph or view that is drawn.
+        detail: The field.
+
+    Returns:
+        ``None`` if the node has no value.
+    """
+    if detail == "note":
+        return next((color for start, color in _NOTES.items() if node.note.startswith(start)), None)
+    value = getattr(node, detail) if detail in _NUMBERS else None
+    if value is None:
+        return None
+    share = value / (graph.largest(detail) or 1.0)
+    return "#" + "".join(f"{round(low + (high - low) * share):02x}" for low, high in zip(_LIGHT, _DARK, strict=True))

@@ -1,0 +1,65 @@
+"""A view with the parts of a model that a step did not use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_recorder.graph.model import Graph, Node
+
+__all__ = ["show_unused"]
+
+
+def show_unused(graph: Graph) -> Graph:
+    """Add a node for each module that was never called and each parameter that was not used, beside the others.
+
+    The nodes have no edges; their ``note`` is ``never called``, ``no gradient`` or ``frozen``. Apply this view last,
+    since other views remove nodes without edges. A styler with ``color_by="note"`` colours them, the frozen parts and
+    the functions that stop a gradient.
+
+    Args:
+        graph: A recorded graph, or a view of one.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.graph import capture_graph
+        >>> net = torch.nn.Sequential(torch.nn.ReLU())
+        >>> net.head = torch.nn.Linear(2, 2)
+        >>> net.forward = lambda x: net[0](x)
+        >>> view = show_unused(capture_graph(net, torch.ones(1, 2)))
+        >>> [(node.name, node.note) for node in view.nodes if node.note]
+        [('head', 'never called')]
+    """
+    unused = graph.unused
+    there = {node.name for node in graph.nodes if node.kind in ("module", "parameter")}
+    notes = {**dict.fromkeys(unused.frozen, "frozen"), **dict.fromkeys(unused.parameters, "no gradient")}
+    left_out = tuple(f"{name}." for name in unused.modules)
+    missing = [("module", name, "never called") for name in unused.modules if name not in there]
+    # The parameters of a module that is drawn as never called are inside it.
+    drawn = [node for node in graph.nodes if node.kind == "parameter"]
+    if drawn:
+        missing += [
+            ("parameter", name, note)
+            for name, note in notes.items()
+            if name not in there and not name.startswith(left_out) and name in unused.parameters
+        ]
+    calls = {node.name: node for node in reversed(graph.nodes) if node.kind == "module"}
+    free = max(node.id for node in graph.nodes) + 1
+    added: dict[int, list[Node]] = {}
+    for number, (kind, name, note) in enumerate(missing):
+        around = graph.root
+        parts = name.split(".")[:-1]
+        while parts and around is graph.root:
+            call = calls.get(".".join(parts))
+            # A closed call has no place inside it.
+            around = call if call is not None and graph.children(call) else graph.root
+            parts.pop()
+        node = Node(free + number, kind, name, around.id, around.depth + 1, note=note)  # type: ignore[arg-type]
+        added.setdefault(around.id, []).append(node)
+    modules = {name for name in unused.frozen if name in calls}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        frozen = node.kind == "module" and any(
+            node.name == name or node.name.startswith(f"{name}.") for name in modules
+        )
+        nodes.append(replace(node, note="frozen") if frozen and not node.note else node)
+    return replace(graph, nodes=(*nodes, *(node for each in added.values() for node in each)))

@@ -1,0 +1,165 @@
+"""The parts of a model that a recorded step did not use or train."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_recorder.graph import Graph, Unused, capture_graph, draw, show_unused, to_text
+from tests.graph.nets import Net, X, linear, record_step
+
+
+class Lora(nn.Module):
+    """A frozen linear layer with a trained update of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = linear().requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 1, bias=False), nn.Linear(1, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _trained(net: nn.Module) -> Graph:
+    return record_step(net, lambda net, x: net(x).sum().backward())
+
+
+def test_a_head_that_is_never_called() -> None:
+    """A module that is never called is listed with its parameters, but not with its submodules."""
+    heads = nn.ModuleList([nn.Sequential(linear(), nn.ReLU()), nn.Sequential(linear(), nn.Tanh())])
+    graph = _trained(Net(lambda net, x: net.heads[0](net.body(x)), body=linear(), heads=heads))
+    assert graph.unused == Unused(modules=("heads.1",), parameters=("heads.1.0.weight", "heads.1.0.bias"))
+
+
+def test_everything_used() -> None:
+    """A model that uses and trains everything has no unused parts."""
+    graph = _trained(Net(lambda net, x: net.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2)))
+    assert graph.unused == Unused()
+    assert not graph.unused
+
+
+def test_lora() -> None:
+    """The frozen layers are listed as modules; the trained update around them is not."""
+    graph = _trained(nn.Sequential(Lora(), nn.ReLU(), Lora()))
+    assert graph.unused == Unused(frozen=("0.base", "2.base"))
+    notes = {node.name: node.note for node in graph.nodes if node.kind == "parameter" and "0." in node.name}
+    assert notes == {"0.base.weight": "frozen", "0.base.bias": "frozen", "0.down.weight": "", "0.up.weight": ""}
+
+
+def test_a_frozen_parameter_beside_a_trained_one() -> None:
+    """A single frozen parameter is listed by its own name."""
+    layer = linear()
+    layer.bias.requires_grad_(False)
+    net = Net(lambda net, x: net.fc(x), fc=layer)
+    assert _trained(net).unused == Unused(frozen=("fc.bias",))
+
+
+def test_a_whole_frozen_model() -> None:
+    """In a model without trained parameters, its outermost modules are listed."""
+    net = nn.Sequential(nn.Sequential(linear(), linear()), linear()).requires_grad_(False)
+    assert capture_graph(net, X).unused == Unused(frozen=("0", "1"))
+
+
+def _without_gradients(net: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        found = net.one(x)
+    return net.other(found)
+
+
+@pytest.mark.parametrize(
+    ("forward", "stop"),
+    [
+        pytest.param(lambda net, x: net.other(net.one(x).detach()), "detach (detach)", id="detach"),
+        pytest.param(_without_gradients, "one/linear (no_grad)", id="no_grad"),
+        pytest.param(lambda net, x: net.other((net.one(x) > 0).float()),
+                     "gt (bool result)", id="comparison"),
+        pytest.param(lambda net, x: net.other(x[net.one(x).argmax(1) % 2]), "argmax (int64 result)", id="index"),
+    ],
+)  # fmt: skip
+def test_where_a_gradient_stops(forward: Any, stop: str) -> None:
+    """The function that stops the gradient is listed with its reason, and the parameters before it get none."""
+    unused = _trained(Net(forward, one=linear(), other=linear())).unused
+    assert [line.partition(" at ")[0] for line in unused.stops] == [stop]
+    assert unused.parameters == ("one.weight", "one.bias")
+    assert (unused.modules, unused.frozen) == ((), ())
+
+
+def test_a_stop_without_effect() -> None:
+    """A detached copy that nothing uses, such as a logged loss, stops no gradient of the model."""
+
+    def step(net: Any, x: Tensor) -> None:
+        loss = net(x).sum()
+        loss.detach().exp()
+        loss.backward()
+
+    assert record_step(linear(), step).unused == Unused()
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_a_checkpoint_is_no_stop(reentrant: bool) -> None:
+    """A checkpoint passes gradients, although its forward pass may run without them."""
+    net = Net(
+        lambda net, x: net.other(checkpoint(lambda y: net.fc(y).tanh(), net.one(x), use_reentrant=reentrant)),
+        one=linear(), fc=linear(), other=linear(),
+    )  # fmt: skip
+    assert _trained(net).unused == Unused()
+
+
+def test_without_gradients() -> None:
+    """A recording without any gradients lists the parameters that nothing used."""
+    net = Net(lambda net, x: net.one(x), one=linear(), other=linear())
+    with torch.no_grad():
+        graph = capture_graph(net, X)
+    assert graph.unused == Unused(modules=("other",), parameters=("other.weight", "other.bias"))
+
+
+def test_fused_modules_use_their_contents() -> None:
+    """The layers inside a fused encoder are not listed, although their calls are not observed."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    net = nn.TransformerEncoder(layer, 2).eval()
+    with torch.no_grad():
+        assert capture_graph(net, X[None]).unused == Unused()
+
+
+def _with_a_spare_head() -> Graph:
+    return _trained(Net(lambda net, x: net.body(x), body=nn.Sequential(Lora()), head=linear()))
+
+
+def test_names_that_differ_in_a_number() -> None:
+    """In text, names that differ only in their numbers are one entry with their count."""
+    unused = Unused(modules=("h.0.drop", "h.1.drop", "h.2.norm", "fc1", "fc2"))
+    assert str(unused) == "modules never called: h.*.drop ×2, h.2.norm, fc1, fc2"
+
+
+def test_json_and_text() -> None:
+    """The JSON form has the unused parts, and the text lists them at its end."""
+    graph = _with_a_spare_head()
+    assert Graph.from_json(json.loads(json.dumps(graph.to_json()))).unused == graph.unused
+    assert graph.to_json()["unused"] == {
+        "modules": ("head",),
+        "parameters": ("head.weight", "head.bias"),
+        "frozen": ("body.0.base",),
+        "stops": (),
+    }
+    assert to_text(graph).splitlines()[-3:] == [
+        "modules never called: head",
+        "parameters without a gradient: head.weight, head.bias",
+        "frozen: body.0.base",
+    ]
+
+
+def test_drawn_on_request() -> None:
+    """A picture has a node without edges for a module that was never called, if it is asked for."""
+    graph = _with_a_spare_head()
+    assert [node.name for node in draw(graph, depth=1).view.module_calls()] == ["body"]
+    assert [node.name for node in draw(graph, depth=1, unused=True).view.module_calls()] == ["body", "head"]
+    view = show_unused(graph)
+    assert {node.name: node.note for node in view.module_calls()} == {
+        "body": "", "body.0": "", "body.0.base": "frozen", "body.0.down": "", "body.0.up": "", "head": "never called",
+    }  # fmt: skip
