@@ -506,7 +506,7 @@ def test_every_kind_has_its_own_look() -> None:
 
 
 def test_the_next_repetition_has_a_dashed_line(tmp_path: Path) -> None:
-    """An edge to the next repetition is dashed and labeled, so that a reader tells it from the flow of one repetition."""
+    """An edge to the next repetition is dashed and labeled, unlike the flow inside one repetition."""
     sketch = Sketch()
     cell = sketch.call("cell", "GRUCell", sketch.add("input", "x"), repeats=5)
     sketch.edges.append(Edge(cell, cell, 4, across=((cell, "next"),)))

@@ -253,5 +253,5 @@ def test_the_next_repetition_has_a_dashed_arrow() -> None:
     end = sketch.add("op", "stack")
     sketch.edges += [Edge(start, cell, 1, across=((cell, "first"),)), Edge(cell, cell, 4, across=((cell, "next"),))]
     sketch.edges += [Edge(cell, end, 5, across=((cell, "all"),))]
-    lines = [line.strip() for line in to_mermaid(sketch.graph()).splitlines() if ">" in line]
+    lines = [line.strip() for line in to_mermaid(sketch.graph()).splitlines() if "->" in line]
     assert lines == ['n1 -->|"first"| n2', 'n2 -.->|"next"| n2', 'n2 -->|"all"| n3']
