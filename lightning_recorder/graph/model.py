@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["Edge", "Graph", "Kind", "Node", "TensorMeta", "Unused"]
+__all__ = ["Edge", "Graph", "Kind", "Node", "Repetition", "TensorMeta", "Unused"]
 
 Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor", "backward", "optimizer"]
 """The kind of a node:
@@ -34,6 +34,22 @@ Kind = Literal["module", "op", "input", "output", "parameter", "buffer", "tensor
     a backward pass, named ``backward`` or, for ``torch.autograd.grad``, ``grad``; its inputs are the losses;
 ``optimizer``
     one step of an optimizer, named by its class; its inputs are the backward passes whose gradients it uses.
+"""
+
+Repetition = Literal["first", "next", "all", "same"]
+"""The relation of an edge to the repetitions of a folded node:
+
+``first``
+    only the first repetition takes the tensor;
+``next``
+    each repetition takes the tensor that the repetition before it returned;
+``all``
+    the target, outside of the folded node, takes the tensors of all repetitions in their order;
+``same``
+    beside ``next`` for an outer folded node: the tensor goes to the same repetition of this inner node.
+
+Without such a word, each repetition takes the tensor of a source outside, and a target outside takes the tensor of the
+last repetition.
 """
 
 _OPERANDS = ("other", "exponent", "value", "fill_value")  # parameters of functions that take numbers as values
@@ -56,11 +72,16 @@ _ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Shape, dtype and device of a tensor; ``dtype`` without ``torch.``, ``device`` as ``cpu`` or ``cuda:0``."""
+    """Shape, dtype and device of a tensor; ``dtype`` without ``torch.``, ``device`` as ``cpu`` or ``cuda:0``.
+
+    In a folded view, ``largest`` holds the largest size of each dimension if the sizes differ between the repetitions;
+    ``shape`` holds the smallest. They are shown as ``5…12×16``.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     device: str = "cpu"
+    largest: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -68,10 +89,14 @@ class TensorMeta:
         return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 0)
 
     def __str__(self) -> str:
-        if len(self.shape) == 1:
+        sizes = [
+            str(least) if least == most else f"{least}…{most}"
+            for least, most in zip(self.shape, self.largest or self.shape, strict=True)
+        ]
+        if len(sizes) == 1:
             # A number without brackets would look like a value.
-            return f"[{self.shape[0]}]"
-        return "×".join(map(str, self.shape)) if self.shape else "scalar"
+            return f"[{sizes[0]}]"
+        return "×".join(sizes) if sizes else "scalar"
 
 
 @dataclass(frozen=True)
@@ -149,12 +174,19 @@ class Edge:
         target: The ``id`` of the node that takes the tensor.
         multiplicity: The number of recorded tensors between the two nodes.
         tensor: Shape, dtype and device of the first of these tensors.
+        across: Only in a folded view: the ids of repeated nodes around the source or the target, each with the relation
+            of the edge to its repetitions; see :data:`Repetition`.
     """
 
     source: int
     target: int
     multiplicity: int = field(default=1, compare=False)
     tensor: TensorMeta | None = field(default=None, compare=False)
+    across: tuple[tuple[int, Repetition], ...] = ()
+
+    def relates(self, word: Repetition) -> bool:
+        """Return True if the edge has this relation to the repetitions of any node."""
+        return any(each == word for _, each in self.across)
 
 
 @dataclass(frozen=True)
@@ -323,6 +355,18 @@ class Graph:
         """Return all module calls except the root, in the order of time."""
         return [node for node in self.nodes if node.kind == "module" and node.parent is not None]
 
+    def occurrences(self, edge: Edge) -> int:
+        """Return the number of equal edges of the original graph that an edge of a folded view represents."""
+        words = dict(edge.across)
+        sources, targets = (
+            {node.id: node.repeats for node in (self[end], *self.ancestors(self[end])) if node.repeats > 1}
+            for end in (edge.source, edge.target)
+        )
+        targets |= {group: repeats for group, repeats in sources.items() if words.get(group) == "all"}
+        return math.prod(
+            {"first": 1, "next": repeats - 1}.get(words.get(group, ""), repeats) for group, repeats in targets.items()
+        )
+
     def structural_hash(self) -> str:
         """Return a hash of the structure, as 64 hexadecimal digits (SHA-256).
 
@@ -349,7 +393,15 @@ class Graph:
             for node in self.nodes
         ]
         # Edges are hashed in the order of their use, since the order of arguments matters, as in a subtraction.
-        edges = [(place[edge.source], place[edge.target], edge.multiplicity) for edge in self.edges]
+        edges = [
+            (
+                place[edge.source],
+                place[edge.target],
+                edge.multiplicity,
+                *((place.get(end), word) for end, word in edge.across),
+            )
+            for edge in self.edges
+        ]
         return hashlib.sha256(json.dumps([self.scope, nodes, edges]).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -380,11 +432,9 @@ class Graph:
             raise ArgumentError(f"expected a graph of version {_VERSION}, got {version!r}")
         try:
             nodes = tuple(map(_node, data["nodes"]))
-            edges = tuple(
-                Edge(**{**each, "tensor": each["tensor"] and _meta(each["tensor"])}) for each in data["edges"]
-            )
+            edges = tuple(map(_edge, data["edges"]))
             unused = Unused(**{key: tuple(names) for key, names in data.get("unused", {}).items()})
-            graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""), unused)
+            graph = cls(nodes, edges, data["scope"], data["parameters"], data.get("name", ""), unused=unused)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"this is not a graph written by lightning_recorder: {error}") from error
         there = {node.id for node in nodes}
@@ -404,5 +454,10 @@ def _node(data: Mapping[str, Any]) -> Node:
     return Node(**{**given, **tensors, "autograd": tuple(data.get("autograd", ())), "arguments": arguments})
 
 
+def _edge(data: Mapping[str, Any]) -> Edge:
+    tensor, across = data["tensor"] and _meta(data["tensor"]), tuple(map(tuple, data.get("across", ())))
+    return Edge(**{**data, "tensor": tensor, "across": across})
+
+
 def _meta(data: Mapping[str, Any]) -> TensorMeta:
-    return TensorMeta(**{**data, "shape": tuple(data["shape"])})
+    return TensorMeta(**{**data, "shape": tuple(data["shape"]), "largest": tuple(data.get("largest", ()))})

@@ -15,7 +15,7 @@ _SHAPES = {"(": ")", "[": "]", "([": "])", "[(": ")]", "[[": "]]", "{{": "}}"}
 _NODE = re.compile(rf"n(\d+)([(\[{{]{{1,2}}){_LABEL}([)\]}}]{{1,2}}):::([a-z]+)")
 _FRAME = re.compile(rf"subgraph n(\d+)\[{_LABEL}\]")
 _MARK = re.compile(r"class n(\d+) ([a-z0-9]+)")
-_EDGE = re.compile(rf"n(\d+) -->(?:\|{_LABEL}\|)? n(\d+)")
+_EDGE = re.compile(rf"n(\d+) -(?:-|\.-)>(?:\|{_LABEL}\|)? n(\d+)")
 _CLASS = re.compile(r"classDef ([a-z0-9]+) ((?:[a-z-]+:[#a-z0-9 ]+,?)+)")
 _BLANK = "\ufeff"
 

@@ -16,8 +16,9 @@ def outline(graph: Graph, *, model_tensors: bool = False, outputs: bool = False)
     """Return one line per node in the order of time, indented by the module calls around it.
 
     ``linear#2 <- relu, input ×2`` is the second node called ``linear``; it takes one tensor from ``relu`` and two from
-    ``input``. ``fc: Linear (call 2)`` is a call of a module. ``!`` marks a node that failed. Parameters and buffers are
-    omitted unless ``model_tensors`` is set, and outputs are omitted unless ``outputs`` is set.
+    ``input``. ``add ×4 next`` stands for the results of ``add`` in four preceding repetitions; see :data:`Repetition`.
+    ``fc: Linear (call 2)`` is a call of a module. ``!`` marks a node that failed. Parameters and buffers are omitted
+    unless ``model_tensors`` is set, and outputs are omitted unless ``outputs`` is set.
     """
     names = _names(graph)
     unasked = (*(() if model_tensors else _MODEL_TENSORS), *(() if outputs else ("output",)))
@@ -27,7 +28,9 @@ def outline(graph: Graph, *, model_tensors: bool = False, outputs: bool = False)
         if node.parent is None or node.id in left_out:
             continue
         sources = [
-            names[edge.source] + (f" ×{edge.multiplicity}" if edge.multiplicity > 1 else "")
+            names[edge.source]
+            + (f" ×{edge.multiplicity}" if edge.multiplicity > 1 else "")
+            + "".join(f" {word}" for _, word in edge.across)
             for edge in graph.edges
             if edge.target == node.id and edge.source not in left_out
         ]

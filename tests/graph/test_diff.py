@@ -229,7 +229,11 @@ PAIRS: dict[str, tuple[Callable[[], Graph], Callable[[], Graph], str]] = {
         ~ 1/linear: outputs: none -> 2×1; dtypes: none -> float32; failed: True -> False
         """,  # noqa: E501 - one line of the difference
     ),
-    "more repetitions": (lambda: _folded(3), lambda: _folded(5), "~ 0: repeats: 3 -> 5"),
+    "more repetitions": (
+        lambda: _folded(3),
+        lambda: _folded(5),
+        "~ 0: repeats: 3 -> 5; takes: input, 0 ×2 -> input, 0 ×4",
+    ),
 }
 
 

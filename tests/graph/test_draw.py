@@ -169,7 +169,7 @@ def test_what_is_isolated_is_left_out() -> None:
 def test_roll() -> None:
     """With ``roll`` a module that is called several times is drawn once, with the number of calls."""
     assert [node.name for node in draw(twice(), X).view.module_calls()] == ["fc0", "fc0"]
-    assert outline(draw(twice(), X, roll=True).view) == "input\nfc0: Linear [2 times] <- input, fc0"
+    assert outline(draw(twice(), X, roll=True).view) == "input\nfc0: Linear [2 times] <- input, fc0 next"
 
 
 def test_fold() -> None:
@@ -179,7 +179,7 @@ def test_fold() -> None:
         """
         input
         0: Sequential [5 times]
-          0.0: Linear <- input
+          0.0: Linear <- input first, 0.1 ×4 next
           0.1: ReLU <- 0.0 ×5
         """
     )

@@ -62,7 +62,7 @@ def test_json_is_self_describing() -> None:
         "depth": 1,
         "type_name": "",
         "call": 1,
-        "outputs": [{"shape": [2, 3], "dtype": "bfloat16", "device": "cpu"}],
+        "outputs": [{"shape": [2, 3], "dtype": "bfloat16", "device": "cpu", "largest": []}],
         "parameters": 0,
         "autograd": ["ReluBackward0"],
         "scope": "loss",
@@ -78,7 +78,9 @@ def test_json_is_self_describing() -> None:
         "note": "",
         "output_bytes": 12,
     }
-    assert data["edges"] == [{"source": 0, "target": 1, "multiplicity": 2, "tensor": None}]
+    assert json.loads(json.dumps(data["edges"])) == [
+        {"source": 0, "target": 1, "multiplicity": 2, "tensor": None, "across": []}
+    ]
 
 
 ROOT = {"id": 0, "kind": "module", "name": "", "parent": None, "depth": 0, "outputs": []}

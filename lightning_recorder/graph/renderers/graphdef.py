@@ -31,7 +31,8 @@ def to_graph_def(graph: Graph, max_nodes: int = _MAX_NODES) -> GraphDef:
 
     A node is named by the module calls around it, as ``encoder/layers/0/linear1/linear``; the second node of that name
     ends in ``linear(2)``. Its ``op`` is the function, or the class of a closed module call. Parameters and buffers are
-    constants, which the tab draws as dots beside their users. Attributes hold shapes, dtype, autograd types, source
+    constants, which the tab draws as dots beside their users. An edge to the next repetition of a folded call is a
+    control dependency, which the tab draws with a dashed line. Attributes hold shapes, dtype, autograd types, source
     line and number of parameters.
 
     Args:
@@ -88,8 +89,8 @@ class _GraphDefRenderer(BaseRenderer["GraphDef"]):
         self._defs[node.id] = drawn
         for meta in node.outputs:
             shape = drawn.attr["_output_shapes"].list.shape.add()
-            for size in meta.shape:
-                shape.dim.add(size=size)
+            for size, largest in zip(meta.shape, meta.largest or meta.shape, strict=True):
+                shape.dim.add(size=size if size == largest else -1)  # the tab shows -1 as ?
         for name, value in _attributes(node, self.graph).items():
             attribute = drawn.attr[name]
             if isinstance(value, str):
@@ -111,12 +112,17 @@ class _GraphDefRenderer(BaseRenderer["GraphDef"]):
         if edge.source not in self._defs or edge.target not in self._defs:
             return  # an end is an open call; no view of this package makes such an edge
         target = self._defs[edge.target]
-        target.input.append(self._names[edge.source])
+        if edge.relates("next"):
+            # The tab draws a control dependency with a dashed line. It must follow the other inputs.
+            target.input.append(f"^{self._names[edge.source]}")
+            return
+        place = sum(not name.startswith("^") for name in target.input)
+        target.input.insert(place, self._names[edge.source])
         number = times(edge, self.graph)
         if number > 1 or "multiplicity" in target.attr:
             # The number of tensors on each input, in the order of the inputs.
             numbers = target.attr["multiplicity"].list.i
-            numbers.extend([1] * (len(target.input) - 1 - len(numbers)))
+            numbers.extend([1] * (place - len(numbers)))
             numbers.append(number)
 
 

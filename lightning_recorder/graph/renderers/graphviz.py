@@ -53,6 +53,8 @@ _LOOKS: dict[Kind, dict[str, str]] = {
 }
 _FRAMES = ("#f6f6f6", "#ededed")
 _FAILED = {"color": "#d4002a", "penwidth": "3"}
+# An edge backwards must not pull its source above its target.
+_NEXT = {"style": "dashed", "constraint": "false", "color": "#0072b2"}
 # The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter.
 _MAIN_WEIGHT = "12"
 
@@ -168,11 +170,17 @@ class GraphvizStyler:
         }
 
     def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
-        """Return the Graphviz attributes of an edge; the label shows the number of tensors if there are several."""
-        times = labels.times(edge, graph)
+        """Return the Graphviz attributes of an edge.
+
+        The label shows the number of tensors if there are several. An edge to the next repetition of a folded call is
+        dashed.
+        """
+        times, across = labels.times(edge, graph), labels.shown_across(edge)
         words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
+        words += [across] if across else []
         words += [f"×{times}"] if times > 1 else []
         style = {"tooltip": dot_attribute(f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else "")}
+        style |= _NEXT if edge.relates("next") else {}
         return {**style, "label": f"<{_detail(' '.join(['', *words, '']))}>"} if words else style
 
 

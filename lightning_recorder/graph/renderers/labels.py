@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lightning_recorder.graph.model import Edge, Graph, Node
 
 __all__ = [
@@ -10,6 +12,7 @@ __all__ = [
     "own_name",
     "short_count",
     "short_name",
+    "shown_across",
     "shown_shapes",
     "shown_times",
     "times",
@@ -71,21 +74,24 @@ def shown_times(node: Node) -> str:
     return f"×{node.repeats}" + (" side by side" if node.parallel else "") if node.repeats > 1 else ""
 
 
+def shown_across(edge: Edge) -> str:
+    """Return the relation of an edge to the repetitions of folded nodes, such as ``next``; empty if there is none."""
+    words = dict.fromkeys(word for _, word in edge.across if word != "same")
+    return "next" if "next" in words else ", ".join(words)
+
+
 def times(edge: Edge, graph: Graph) -> int:
     """Return the number of tensors that an edge represents in the picture.
 
     Inside a call that is shown once but occurs twelve times, an edge that was recorded twelve times counts as one.
     """
-    expected = max(_occurrences(graph[edge.source], graph), _occurrences(graph[edge.target], graph))
+    expected = graph.occurrences(edge)
+    source = graph[edge.source]
+    each = math.prod(node.repeats for node in (source, *graph.ancestors(source)))
+    if not edge.across and edge.multiplicity >= each:
+        # In a rolled view, the source may pass on a tensor at each call.
+        expected = max(expected, each)
     return max(edge.multiplicity // expected, 1)
-
-
-def _occurrences(node: Node, graph: Graph) -> int:
-    """Return the number of recorded nodes that a shown node represents, including the folding around it."""
-    total = node.repeats
-    for call in graph.ancestors(node):
-        total *= call.repeats
-    return total
 
 
 def short_count(number: int) -> str:

@@ -11,6 +11,7 @@ from lightning_recorder.graph.renderers.graphviz import Direction, check_directi
 from lightning_recorder.graph.renderers.labels import (
     class_and_size,
     short_name,
+    shown_across,
     shown_shapes,
     shown_times,
     times,
@@ -92,8 +93,10 @@ class MermaidRenderer(BaseRenderer[list[str]]):
     @override
     def render_edge(self, canvas: list[str], edge: Edge) -> None:
         number = times(edge, self.graph)
-        label = f"|{mermaid_label([f'×{number}'])}|" if number > 1 else ""
-        canvas.append(f"  n{edge.source} -->{label} n{edge.target}")
+        words = " ".join(part for part in (shown_across(edge), f"×{number}" if number > 1 else "") if part)
+        label = f"|{mermaid_label([words])}|" if words else ""
+        arrow = "-.->" if edge.relates("next") else "-->"
+        canvas.append(f"  n{edge.source} {arrow}{label} n{edge.target}")
 
     def _looks(self) -> list[str]:
         kinds = {node.kind for node in self.graph.nodes[1:]}

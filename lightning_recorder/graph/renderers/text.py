@@ -14,6 +14,7 @@ from lightning_recorder.graph.renderers.labels import (
     class_and_size,
     full_name,
     short_name,
+    shown_across,
     shown_shapes,
     shown_times,
     times,
@@ -30,8 +31,9 @@ class TextRenderer(BaseRenderer[list[str]]):
 
     A line shows the name, the class and parameters of a module, the shapes of the outputs, and the inputs after ``←``:
     nodes beside it or beside a call around it. The arrow is omitted if the only input is the result of the preceding
-    node. If several visible nodes have the same name, the later ones get a number, such as ``add#2``. The line of a
-    node that failed starts with ``✗``.
+    node. ``(first)`` marks an input that only the first repetition of a folded call takes, ``(next)`` the result of the
+    preceding repetition, and ``(all)`` the results of all repetitions. If several visible nodes have the same name, the
+    later ones get a number, such as ``add#2``. The line of a node that failed starts with ``✗``.
 
     Args:
         graph: The graph to render; it is not reduced further.
@@ -102,13 +104,16 @@ class TextRenderer(BaseRenderer[list[str]]):
         taken = self._taken.get(node.id, [])
         if not taken:
             return "" if node.kind in ("input", "parameter", "buffer", "tensor") else "  ← nothing"
-        sources: dict[int, int] = {}
+        sources: dict[tuple[int, str], int] = {}
         for edge in taken:
-            source = self._beside(edge.source, node)
+            source = self._beside(edge.source, node), shown_across(edge)
             sources[source] = sources.get(source, 0) + times(edge, self.graph)
-        if list(sources.items()) == [(self._preceding(node), 1)]:
+        if list(sources.items()) == [((self._preceding(node), ""), 1)]:
             return ""
-        shown = [self._reference[source] + (f" ×{number}" if number > 1 else "") for source, number in sources.items()]
+        shown = [
+            self._reference[source] + (f" ×{number}" if number > 1 else "") + (f" ({word})" if word else "")
+            for (source, word), number in sources.items()
+        ]
         more = [f"… {len(shown) - _MOST_SOURCES} more"] if len(shown) > _MOST_SOURCES else []
         return f"  ← {', '.join(shown[:_MOST_SOURCES] + more)}"
 

@@ -56,16 +56,21 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
     ]
     # The multiplicity of an edge into a closed call is the number of tensors that enter it, not the number of reads
     # inside. It is at most the number of outputs of the source.
-    entering: dict[tuple[int, int], Edge] = {}
+    entering: dict[tuple[object, ...], Edge] = {}
     for edge in graph.edges:
         goal = target[edge.target]
+        # The repetitions inside a closed call are not visible.
+        across = tuple((group, word) for group, word in edge.across if target[group] == group)
+        if edge.across and not across and target[edge.source] == goal:
+            continue
+        edge = replace(edge, across=across) if across != edge.across else edge
         if goal in closed and target[edge.source] != goal:
-            most = max(1, len(graph[edge.source].outputs))
-            before = entering.get((edge.source, goal))
+            most = max(1, len(graph[edge.source].outputs)) * graph.occurrences(replace(edge, target=goal))
+            before = entering.get((edge.source, goal, across))
             times = min(most, edge.multiplicity + (before.multiplicity if before else 0))
-            entering[edge.source, goal] = replace(before or edge, target=goal, multiplicity=times)
+            entering[edge.source, goal, across] = replace(before or edge, target=goal, multiplicity=times)
         else:
-            entering.setdefault((edge.source, edge.target), edge)
+            entering.setdefault((edge.source, edge.target, across), edge)
     return rebuilt(graph, kept, target, entering.values())
 
 

@@ -65,6 +65,7 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
     """Remove the ops with certain names and connect their input directly to their users.
 
     An op that takes several tensors stays, such as ``getitem`` with a computed index, since each of its inputs matters.
+    An op of a folded view that passes a tensor from one repetition to another stays as well.
     """
     names = (names,) if isinstance(names, str) else names
     sources: dict[int, list[int]] = {}
@@ -72,9 +73,10 @@ def hide(graph: Graph, names: Collection[str] = PLUMBING) -> Graph:
         sources.setdefault(edge.target, []).append(edge.source)
     # Nodes are in the order of time, so the source of a node is resolved before the node.
     past: dict[int, int] = {}
+    related = {end for edge in graph.edges if edge.across for end in (edge.source, edge.target)}
     for node in graph.nodes:
         entering = sources.get(node.id, [])
-        if node.kind == "op" and node.name in names and len(entering) == 1:
+        if node.kind == "op" and node.name in names and len(entering) == 1 and node.id not in related:
             past[node.id] = past.get(entering[0], entering[0])
     kept = [node for node in graph.nodes if node.id not in past]
     edges = [
@@ -98,7 +100,8 @@ def drop_dead_ends(graph: Graph) -> Graph:
     """
     if not any(node.kind == "backward" for node in graph.nodes):
         return graph
-    used: set[int] = set()
+    # The next repetition of a folded call uses a result although its nodes come first.
+    used = {edge.source for edge in graph.edges if edge.relates("next")}
     targets: dict[int, list[int]] = {}
     for edge in graph.edges:
         targets.setdefault(edge.source, []).append(edge.target)

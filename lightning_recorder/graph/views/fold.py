@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from lightning_recorder.graph.model import Graph, Node
-from lightning_recorder.graph.views.rebuild import rebuilt
+from lightning_recorder.graph.model import Edge, Graph, Node, Repetition, TensorMeta
+from lightning_recorder.graph.views.periods import repetitions
+from lightning_recorder.graph.views.wiring import Key, MutableGraph, Siblings, merge_ports
 
 __all__ = ["fold_repeats"]
 
-_LONGEST_UNIT = 8  # siblings that may repeat together, such as convolution, norm, activation, pool
+_FEW = 8  # the largest number of parallel layers that stay apart, since their names are informative
+_PARTS = ("module", "op", "backward", "optimizer")
+_TENSORS = ("parameter", "buffer", "tensor")
+# Dimension 1 of the outputs of these layers is fixed by their weights; it is the last dimension for others.
+_CHANNELS_FIRST = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "BatchNorm", "GroupNorm", "InstanceNorm")
 
 
 def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None) -> Graph:
     """Draw equal consecutive siblings once, with their number.
 
-    A unit of one to eight siblings that contains a module and occurs at least ``least`` times in a row is kept once,
-    with the number of occurrences in ``repeats``. A unit of several siblings gets a frame: a module call without a
-    name. Two occurrences suffice for a single call that contains others. Units are equal if their classes, functions,
-    shapes, parameters and contents are equal; the names of the modules may differ. Units without edges between them are
-    marked as ``parallel``. Up to eight parallel units whose modules contain no others are not folded, since their names
-    are informative, such as those of query, key and value. An edge from one occurrence to the next is removed. An edge
-    from outside into each occurrence gets the number of occurrences as its multiplicity.
+    A unit of one or more siblings that occurs at least ``least`` times in a row is kept once, with the number of
+    occurrences in ``repeats``. A unit of several siblings gets a frame: a module call without a name. Two occurrences
+    suffice for a single call that contains others. Units are equal if their classes, functions, parameters, dtypes and
+    contents are equal, if they are connected equally inside, and if each takes its inputs from the same nodes outside
+    or from the unit before. The first unit may take other tensors in place of those from the unit before. The names of
+    the modules may differ, and the sizes of tensors that are not determined by parameters; see :class:`TensorMeta`.
+
+    The word in :attr:`Edge.across` tells an edge from one occurrence to the next, an edge into the first one only, and
+    an edge from all of them to a later node. With these words, the folded graph determines the original one. The
+    multiplicity of an edge is the number of recorded tensors that it represents.
+
+    Units without edges between them are marked as ``parallel``. Up to eight parallel units whose modules contain no
+    others are not folded, since their names are informative, such as those of query, key and value.
 
     Args:
         graph: The graph to fold.
@@ -29,107 +42,401 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
         contents: The graph of which ``graph`` is a view. If given, closed calls are equal only if their contents in it
             are equal. By default the contents of closed calls are not compared.
     """
-    # Two calls with equal contents may still look different, in a view that omits unused nodes.
-    shown, held = _forms(graph), _forms(contents or graph)
-    forms = {node.id: (shown[node.id], held[node.id]) for node in graph.nodes}
-    target = {node.id: node.id for node in graph.nodes}
-    folded: dict[int, Node] = {}
-    frames: dict[int, Node] = {}
-    joined = {(edge.source, edge.target) for edge in graph.edges}
-    free = max(target) + 1
-    for parent in graph.nodes:
-        siblings = [node for node in graph.children(parent) if node.kind in ("module", "op")]
-        weights = [_weight(graph, node) for node in siblings]
-        for start, length, times in _runs([forms[node.id] for node in siblings], weights, least):
-            units = [siblings[start + length * index : start + length * (index + 1)] for index in range(times)]
-            parallel = not _feeds(graph, joined, units[0], units[1])
-            if parallel and max(weights[start : start + length]) == 1 and times <= _LONGEST_UNIT:
+    held = {} if contents is None else _forms(contents, MutableGraph(contents))
+    while True:
+        folded = _Fold(graph, least, held).result()
+        if folded is graph:
+            return graph
+        graph = folded
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Equal units, one after the other."""
+
+    start: int
+    length: int
+    times: int
+    parallel: bool
+
+    def units(self) -> range:
+        return range(self.start, self.start + self.length * self.times, self.length)
+
+
+class _Fold:
+    """Folds a graph once, from the outer calls to the inner ones."""
+
+    def __init__(self, graph: Graph, least: int, held: Mapping[int, int]) -> None:
+        self._original = graph
+        self._least = least
+        self._graph = MutableGraph(graph)
+        shown = _forms(graph, self._graph)
+        # Two calls with equal contents may still look different, in a view that omits unused nodes.
+        numbers: dict[tuple[int, int | None], int] = {}
+        self._forms = {node: numbers.setdefault((form, held.get(node)), len(numbers)) for node, form in shown.items()}
+        self._widest: dict[int, tuple[TensorMeta, ...]] = {}
+        self._changed = False
+        self._free = max(self._graph.nodes) + 1
+
+    def result(self) -> Graph:
+        """Return the folded graph, or the graph itself if it has no repetitions."""
+        todo = [self._graph.children.get(self._original.root.id, [])]
+        while todo:
+            inside = todo.pop()
+            nodes = self._graph.nodes
+            parts = [node for node in inside if nodes[node].kind in _PARTS]
+            tensors = [node for node in inside if nodes[node].kind in _TENSORS]
+            siblings = Siblings(self._graph, parts, tensors)
+            framed: set[int] = set()
+            for chosen in self._chosen(siblings) if len(parts) > 1 else ():
+                # The runs that are merged before may be the sources of this one.
+                run = _equal_units(siblings, chosen.start, chosen.length, chosen.start + chosen.length * chosen.times)
+                if self._enough(siblings, run):
+                    todo.append(self._merge(siblings, run))
+                    framed.update(todo[-1])
+            todo.extend(self._graph.children.get(part, []) for part in parts if part not in framed)
+        return self._rebuilt() if self._changed else self._original
+
+    def _chosen(self, siblings: Siblings) -> list[_Run]:
+        """Return runs without overlaps; those with the most parts are preferred."""
+        runs = self._runs(siblings)
+        queue = [(-run.length * run.times, run.length, run.start, run.times, run.parallel) for run in runs]
+        heapq.heapify(queue)
+        taken = bytearray(len(siblings.parts))
+        chosen = []
+        while queue:
+            _, length, start, times, parallel = heapq.heappop(queue)
+            run = _Run(start, length, times, parallel)
+            free = _longest([not any(taken[unit : unit + length]) for unit in run.units()])
+            if len(free) < times:
+                rest = _Run(start + length * free.start, length, len(free), parallel)
+                if self._enough(siblings, rest):
+                    heapq.heappush(queue, (-length * len(free), length, rest.start, len(free), parallel))
                 continue
-            for unit in units[1:]:
-                for first, other in zip(units[0], unit, strict=True):
-                    target.update(_paired(graph, first, other))
-            first = units[0][0]
-            if length == 1:
-                folded[first.id] = replace(first, repeats=first.repeats * times, parallel=parallel)
-                continue
-            frames[first.id] = Node(free, "module", "", parent.id, first.depth, repeats=times, parallel=parallel)
-            folded.update({node.id: replace(node, parent=free) for node in units[0]})
-            free += 1
-    # A node inside a folded call may be folded itself, so a target may have a target.
-    for node_id, counterpart in target.items():
-        while target[counterpart] != counterpart:
-            counterpart = target[counterpart]
-        target[node_id] = counterpart
-    kept: list[Node] = []
-    for node in graph.nodes:
-        if target[node.id] == node.id:
-            kept.extend([frames[node.id]] if node.id in frames else [])
-            kept.append(folded.get(node.id, node))
-    place = {node.id: number for number, node in enumerate(graph.nodes)}
-    forward = [edge for edge in graph.edges if place[target[edge.source]] < place[target[edge.target]]]
-    return rebuilt(graph, kept, target, forward)
+            taken[start : start + length * times] = b"\1" * (length * times)
+            chosen.append(run)
+        return chosen
+
+    def _runs(self, siblings: Siblings) -> list[_Run]:
+        """Return the runs of equal units."""
+        found: list[_Run] = []
+        for start, end, length in repetitions([self._forms[part] for part in siblings.parts]):
+            known = any(
+                length % run.length == 0 and run.length * run.times > end - start - run.length
+                for run in found
+                if start <= run.start < end
+            )
+            if known:
+                continue  # a longer unit would be several of the shorter ones
+            unit = start + _offset(siblings, start, end, length)
+            while unit + 2 * length <= end:
+                run = _equal_units(siblings, unit, length, end)
+                if self._enough(siblings, run):
+                    found.append(run)
+                unit += run.length * run.times
+        return found
+
+    def _enough(self, siblings: Siblings, run: _Run) -> bool:
+        """Return True if a run is worth folding."""
+        nodes, children = self._graph.nodes, self._graph.children
+        unit = siblings.parts[run.start : run.start + run.length]
+        nested = any(nodes[part].kind == "module" and part in children for part in unit)
+        if run.times < (2 if run.length == 1 and nested else self._least):
+            return False
+        return nested or not run.parallel or run.times > _FEW
+
+    def _merge(self, siblings: Siblings, run: _Run) -> list[int]:
+        """Keep the first unit of a run, and return its nodes."""
+        self._changed = True
+        nodes, start, length = self._graph.nodes, run.start, run.length
+        parts = siblings.parts[start : start + length]
+        private = siblings.private(start, length)
+        single = length == 1 and not private and nodes[parts[0]].repeats == 1
+        group = parts[0] if single else self._free
+        counterparts = self._counterparts(siblings, run)
+        edges = {
+            node: _repeated(siblings, node, run, group, counterparts)
+            for position in range(start, start + length)
+            for node in siblings.subtrees[position]
+        }
+        outer = self._outer(siblings, run, group, counterparts)
+        self._widen(counterparts)
+        parent = nodes[parts[0]].parent
+        gone = {node for node, kept in counterparts.items() if node != kept}
+        for node in sorted(gone):
+            self._graph.remove(node)
+        for target, into in (edges | outer).items():
+            self._graph.connect(target, into)
+        order = [node for node in self._graph.children[parent or 0] if node not in gone]
+        if single:
+            nodes[group] = replace(nodes[group], repeats=run.times, parallel=run.parallel)
+            self._graph.children[parent or 0] = order
+            return []
+        self._free += 1
+        depth = nodes[parts[0]].depth
+        nodes[group] = Node(group, "module", "", parent, depth, repeats=run.times, parallel=run.parallel)
+        inside = [node for node in order if node in private or node in set(parts)]
+        self._graph.children[group] = inside
+        self._graph.children[parent or 0] = [
+            group if node == inside[0] else node for node in order if node == inside[0] or node not in set(inside)
+        ]
+        for node in inside:
+            nodes[node] = replace(nodes[node], parent=group)
+        return inside
+
+    def _counterparts(self, siblings: Siblings, run: _Run) -> dict[int, int]:
+        """Map each node of all units to the equal node in the first unit."""
+        kept: dict[Key, int] = {}
+        pairs: dict[int, int] = {}
+        for unit in run.units():
+            for position in range(unit, unit + run.length):
+                for offset, node in enumerate(siblings.subtrees[position]):
+                    pairs[node] = kept.setdefault((position - unit, offset), node)
+            for node, place in siblings.private(unit, run.length).items():
+                pairs[node] = kept.setdefault(place, node)
+        return pairs
+
+    def _outer(self, siblings: Siblings, run: _Run, group: int, pairs: Mapping[int, int]) -> dict[int, list[Edge]]:
+        """Return the edges into the nodes outside of a run that take its results."""
+        units = run.units()
+        start, length, last = run.start, run.length, units[-1]
+        whole = start, length, last + length
+        everywhere = siblings.leaving(start, *whole)
+        found: dict[int, list[Edge]] = {}
+        for target in {key[2]: None for key in (*everywhere, *siblings.leaving(last, *whole))}:
+            if target in pairs:
+                continue  # inside the run; an outer repetition passes these tensors on
+            found[target] = []
+            for edge in self._graph.into[target]:
+                position, offset = siblings.place.get(edge.source, (-1, None))
+                if pairs.get(edge.source) is None:
+                    found[target].append(edge)
+                    continue
+                unit = position - (position - start) % length
+                key = position - unit, offset, target, siblings.across(edge, unit, length)
+                number = everywhere.get(key, 0)
+                if number and unit == start:
+                    across: tuple[tuple[int, Repetition], ...] = (*edge.across, (group, "all"))
+                    found[target].append(replace(edge, multiplicity=number * run.times, across=across))
+                if unit == last and edge.multiplicity > number:
+                    rest = edge.multiplicity - number
+                    found[target].append(_moved(edge, pairs, rest))
+        return found
+
+    def _widen(self, pairs: Mapping[int, int]) -> None:
+        """Let the kept nodes show the smallest and largest sizes of the nodes that they replace."""
+        nodes = self._graph.nodes
+        for node_id, kept_id in pairs.items():
+            kept, outputs = nodes[kept_id], nodes[node_id].outputs
+            if node_id != kept_id and kept.outputs != outputs:
+                self._widest.setdefault(kept_id, kept.outputs)
+                widest = tuple(map(_wider, kept.outputs, outputs))
+                nodes[kept_id] = replace(kept, outputs=widest)
+
+    def _rebuilt(self) -> Graph:
+        nodes = self._graph.nodes
+        before: dict[int, list[Node]] = {}
+        order = {node.id: place for place, node in enumerate(self._original.nodes)}
+        for group in (node for number, node in nodes.items() if number not in order):
+            first = min(order[node] for node in self._graph.subtree(group.id) if node in order)
+            before.setdefault(self._original.nodes[first].id, []).append(group)
+        kept: list[Node] = []
+        for node in self._original.nodes:
+            if node.id in nodes:
+                # An inner frame is made after the frame around it.
+                kept += [*before.get(node.id, ()), nodes[node.id]]
+        first_use = {edge.target: None for edge in self._original.edges}
+        edges = (self._with_sizes(edge) for target in first_use for edge in self._graph.into.get(target, ()))
+        return replace(self._original, nodes=tuple(kept), edges=tuple(edges))
+
+    def _with_sizes(self, edge: Edge) -> Edge:
+        """Return an edge with the sizes that its source shows."""
+        before = self._widest.get(edge.source, ())
+        if edge.tensor not in before:
+            return edge
+        return replace(edge, tensor=self._graph.nodes[edge.source].outputs[before.index(edge.tensor)])
 
 
-def _feeds(graph: Graph, joined: set[tuple[int, int]], unit: list[Node], following: list[Node]) -> bool:
-    """Return True if there is an edge from one unit to the next."""
-    one, other = ([each for node in nodes for each in _subtree(graph, node)] for nodes in (unit, following))
-    return any((source, goal) in joined for source in one for goal in other)
+def _equal_units(siblings: Siblings, start: int, length: int, end: int) -> _Run:
+    """Return the longest run of units that starts at a position and is connected equally."""
+    most = (end - start) // length
+    one, two = (siblings.ports(unit, start, length) for unit in (start, start + length))
+    parallel = True
+    for key in one.keys() | two.keys():
+        node, later = (siblings.subtrees[unit + key[0]][key[1]] for unit in (start, start + length))
+        ports = siblings.port(node, start, start, length), siblings.port(later, start + length, start, length)
+        merged = merge_ports(*ports, exact=siblings.graph.nodes[node].kind == "op")
+        if merged is None:
+            return _Run(start, length, 1, True)
+        parallel &= all(word != "next" for word, _, _ in merged)
+    times = 2
+    while times < most and siblings.ports(start + times * length, start, length) == two:
+        times += 1
+    times = _equally_named(siblings, start, length, times)
+    return _Run(start, length, _equally_used(siblings, start, length, times), parallel)
 
 
-def _subtree(graph: Graph, node: Node) -> list[int]:
-    """Return the ids of a node and of all nodes inside it."""
-    return [node.id, *(each for child in graph.children(node) for each in _subtree(graph, child))]
+def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
+    """Return the number of units that call the same modules, or each another module."""
+    seen = [set(siblings.names(start, length))]
+    same = None
+    for unit in range(1, times):
+        names = set(siblings.names(start + unit * length, length))
+        again = names == seen[0], not any(names & each for each in seen[:1])
+        if same is None:
+            same = again
+        if again != same:
+            return unit
+    return times
 
 
-def _forms(graph: Graph) -> dict[int, int]:
-    """Return a number for each node; two numbers are equal exactly if the nodes and their contents look the same."""
+def _equally_used(siblings: Siblings, start: int, length: int, times: int) -> int:
+    """Return the number of units before one whose results are used outside in another way.
+
+    Only the last one may have additional uses.
+    """
+    end = start + length * times
+    uses = siblings.leaving(start, start, length, end)
+    for unit in range(1, times):
+        others = siblings.leaving(start + unit * length, start, length, end)
+        if any(others.get(key, 0) < number for key, number in uses.items()):
+            times = unit
+            break
+        if others != uses:
+            times = unit + 1
+            break
+    targets = {key[2] for key in uses}
+    inside = any(start <= siblings.place.get(target, (-1,))[0] < end for target in targets)
+    if inside or not all(siblings.in_turn(target, list(uses), start, length, times) for target in targets):
+        return 1
+    return times
+
+
+def _repeated(siblings: Siblings, node: int, run: _Run, group: int, pairs: Mapping[int, int]) -> list[Edge]:
+    """Return the edges into a node of the first unit, for all repetitions."""
+    start, length, times = run.start, run.length, run.times
+    position, offset = siblings.place[node]
+    later = siblings.subtrees[position + length][offset]
+    ports = siblings.port(node, start, start, length), siblings.port(later, start + length, start, length)
+    into = siblings.graph.into
+    at_first = {key: edge for (key, _), edge in zip(ports[0], into.get(node, ()), strict=True)}
+    at_later = {key: edge for (key, _), edge in zip(ports[1], into.get(later, ()), strict=True)}
+    found = []
+    for word, key, number in merge_ports(*ports, exact=False) or []:
+        edge = _moved((at_later if word == "next" else at_first)[key], pairs, number, target=node)
+        across: tuple[tuple[int, Repetition], ...] = ((group, word),) if word else ()
+        if not word and key[0][0] == "unit" and edge.relates("next"):
+            across = ((group, "same"),)
+        number *= {"first": 1, "next": times - 1}.get(word, times)
+        found.append(replace(edge, multiplicity=number, across=(*edge.across, *across)))
+    return found
+
+
+def _moved(edge: Edge, pairs: Mapping[int, int], number: int, *, target: int | None = None) -> Edge:
+    """Return an edge between the nodes that are kept."""
+    across = tuple((pairs.get(group, group), word) for group, word in edge.across)
+    goal = edge.target if target is None else target
+    return replace(edge, source=pairs.get(edge.source, edge.source), target=goal, multiplicity=number, across=across)
+
+
+def _offset(siblings: Siblings, start: int, end: int, length: int) -> int:
+    """Return the offset of the units in a stretch for which the fewest tensors pass from one unit to the next.
+
+    An offset that loses a unit is not considered.
+    """
+    spare = (end - start) % length
+    if not spare:
+        return 0
+    alive = [0] * (end - start + 1)
+    for position in range(start, end):
+        for offset in siblings.sources[position]:
+            users = siblings.graph.users.get(siblings.subtrees[position][offset], {}).values()
+            places = (siblings.place.get(edge.target, (-1,))[0] for edge in users)
+            last = max((place for place in places if place < end), default=-1)
+            if last > position:
+                alive[position + 1 - start] += 1
+                alive[last + 1 - start] -= 1
+    for place in range(1, len(alive)):
+        alive[place] += alive[place - 1]
+    # The first unit is left out: it takes tensors from outside instead.
+    cuts = [alive[offset + length : end - start : length] for offset in range(spare + 1)]
+    means = [round(sum(each) / len(each), 6) if each else 0.0 for each in cuts]
+    return means.index(min(means))
+
+
+def _longest(free: list[bool]) -> range:
+    """Return the longest stretch of true values."""
+    best = range(0)
+    start = 0
+    for place in range(len(free) + 1):
+        if place == len(free) or not free[place]:
+            best = max(best, range(start, place), key=len)
+            start = place + 1
+    return best
+
+
+def _wider(one: TensorMeta, other: TensorMeta) -> TensorMeta:
+    least = tuple(map(min, one.shape, other.shape))
+    most = tuple(map(max, one.largest or one.shape, other.largest or other.shape))
+    return replace(one, shape=least, largest=most if most != least else ())
+
+
+def _forms(graph: Graph, parts: MutableGraph) -> dict[int, int]:
+    """Return a number for each node; two numbers are equal exactly if the nodes and their contents look the same.
+
+    Contents look the same if they are also connected equally.
+    """
+    tree = parts.subtree(graph.root.id)
+    place = {node: number for number, node in enumerate(tree)}
+    inner = _inner_edges(graph, place)
     numbers: dict[object, int] = {}
     forms: dict[int, int] = {}
-    # Children come after their parent in the order of time, so in reverse order they are known first.
-    for node in reversed(graph.nodes):
-        inside = tuple(forms[child.id] for child in graph.children(node))
-        # A module differs from its siblings by its name, and a parameter by its name before the last dot.
-        name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
-        form = (node.kind, name, node.type_name, node.outputs, node.parameters, node.repeats, inside)
-        forms[node.id] = numbers.setdefault(form, len(numbers))
+    # Children come after their parent, so in reverse order they are known first.
+    for node_id in reversed(tree):
+        inside = tuple(forms[child] for child in parts.children.get(node_id, ()))
+        form = (_label(parts.nodes[node_id]), inside, tuple(inner.get(node_id, ())))
+        forms[node_id] = numbers.setdefault(form, len(numbers))
     return forms
 
 
-def _weight(graph: Graph, node: Node) -> int:
-    """Return 2 for a call that contains others, 1 for any other call, 0 for an op."""
-    return 0 if node.kind != "module" else 2 if graph.children(node) else 1
+def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]:
+    """Return the edges directly inside each call: between its contents, but not inside one of them.
 
-
-def _runs(forms: list[tuple[int, int]], weights: list[int], least: int) -> list[tuple[int, int, int]]:
-    """Return the start, unit length and number of repetitions of each run, without overlaps."""
-    runs = []
-    start = 0
-    while start < len(forms):
-        best = (0, 0)
-        for length in range(1, min(_LONGEST_UNIT, (len(forms) - start) // 2) + 1):
-            unit = forms[start : start + length]
-            weight = max(weights[start : start + length])
-            if not weight:
-                # Functions alone are not a unit. This also avoids a full search at each position of a long row of them.
+    An edge consists of the places of its ends, the number of edges into its target from inside the call before it, and
+    its multiplicity. Edges between repetitions are compared by :class:`Siblings`.
+    """
+    inner: dict[int, list[Key]] = {}
+    above = {node.id: [node.id, *(call.id for call in graph.ancestors(node))] for node in graph.nodes}
+    for target in place:
+        depths: list[int] = []
+        for edge in graph.into(graph[target]):
+            if edge.across:
                 continue
-            enough = 2 if length == 1 and weight == 2 else least
-            times = 1
-            while forms[start + times * length : start + (times + 1) * length] == unit:
-                times += 1
-            if times >= enough and times * length > best[0] * best[1]:
-                best = (length, times)
-        if best[0]:
-            runs.append((start, *best))
-        start += max(1, best[0] * best[1])
-    return runs
+            around = set(above[edge.source])
+            call = next(each for each in above[target] if each in around)
+            depth = len(above[call])
+            rank = sum(each >= depth for each in depths)
+            depths.append(depth)
+            spot = place[target] - place[call], place[edge.source] - place[call]
+            inner.setdefault(call, []).append((*spot, rank, edge.multiplicity))
+    return inner
 
 
-def _paired(graph: Graph, first: Node, other: Node) -> dict[int, int]:
-    """Map each node of one call to its counterpart in an equal call."""
-    pairs: dict[int, int] = {}
-    todo = [(first, other)]
-    while todo:
-        kept, gone = todo.pop()
-        pairs[gone.id] = kept.id
-        todo.extend(zip(graph.children(kept), graph.children(gone), strict=True))
-    return pairs
+def _label(node: Node) -> Key:
+    """Return the properties in which equal nodes agree."""
+    # A module differs from its siblings by its name, and a parameter by its name before the last dot.
+    name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
+    sizes = tuple(_fixed_sizes(node, meta) for meta in node.outputs)
+    about = node.parameters, node.failed, node.repeats, node.parallel
+    return node.kind, name, node.type_name, sizes, *about
+
+
+def _fixed_sizes(node: Node, meta: TensorMeta) -> Key:
+    """Return the properties of an output that do not depend on the data."""
+    if node.kind in _TENSORS:
+        return meta.shape, meta.dtype
+    sizes: Iterable[int | None] = [None] * len(meta.shape)
+    if node.parameters and meta.shape:
+        fixed = 1 if node.type_name.startswith(_CHANNELS_FIRST) and len(meta.shape) > 1 else len(meta.shape) - 1
+        sizes = [size if place == fixed else None for place, size in enumerate(meta.shape)]
+    return tuple(sizes), meta.dtype

@@ -11,7 +11,9 @@ __all__ = ["rebuilt", "redirected"]
 
 
 def rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: Iterable[Edge] | None = None) -> Graph:
-    """Return a graph of some nodes and redirected edges, without loops and dangling edges.
+    """Return a graph of some nodes and redirected edges, without dangling edges.
+
+    Loops are removed, except from one repetition of a folded node to the next.
 
     Args:
         graph: The original graph.
@@ -23,7 +25,7 @@ def rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: I
     kept = [
         edge
         for edge in (graph.edges if edges is None else edges)
-        if target.get(edge.source) != target.get(edge.target)
+        if (edge.relates("next") or target.get(edge.source) != target.get(edge.target))
         and there.issuperset((target.get(edge.source, -1), target.get(edge.target, -1)))
     ]
     return replace(graph, nodes=tuple(nodes), edges=redirected(kept, target))
@@ -32,14 +34,17 @@ def rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: I
 def redirected(edges: Iterable[Edge], target: Mapping[int, int]) -> tuple[Edge, ...]:
     """Return edges with other ends; edges with equal ends become one, whose multiplicity is their sum.
 
+    Edges with different relations to the repetitions of folded nodes stay apart.
+
     Args:
         edges: The edges.
         target: The node that replaces each node; a node that is missing here is not replaced.
     """
-    joined: dict[tuple[int, int], Edge] = {}
+    joined: dict[tuple[object, ...], Edge] = {}
     for edge in edges:
         ends = target.get(edge.source, edge.source), target.get(edge.target, edge.target)
-        before = joined.get(ends)
+        key = (*ends, edge.across)
+        before = joined.get(key)
         times = edge.multiplicity + (before.multiplicity if before else 0)
-        joined[ends] = replace(before or edge, source=ends[0], target=ends[1], multiplicity=times)
+        joined[key] = replace(before or edge, source=ends[0], target=ends[1], multiplicity=times)
     return tuple(joined.values())

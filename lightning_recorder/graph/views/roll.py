@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.graph.views.rebuild import redirected
 
 __all__ = ["roll"]
@@ -17,8 +18,8 @@ def roll(graph: Graph) -> Graph:
 
     Calls are merged if they are inside the same call, or inside calls that are merged themselves. Their contents are
     merged as well: the functions that are called first in each of them become one node. A tensor that is passed from
-    one call to a later one, such as the state of a recurrent cell, becomes an edge backwards or from a node to itself.
-    Such edges occur only in rolled views.
+    one call to a later one, such as the state of a recurrent cell, becomes an edge backwards or from a node to itself,
+    with the relation ``next`` to the merged call; see :class:`Edge`.
 
     Args:
         graph: A recorded graph, or a view of one.
@@ -54,7 +55,20 @@ def roll(graph: Graph) -> Graph:
         for node in graph.nodes
         if target[node.id] == node.id
     ]
-    return replace(graph, nodes=tuple(kept), edges=redirected(graph.edges, target))
+    rolled = replace(graph, nodes=tuple(kept), edges=redirected(graph.edges, target))
+    place = {node.id: number for number, node in enumerate(kept)}
+    return replace(rolled, edges=tuple(_onward(edge, rolled, place) for edge in rolled.edges))
+
+
+def _onward(edge: Edge, graph: Graph, place: Mapping[int, int]) -> Edge:
+    """Return an edge; one that does not go forward in time goes to the next call."""
+    if edge.across or place[edge.source] < place[edge.target]:
+        return edge
+    around = (graph[edge.target], *graph.ancestors(graph[edge.target]))
+    own = {edge.source, *(call.id for call in graph.ancestors(graph[edge.source]))}
+    merged = [node.id for node in around if node.repeats > 1]
+    group = next((node for node in merged if node in own), merged[0] if merged else edge.target)
+    return replace(edge, across=((group, "next"),))
 
 
 def _key(node: Node, target: dict[int, int], counts: dict[_Key, int]) -> _Key:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from torch import nn
 
 from lightning_recorder import ArgumentError
-from lightning_recorder.graph import Graph, Node, TensorMeta, capture_graph, collapse, fit_view, to_graph_def
+from lightning_recorder.graph import Edge, Graph, Node, TensorMeta, capture_graph, collapse, fit_view, to_graph_def
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, linear
 from tests.graph.random_nets import graphs
@@ -180,7 +181,9 @@ def test_the_same_graph(graph: Graph) -> None:
         drawn = walk(view, view.root)
         place = dict(zip(names(definition), drawn, strict=True))
         assert len(place) == len(drawn) == len(drawn_nodes(view))
-        edges = {(place[source], place[name]) for name, taken in inputs(definition).items() for source in taken}
+        edges = {
+            (place[source.lstrip("^")], place[name]) for name, taken in inputs(definition).items() for source in taken
+        }
         assert edges == {(edge.source, edge.target) for edge in view.edges}
 
 
@@ -304,3 +307,16 @@ def test_a_captured_model() -> None:
         "fc(2)/linear": ["relu", "fc/weight", "fc/bias"],
         "output": ["fc(2)/linear"],
     }
+
+
+def test_the_next_repetition_is_a_control_dependency() -> None:
+    """An edge to the next repetition is a control dependency, after the other inputs; sizes that differ are unknown."""
+    sketch = Sketch()
+    start = sketch.add("op", "zeros")
+    cell = sketch.call("cell", "GRUCell", repeats=5)
+    sketch.edges += [Edge(cell, cell, 4, across=((cell, "next"),)), Edge(start, cell, 1, across=((cell, "first"),))]
+    sizes = TensorMeta((2, 4), "float32", largest=(5, 4))
+    sketch.nodes[cell] = replace(sketch.nodes[cell], outputs=(sizes,))
+    node = to_graph_def(sketch.graph()).node[1]
+    assert list(node.input) == ["zeros", "^cell(x5)"]
+    assert [dim.size for dim in node.attr["_output_shapes"].list.shape[0].dim] == [-1, 4]

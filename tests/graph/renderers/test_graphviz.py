@@ -38,6 +38,7 @@ from lightning_recorder.graph.renderers.graphviz import Shapes
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, linear
 from tests.graph.queries import only
+from tests.graph.sketch import Sketch
 from tests.graph.svg import Picture, read_svg
 
 
@@ -240,7 +241,8 @@ def test_edges_with_several_tensors_say_so(tmp_path: Path) -> None:
     assert [line.strip() for line in edge.lines] == ["×2"]
     repeated = nn.Sequential(*(block() for _ in range(5)))
     picture = draw(fit_view(capture_graph(repeated, X)), tmp_path)
-    assert [item.lines for item in picture.items if item.kind == "edge" and item.texts] == []
+    words = [line.strip() for item in picture.items if item.kind == "edge" for line in item.lines]
+    assert [word for word in words if word] == ["first", "first", "next", "next"]
     assert [item.lines for item in picture.items if "×5" in "".join(item.lines)] != []
 
 
@@ -504,3 +506,15 @@ def test_every_kind_has_its_own_look() -> None:
     styles = [GraphvizStyler().style_node(node, Graph((root, *nodes), ())) for node in nodes]
     assert len({(style["fillcolor"], style["color"], style["shape"]) for style in styles}) == len(kinds)
     assert [style["shape"] for style in styles] == ["box", "box", *["ellipse"] * 5, "box", "box"]
+
+
+def test_the_next_repetition_has_a_dashed_line(tmp_path: Path) -> None:
+    """An edge to the next repetition is dashed and labeled, unlike the flow inside one repetition."""
+    sketch = Sketch()
+    cell = sketch.call("cell", "GRUCell", sketch.add("input", "x"), repeats=5)
+    sketch.edges.append(Edge(cell, cell, 4, across=((cell, "next"),)))
+    edges = [line for line in GraphvizRenderer(sketch.graph()).render().body if "->" in line]
+    assert ["style=dashed" in line for line in edges] == [False, True]
+    assert [item.lines for item in draw(sketch.graph(), tmp_path).items if item.kind == "edge" and item.texts] == [
+        [" next "]
+    ]

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_recorder import ArgumentError
 from lightning_recorder.graph import (
     Direction,
+    Edge,
     Graph,
     GraphvizStyler,
     MermaidRenderer,
@@ -242,3 +243,15 @@ def test_a_name_cannot_end_the_block() -> None:
     sketch = Sketch("```")
     sketch.add("op", "```\n```")
     assert [line for line in to_mermaid(sketch.graph()).splitlines() if line.strip().startswith("```")] == []
+
+
+def test_the_next_repetition_has_a_dashed_arrow() -> None:
+    """An edge to the next repetition is dashed, and its label and those of the first state and all results say so."""
+    sketch = Sketch()
+    start = sketch.add("op", "zeros")
+    cell = sketch.call("cell", "GRUCell", repeats=5)
+    end = sketch.add("op", "stack")
+    sketch.edges += [Edge(start, cell, 1, across=((cell, "first"),)), Edge(cell, cell, 4, across=((cell, "next"),))]
+    sketch.edges += [Edge(cell, end, 5, across=((cell, "all"),))]
+    lines = [line.strip() for line in to_mermaid(sketch.graph()).splitlines() if "->" in line]
+    assert lines == ['n1 -->|"first"| n2', 'n2 -.->|"next"| n2', 'n2 -->|"all"| n3']

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,13 +19,18 @@ from lightning_recorder.graph import (
     capture_graph,
     collapse,
     drop_dead_ends,
+    fit_view,
     fold_repeats,
     hide,
+    to_text,
     without,
 )
+from lightning_recorder.graph.views.wiring import Siblings
 from tests.graph.nets import Net, X, bare, linear, stack
 from tests.graph.outline import outline, text
 from tests.graph.random_nets import graphs
+from tests.graph.random_wirings import wirings
+from tests.graph.unfold import same_graph, unfold
 
 
 def weight_of(graph: Graph, node: Node) -> int:
@@ -70,9 +76,9 @@ def test_twelve_blocks_are_drawn_once() -> None:
         input
         0: Net [12 times]
           0.inner: Sequential
-            0.inner.0: Linear <- input
+            0.inner.0: Linear <- input first, add ×11 next
             0.inner.1: ReLU <- 0.inner.0 ×12
-          add <- input, 0.inner.1 ×12
+          add <- input first, add ×11 next, 0.inner.1 ×12
         """
     )
 
@@ -98,7 +104,7 @@ def test_inputs_of_every_block_are_counted() -> None:
         input[0]
         input[1]
         layer0: Net [5 times]
-          layer0.fc: Linear <- input[0]
+          layer0.fc: Linear <- input[0] first, mul ×4 next
           mul <- layer0.fc ×5, input[1] ×5
         """
     )
@@ -118,7 +124,7 @@ def test_units_of_several_siblings() -> None:
         """
         input
         (module) [4 times]
-          fc0: Linear <- input
+          fc0: Linear <- input first, relu ×3 next
           relu <- fc0 ×4
         exp <- relu
         """
@@ -134,7 +140,7 @@ def test_side_by_side_is_no_repetition() -> None:
     assert outline(fold_repeats(collapse(bare(chain, X)))) == text(
         """
         input
-        0: Linear [3 times] <- input
+        0: Linear [3 times] <- input first, 0 ×2 next
         """
     )
 
@@ -164,9 +170,9 @@ def test_nested_repetitions() -> None:
         0: Sequential [2 times]
           0.0: Net [3 times]
             0.0.inner: Sequential
-              0.0.inner.0: Linear <- input
+              0.0.inner.0: Linear <- input first first, add next first, add ×4 next
               0.0.inner.1: ReLU <- 0.0.inner.0 ×6
-            add <- input, 0.0.inner.1 ×6
+            add <- input first first, add next first, add ×4 next, 0.0.inner.1 ×6
         """
     )
 
@@ -225,3 +231,361 @@ def test_folding_loses_no_node(graph: Graph, least: int, whole: bool) -> None:
     assert sum(weight_of(view, node) * node.parameters for node in view.nodes) == sum(
         node.parameters for node in before.nodes
     )
+
+
+# Different wirings stay visible.
+
+
+def _wired(kinds: str) -> Graph:
+    """Return the graph of blocks that add their input to the result, or the result to itself."""
+
+    def forward(net: Any, x: Tensor, kind: str) -> Tensor:
+        y: Tensor = net.fc(x)
+        if kind == "-":
+            return y - x
+        return x - y if kind == "~" else y + (x if kind == "s" else y)
+
+    net = nn.Sequential(*(Net(lambda net, x, k=kind: forward(net, x, k), fc=linear()) for kind in kinds))
+    return bare(net, X)
+
+
+def test_alternating_wirings_stay_apart() -> None:
+    """Blocks that alternate between two wirings are not one block; a period of two blocks is a unit."""
+    assert outline(fold_repeats(collapse(_wired("sdsd")))) == text(
+        """
+        input
+        0: Net
+          0.fc: Linear <- input
+          add <- 0.fc, input
+        1: Net
+          1.fc: Linear <- add
+          add#2 <- 1.fc ×2
+        2: Net
+          2.fc: Linear <- add#2
+          add#3 <- 2.fc, add#2
+        3: Net
+          3.fc: Linear <- add#3
+          add#4 <- 3.fc ×2
+        """
+    )
+    assert outline(fold_repeats(collapse(_wired("sdsdsd")))) == text(
+        """
+        input
+        (module) [3 times]
+          0: Net
+            0.fc: Linear <- input first, add#2 ×2 next
+            add <- 0.fc ×3, input first, add#2 ×2 next
+          1: Net
+            1.fc: Linear <- add ×3
+            add#2 <- 1.fc ×6
+        """
+    )
+
+
+def test_one_different_wiring_stays_apart() -> None:
+    """Of four blocks, of which the last is connected differently inside, the first three are folded."""
+    assert outline(fold_repeats(collapse(_wired("sssd")))) == text(
+        """
+        input
+        0: Net [3 times]
+          0.fc: Linear <- input first, add ×2 next
+          add <- 0.fc ×3, input first, add ×2 next
+        3: Net
+          3.fc: Linear <- add
+          add#2 <- 3.fc ×2
+        """
+    )
+
+
+def test_the_order_of_arguments_matters() -> None:
+    """A block that subtracts its input is not equal to one that subtracts from its input."""
+    assert outline(fold_repeats(collapse(_wired("-~-")))) == text(
+        """
+        input
+        0: Net
+          0.fc: Linear <- input
+          sub <- 0.fc, input
+        1: Net
+          1.fc: Linear <- sub
+          sub#2 <- sub, 1.fc
+        2: Net
+          2.fc: Linear <- sub#2
+          sub#3 <- 2.fc, sub#2
+        """
+    )
+
+
+def test_closed_calls_with_other_wirings_stay_apart() -> None:
+    """Closed blocks are compared by the wiring inside them."""
+    graph = _wired("sdsd")
+    view = fold_repeats(collapse(graph, 1), contents=graph)
+    assert [(node.name, node.repeats) for node in view.module_calls()] == [(name, 1) for name in "0123"]
+
+
+def test_mirrored_skips_stay_visible() -> None:
+    """Encoders whose results go to different decoders are not folded."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        skips = []
+        for index in range(4):
+            x = getattr(net, f"enc{index}")(x)
+            skips.append(x)
+        for index in range(4):
+            x = getattr(net, f"dec{index}")(torch.cat([x, skips.pop()], 1))
+        return x
+
+    encoders = {f"enc{index}": linear() for index in range(4)}
+    decoders = {f"dec{index}": linear(8) for index in range(4)}
+    view = fold_repeats(collapse(bare(Net(forward, **encoders, **decoders), X)))
+    assert outline(view) == text(
+        """
+        input
+        enc0: Linear <- input
+        enc1: Linear <- enc0
+        enc2: Linear <- enc1
+        enc3: Linear <- enc2
+        cat <- enc3 ×2
+        dec0: Linear <- cat
+        cat#2 <- dec0, enc2
+        dec1: Linear <- cat#2
+        cat#3 <- dec1, enc1
+        dec2: Linear <- cat#3
+        cat#4 <- dec2, enc0
+        dec3: Linear <- cat#4
+        """
+    )
+
+
+def test_results_in_between_end_a_repetition() -> None:
+    """A repetition ends at a block whose result is used elsewhere as well."""
+
+    def forward(net: Any, x: Tensor) -> Any:
+        found = []
+        for index, part in enumerate(net.children()):
+            x = part(x)
+            if index in (2, 6):
+                found.append(x.exp())
+        return found
+
+    view = fold_repeats(collapse(bare(Net(forward, **{f"fc{index}": linear() for index in range(7)}), X)))
+    assert outline(view) == text(
+        """
+        input
+        fc0: Linear [3 times] <- input first, fc0 ×2 next
+        exp <- fc0
+        fc3: Linear [4 times] <- fc0 first, fc3 ×3 next
+        exp#2 <- fc3
+        """
+    )
+
+
+# Recurrence.
+
+
+def _cells(_net: Any, x: Tensor) -> Tensor:
+    hidden, results = torch.zeros(2, 4), []
+    for _ in range(5):
+        hidden = _net.cell(x, hidden)
+        results.append(hidden)
+    return torch.stack(results)
+
+
+def test_recurrence_of_a_cell() -> None:
+    """A cell in a loop is one cell with edges to its next call, from its first state and to the user of all results."""
+    view = fit_view(capture_graph(Net(_cells, cell=nn.GRUCell(4, 4)), X))
+    assert outline(view) == text(
+        """
+        input
+        zeros
+        cell: GRUCell [5 times] <- input ×5, zeros first, cell ×4 next
+        stack <- cell ×5 all
+        """
+    )
+    assert to_text(view) == text(
+        """
+        Net.forward · 120 parameters
+        ├─ input  2×4
+        ├─ zeros  2×4  ← nothing
+        ├─ cell ×5  GRUCell · 120 parameters  2×4  ← input, zeros (first), cell (next)
+        ├─ stack  5×2×4  ← cell (all)
+        └─ output  5×2×4
+        """
+    )
+
+
+def test_a_scan_of_functions() -> None:
+    """Sixty-four steps of a selective scan are one frame with the state that a step passes to the next."""
+
+    def forward(_: Any, x: Tensor) -> Tensor:
+        state, results = torch.zeros(2), []
+        for step in range(64):
+            state = x[:, step % 4].exp() * state + x[:, step % 4]
+            results.append(state.sin())
+        return torch.stack(results)
+
+    assert outline(fold_repeats(bare(Net(forward), X))) == text(
+        """
+        input
+        zeros
+        (module) [64 times]
+          getitem <- input ×64
+          exp <- getitem ×64
+          mul <- exp ×64, zeros first, add ×63 next
+          getitem#2 <- input ×64
+          add <- mul ×64, getitem#2 ×64
+          sin <- add ×64
+        stack <- sin ×64 all
+        """
+    )
+
+
+def test_an_unrolled_recurrent_layer() -> None:
+    """An LSTM written with functions has the state and the memory of the step before, and its weights in each step."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = memory = torch.zeros(2, 4)
+            for _ in range(12):
+                gate, new = F.linear(x + hidden, self.weight).chunk(2, 1)
+                memory = gate.sigmoid() * memory + new.tanh()
+                hidden = memory.tanh()
+            return hidden
+
+    assert outline(fold_repeats(capture_graph(Layer(), X)), model_tensors=True) == text(
+        """
+        input
+        zeros
+        (module) [12 times]
+          add <- input ×12, zeros first, tanh#2 ×11 next
+        weight
+          linear <- add ×12, weight ×12
+          chunk <- linear ×12
+          sigmoid <- chunk ×12
+          mul <- sigmoid ×12, zeros first, add#2 ×11 next
+          tanh <- chunk ×12
+          add#2 <- mul ×12, tanh ×12
+          tanh#2 <- add#2 ×12
+        """
+    )
+
+
+def test_parameters_of_each_step() -> None:
+    """A parameter that only one step uses is in the frame; one that all steps use is outside."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.ParameterList(torch.ones(4, 4) for _ in range(3))
+            self.shared = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for weight in self.own:
+                x = F.linear(x, weight) * self.shared
+            return x
+
+    view = fold_repeats(capture_graph(Layers(), X))
+    (frame,) = (node for node in view.nodes if node.repeats > 1)
+    assert [node.name for node in view.children(frame)] == ["own.0", "linear", "mul"]
+
+
+def test_a_loop_in_a_loop() -> None:
+    """The state of each inner layer goes to the same layer in the next step of the outer loop."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        states = [torch.zeros(2, 4)] * 4
+        for _ in range(3):
+            y = x
+            for index in range(4):
+                y = states[index] = (y + states[index]).tanh()
+        return y
+
+    view = fold_repeats(bare(Net(forward), X))
+    assert outline(view) == text(
+        """
+        input
+        zeros
+        (module) [3 times]
+          (module) [4 times]
+            add <- input ×3 first, tanh ×9 next, zeros ×4 first, tanh ×8 next same
+            tanh <- add ×12
+        """
+    )
+
+
+# Sizes.
+
+
+def test_sizes_that_depend_on_the_data() -> None:
+    """Blocks whose numbers of rows differ are folded, and show the smallest and the largest number."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        result = x
+        for index, expert in enumerate(net.children()):
+            result = result.index_add(0, torch.arange(index % 3 + 1), expert(x[: index % 3 + 1]))
+        return result
+
+    experts = {f"expert{index}": nn.Linear(4, 4) for index in range(8)}
+    view = fold_repeats(collapse(bare(Net(forward, **experts), torch.ones(3, 4))))
+    (expert,) = view.module_calls()[1:]
+    assert (expert.name, str(expert.outputs[0])) == ("expert0", "1…3×4")
+    assert {str(edge.tensor) for edge in view.edges if edge.source == expert.id} == {"1…3×4"}
+
+
+def test_sizes_of_weights_keep_layers_apart() -> None:
+    """Layers with as many parameters, but other sizes, are not equal."""
+    net = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in [(4, 8), (8, 4)] * 2))
+    assert [node.repeats for node in fold_repeats(collapse(bare(net, X))).module_calls()] == [1] * 4
+
+
+# Laws.
+
+
+@settings(max_examples=300)
+@given(graph=wirings)
+def test_unfolding_gives_back_the_graph(graph: Graph) -> None:
+    """A folded graph determines the original graph, with all calls and with the order of all arguments."""
+    assert same_graph(unfold(fold_repeats(graph)), graph)
+
+
+@settings(max_examples=60)
+@given(graph=graphs)
+def test_unfolding_gives_back_the_model(graph: Graph) -> None:
+    """The folded graph of a model determines the recorded graph."""
+    assert same_graph(unfold(fold_repeats(graph)), graph)
+
+
+@settings(max_examples=100)
+@given(graph=wirings)
+def test_folding_twice_changes_nothing(graph: Graph) -> None:
+    """Folding a folded graph returns it, and folding is deterministic."""
+    view = fold_repeats(graph)
+    assert fold_repeats(view) is view
+    assert fold_repeats(graph) == view
+
+
+def test_a_long_loop_needs_few_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of compared nodes grows in proportion to the length of a loop."""
+    counts = []
+    for rounds in (100, 800):
+
+        def forward(_: Any, x: Tensor, rounds: int = rounds) -> Tensor:
+            for _index in range(rounds):
+                x = x.exp().tanh() + x
+            return x
+
+        compared = 0
+
+        def port(*args: Any, original: Any = Siblings.port) -> Any:
+            nonlocal compared
+            compared += 1
+            return original(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Siblings, "port", port)
+            fold_repeats(bare(Net(forward), X))
+        counts.append(compared)
+    assert counts[1] < 10 * counts[0]

@@ -46,7 +46,7 @@ def test_roll_of_a_loop() -> None:
     assert outline(view, outputs=True) == text(
         """
         input
-        a: Linear [3 times] <- input, b ×2
+        a: Linear [3 times] <- input, b ×2 next
         b: ReLU [3 times] <- a ×3
         output <- b
         """
@@ -56,13 +56,13 @@ def test_roll_of_a_loop() -> None:
 def test_roll_of_a_cell_that_feeds_itself() -> None:
     """A cell whose state is an input of its next call has an edge to itself, with the number of these tensors."""
     net = Net(lambda net, x: net.cell(net.cell(net.cell(x))), cell=nn.Sequential(linear(), nn.Tanh()))
-    assert outline(roll(collapse(bare(net, X), 1))) == "input\ncell: Sequential [3 times] <- input, cell ×2"
+    assert outline(roll(collapse(bare(net, X), 1))) == "input\ncell: Sequential [3 times] <- input, cell ×2 next"
     assert outline(roll(bare(net, X))) == text(
         """
         input
         cell: Sequential [3 times]
           cell.0: Linear
-            linear <- input, tanh ×2
+            linear <- input, tanh ×2 next
           cell.1: Tanh
             tanh <- linear ×3
         """
@@ -92,7 +92,7 @@ def test_roll_of_calls_that_do_different_things() -> None:
         input
         part: Net [2 times]
           part.act: Tanh
-            tanh <- input, tanh ×2
+            tanh <- input, tanh ×2 next
           exp <- tanh
         """
     )

@@ -1,0 +1,79 @@
+"""Repetitions in a sequence of numbers."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+__all__ = ["repetitions"]
+
+_SHORT = 8  # Every period up to this length is tried.
+_MOST = 3  # the number of longer periods that are tried at a position
+
+
+def repetitions(values: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return the start, end and period of the stretches that repeat with a period.
+
+    A stretch is at least two periods long and cannot be extended. Each stretch with a period of up to eight is
+    returned, and each one with a longer period that occurs at least three times. The time is proportional to
+    ``n log n``.
+
+    Args:
+        values: The sequence; only the equality of its elements matters.
+
+    Example:
+        >>> repetitions([7, 1, 2, 1, 2, 1, 2, 9])
+        [(1, 7, 2)]
+    """
+    found: list[tuple[int, int, int]] = []
+    for period in range(1, min(_SHORT, len(values) // 2) + 1):
+        place = 0
+        while place + period < len(values):
+            end = _end(values, place, period)
+            if end - place >= 2 * period:
+                found.append((place, end, period))
+            place = end - period + 1
+    seen: dict[int, int] = {}
+    for place, period in _candidates(values):
+        # The stretches with a period are found from left to right.
+        if place < seen.get(period, 0):
+            continue
+        start = place
+        while start and values[start - 1] == values[start - 1 + period]:
+            start -= 1
+        end = seen[period] = _end(values, place, period)
+        if end - start >= 2 * period:
+            found.append((start, end, period))
+    return found
+
+
+def _end(values: Sequence[int], start: int, period: int) -> int:
+    """Return the end of the stretch that begins at a place and repeats with a period."""
+    place = start
+    while place + period < len(values) and values[place] == values[place + period]:
+        place += 1
+    return place + period
+
+
+def _candidates(values: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield places and periods above eight at which a window of at least half the period occurs again."""
+    ranks = list(values)
+    size = 1
+    while 2 * size < len(values):
+        if size >= _SHORT:
+            places: dict[int, list[int]] = {}
+            for place, rank in enumerate(ranks):
+                places.setdefault(rank, []).append(place)
+            for place in range(0, len(ranks), size):
+                same = places[ranks[place]]
+                first = bisect_left(same, place + size + 1)
+                for other in same[first : first + _MOST]:
+                    if other - place <= 2 * size:
+                        yield place, other - place
+        # Windows of twice the size are equal if both of their halves are equal.
+        numbers: dict[tuple[int, int], int] = {}
+        ranks = [
+            numbers.setdefault(pair, len(numbers))
+            for pair in zip(ranks[: len(ranks) - size], ranks[size:], strict=True)
+        ]
+        size *= 2

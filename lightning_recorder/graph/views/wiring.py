@@ -1,0 +1,273 @@
+"""Comparison of consecutive parts of a graph by the way they are connected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from lightning_recorder.graph.model import Edge, Graph, Node
+
+__all__ = ["MutableGraph", "Port", "Siblings", "merge_ports"]
+
+Key = tuple[Any, ...]
+Port = list[tuple[Key, int]]
+"""The sources of a node in their order, relative to the unit around it, and the number of tensors from each."""
+
+_TENSORS = ("parameter", "buffer", "tensor")
+
+
+class MutableGraph:
+    """The nodes, calls and edges of a graph while it is folded.
+
+    Args:
+        graph: The graph to start from.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = {node.id: node for node in graph.nodes}
+        self.children: dict[int, list[int]] = {}
+        self.into: dict[int, list[Edge]] = {}
+        self.users: dict[int, dict[Key, Edge]] = {}
+        for node in graph.nodes[1:]:
+            if node.parent is not None:
+                self.children.setdefault(node.parent, []).append(node.id)
+        for edge in graph.edges:
+            self.into.setdefault(edge.target, []).append(edge)
+            self.users.setdefault(edge.source, {})[edge.target, edge.across] = edge
+
+    def subtree(self, node_id: int) -> list[int]:
+        """Return a node and all nodes inside it; calls precede their contents."""
+        found, todo = [], [node_id]
+        while todo:
+            found.append(todo.pop())
+            todo.extend(reversed(self.children.get(found[-1], ())))
+        return found
+
+    def connect(self, target: int, edges: list[Edge]) -> None:
+        """Replace all edges into a node."""
+        for edge in self.into.pop(target, ()):
+            self.users[edge.source].pop((target, edge.across), None)
+        if edges:
+            self.into[target] = edges
+        for edge in edges:
+            self.users.setdefault(edge.source, {})[target, edge.across] = edge
+
+    def remove(self, node_id: int) -> None:
+        """Remove a node with the edges into it."""
+        self.connect(node_id, [])
+        del self.nodes[node_id]
+        self.children.pop(node_id, None)
+
+
+class Siblings:
+    """The parts of one call in the order of time, and the edges between them and to the rest of the graph.
+
+    A place is the position of a part and an offset inside it. Corresponding nodes of equal parts have equal offsets. A
+    parameter or other tensor beside the parts has the place of its first use.
+
+    Args:
+        graph: The graph.
+        parts: The parts: calls of modules and functions.
+        tensors: Parameters, buffers and other tensors directly inside the same call.
+    """
+
+    def __init__(self, graph: MutableGraph, parts: list[int], tensors: list[int]) -> None:
+        self.graph = graph
+        self.parts = parts
+        self.subtrees = [graph.subtree(part) for part in parts]
+        self.place: dict[int, tuple[int, Any]] = {
+            node: (position, offset) for position, tree in enumerate(self.subtrees) for offset, node in enumerate(tree)
+        }
+        # Offsets of the nodes with edges from other parts, and of the nodes with edges to other parts.
+        self.targets = [self._offsets(tree, self._takes) for tree in self.subtrees]
+        self.sources = [self._offsets(tree, self._gives) for tree in self.subtrees]
+        self.spans: dict[int, tuple[int, int]] = {}
+        for tensor in tensors:
+            self._place_tensor(tensor)
+
+    def _offsets(self, tree: list[int], condition: Any) -> list[int]:
+        return [offset for offset, node in enumerate(tree) if condition(node, self.place[tree[0]][0])]
+
+    def _takes(self, node: int, position: int) -> bool:
+        return any(edge.across or self._position(edge.source) != position for edge in self.graph.into.get(node, ()))
+
+    def _gives(self, node: int, position: int) -> bool:
+        users = self.graph.users.get(node, {}).values()
+        return any(edge.across or self._position(edge.target) != position for edge in users)
+
+    def _position(self, node: int) -> int | None:
+        place = self.place.get(node)
+        return place and place[0]
+
+    def _place_tensor(self, tensor: int) -> None:
+        users = self.graph.users.get(tensor, {}).values()
+        places = sorted(self.place[edge.target] for edge in users if edge.target in self.place)
+        if not places or len(places) < len(users):
+            return  # the tensor is used elsewhere as well
+        position, offset = places[0]
+        sources = [edge.source for edge in self.graph.into[self.subtrees[position][offset]]]
+        self.place[tensor] = position, (offset, sources.index(tensor))
+        self.spans[tensor] = position, places[-1][0]
+
+    def private(self, start: int, length: int) -> dict[int, Any]:
+        """Return the tensors that only the unit at a position uses, with their offsets from it."""
+        return {
+            tensor: (self.place[tensor][0] - start, self.place[tensor][1])
+            for tensor in self.spans
+            if self._within(tensor, start, length)
+        }
+
+    def _within(self, node: int, start: int, length: int) -> bool:
+        """Return True if a node, or all uses of a tensor, are in the unit at a position."""
+        first, last = self.spans.get(node) or (self.place[node][0],) * 2
+        return start <= first and last < start + length
+
+    def ports(self, unit: int, first: int, length: int) -> dict[Key, Port]:
+        """Return the sources of the nodes of a unit that take tensors from outside of their part.
+
+        Args:
+            unit: The position of the unit.
+            first: The position of the first unit.
+            length: The length of a unit.
+        """
+        found: dict[Key, Port] = {}
+        for relative in range(length):
+            tree = self.subtrees[unit + relative]
+            for offset in self.targets[unit + relative]:
+                found[relative, offset] = self.port(tree[offset], unit, first, length)
+        return found
+
+    def port(self, node: int, unit: int, first: int, length: int) -> Port:
+        """Return the sources of one node; see :meth:`ports`."""
+        return [
+            ((self._spot(edge, unit, first, length), self.across(edge, unit, length)), edge.multiplicity)
+            for edge in self.graph.into.get(node, ())
+        ]
+
+    def _spot(self, edge: Edge, unit: int, first: int, length: int) -> Key:
+        """Return the place of a source: in the unit, in the one before it, or the node itself if it is outside."""
+        source = edge.source
+        if source not in self.place:
+            return "out", source
+        position, offset = self.place[source]
+        if self._within(source, unit, length):
+            label = tensor_label(self.graph.nodes[source]) if source in self.spans else None
+            return "unit", position - unit, offset, label
+        # An outer repetition passes this tensor on, so the source is not computed before.
+        if source in self.spans or not first <= position < unit or edge.relates("next"):
+            return "out", source
+        return ("before", position - unit + length, offset) if position >= unit - length else ("earlier", source)
+
+    def across(self, edge: Edge, unit: int, length: int) -> Key:
+        """Return the relations of an edge to folded nodes, which are relative if they are inside the unit."""
+        return tuple((self._group(group, unit, length), word) for group, word in edge.across)
+
+    def _group(self, group: int, unit: int, length: int) -> Key:
+        position, offset = self.place.get(group, (-1, None))
+        return ("unit", position - unit, offset) if unit <= position < unit + length else ("out", group)
+
+    def leaving(self, unit: int, first: int, length: int, end: int) -> dict[Key, int]:
+        """Return the edges from a unit to nodes outside of all units.
+
+        Edges of an outer repetition to nodes in other units count as well.
+        """
+        found: dict[Key, int] = {}
+        for relative in range(length):
+            tree = self.subtrees[unit + relative]
+            for offset in self.sources[unit + relative]:
+                for edge in self.graph.users.get(tree[offset], {}).values():
+                    if not self._stays(edge, unit, first, length, end):
+                        key = relative, offset, edge.target, self.across(edge, unit, length)
+                        found[key] = edge.multiplicity
+        return found
+
+    def _stays(self, edge: Edge, unit: int, first: int, length: int, end: int) -> bool:
+        position = self._position(edge.target)
+        if position is None:
+            return False
+        return unit <= position < unit + length or (first <= position < end and not edge.relates("next"))
+
+    def in_turn(self, target: int, keys: list[Key], first: int, length: int, times: int) -> bool:
+        """Return True if a node takes the tensors of all units one unit after the other, without others between."""
+        wanted = [(relative, offset, across) for relative, offset, goal, across in keys if goal == target]
+        places: list[int] = []
+        seen: list[list[Key]] = [[] for _ in range(times)]
+        for index, edge in enumerate(self.graph.into[target]):
+            position, offset = self.place.get(edge.source, (-1, None))
+            if not first <= position < first + length * times or edge.source in self.spans:
+                continue
+            number, relative = divmod(position - first, length)
+            key = relative, offset, self.across(edge, first + number * length, length)
+            if key in wanted:
+                if any(seen[number + 1 :]):
+                    return False
+                seen[number].append(key)
+                places.append(index)
+        return places[-1] - places[0] + 1 == len(places) and all(each == seen[0] for each in seen)
+
+    def names(self, unit: int, length: int) -> Iterator[str]:
+        """Yield the names of the modules of a unit."""
+        for part in self.parts[unit : unit + length]:
+            if self.graph.nodes[part].kind == "module":
+                yield self.graph.nodes[part].name
+
+
+def tensor_label(node: Node) -> Key:
+    """Return the properties in which parameters and other tensors of equal units agree."""
+    name = "#" if node.name.rpartition(".")[2].isdigit() else node.name.rpartition(".")[2]
+    return node.kind, name, node.outputs
+
+
+def merge_ports(first: Port, later: Port, *, exact: bool) -> list[tuple[Literal["", "first", "next"], Key, int]] | None:
+    """Combine the sources of a node in the first repetition with those in the later ones.
+
+    Args:
+        first: The sources in the first repetition.
+        later: The sources in each later repetition.
+        exact: Require the same number of tensors in all repetitions.
+
+    Returns:
+        The relation to the repetition, the source and the number of tensors for each edge. The edges without relation
+        and those of the first repetition are in the order of ``first``, the others in the order of ``later``. ``None``
+        if the order differs, or if a source that differs is not in the repetition before.
+    """
+    at_first, at_later = dict(first), dict(later)
+    common = {key: min(number, at_later[key]) for key, number in first if key in at_later}
+    if [key for key, _ in first if key in common] != [key for key, _ in later if key in common]:
+        return None
+    start = [(key, number - common.get(key, 0)) for key, number in first if number > common.get(key, 0)]
+    onward = [(key, number - common.get(key, 0)) for key, number in later if number > common.get(key, 0)]
+    if any(key[0][0] != "out" for key, _ in start) or any(key[0][0] != "before" for key, _ in onward):
+        return None
+    numbers = [sum(number for _, number in part) for part in (start, onward)]
+    if bool(numbers[0]) != bool(numbers[1]) or (exact and numbers[0] != numbers[1]):
+        return None
+    # The tensors that differ are in the same place among the arguments: a subtraction is not equal to its reverse. The
+    # place of further tensors from a common source is unknown.
+    gaps = zip(_between(first, common), _between(later, common), strict=True)
+    extra = any(at_first[key] > number for key, number in common.items())
+    if not all(one <= other if extra else one == other if exact else bool(one) == bool(other) for one, other in gaps):
+        return None
+    merged: list[tuple[Literal["", "first", "next"], Key, int]] = []
+    waiting = [key for key, _ in first]
+    for key, number in later:
+        while waiting and (waiting[0] not in common or key in common):
+            earlier = waiting.pop(0)
+            if at_first[earlier] > common.get(earlier, 0):
+                merged.append(("first", earlier, at_first[earlier] - common.get(earlier, 0)))
+            if earlier == key:
+                break
+        merged.append(("", key, common[key]) if key in common else ("next", key, number))
+    merged.extend(("first", key, at_first[key]) for key in waiting)
+    return merged
+
+
+def _between(port: Port, common: dict[Key, int]) -> list[int]:
+    """Return the number of tensors before the first, between, and after the last of the common sources."""
+    numbers = [0]
+    for key, number in port:
+        if key in common:
+            numbers.append(0)
+        else:
+            numbers[-1] += number
+    return numbers

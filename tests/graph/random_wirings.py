@@ -1,0 +1,79 @@
+"""Random graphs with repetitions, built without running a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from lightning_recorder.graph import Edge, Graph, Node, TensorMeta
+
+__all__ = ["wirings"]
+
+_META = (TensorMeta((2, 4), "float32"),)
+
+# A source is an earlier value, counted from the last one or from the first one, or a parameter of its own.
+_SOURCES = st.lists(
+    st.tuples(st.sampled_from(("back", "back", "back", "from start", "own")), st.integers(0, 4)), min_size=1, max_size=3
+)
+_OP = st.tuples(st.just("op"), st.sampled_from("abc"), _SOURCES)
+_GATHER = st.tuples(st.just("gather"), st.integers(1, 3), st.integers(1, 5))
+
+
+def _loop(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    body = st.lists(inner, min_size=1, max_size=4)
+    return st.tuples(st.just("loop"), st.integers(1, 5), body) | st.tuples(st.just("call"), st.sampled_from("AB"), body)
+
+
+_STATEMENT = st.recursive(_OP | _OP | _GATHER, _loop, max_leaves=10)
+
+
+class _Builder:
+    """Builds a graph from statements."""
+
+    def __init__(self) -> None:
+        self.nodes = [Node(0, "module", "", None, 0, type_name="Net")]
+        self.edges: dict[tuple[int, int], Edge] = {}
+        self.values: list[int] = []
+        for name in ("x", "y"):
+            self.values.append(self.add("input", name, 0, []))
+
+    def add(self, kind: Any, name: str, parent: int, sources: list[int], **about: Any) -> int:
+        number = len(self.nodes)
+        depth = self.nodes[parent].depth + 1
+        self.nodes.append(Node(number, kind, name, parent, depth, outputs=_META, **about))
+        for source in sources:
+            before = self.edges.get((source, number))
+            self.edges[source, number] = Edge(source, number, (before.multiplicity if before else 0) + 1, _META[0])
+        return number
+
+    def run(self, statements: list[Any], parent: int) -> None:
+        for statement in statements:
+            if statement[0] == "op":
+                sources = [self.source(kind, number, parent) for kind, number in statement[2]]
+                self.values.append(self.add("op", statement[1], parent, sources))
+            elif statement[0] == "gather":
+                # Each of the last few values, or every second one of them, as when a loop collects its results.
+                self.values.append(self.add("op", "stack", parent, self.values[:: statement[1]][-statement[2] :]))
+            elif statement[0] == "loop":
+                for _ in range(statement[1]):
+                    self.run(statement[2], parent)
+            else:
+                call = self.add("module", f"m{len(self.nodes)}", parent, [], type_name=statement[1])
+                self.run(statement[2], call)
+
+    def source(self, kind: str, number: int, parent: int) -> int:
+        if kind == "own":
+            return self.add("parameter", f"w{number}", parent, [])
+        return self.values[-1 - number % len(self.values)] if kind == "back" else self.values[number % len(self.values)]
+
+
+def _built(statements: list[Any]) -> Graph:
+    builder = _Builder()
+    builder.run(statements, 0)
+    builder.add("output", "output", 0, builder.values[-1:])
+    return Graph(tuple(builder.nodes), tuple(builder.edges.values()))
+
+
+wirings: st.SearchStrategy[Graph] = st.lists(_STATEMENT, min_size=1, max_size=4).map(_built)
+"""Graphs of nested loops and calls whose statements take tensors from anywhere before."""
