@@ -18,6 +18,7 @@ from lightning_recorder.graph.views.fit import fit_view, truncate
 from lightning_recorder.graph.views.focus import focus
 from lightning_recorder.graph.views.fold import fold_repeats
 from lightning_recorder.graph.views.gather import gather
+from lightning_recorder.graph.views.own_tensors import own_tensors
 from lightning_recorder.graph.views.roll import roll
 from lightning_recorder.graph.views.show_tensors import show_tensors
 
@@ -50,6 +51,7 @@ __all__ = [
     "gather",
     "hide",
     "make_dot",
+    "own_tensors",
     "record",
     "render_network",
     "roll",

@@ -66,6 +66,12 @@ class Node:
         outputs: The output tensors; for a parameter, buffer, input or output, the tensor itself.
         parameters: The number of parameter elements that the module of a call owns itself. Those of its submodules are
             included only if their calls are not observed, as in a fused layer.
+        total_parameters: The number of parameter elements of the module of a call and of all its submodules, each
+            parameter once, called or not.
+        used_parameters: The number of these elements that anything in the recording used; ``None`` if it is not known,
+            because the recording failed or a computation was not observed.
+        tied: For a parameter or buffer, its other names in the model. For a closed call or an op of a view, the names
+            of the tensors that it uses and that another closed call contains.
         autograd: The types of the nodes that an op created in torch's backward graph, such as ``AddmmBackward0``, the
             last one first.
         scope: The part of a training step: the name of the method, or ``loss`` for nodes between the last layer and the
@@ -87,6 +93,9 @@ class Node:
     call: int = 1
     outputs: tuple[TensorMeta, ...] = ()
     parameters: int = 0
+    total_parameters: int = 0
+    used_parameters: int | None = None
+    tied: tuple[str, ...] = ()
     autograd: tuple[str, ...] = ()
     scope: str = ""
     failed: bool = False
@@ -268,7 +277,7 @@ class Graph:
 
 def _node(data: Mapping[str, Any]) -> Node:
     outputs, autograd = tuple(map(_meta, data["outputs"])), tuple(data.get("autograd", ()))
-    return Node(**{**data, "outputs": outputs, "autograd": autograd})
+    return Node(**{**data, "outputs": outputs, "autograd": autograd, "tied": tuple(data.get("tied", ()))})
 
 
 def _meta(data: Mapping[str, Any]) -> TensorMeta:

@@ -28,6 +28,7 @@ class ModelNames:
         # Keyed by id. Ids are reused after a module or tensor is freed, so a weak reference is kept with each.
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._tensors: dict[int, tuple[weakref.ref[Tensor], tuple[Kind, str, int]]] = {}
+        self._aliases: dict[int, tuple[str, ...]] = {}
         self._counts: dict[str, int] = {}
         for name, each in named_submodules(root).items():
             self._introduce(name, each)
@@ -54,10 +55,15 @@ class ModelNames:
         reference, known = self._tensors.get(id(tensor), (None, None))
         return known if reference is not None and reference() is tensor else None
 
+    def aliases(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the other names of a parameter or buffer that several modules register."""
+        return self._aliases.get(id(tensor), ()) if self.tensor(tensor) is not None else ()
+
     def clear(self) -> None:
         """Forget all modules and tensors."""
         self._names.clear()
         self._tensors.clear()
+        self._aliases.clear()
 
     def _introduce(self, name: str, module: nn.Module) -> None:
         """Register a module and its own tensors under their names."""
@@ -71,6 +77,9 @@ class ModelNames:
             for path, tensor in tensors:
                 if self.tensor(tensor) is None:
                     self._tensors[id(tensor)] = weakref.ref(tensor), (kind, path, id(module))
+                    self._aliases.pop(id(tensor), None)
+                else:
+                    self._aliases[id(tensor)] = (*self._aliases.get(id(tensor), ()), path)
 
     def _welcome(self, name: str, module: nn.Module) -> None:
         """Register a module that the model does not register, and its submodules, under a unique name."""

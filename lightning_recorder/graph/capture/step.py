@@ -15,6 +15,7 @@ from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, meta
 from lightning_recorder.graph.capture.function_calls import Versions, find_caller, function_name, tensors_in, writes
 from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
+from lightning_recorder.graph.capture.parameters import ParameterCounts, count, count_below, note_used, own_parameters
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.model import Graph, TensorMeta
 from lightning_recorder.internals.autograd import is_view, unwrapped, version_of
@@ -59,6 +60,9 @@ class StepRecording:
         self._counts: dict[str, int] = {}
         self._failure: _Failure | int | None = None  # an int is the id of an existing node
         self._stepped: dict[int, int] = {}
+        self._counts_below = ParameterCounts()
+        self._unobserved: set[int] = set()
+        """The calls in which a computation was not observed, so that the parameters that it used are unknown."""
         self._describe(0, root)
 
     def name_modules(self, root: nn.Module) -> None:
@@ -77,9 +81,11 @@ class StepRecording:
         """Return the graph recorded so far."""
         root = self._calls[0].module
         # A shared parameter counts once.
-        parameters = {id(each): each for module in root.modules() for each in _own(module)}
+        for call in self._calls:
+            self._builder.nodes[call.node].total_parameters = self._counts_below.of(call.module)
+        note_used(self._builder.nodes, self._builder.ends, self._unobserved)
         scopes = Scopes(self._builder.nodes, self._builder.ends, scope).named()
-        return self._builder.finish(scope, _parameters(parameters.values()), scopes)
+        return self._builder.finish(scope, count_below(root), scopes)
 
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Add an input node for each tensor that the model takes, named by its path."""
@@ -119,7 +125,7 @@ class StepRecording:
     def _describe(self, node: int, module: nn.Module) -> None:
         draft = self._builder.nodes[node]
         draft.type_name = type(module).__name__
-        draft.parameters = _parameters(_own(module))
+        draft.parameters = count(own_parameters(module))
 
     def leave_call(self, module: nn.Module, inputs: Any, output: Any, failed: bool) -> None:
         """Record the end of a module call.
@@ -145,6 +151,7 @@ class StepRecording:
         if draft.type_name != type(module).__name__:
             # A lazy module has changed its class and created its parameters during the call.
             self._describe(call.node, module)
+        draft.total_parameters = self._counts_below.of(module)
         draft.outputs = metas_of(given)
         if self._times:
             draft.duration_ms = (time.perf_counter() - call.start_s) * 1e3
@@ -166,6 +173,8 @@ class StepRecording:
         given = [each for each in tensors_in([result]) if id(each) not in took and self._origins.known(each) is None]
         used = [each for each in self._origins.behind(given) if id(each) not in took]
         if given:
+            if not used:
+                self._unobserved.add(self._calls[-1].node)
             self._note(name, [*taken, *used], given, (), of_model=True)
 
     def _note_unseen(
@@ -180,7 +189,9 @@ class StepRecording:
             used = list(module.parameters()) if whole else self._origins.behind(unseen)
             if whole:
                 # No submodule calls are observed, so this call counts all of the parameters.
-                self._builder.nodes[call].parameters = _parameters(used)
+                self._builder.nodes[call].parameters = count(used)
+            elif not used:
+                self._unobserved.add(call)
             taken = [*taken, *(tensor for tensor in used if id(tensor) not in took)]
             self._note("fused" if is_fused(module) else "unseen", taken, unseen, (), of_model=True)
         elif empty and passed:
@@ -332,18 +343,6 @@ class StepRecording:
             self._builder.nodes[failure].failed = True
         for call in self._calls[-calls:] if calls else self._calls:
             self._builder.nodes[call.node].failed = True
-
-
-def _parameters(parameters: Iterable[Tensor]) -> int:
-    """Return the number of elements, without uninitialized parameters."""
-    return sum(parameter.numel() for parameter in parameters if not is_uninitialized(parameter))
-
-
-def _own(module: nn.Module) -> Iterable[Tensor]:
-    """Return the module's own parameters, even if its class overrides ``parameters``."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return module.parameters(recurse=False)
-    return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 def is_fused(module: nn.Module) -> bool:
