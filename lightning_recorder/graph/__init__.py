@@ -11,6 +11,7 @@ from lightning_recorder.graph.renderers.base import BaseRenderer
 from lightning_recorder.graph.renderers.graphdef import to_graph_def
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler
 from lightning_recorder.graph.renderers.mermaid import MermaidRenderer, to_mermaid
+from lightning_recorder.graph.renderers.model_explorer import to_model_explorer, to_node_data
 from lightning_recorder.graph.renderers.text import TextRenderer, to_text
 from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_isolated, hide, without
@@ -58,6 +59,8 @@ __all__ = [
     "show_tensors",
     "to_graph_def",
     "to_mermaid",
+    "to_model_explorer",
+    "to_node_data",
     "to_text",
     "truncate",
     "without",

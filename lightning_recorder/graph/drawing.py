@@ -16,6 +16,7 @@ from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import record
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler, check_direction
 from lightning_recorder.graph.views.collapse import collapse
+from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
 from lightning_recorder.graph.views.fit import fit_view, view_at_depth
 from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.show_tensors import show_tensors
@@ -152,6 +153,7 @@ def draw(
     max_nodes: int | None = 150,
     show_shapes: bool = True,
     legend: bool = False,
+    link: str | None = SOURCE_LINK,
     styler: GraphvizStyler | None = None,
 ) -> Drawing:
     """Run a model once and return a picture of its graph.
@@ -181,6 +183,8 @@ def draw(
             no limit.
         show_shapes: Write shapes into the nodes.
         legend: Add a legend that explains the colours and shapes of the nodes.
+        link: The address that a node of an SVG opens, as for :class:`GraphvizStyler`; by default VS Code opens the line
+            of code. Ignored if there is a ``styler``.
         styler: The styler that decides how nodes and edges look.
 
     Raises:
@@ -214,7 +218,7 @@ def draw(
         view = fit_view(graph, max_nodes, depth, **options)
     view = rolled(view) if roll else view
     view = view if hide_inner_tensors else show_tensors(view)
-    styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none")
+    styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none", link=link)
     renderer = GraphvizRenderer(view, styler, direction=graph_dir, frames=expand_nested, legend=legend)
     return Drawing(graph, view, renderer.render())
 

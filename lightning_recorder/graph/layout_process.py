@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_PART = re.compile(r'subgraph "?(?P<name>cluster_\w+)"? \{|<td port="(?P<side>left|right)" width="(?P<width>\d+)"></td>')
+_PART = re.compile(
+    r'subgraph "?(?P<name>cluster_\w+)"? \{|<td port="(?P<side>left|right)" width="(?P<width>\d+)"></td>'
+)
 _ROUNDS = 6
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
 _QUICK_S = 10.0  # No further layout is made after one that took longer.
@@ -75,8 +77,12 @@ def draw(renderer: str, source: str, formats: list[str]) -> list[bytes]:
         sys.path.append(renderer)
         import pygraphviz
 
-        graph = pygraphviz.AGraph(string=source)
-        return [graph.draw(format=each, prog="dot") for each in formats]
+        try:
+            graph = pygraphviz.AGraph(string=source)
+            return [graph.draw(format=each, prog="dot") for each in formats]
+        except (ValueError, OSError) as error:
+            # The context may have the reason.
+            sys.exit(f"{error} {error.__context__ or ''}".strip())
     made = []
     for each in formats:
         done = subprocess.run([renderer, f"-T{each}"], input=source.encode(), stdout=subprocess.PIPE, check=False)
@@ -135,9 +141,12 @@ def place(frame: Frame, widths: dict[str, int], layout: Any) -> dict[str, int]:
         total = widths["left"] + widths["right"]
         return {"left": max(1, left), "right": max(1, total - left)}
     widest = max((right - left for left, right in gaps), default=0.0)
+    inner = frame.right - frame.left - 2 * _MARGIN
+    if inner > 4 * text + 10 * _MARGIN:
+        # Edges run along the title, and more room would not help.
+        return widths
     # The new room may be divided by an edge, so it is generous.
-    total = frame.right - frame.left - 2 * _MARGIN - text
-    return {"left": 1, "right": round(max(total, 0) + 2 * (text - widest) + 4 * _MARGIN)}
+    return {"left": 1, "right": round(max(inner - text, 0) + 2 * (text - widest) + 4 * _MARGIN)}
 
 
 def crossings(edge: Any, frame: Frame) -> Iterator[Interval]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
@@ -67,9 +68,9 @@ class Node:
         parameters: The number of parameter elements that the module of a call owns itself. Those of its submodules are
             included only if their calls are not observed, as in a fused layer.
         total_parameters: The number of parameter elements of the module of a call and of all its submodules, each
-            parameter once, called or not.
+            parameter once, called or not; ignored in comparisons.
         used_parameters: The number of these elements that anything in the recording used; ``None`` if it is not known,
-            because the recording failed or a computation was not observed.
+            because the recording failed or a computation was not observed; ignored in comparisons.
         tied: For a parameter or buffer, its other names in the model. For a closed call or an op of a view, the names
             of the tensors that it uses and that another closed call contains.
         autograd: The types of the nodes that an op created in torch's backward graph, such as ``AddmmBackward0``, the
@@ -93,8 +94,8 @@ class Node:
     call: int = 1
     outputs: tuple[TensorMeta, ...] = ()
     parameters: int = 0
-    total_parameters: int = 0
-    used_parameters: int | None = None
+    total_parameters: int = field(default=0, compare=False)
+    used_parameters: int | None = field(default=None, compare=False)
     tied: tuple[str, ...] = ()
     autograd: tuple[str, ...] = ()
     scope: str = ""
@@ -246,6 +247,16 @@ class Graph:
         nodes, edges = ([asdict(each) for each in part] for part in (self.nodes, self.edges))
         about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
         return {**about, "nodes": nodes, "edges": edges}
+
+    def to_model_explorer(self) -> dict[str, Any]:
+        """Return the JSON values that Google's Model Explorer opens.
+
+        See :func:`lightning_recorder.graph.to_model_explorer`.
+        """
+        # By name, since the renderers import this file.
+        renderer = import_module("lightning_recorder.graph.renderers.model_explorer")
+        collection: dict[str, Any] = renderer.to_model_explorer(self)
+        return collection
 
     @classmethod
     def from_json(cls, data: Any) -> Graph:

@@ -14,6 +14,8 @@ __all__ = ["Columns", "Size", "label_size", "split"]
 
 _RATIO = 3.4  # of the longer to the shorter side, from which a picture is divided; the sizes are estimates
 _ROUNDS = 24
+# A picture whose longer side is shorter than this, in points, is shown in full anyway, and gets wider margins instead.
+_SMALL, _NARROW, _PAD = 620.0, 3.2, 0.2
 _RANK_GAP, _NODE_GAP, _COLUMN_GAP = 25.0, 18.0, 44.0  # points
 _FRAME_MARGIN = 16.0
 _MOST_CUT = 3  # edges between two columns that are led around; further ones cross the picture
@@ -40,12 +42,14 @@ class Columns:
             is no edge between them.
         detours: The edges from one column to the next that are led around.
         crossing: The other edges between columns.
+        padding: The margins of the page to the left and right, and above and below, in inches.
     """
 
     column: Mapping[int, int] = field(default_factory=dict)
     below: Sequence[tuple[int, int]] = ()
     detours: frozenset[tuple[int, int]] = frozenset()
     crossing: frozenset[tuple[int, int]] = frozenset()
+    padding: tuple[float, float] = (_PAD, _PAD)
 
     def within(self, graph: Graph, call: Node) -> Ends | None:
         """Return the nodes at the ends of the columns of a call; ``None`` if the call is not divided."""
@@ -133,21 +137,35 @@ class _Plan:
             for call, source, target in lifted(graph, edge):
                 self._inside.setdefault(call, []).append((source, target))
         self._known: dict[int, Size] = {}
-        self._fed = {each.id for edge in graph.edges for each in (graph[edge.target], *graph.ancestors(graph[edge.target]))}
+        self._fed = {
+            each.id for edge in graph.edges for each in (graph[edge.target], *graph.ancestors(graph[edge.target]))
+        }
         """The nodes with an edge into them or into anything inside them."""
 
     def columns(self) -> Columns:
         root = self._graph.root
+        whole = self._size(root)
+        if max(whole.along, whole.across) < _SMALL:
+            return Columns(padding=self._padding())
         best = self._ratio(), dict(self._parts), dict(self._rows)
         for _ in range(_ROUNDS):
             ratio = self._ratio()
-            if 1 / _RATIO <= ratio <= _RATIO or not self._divide(root, long=ratio > 1):
+            if 1 / _RATIO <= ratio <= (_RATIO - 0.6 * self._flat) or not self._divide(root, long=ratio > 1):
                 break
             self._known.clear()
             if _excess(self._ratio()) < _excess(best[0]):
                 best = self._ratio(), dict(self._parts), dict(self._rows)
         _, self._parts, self._rows = best
         return self._result()
+
+    def _padding(self) -> tuple[float, float]:
+        """Return the margins of the page, in inches, with which a small picture is not too narrow."""
+        size = self._size(self._graph.root)
+        width, height = (size.along, size.across) if self._flat else (size.across, size.along)
+        width, height = max(width, self._title[0]), height + self._title[1]
+        return tuple(
+            max(_PAD, (other / _NARROW - own) / 144 + _PAD) for own, other in ((width, height), (height, width))
+        )
 
     def _ratio(self) -> float:
         """Return the length of the picture along the flow divided by its breadth."""

@@ -15,6 +15,7 @@ from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.base import BaseRenderer
 from lightning_recorder.graph.renderers.columns import Columns, label_size, split
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
+from lightning_recorder.graph.renderers.source_link import SOURCE_LINK, source_link
 from lightning_recorder.graph.views.fit import drawn_nodes
 
 if TYPE_CHECKING:
@@ -72,16 +73,20 @@ class GraphvizStyler:
     Args:
         shapes: The place of tensor shapes: ``"nodes"`` for the node that returned the tensor, ``"edges"``, or
             ``"none"``. Tooltips show them in any case.
+        link: The address that a node of an SVG opens, with ``{path}`` for the absolute path of its file, ``{file}`` for
+            the path relative to the working directory or the installed packages, and ``{line}``. By default VS Code
+            opens the line; ``None`` makes no links. With ``{path}``, files that do not exist here are not linked.
         attributes: Graphviz attributes for all nodes; they override those of the kind.
 
     Raises:
         ArgumentError: If ``shapes`` is not one of the three.
     """
 
-    def __init__(self, *, shapes: Shapes = "nodes", **attributes: str) -> None:
+    def __init__(self, *, shapes: Shapes = "nodes", link: str | None = SOURCE_LINK, **attributes: str) -> None:
         if shapes not in get_args(Shapes):
             raise ArgumentError(f"shapes must be one of {', '.join(get_args(Shapes))}, got {shapes!r}")
         self.shapes = shapes
+        self.link = link
         self.attributes = attributes
 
     def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
@@ -91,8 +96,13 @@ class GraphvizStyler:
             **(_FAILED if node.failed else {}),
             "label": _label(node, graph, shapes=self.shapes == "nodes"),
             "tooltip": dot_attribute(_describe(node)),
+            **self._address(node),
             **self.attributes,
         }
+
+    def _address(self, node: Node) -> dict[str, str]:
+        address = source_link(node.source, self.link) if self.link is not None else ""
+        return {"URL": dot_attribute(address)} if address else {}
 
     def style_title(self, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of the whole graph; the title shows the model's class and size."""
@@ -110,6 +120,7 @@ class GraphvizStyler:
             # Short lines, since the layout looks for a gap of this width between the edges from above.
             "label": _stacked([*([_bold(name)] if name else []), *(_detail(line) for line in lines if line)]),
             "tooltip": dot_attribute(_describe(node)),
+            **self._address(node),
             "bgcolor": _FRAMES[node.depth % 2],
             "color": "#0072b2" if node.repeats > 1 else "#bdbdbd",
             "penwidth": "2" if node.repeats > 1 else "1",
@@ -190,7 +201,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             rankdir=self.direction,
             ranksep="0.35",
             nodesep="0.25",
-            pad="0.2",
+            pad="{:.2f},{:.2f}".format(*self._columns.padding),
             fontname=_FONT,
             fontsize=str(_NAME_PT),
         )
