@@ -15,8 +15,8 @@ from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import record
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler, check_direction
-from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
+from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.fit import fit_view, view_at_depth
 from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.show_tensors import show_tensors
@@ -212,10 +212,8 @@ def draw(
             model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode
         )
     options: dict[str, Any] = {"fold": fold, "leaves": hide_module_functions, "parameters": parameters}
-    if max_nodes is None:
-        view = view_at_depth(graph, depth, **options)
-    else:
-        view = fit_view(graph, max_nodes, depth, **options)
+    unlimited = max_nodes is None
+    view = view_at_depth(graph, depth, **options) if unlimited else fit_view(graph, max_nodes or 1, depth, **options)
     view = rolled(view) if roll else view
     view = view if hide_inner_tensors else show_tensors(view)
     styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none", link=link)

@@ -26,8 +26,8 @@ __all__ = ["Layout", "find_renderer"]
 # Below this scale the smallest text, of 10 points, is less than 9 pixels high.
 _LEAST_SCALE = 0.68
 
-# Isolated mode, so that neither the working directory nor the user's start-up files have an effect. The script therefore
-# gets the path of pygraphviz as an argument.
+# Isolated mode, so that neither the working directory nor the user's start-up files have an effect. So the script gets
+# the path of pygraphviz as an argument.
 _SCRIPT = [sys.executable, "-I", str(Path(__file__).with_name("layout_process.py"))]
 # A part of the titles that the script moves away from edges; a document without it is given to dot itself.
 _MOVABLE = '<td port="left"'

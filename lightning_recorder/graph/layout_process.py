@@ -25,7 +25,7 @@ _PART = re.compile(
 )
 _ROUNDS = 6
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
-_QUICK_S = 10.0  # No further layout is made after one that took longer.
+_QUICK_S = 10.0  # No further layout is made after this time.
 _SAMPLES = 24  # points for each piece of a spline
 
 Interval = tuple[float, float]
@@ -56,8 +56,8 @@ class Frame:
 def main(renderer: str, document: str, *pictures: str) -> None:
     """Write the pictures of a document."""
     source = Path(document).read_text(encoding="utf-8")
+    start = time.monotonic()
     for _ in range(_ROUNDS):
-        start = time.monotonic()
         layout = json.loads(draw(renderer, source, ["json0"])[0])
         widths = widths_of(source)
         moved = {name: place(frame, widths[name], layout) for name, frame in frames_of(layout) if name in widths}
@@ -80,7 +80,7 @@ def draw(renderer: str, source: str, formats: list[str]) -> list[bytes]:
         try:
             graph = pygraphviz.AGraph(string=source)
             return [graph.draw(format=each, prog="dot") for each in formats]
-        except (ValueError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the other process shows any error in one line
             # The context may have the reason.
             sys.exit(f"{error} {error.__context__ or ''}".strip())
     made = []

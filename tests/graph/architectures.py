@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class UNet(nn.Module):
     def __init__(self, channels: tuple[int, ...] = (4, 8, 16)) -> None:
         super().__init__()
         self.first = _double(3, channels[0])
-        pairs = list(zip(channels, channels[1:], strict=False))
+        pairs = list(pairwise(channels))
         self.down = nn.ModuleList(_double(low, high) for low, high in pairs)
         self.up = nn.ModuleList(nn.ConvTranspose2d(high, low, 2, 2) for low, high in reversed(pairs))
         self.merge = nn.ModuleList(_double(2 * low, low) for low, _ in reversed(pairs))

@@ -75,7 +75,7 @@ def test_counts_of_attention(make: str, name: str, size: int) -> None:
 
 
 def test_used_and_defined() -> None:
-    """The title, boxes and frames tell the used parameters from all of them; a used weight of an uncalled layer counts."""
+    """The title tells the used parameters from all of them; a used weight of a layer that is not called counts."""
     text = to_text(fit_view(captured(ARCHITECTURES["experts that are not called"]())))
     # Five layers of 16 × 16 + 16, of which one is used, and the weight of another one.
     assert text.splitlines()[0] == "Net.forward · 1360 parameters, 528 used"
@@ -90,7 +90,7 @@ def test_a_frame_shows_its_total() -> None:
 
 
 def test_tied_weights_are_marked() -> None:
-    """A layer with the weight of another one names it, and so does a function that uses the weight of a closed layer."""
+    """A layer with the weight of another one names it; so does a function that uses the weight of a closed layer."""
     text = to_text(fit_view(captured(ARCHITECTURES["tied pair"]())))
     assert "head  Linear · 80 parameters  tied to table.weight  2×4×20" in text
     assert text.startswith("Net.forward · 100 parameters\n")

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_recorder.graph import GraphPicture, capture_graph, draw
 from lightning_recorder.graph.layout_process import points_of
+from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.architectures import ARCHITECTURES, Case
 from tests.graph.nets import X, linear
 from tests.graph.svg import Picture, read_svg
@@ -42,7 +43,6 @@ PICTURES = [
     "ResNet",
     "ConvNeXt",
     "Swin",
-    "MobileNet V2",
 ]
 
 
@@ -86,19 +86,21 @@ def assert_every_edge(picture: Picture, expected: set[tuple[str, str]]) -> None:
     """Check that the lines of a picture are the edges, some of which are led around in pieces."""
     lines = {tuple(item.name.split("->", 1)) for item in picture.items if item.kind == "edge"}
     direct = {(one, other) for one, other in lines if one.startswith("n") and other.startswith("n")}
-    around = {(f"n{one.removeprefix('top_')}", other) for one, other in lines if other.startswith("n")} - direct
+    from_top = {(one, other) for one, other in lines if one.startswith("top_") and other.startswith("n")}
+    around = {(f"n{one.removeprefix('top_')}", other) for one, other in from_top}
     assert direct | around == expected
     for source, _ in around:
         number = source.removeprefix("n")
         assert {(source, f"bottom_{number}"), (f"top_{number}", f"bottom_{number}")} <= lines
 
 
-@pytest.mark.parametrize("columns", [3, 4])
+@pytest.mark.parametrize("columns", [2, 3])
 def test_a_long_chain_has_columns(columns: int, tmp_path: Path) -> None:
-    """The columns of a chain stand side by side from left to right, and the chain goes on at the top of the next one."""
-    net = nn.Sequential(*(nn.Linear(4 + width, 5 + width) for width in range({3: 24, 4: 60}[columns])))
-    path = draw(net, X).save(tmp_path / "graph.svg")
-    nodes = read_svg(path).nodes()
+    """The columns of a chain stand side by side from left to right, and the chain continues at the top of the next."""
+    net = nn.Sequential(*(nn.Linear(4 + width, 5 + width) for width in range({2: 24, 3: 60}[columns])))
+    drawing = draw(net, X)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    nodes = [picture.named(f"n{node.id}") for node in drawn_nodes(drawing.view)]
     middles = [round((node.left + node.right) / 2) for node in nodes]
     tops = [node.top for node in nodes]
     starts = [0, *(at for at in range(1, len(nodes)) if tops[at] < tops[at - 1])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 

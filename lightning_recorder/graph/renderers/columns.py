@@ -13,6 +13,8 @@ from lightning_recorder.graph.model import Edge, Graph, Node
 __all__ = ["Columns", "Size", "label_size", "split"]
 
 _RATIO = 3.4  # of the longer to the shorter side, from which a picture is divided; the sizes are estimates
+# Rows of parallel nodes, and pictures whose data flows across the page, get longer than estimated.
+_BROAD = 2.2
 _ROUNDS = 24
 # A picture whose longer side is shorter than this, in points, is shown in full anyway, and gets wider margins instead.
 _SMALL, _NARROW, _PAD = 620.0, 3.2, 0.2
@@ -150,7 +152,7 @@ class _Plan:
         best = self._ratio(), dict(self._parts), dict(self._rows)
         for _ in range(_ROUNDS):
             ratio = self._ratio()
-            if 1 / _RATIO <= ratio <= (_RATIO - 0.6 * self._flat) or not self._divide(root, long=ratio > 1):
+            if 1 / _BROAD <= ratio <= (_BROAD if self._flat else _RATIO) or not self._divide(root, long=ratio > 1):
                 break
             self._known.clear()
             if _excess(self._ratio()) < _excess(best[0]):
@@ -163,9 +165,11 @@ class _Plan:
         size = self._size(self._graph.root)
         width, height = (size.along, size.across) if self._flat else (size.across, size.along)
         width, height = max(width, self._title[0]), height + self._title[1]
-        return tuple(
-            max(_PAD, (other / _NARROW - own) / 144 + _PAD) for own, other in ((width, height), (height, width))
-        )
+
+        def margin(own: float, other: float) -> float:
+            return max(_PAD, (other / _NARROW - own) / 144 + _PAD)
+
+        return margin(width, height), margin(height, width)
 
     def _ratio(self) -> float:
         """Return the length of the picture along the flow divided by its breadth."""

@@ -231,8 +231,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         }
         for call in self.graph.module_calls() if self.frames else ():
             if call.id not in sizes:
-                title = self.styler.style_frame(call, self.graph).get("label", "")
-                sizes[call.id] = label_size(title, _NAME_PT, _DETAIL_PT)
+                label = self.styler.style_frame(call, self.graph).get("label", "")
+                sizes[call.id] = label_size(label, _NAME_PT, _DETAIL_PT)
         title = label_size(self.styler.style_title(self.graph).get("label", ""), _NAME_PT, _DETAIL_PT)
         return split(self.graph, sizes, title, flat=self.direction in ("LR", "RL"))
 

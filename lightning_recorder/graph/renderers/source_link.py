@@ -37,7 +37,7 @@ def source_link(source: str, template: str = SOURCE_LINK) -> str:
 
 @lru_cache
 def _absolute(file: str) -> str | None:
-    """Return the absolute path of a file in the working directory or an installed package; ``None`` if there is none."""
+    """Return the absolute path of a file in the working directory or an installed package, or None."""
     folders = (Path(), *(Path(sysconfig.get_paths()[each]) for each in ("purelib", "platlib")))
     try:
         return next((path.resolve().as_posix() for folder in folders if (path := folder / file).is_file()), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,11 +48,12 @@ def test_links_of_a_picture(tmp_path: Path) -> None:
     """Each call of an SVG links to its line, by default for VS Code; a template replaces it, and None removes it."""
     net = nn.Sequential(linear(), nn.ReLU())
     links = {}
-    for name, options in {
+    given: dict[str, dict[str, Any]] = {
         "default": {},
         "template": {"link": "https://x.y/{file}?l={line}&z"},
         "none": {"link": None},
-    }.items():
+    }
+    for name, options in given.items():
         svg = draw(net, X, **options).save(tmp_path / "graph.svg").read_text(encoding="utf-8")
         links[name] = re.findall(r'xlink:href="([^"]*)"', svg)
     assert [link.partition(":")[0] for link in links["default"]] == ["vscode", "vscode"]
