@@ -11,6 +11,7 @@ from lightning_recorder.graph.renderers.base import BaseRenderer
 from lightning_recorder.graph.renderers.graphdef import to_graph_def
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler
 from lightning_recorder.graph.renderers.mermaid import MermaidRenderer, to_mermaid
+from lightning_recorder.graph.renderers.model_explorer import to_model_explorer, to_node_data
 from lightning_recorder.graph.renderers.text import TextRenderer, to_text
 from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_isolated, hide, without
@@ -18,6 +19,7 @@ from lightning_recorder.graph.views.fit import fit_view, truncate
 from lightning_recorder.graph.views.focus import focus
 from lightning_recorder.graph.views.fold import fold_repeats
 from lightning_recorder.graph.views.gather import gather
+from lightning_recorder.graph.views.own_tensors import own_tensors
 from lightning_recorder.graph.views.roll import roll
 from lightning_recorder.graph.views.show_tensors import show_tensors
 from lightning_recorder.graph.views.show_unused import show_unused
@@ -52,6 +54,7 @@ __all__ = [
     "gather",
     "hide",
     "make_dot",
+    "own_tensors",
     "record",
     "render_network",
     "roll",
@@ -59,6 +62,8 @@ __all__ = [
     "show_unused",
     "to_graph_def",
     "to_mermaid",
+    "to_model_explorer",
+    "to_node_data",
     "to_text",
     "truncate",
     "without",

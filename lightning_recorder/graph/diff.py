@@ -174,6 +174,7 @@ def _aspects(node: Node, other: Node) -> Iterator[str]:
         "outputs": (_shapes(node), _shapes(other)),
         "dtypes": (_dtypes(node), _dtypes(other)),
         "parameters": (str(node.parameters), str(other.parameters)),
+        "tied": (", ".join(node.tied), ", ".join(other.tied)),
         "autograd": (", ".join(node.autograd), ", ".join(other.autograd)),
         "failed": (str(node.failed), str(other.failed)),
         "repeats": (str(node.repeats), str(other.repeats)),

@@ -17,11 +17,9 @@ from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import record
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler, check_direction
+from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
 from lightning_recorder.graph.views.collapse import collapse
-from lightning_recorder.graph.views.drop import drop_isolated, without
-from lightning_recorder.graph.views.fit import fit_view
-from lightning_recorder.graph.views.fold import fold_repeats
-from lightning_recorder.graph.views.gather import gather
+from lightning_recorder.graph.views.fit import fit_view, view_at_depth
 from lightning_recorder.graph.views.roll import roll as rolled
 from lightning_recorder.graph.views.show_tensors import show_tensors
 from lightning_recorder.graph.views.show_unused import show_unused
@@ -166,7 +164,7 @@ def draw(
     input_data: Any = None,
     input_size: Any = None,
     graph_name: str = "",
-    depth: float | None = 3,
+    depth: float | None = None,
     device: torch.device | str | None = None,
     dtypes: Any = None,
     mode: Literal["train", "eval"] | None = None,
@@ -176,16 +174,19 @@ def draw(
     graph_dir: Direction = "TB",
     hide_module_functions: bool = True,
     hide_inner_tensors: bool = True,
-    parameters: bool = False,
+    parameters: bool | None = None,
     roll: bool = False,
-    fold: bool = False,
-    max_nodes: int | None = None,
+    fold: bool = True,
+    max_nodes: int | None = 150,
     unused: bool = False,
     show_shapes: bool = True,
     legend: bool = False,
+    link: str | None = SOURCE_LINK,
     styler: GraphvizStyler | None = None,
 ) -> Drawing:
     """Run a model once and return a picture of its graph.
+
+    By default it is the picture that :class:`~lightning_recorder.GraphRecorder` draws.
 
     Args:
         model: The model, whose state is restored afterwards (see :func:`record`), or a graph that was recorded before,
@@ -193,8 +194,8 @@ def draw(
         input_data: The arguments of the model, as for :func:`record`.
         input_size: Shapes of generated inputs, as ``input_shapes`` of :func:`record`.
         graph_name: The name of the graph in the picture; by default the class of the model.
-        depth: The depth down to which module calls are opened: 0 draws the model as one box, ``None`` or
-            ``float("inf")`` opens all.
+        depth: The depth down to which module calls are opened: 0 draws the model as one box, ``float("inf")`` opens all
+            of them. By default, as many as ``max_nodes`` allows.
         device: ``"meta"`` to compute only shapes, or the device of the model, as for :func:`record`.
         dtypes: As for :func:`record`.
         mode: As for :func:`record`.
@@ -203,15 +204,18 @@ def draw(
         graph_dir: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
         hide_module_functions: Draw a module that calls no other module as one node; otherwise show its functions.
         hide_inner_tensors: Leave out the tensors between functions.
-        parameters: Show parameters and buffers.
+        parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
+            modules that call other modules, such as a position embedding.
         roll: Draw a module that is called several times once, with the number of calls.
         fold: Draw equal siblings once, with their number.
-        max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`, which also
-            folds.
+        max_nodes: Reduce the view until it has at most this many nodes, by the rules of :func:`fit_view`; ``None`` sets
+            no limit, nor does ``depth=float("inf")``.
         unused: Show the modules that were never called and, among shown parameters, those without a gradient; see
             :func:`show_unused`.
         show_shapes: Write shapes into the nodes.
         legend: Add a legend that explains the colours and shapes of the nodes.
+        link: The address that a node of an SVG opens, as for :class:`GraphvizStyler`; by default VS Code opens the line
+            of code. Ignored if there is a ``styler``.
         styler: The styler that decides how nodes and edges look.
 
     Raises:
@@ -239,16 +243,15 @@ def draw(
         graph = record(
             model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode
         )
-    if max_nodes is not None and limit != 0:
-        view = fit_view(graph, max_nodes, limit)
+    options: dict[str, Any] = {"fold": fold, "leaves": hide_module_functions, "parameters": parameters}
+    if limit == 0 or max_nodes is None or depth == math.inf:
+        view = view_at_depth(graph, limit, **options)
     else:
-        shown = graph if parameters else without(graph, ("parameter", "buffer"))
-        view = drop_isolated(collapse(shown, limit, leaves=hide_module_functions))
-        view = fold_repeats(gather(view), contents=shown) if fold else view
+        view = fit_view(graph, max_nodes, limit, **options)
     view = rolled(view) if roll else view
     view = view if hide_inner_tensors else show_tensors(view)
     view = show_unused(view) if unused else view
-    styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none")
+    styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none", link=link)
     renderer = GraphvizRenderer(view, styler, direction=graph_dir, frames=expand_nested, legend=legend)
     return Drawing(graph, view, renderer.render())
 

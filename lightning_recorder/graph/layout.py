@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,18 +26,11 @@ __all__ = ["Layout", "find_renderer"]
 # Below this scale the smallest text, of 10 points, is less than 9 pixels high.
 _LEAST_SCALE = 0.68
 
-# Runs in the child process: reads the document and writes each picture. It imports neither torch nor this package, so
-# it starts in 0.1 s.
-_CHILD = """
-import sys
-sys.path.append(sys.argv[1])
-import pygraphviz
-graph = pygraphviz.AGraph(filename=sys.argv[2])
-for path in sys.argv[3:]:
-    picture = graph.draw(format=path.rpartition(".")[2], prog="dot")
-    with open(path, "wb") as file:
-        file.write(picture)
-"""
+# Isolated mode, so that neither the working directory nor the user's start-up files have an effect. So the script gets
+# the path of pygraphviz as an argument.
+_SCRIPT = [sys.executable, "-I", str(Path(__file__).with_name("layout_process.py"))]
+# A part of the titles that the script moves away from edges; a document without it is given to dot itself.
+_MOVABLE = '<td port="left"'
 
 _NO_RENDERER = (
     "Graphviz was not found: install the package pygraphviz (pip install pygraphviz), whose wheels include it, "
@@ -147,8 +141,7 @@ class Layout:
 
     def _end(self) -> None:
         self._late = True
-        self._process.kill()
-        self._process.wait()
+        _kill(self._process)
 
 
 def find_renderer() -> list[str] | None:
@@ -159,15 +152,15 @@ def find_renderer() -> list[str] | None:
     spec = importlib.util.find_spec("pygraphviz")
     if spec is None or spec.origin is None or not sys.executable:
         return None
-    # Isolated mode, so that neither the working directory nor the user's start-up files have an effect. The child
-    # therefore gets the path of the package as an argument.
-    return [sys.executable, "-I", "-c", _CHILD, str(Path(spec.origin).parent.parent)]
+    return [*_SCRIPT, str(Path(spec.origin).parent.parent)]
 
 
 def _arguments(command: Sequence[str], document: Path, made: Sequence[Path]) -> list[str]:
     """Return the command line that renders the pictures of a document."""
     if len(command) > 1:
         return [*command, str(document), *map(str, made)]
+    if sys.executable and _MOVABLE in document.read_text(encoding="utf-8"):
+        return [*_SCRIPT, *command, str(document), *map(str, made)]
     outputs = [f"-{option}{value}" for path in made for option, value in (("T", path.suffix[1:]), ("o", path))]
     return [*command, *outputs, str(document)]
 
@@ -204,6 +197,14 @@ def _limit_processor_time(pid: int, seconds: float) -> None:
 
 def _discard(process: subprocess.Popen[bytes], folder: TemporaryFolder) -> None:
     """Kill a process if it is still running, and remove its files."""
+    _kill(process)
+    folder.remove()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, and the process of dot that it may have started, which is in the same group."""
+    if process.poll() is None and sys.platform != "win32":
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.wait()
-    folder.remove()

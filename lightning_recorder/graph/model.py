@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
@@ -115,6 +116,12 @@ class Node:
         outputs: The output tensors; for a parameter, buffer, input or output, the tensor itself.
         parameters: The number of parameter elements that the module of a call owns itself. Those of its submodules are
             included only if their calls are not observed, as in a fused layer.
+        total_parameters: The number of parameter elements of the module of a call and of all its submodules, each
+            parameter once, called or not; ignored in comparisons.
+        used_parameters: The number of these elements that anything in the recording used; ``None`` if it is not known,
+            because the recording failed or a computation was not observed; ignored in comparisons.
+        tied: For a parameter or buffer, its other names in the model. For a closed call or an op of a view, the names
+            of the tensors that it uses and that another closed call contains.
         autograd: The types of the nodes that an op created in torch's backward graph, such as ``AddmmBackward0``, the
             last one first.
         scope: The part of a training step: the name of the method, or ``loss`` for nodes between the last layer and the
@@ -146,6 +153,9 @@ class Node:
     call: int = 1
     outputs: tuple[TensorMeta, ...] = ()
     parameters: int = 0
+    total_parameters: int = field(default=0, compare=False)
+    used_parameters: int | None = field(default=None, compare=False)
+    tied: tuple[str, ...] = ()
     autograd: tuple[str, ...] = ()
     scope: str = ""
     failed: bool = False
@@ -420,6 +430,16 @@ class Graph:
         about = {"version": _VERSION, "scope": self.scope, "parameters": self.parameters, "name": self.name}
         return {**about, "unused": asdict(self.unused), "nodes": nodes, "edges": edges}
 
+    def to_model_explorer(self) -> dict[str, Any]:
+        """Return the JSON values that Google's Model Explorer opens.
+
+        See :func:`lightning_recorder.graph.to_model_explorer`.
+        """
+        # By name, since the renderers import this file.
+        renderer = import_module("lightning_recorder.graph.renderers.model_explorer")
+        collection: dict[str, Any] = renderer.to_model_explorer(self)
+        return collection
+
     @classmethod
     def from_json(cls, data: Any) -> Graph:
         """Return the graph for the output of :meth:`to_json`.
@@ -450,8 +470,9 @@ class Graph:
 def _node(data: Mapping[str, Any]) -> Node:
     given = {key: value for key, value in data.items() if key not in ("arguments", "output_bytes")}
     tensors = {key: tuple(map(_meta, data.get(key, ()))) for key in ("inputs", "outputs")}
+    words = {key: tuple(data.get(key, ())) for key in ("autograd", "tied")}
     arguments = tuple((name, value) for name, value in data.get("arguments", ()))
-    return Node(**{**given, **tensors, "autograd": tuple(data.get("autograd", ())), "arguments": arguments})
+    return Node(**{**given, **tensors, **words, "arguments": arguments})
 
 
 def _edge(data: Mapping[str, Any]) -> Edge:

@@ -96,7 +96,10 @@ def read_svg(path: Path) -> Picture:
     assert move is not None
     moved = float(move[1]), float(move[2])
     items = tuple(
-        _item(group, moved) for group in drawing.iter(f"{_SVG}g") if group.get("class") in ("node", "cluster", "edge")
+        _item(group, moved)
+        for group in drawing.iter(f"{_SVG}g")
+        # The invisible frames that keep the nodes of a column together have no outline.
+        if group.get("class") in ("node", "cluster", "edge") and any(_outline(group))
     )
     return Picture(items, _texts(drawing, moved), width, height, float(points[1]) * 4 / 3 / width)
 

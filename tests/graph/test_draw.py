@@ -89,12 +89,12 @@ def test_depth(depth: int | None, expected: str) -> None:
 
 
 def test_what_is_recorded_and_what_is_drawn() -> None:
-    """A drawing has the whole graph and the drawn view, by default of depth 3."""
+    """A drawing has the whole graph and the drawn view, which by default is that of GraphRecorder."""
     deep = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(linear()))))
     drawing = draw(deep, X)
     assert drawing.graph == record(deep, input_data=X)
-    assert drawing.view == draw(deep, X, depth=3).view
-    assert [node.name for node in drawing.view.module_calls()] == ["0", "0.0", "0.0.0"]
+    assert drawing.view == fit_view(drawing.graph)
+    assert [node.name for node in draw(deep, X, depth=3).view.module_calls()] == ["0", "0.0", "0.0.0"]
 
 
 def test_functions_of_modules() -> None:
@@ -132,9 +132,11 @@ def test_inner_tensors() -> None:
 
 
 def test_parameters() -> None:
-    """With ``parameters`` the parameters and buffers used by open calls are drawn, otherwise none."""
+    """The parameters and buffers used by open calls are drawn, but those of layers only on request."""
     net = residual()
-    assert outline(draw(net, X, parameters=True, depth=2).view, model_tensors=True) == text(
+    assert draw(net, X, parameters=True, depth=2).view == draw(net, X, depth=2).view
+    assert "scale" not in outline(draw(net, X, parameters=False, depth=2).view, model_tensors=True)
+    assert outline(draw(net, X, depth=2).view, model_tensors=True) == text(
         """
         input
         stem: Linear <- input
@@ -183,14 +185,15 @@ def test_fold() -> None:
           0.1: ReLU <- 0.0 ×5
         """
     )
-    assert len(draw(net, X).view.module_calls()) == 15
+    assert draw(net, X).view == draw(net, X, fold=True).view
+    assert len(draw(net, X, fold=False).view.module_calls()) == 15
 
 
 def test_a_limit_of_nodes() -> None:
     """With ``max_nodes`` the view is that of ``fit_view``, starting from the depth."""
     net = nn.Sequential(*(nn.Sequential(nn.Linear(w, w + 1), nn.ReLU()) for w in range(4, 12)))
     drawing = draw(net, X, max_nodes=10)
-    assert drawing.view == fit_view(drawing.graph, 10, 3)
+    assert drawing.view == fit_view(drawing.graph, 10)
     assert len(drawn_nodes(drawing.view)) == 10
     assert draw(net, X, max_nodes=100, depth=1).view == fit_view(drawing.graph, 100, 1)
 

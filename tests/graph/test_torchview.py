@@ -237,7 +237,8 @@ def theirs(case: Case, **options: Any) -> Drawn:
 def ours(case: Case, **options: Any) -> Drawn:
     """Return the drawing by this package, with the labels of torchview."""
     with torch.no_grad():
-        view = draw(case.make(), case.args, input_kwargs=case.kwargs, mode=case.mode, **options).view
+        whole: dict[str, Any] = {"fold": False, "max_nodes": None, "parameters": False, **options}
+        view = draw(case.make(), case.args, input_kwargs=case.kwargs, mode=case.mode, **whole).view
     labels = {node.id: _KINDS.get(node.kind, node.type_name or node.name) for node in drawn_nodes(view)}
     edges: Counter[tuple[str, str]] = Counter()
     for edge in view.edges:

@@ -35,6 +35,9 @@ class Draft:
     call: int = 1
     outputs: tuple[TensorMeta, ...] = ()
     parameters: int = 0
+    total_parameters: int = 0
+    used_parameters: int | None = None
+    tied: tuple[str, ...] = ()
     autograd: tuple[str, ...] = ()
     failed: bool = False
     source: str = ""

@@ -46,6 +46,7 @@ class ModelNames:
         # Keyed by id. Ids are reused after a module or tensor is freed, so a weak reference is kept with each.
         self._names: dict[int, _NamedModule] = {}
         self._tensors: dict[int, _NamedTensor] = {}
+        self._aliases: dict[int, tuple[str, ...]] = {}
         self._counts: dict[str, int] = {}
         registered = named_submodules(root)
         for name, each in registered.items():
@@ -82,10 +83,15 @@ class ModelNames:
         """Return weak references to the modules by name."""
         return {name: reference for reference, name in self._names.values()}
 
+    def aliases(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the other names of a parameter or buffer that several modules register."""
+        return self._aliases.get(id(tensor), ()) if self.tensor(tensor) is not None else ()
+
     def clear(self) -> None:
         """Forget all modules and tensors."""
         self._names.clear()
         self._tensors.clear()
+        self._aliases.clear()
 
     def _introduce(self, name: str, module: nn.Module) -> None:
         """Register a module and its own tensors under their names."""
@@ -99,10 +105,15 @@ class ModelNames:
             own = [("parameter", module._parameters.items()), ("buffer", module._buffers.items())]
         for kind, tensors in own:
             for key, tensor in tensors:
-                if tensor is not None and self.tensor(tensor) is None:
-                    path = f"{name}.{key}" if name else key
+                if tensor is None:
+                    continue
+                path = f"{name}.{key}" if name else key
+                if self.tensor(tensor) is None:
                     known = self._tensors[id(tensor)] = _NamedTensor(tensor)
                     known.known = kind, path, id(module)
+                    self._aliases.pop(id(tensor), None)
+                else:
+                    self._aliases[id(tensor)] = (*self._aliases.get(id(tensor), ()), path)
 
     def _welcome(self, name: str, module: nn.Module) -> None:
         """Register a module that the model does not register, and its submodules, under a unique name."""

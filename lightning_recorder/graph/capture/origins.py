@@ -223,13 +223,25 @@ class TensorOrigins:
 
     def _add_from_outside(self, tensor: Tensor) -> int:
         kind, name, owner = self.model_tensor(tensor) or ("tensor", "", None)
-        around = (call.node for call in reversed(self._calls) if id(call.module) == owner)
-        parent = next(around, self._calls[-1].node)
+        parent = self._calls[-1].node if owner is None else self._owning_call(name, owner)
         node = self._builder.add(kind, name, parent, (meta_of(tensor),))
         if kind == "buffer":
             self._buffers[id(tensor)] = node
+        if owner is not None and self.names is not None:
+            self._builder.nodes[node].tied = self.names.aliases(tensor)
         self._provenance.bind(tensor, node, meta=self._builder.nodes[node].outputs[0])
         return node
+
+    def _owning_call(self, name: str, owner: int) -> int:
+        """Return the innermost call in progress of the module that owns a tensor, or of a module around the owner.
+
+        A list of parameters is never called itself, nor is a layer of which only the weight is used.
+        """
+        for call in reversed(self._calls):
+            called = self._builder.nodes[call.node].name
+            if id(call.module) == owner or not called or name.startswith(f"{called}."):
+                return call.node
+        return self._calls[-1].node
 
     def model_tensor(self, tensor: Tensor) -> tuple[Kind, str, int] | None:
         """Return the kind of a parameter or buffer, its name, and the id of the module that owns it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from lightning_recorder.graph.capture.function_calls import (
 from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_opaque
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
+from lightning_recorder.graph.capture.parameters import ParameterCounts, count, count_below, note_used, own_parameters
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.capture.unused import find_unused
 from lightning_recorder.graph.model import Graph, TensorMeta
@@ -81,6 +82,9 @@ class StepRecording:
         """The calls whose inside was not observed."""
         self.costs = Costs(self._builder, self._origins, root) if costs else None
         self._outermost = outermost
+        self._counts_below = ParameterCounts()
+        self._unobserved: set[int] = set()
+        """The calls in which a computation was not observed, so that the parameters that it used are unknown."""
         self._describe(0, root)
 
     def name_modules(self, root: nn.Module) -> None:
@@ -105,14 +109,15 @@ class StepRecording:
     def finish(self, scope: str) -> Graph:
         """Return the graph recorded so far."""
         root = self._calls[0].module
-        # A shared parameter counts once.
-        parameters = {id(each): each for module in root.modules() for each in _own(module)}
+        for call in self._calls:
+            self._builder.nodes[call.node].total_parameters = self._counts_below.of(call.module)
+        note_used(self._builder.nodes, self._builder.ends, self._unobserved)
         self._describe_arguments()
         if self.costs is not None:
             self.costs.finish()
         scopes = Scopes(self._builder.nodes, self._builder.ends, scope).named()
         unused = find_unused(root, self._builder, self._opaque)
-        graph = self._builder.finish(scope, _parameters(parameters.values()), scopes, unused)
+        graph = self._builder.finish(scope, count_below(root), scopes, unused)
         return replace(graph, modules=self._references())
 
     def _describe_arguments(self) -> None:
@@ -188,7 +193,7 @@ class StepRecording:
         first = self._builder.nodes[self._first_calls.setdefault(id(module), node)]
         # The class of a lazy module, and with it the number of its parameters, changes during its first call.
         same = first is not draft and first.type_name == draft.type_name
-        draft.parameters = first.parameters if same else _parameters(_own(module))
+        draft.parameters = first.parameters if same else count(own_parameters(module))
 
     def leave_call(self, module: nn.Module, inputs: Any, output: Any, failed: bool) -> None:
         """Record the end of a module call.
@@ -215,6 +220,7 @@ class StepRecording:
         if draft.type_name != type(module).__name__:
             # A lazy module has changed its class and created its parameters during the call.
             self._describe(call.node, module)
+        draft.total_parameters = self._counts_below.of(module)
         draft.inputs, draft.outputs = metas_of(taken), metas_of(given)
         if self._times:
             draft.duration_ms = (self._clock() - call.start_s) * 1e3
@@ -237,6 +243,8 @@ class StepRecording:
         used = [each for each in self._origins.behind(given) if id(each) not in took]
         if given:
             self._opaque.add(self._calls[-1].node)
+            if not used:
+                self._unobserved.add(self._calls[-1].node)
             self._note(name, [*taken, *used], given, (), of_model=True)
 
     def _note_unseen(
@@ -251,7 +259,9 @@ class StepRecording:
             used = list(module.parameters()) if whole else self._origins.behind(unseen)
             if whole:
                 # No submodule calls are observed, so this call counts all of the parameters.
-                self._builder.nodes[call].parameters = _parameters(used)
+                self._builder.nodes[call].parameters = count(used)
+            elif not used:
+                self._unobserved.add(call)
             taken = [*taken, *(tensor for tensor in used if id(tensor) not in took)]
             self._note("fused" if is_fused(module) else "unseen", taken, unseen, (), of_model=True)
         elif empty and (passed := [tensor for tensor in given if id(tensor) in took]):
@@ -424,18 +434,6 @@ class StepRecording:
             self._builder.nodes[failure].failed = True
         for call in self._calls[-calls:] if calls else self._calls:
             self._builder.nodes[call.node].failed = True
-
-
-def _parameters(parameters: Iterable[Tensor]) -> int:
-    """Return the number of elements, without uninitialized parameters."""
-    return sum(parameter.numel() for parameter in parameters if not is_uninitialized(parameter))
-
-
-def _own(module: nn.Module) -> Iterable[Tensor]:
-    """Return the module's own parameters, even if its class overrides ``parameters``."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return module.parameters(recurse=False)
-    return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 def _arguments(inputs: Any) -> list[Tensor]:

@@ -138,7 +138,7 @@ def _attributes(node: Node, graph: Graph) -> dict[str, str | int | float]:
         "source": node.source,
         "scope": node.scope,
         "module": f"{call.name} ({call.type_name})".strip() if call.type_name else call.name,
-        "parameters": node.parameters,
+        "parameters": node.total_parameters or node.parameters,
         "repeats": node.repeats if node.repeats > 1 else 0,
         "parallel": node.parallel,
         "failed": node.failed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from typing_extensions import override
@@ -14,8 +15,11 @@ from lightning_recorder.fonts import FAMILY
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
 from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.base import BaseRenderer
+from lightning_recorder.graph.renderers.columns import Columns, label_size, split
 from lightning_recorder.graph.renderers.details import Detail, check_details, describe_detail, detail_color
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
+from lightning_recorder.graph.renderers.source_link import SOURCE_LINK, source_link
+from lightning_recorder.graph.views.fit import drawn_nodes
 from lightning_recorder.signatures import with_replacements
 
 if TYPE_CHECKING:
@@ -58,6 +62,8 @@ _NEXT = {"style": "dashed", "constraint": "false", "color": "#0072b2"}
 # The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter.
 _MAIN_WEIGHT = "12"
 
+_INVISIBLE = {"style": "invis", "shape": "point", "width": "0.01", "height": "0.01", "label": ""}
+
 _LOSS = "loss"  # prefix of the scopes of losses
 
 _MEANINGS: dict[Kind, str] = {
@@ -99,6 +105,9 @@ class GraphvizStyler:
         color_by: One of these fields, other than arguments and inputs, that decides the fill colour: from white to
             orange by the share of the largest value. By ``note``, frozen and unused parts are grey, parameters without
             a gradient yellow, and functions that stop a gradient orange.
+        link: The address that a node of an SVG opens, with ``{path}`` for the absolute path of its file, ``{file}`` for
+            the path relative to the working directory or the installed packages, and ``{line}``. By default VS Code
+            opens the line; ``None`` makes no links. With ``{path}``, files that do not exist here are not linked.
         attributes: Graphviz attributes for all nodes; they override those of the kind.
 
     Raises:
@@ -111,6 +120,7 @@ class GraphvizStyler:
         shapes: Shapes = "nodes",
         details: Collection[str] = (),
         color_by: str | None = None,
+        link: str | None = SOURCE_LINK,
         **attributes: str,
     ) -> None:
         details = (details,) if isinstance(details, str) else tuple(details)
@@ -121,6 +131,7 @@ class GraphvizStyler:
         self.shapes = shapes
         self.details = details
         self.color_by = color_by
+        self.link = link
         self.attributes = attributes
         self.graph: Graph | None = None
 
@@ -134,8 +145,13 @@ class GraphvizStyler:
             **(_FAILED if node.failed else {}),
             "label": _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
             "tooltip": dot_attribute(_describe(node)),
+            **self._address(node),
             **self.attributes,
         }
+
+    def _address(self, node: Node) -> dict[str, str]:
+        address = source_link(node.source, self.link) if self.link is not None else ""
+        return {"URL": dot_attribute(address)} if address else {}
 
     def style_title(self, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of the whole graph; the title shows the model's class and size."""
@@ -148,12 +164,12 @@ class GraphvizStyler:
     def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
         """Return the Graphviz attributes of the cluster around the contents of a module call."""
         name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
+        lines = (node.type_name, labels.size(node), labels.tied_to(node))
         return {
-            # Two short lines, since an edge from above crosses text that extends further to the right.
-            "label": _stacked(
-                line for line in (name and _bold(name), node.type_name and _detail(node.type_name)) if line
-            ),
+            # Short lines, since the layout looks for a gap of this width between the edges from above.
+            "label": _stacked([*([_bold(name)] if name else []), *(_detail(line) for line in lines if line)]),
             "tooltip": dot_attribute(_describe(node)),
+            **self._address(node),
             "bgcolor": _FRAMES[node.depth % 2],
             "color": "#0072b2" if node.repeats > 1 else "#bdbdbd",
             "penwidth": "2" if node.repeats > 1 else "1",
@@ -193,6 +209,8 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         direction: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
         frames: Draw a frame around the contents of an open module call.
         legend: Add a legend that explains the colours and shapes.
+        wrap: Divide a long chain into columns, and a broad row into several, if the sides of the picture would differ
+            by more than a factor of about 3.
 
     Raises:
         ArgumentError: If the direction is not one of the four, or the styler is not a :class:`GraphvizStyler`.
@@ -214,6 +232,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         direction: Direction = "TB",
         frames: bool = True,
         legend: bool = False,
+        wrap: bool = True,
     ) -> None:
         super().__init__(graph)
         check_direction(direction)
@@ -230,6 +249,9 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         self.frames = frames
         self.legend = legend
         self._main = main_path(graph)
+        self._styles = {node.id: self._style(node) for node in drawn_nodes(graph)}
+        self._around: list[tuple[str, str]] = []
+        self._columns = self._divided() if wrap else Columns()
 
     @override
     def make_canvas(self) -> Digraph:
@@ -241,7 +263,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             rankdir=self.direction,
             ranksep="0.35",
             nodesep="0.25",
-            pad="0.2",
+            pad="{:.2f},{:.2f}".format(*self._columns.padding),
             fontname=_FONT,
             fontsize=str(_NAME_PT),
         )
@@ -252,7 +274,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
     @override
     def render_node(self, canvas: Digraph, node: Node) -> None:
-        canvas.node(f"n{node.id}", **self._style(node))
+        canvas.node(f"n{node.id}", **self._styles[node.id])
 
     def _style(self, node: Node) -> dict[str, str]:
         if not self._omits_graph:
@@ -272,33 +294,99 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             self.render_contents(canvas, node)
             return
         with canvas.subgraph(name=f"cluster_{node.id}") as frame:
-            frame.attr(**self.styler.style_frame(node, self.graph))
+            frame.attr(**_movable(self.styler.style_frame(node, self.graph)))
             self.render_contents(frame, node)
+
+    def _divided(self) -> Columns:
+        """Return the division of the picture, based on estimated sizes."""
+        sizes = {
+            number: label_size(style.get("label", ""), _NAME_PT, _DETAIL_PT, ellipse=style.get("shape") == "ellipse")
+            for number, style in self._styles.items()
+        }
+        for call in self.graph.module_calls() if self.frames else ():
+            if call.id not in sizes:
+                label = self.styler.style_frame(call, self.graph).get("label", "")
+                sizes[call.id] = label_size(label, _NAME_PT, _DETAIL_PT)
+        title = label_size(self.styler.style_title(self.graph).get("label", ""), _NAME_PT, _DETAIL_PT)
+        return split(self.graph, sizes, title, flat=self.direction in ("LR", "RL"))
+
+    def _render_columns(self, canvas: Digraph, call: Node) -> None:
+        """Add what keeps the columns of a call side by side: invisible nodes at their heads, and the detours."""
+        ends = self._columns.within(self.graph, call)
+        if ends is None:
+            return
+        tops: list[str] = []
+        for number in range(ends.number):
+            tops += [f"top_{call.id}_{number}"]
+            tops += [f"top_{source}" for source, column in ends.detours.items() if column == number]
+        bottoms = [name.replace("top", "bottom") for name in tops]
+        for names in (tops, bottoms):
+            with canvas.subgraph() as row:
+                row.attr(rank="same")
+                for name in names:
+                    row.node(name, **_INVISIBLE)
+                for one, other in pairwise(names):
+                    row.edge(one, other, style="invis")
+        for node, number in ends.first:
+            canvas.edge(f"top_{call.id}_{number}", f"n{node}", style="invis", weight="8")
+        for node, number in ends.last:
+            canvas.edge(f"n{node}", f"bottom_{call.id}_{number}", style="invis", weight="8")
+        line = {"dir": "none", "headclip": "false"}
+        for source in ends.detours:
+            canvas.edge(f"n{source}", f"bottom_{source}", weight="8", **line)
+            canvas.edge(f"top_{source}", f"bottom_{source}", tailclip="false", weight="50", **line)
+        # Outside of the frame, since Graphviz would move the other node into it.
+        self._around += [(f"n{source}", tops[0]) for source in ends.before]
+        self._around += [(bottoms[0], f"n{target}") for target in ends.after]
 
     @override
     def render_contents(self, canvas: Digraph, node: Node) -> None:
-        inside = self.graph.children(node)
-        scopes = dict.fromkeys(child.scope for child in inside if child.scope.startswith(_LOSS))
-        if node is not self.graph.root or not self.frames or not scopes:
-            super().render_contents(canvas, node)
+        self._render_columns(canvas, node)
+        columns: dict[int, list[Node]] = {}
+        for child in self.graph.children(node):
+            columns.setdefault(self._columns.column.get(child.id, 0), []).append(child)
+        for number, children in columns.items():
+            if len(columns) == 1:
+                self._render_part(canvas, node, children)
+                continue
+            # An invisible frame keeps the nodes of a column together.
+            with canvas.subgraph(name=f"cluster_column_{node.id}_{number}") as column:
+                column.attr(label="", bgcolor="transparent", peripheries="0", margin="2")
+                self._render_part(column, node, children, f"_{number}" if number else "")
+
+    def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
+        """Add children of a call to the canvas, those of a loss in a frame of their own."""
+        scopes = dict.fromkeys(child.scope for child in children if child.scope.startswith(_LOSS))
+        if call is not self.graph.root or not self.frames or not scopes:
+            self.render_nodes(canvas, children)
             return
         for scope in ("", *scopes):
-            part = [child for child in inside if (child.scope if child.scope in scopes else "") == scope]
+            part = [child for child in children if (child.scope if child.scope in scopes else "") == scope]
             if not scope:
                 self.render_nodes(canvas, part)
                 continue
-            with canvas.subgraph(name=f"cluster_{scope.replace(' ', '_')}") as frame:
-                frame.attr(**self.styler.style_scope(scope))
+            with canvas.subgraph(name=f"cluster_{scope.replace(' ', '_')}{suffix}") as frame:
+                frame.attr(**_movable(self.styler.style_scope(scope)))
                 self.render_nodes(frame, part)
 
     @override
     def render_edge(self, canvas: Digraph, edge: Edge) -> None:
-        weight = {"weight": _MAIN_WEIGHT} if (edge.source, edge.target) in self._main else {}
-        canvas.edge(f"n{edge.source}", f"n{edge.target}", **{**weight, **self.styler.style_edge(edge, self.graph)})
+        ends = edge.source, edge.target
+        further = {"weight": _MAIN_WEIGHT} if ends in self._main else {}
+        start = f"n{edge.source}"
+        if ends in self._columns.detours:
+            start, further = f"top_{edge.source}", {"weight": "2", "tailclip": "false"}
+        elif ends in self._columns.crossing:
+            further = {"constraint": "false"}
+        canvas.edge(start, f"n{edge.target}", **{**further, **self.styler.style_edge(edge, self.graph)})
 
     @override
     def render(self) -> Digraph:
         canvas = super().render()
+        for one, other in self._around:
+            canvas.edge(one, other, style="invis", weight="8")
+        for first, second in self._columns.below:
+            canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
         if self.legend:
             with canvas.subgraph(name="cluster_legend") as frame:
                 frame.attr(label=f"<{_detail('legend')}>", color="#bdbdbd", tooltip=" ")
@@ -359,6 +447,8 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
         lines.append(_detail(labels.class_and_size(node)))
     if node.failed:
         lines.append(_detail("failed here"))
+    if tied := labels.tied_to(node):
+        lines.append(_detail(tied))
     if shapes and node.outputs:
         lines.append(_detail(labels.shown_shapes(node)))
     lines += [_detail(text) for detail in details if (text := describe_detail(node, detail))]
@@ -371,6 +461,18 @@ def _stacked(lines: Iterable[str]) -> str:
     """Return an HTML-like label of left-aligned lines."""
     rows = "".join(f'<tr><td align="left">{line}</td></tr>' for line in lines)
     return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="0">{rows}</table>>' if rows else ""
+
+
+def _movable(style: dict[str, str]) -> dict[str, str]:
+    """Return the style of a frame with empty cells on both sides of its title, by which the layout moves the title."""
+    # A frame inside a column would inherit these from it.
+    style = {"peripheries": "1", "margin": "8", **style}
+    label = style.get("label", "")
+    if not (label.startswith("<") and label.endswith(">")):
+        return style
+    cells = f'<td port="left" width="1"></td><td>{label[1:-1]}</td><td port="right" width="16"></td>'
+    table = f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="0"><tr>{cells}</tr></table>>'
+    return {**style, "label": table}
 
 
 _PROMINENT = ("module", "input", "output", "backward", "optimizer")

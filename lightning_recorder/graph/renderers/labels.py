@@ -15,6 +15,8 @@ __all__ = [
     "shown_across",
     "shown_shapes",
     "shown_times",
+    "size",
+    "tied_to",
     "times",
     "title",
 ]
@@ -24,8 +26,8 @@ _MOST_SHAPES = 2
 
 
 def title(graph: Graph) -> str:
-    """Return the model's class, the recorded method and the number of parameters."""
-    size = f" · {short_count(graph.parameters)} parameters" if graph.parameters else ""
+    """Return the model's class, the recorded method, and the numbers of parameters, all and used."""
+    size = f" · {_counts(graph.parameters, graph.root.used_parameters)}" if graph.parameters else ""
     failed = " · it raised" if graph.root.failed else ""
     return f"{graph.title}.{graph.scope}{size}{failed}".removeprefix(".")
 
@@ -44,9 +46,13 @@ def full_name(node: Node) -> str:
 
 
 def _with_call(name: str, node: Node) -> str:
-    if len(name) > _LONGEST_NAME:
-        name = f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 2 :]}"
-    return name + (f" (call {node.call})" if node.call > 1 else "")
+    return _shortened(name) + (f" (call {node.call})" if node.call > 1 else "")
+
+
+def _shortened(name: str) -> str:
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME // 2]}…{name[-_LONGEST_NAME // 2 :]}"
 
 
 def own_name(node: Node, graph: Graph) -> str:
@@ -59,8 +65,30 @@ def own_name(node: Node, graph: Graph) -> str:
 
 
 def class_and_size(node: Node) -> str:
-    """Return a module's class with the number of parameters that it owns itself."""
-    return node.type_name + (f" · {short_count(node.parameters)} parameters" if node.parameters else "")
+    """Return a module's class with the number of its parameters, open or closed; see :func:`size`."""
+    return " · ".join(part for part in (node.type_name, size(node)) if part)
+
+
+def size(node: Node) -> str:
+    """Return the number of parameters of a module with its submodules, and of those used if they are fewer.
+
+    Empty if there are no parameters.
+    """
+    total = node.total_parameters or node.parameters
+    return _counts(total, node.used_parameters) if total else ""
+
+
+def _counts(total: int, used: int | None) -> str:
+    some = f", {short_count(used)} used" if used is not None and used < total else ""
+    return f"{short_count(total)} parameters{some}"
+
+
+def tied_to(node: Node) -> str:
+    """Return the names of the tensors that a node shares with other modules; empty if there are none."""
+    if not node.tied:
+        return ""
+    more = f" and {len(node.tied) - 1} more" if len(node.tied) > 1 else ""
+    return f"{'uses' if node.kind == 'op' else 'tied to'} {_shortened(node.tied[0])}{more}"
 
 
 def shown_shapes(node: Node) -> str:

@@ -14,6 +14,7 @@ from lightning_recorder.graph.renderers.labels import (
     shown_across,
     shown_shapes,
     shown_times,
+    tied_to,
     times,
     title,
 )
@@ -75,14 +76,15 @@ class MermaidRenderer(BaseRenderer[list[str]]):
     @override
     def render_node(self, canvas: list[str], node: Node) -> None:
         left, right, _ = _LOOKS[node.kind]
-        lines = [self._name(node), class_and_size(node) if node.kind == "module" else "", shown_shapes(node)]
+        what = class_and_size(node) if node.kind == "module" else ""
+        lines = [self._name(node), what, tied_to(node), shown_shapes(node)]
         self._put(canvas, node, f"n{node.id}{left}{mermaid_label(lines)}{right}:::{node.kind}")
         if node.failed:
             self._put(canvas, node, f"class n{node.id} failed")
 
     @override
     def render_recursive_node(self, canvas: list[str], node: Node) -> None:
-        words = " ".join(part for part in (self._name(node), node.type_name) if part)
+        words = " ".join(part for part in (self._name(node), class_and_size(node)) if part)
         self._put(canvas, node, f"subgraph n{node.id}[{mermaid_label([words])}]")
         self.render_contents(canvas, node)
         self._put(canvas, node, "end")

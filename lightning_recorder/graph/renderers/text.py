@@ -17,6 +17,7 @@ from lightning_recorder.graph.renderers.labels import (
     shown_across,
     shown_shapes,
     shown_times,
+    tied_to,
     times,
     title,
 )
@@ -94,11 +95,9 @@ class TextRenderer(BaseRenderer[list[str]]):
 
     def _line(self, node: Node) -> str:
         name = " ".join(part for part in ("✗" * node.failed, self._shown[node.id], shown_times(node)) if part)
-        if node.kind == "module":
-            what = node.type_name if self.graph.children(node) else class_and_size(node)
-        else:
-            what = "" if node.kind in ("op", node.name) else node.kind
-        return "  ".join(part for part in (name, printable(what), shown_shapes(node)) if part)
+        kind = "" if node.kind in ("op", node.name) else node.kind
+        what = class_and_size(node) if node.kind == "module" else kind
+        return "  ".join(part for part in (name, printable(what), printable(tied_to(node)), shown_shapes(node)) if part)
 
     def _sources(self, node: Node) -> str:
         taken = self._taken.get(node.id, [])

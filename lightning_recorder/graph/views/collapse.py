@@ -8,14 +8,14 @@ from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.graph.views.rebuild import rebuilt
 
-__all__ = ["collapse"]
+__all__ = ["closed_calls", "collapse"]
 
 
 def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> Graph:
     """Close the module calls at a depth, and the calls that contain no other call at any depth.
 
     A closed call is a single node in place of its contents. It takes over the edges of its contents; edges inside it
-    are removed.
+    are removed. It counts the parameters of its module and of all submodules, called or not, each parameter once.
 
     Args:
         graph: Any graph.
@@ -30,12 +30,7 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
         check_integer("depth", depth, 0)
     if depth == 0:
         return collapse(_in_a_box(graph), 1)
-    open_calls = {child.parent for child in graph.module_calls()} | {graph.root.id}
-    closed = {
-        node.id
-        for node in graph.module_calls()
-        if (leaves and node.id not in open_calls) or (depth is not None and node.depth >= depth)
-    }
+    closed = closed_calls(graph, depth, leaves=leaves)
     target: dict[int, int] = {}
     parameters: dict[int, int] = {}
     counted: set[tuple[int, str]] = set()
@@ -49,8 +44,11 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
                 parameters[inside] = parameters.get(inside, 0) + node.parameters
         else:
             target[node.id] = node.id
+    # A graph built by hand, or written by an earlier release, has only the numbers of each module's own parameters.
     kept = [
-        replace(node, parameters=node.parameters + parameters.get(node.id, 0)) if node.id in closed else node
+        replace(node, parameters=node.total_parameters or node.parameters + parameters.get(node.id, 0))
+        if node.id in closed
+        else node
         for node in graph.nodes
         if target[node.id] == node.id
     ]
@@ -72,6 +70,16 @@ def collapse(graph: Graph, depth: int | None = None, *, leaves: bool = True) -> 
         else:
             entering.setdefault((edge.source, edge.target, across), edge)
     return rebuilt(graph, kept, target, entering.values())
+
+
+def closed_calls(graph: Graph, depth: int | None, *, leaves: bool = True) -> set[int]:
+    """Return the calls that :func:`collapse` closes, with those inside of them."""
+    open_calls = {child.parent for child in graph.module_calls()} | {graph.root.id}
+    return {
+        node.id
+        for node in graph.module_calls()
+        if (leaves and node.id not in open_calls) or (depth is not None and node.depth >= depth)
+    }
 
 
 _OUTER = -1  # no recorded node has this id

@@ -5,30 +5,44 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_recorder.errors import check_integer
-from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.model import Graph, Kind, Node
 from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
 from lightning_recorder.graph.views.fold import fold_repeats
 from lightning_recorder.graph.views.gather import gather
+from lightning_recorder.graph.views.own_tensors import own_tensors
 from lightning_recorder.graph.views.rebuild import rebuilt
 
-__all__ = ["drawn_nodes", "fit_view", "truncate"]
+__all__ = ["drawn_nodes", "fit_view", "truncate", "view_at_depth"]
 
 # The number of nodes up to which a picture is easy to read and has room for functions that only move values.
 _COMFORTABLE = 60
+_MODEL_TENSORS: tuple[Kind, ...] = ("parameter", "buffer")
 
 
-def fit_view(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Graph:
+def fit_view(
+    graph: Graph,
+    max_nodes: int = 150,
+    depth: int | None = None,
+    *,
+    fold: bool = True,
+    leaves: bool = True,
+    parameters: bool | None = None,
+) -> Graph:
     """Return the most detailed view with a limited number of nodes.
 
-    Parameters, buffers and isolated tensors are removed and repeated blocks are folded. Then the greatest depth at
-    which the view fits is used. If a view has more than 60 nodes, functions that compute nothing (:data:`PLUMBING`) are
-    hidden and ops with unused results are removed.
+    Isolated tensors, and the parameters and buffers of closed calls, are removed and repeated blocks are folded. Then
+    the greatest depth at which the view fits is used. If a view has more than 60 nodes, functions that compute nothing
+    (:data:`PLUMBING`) are hidden and ops with unused results are removed.
 
     Args:
         graph: A recorded graph.
         max_nodes: The largest number of nodes in the view.
         depth: The depth to start from; ``None`` uses the greatest depth that fits.
+        fold: Draw equal siblings once, with their number.
+        leaves: Draw a module that calls no other module as one node; otherwise its functions are shown.
+        parameters: Show the parameters and buffers of open calls: all of them, none of them, or by default those of
+            modules that call other modules.
 
     Raises:
         ArgumentError: If ``max_nodes`` or ``depth`` is below 1.
@@ -36,16 +50,40 @@ def fit_view(graph: Graph, max_nodes: int = 150, depth: int | None = None) -> Gr
     check_integer("max_nodes", max_nodes, 1)
     if depth is not None:
         check_integer("depth", depth, 1)
-    bare = gather(without(graph, ("parameter", "buffer")))
-    deepest = max((node.depth for node in graph.module_calls()), default=1)
-    view = bare
+    # The functions of a call are shown if calls are closed only below it.
+    deepest = max((node.depth for node in graph.module_calls()), default=1) + (not leaves)
+    whole = gather(graph)
+    view = graph
     for level in range(depth or deepest, 0, -1):
-        closed = collapse(bare, level)
+        closed = _closed(whole, level, leaves, parameters)
         for simpler, limit in ((closed, min(_COMFORTABLE, max_nodes)), (drop_dead_ends(hide(closed)), max_nodes)):
-            view = drop_empty_calls(drop_isolated(fold_repeats(simpler, contents=bare)))
+            view = _folded(simpler, whole) if fold else drop_empty_calls(drop_isolated(simpler))
             if len(drawn_nodes(view)) <= limit:
                 return view
     return truncate(view, max_nodes)
+
+
+def view_at_depth(
+    graph: Graph, depth: int | None, *, fold: bool = True, leaves: bool = True, parameters: bool | None = None
+) -> Graph:
+    """Return the view with calls closed at a depth, as :func:`fit_view`, but with any number of nodes."""
+    whole = gather(graph) if fold else graph
+    closed = _closed(whole, depth, leaves, parameters)
+    return _folded(closed, whole) if fold else drop_isolated(closed)
+
+
+def _closed(graph: Graph, depth: int | None, leaves: bool, parameters: bool | None) -> Graph:
+    """Return the graph with closed calls and the requested parameters and buffers."""
+    if parameters is None:
+        graph = own_tensors(graph, depth)
+    return collapse(graph if parameters is not False else without(graph, _MODEL_TENSORS), depth, leaves=leaves)
+
+
+def _folded(view: Graph, whole: Graph) -> Graph:
+    shown = {node.id for node in view.nodes}
+    kept = [node for node in whole.nodes if node.kind not in _MODEL_TENSORS or node.id in shown]
+    contents = rebuilt(whole, kept, {node.id: node.id for node in kept})
+    return drop_empty_calls(drop_isolated(fold_repeats(view, contents=contents)))
 
 
 def truncate(graph: Graph, max_nodes: int) -> Graph:

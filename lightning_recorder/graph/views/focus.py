@@ -22,7 +22,7 @@ def focus(graph: Graph, name: str, call: int = 1) -> Graph:
     Returns:
         A graph whose root is that call. An input or output is named by the module call around the outer node, or by the
         outer function itself if it lies directly in the root. Parameters and tensors of the batch keep their names. The
-        number of parameters is that of the modules called in this graph.
+        number of parameters is that of the module with its submodules.
 
     Raises:
         ArgumentError: If there is no such call. The message names the closest modules.
@@ -61,8 +61,9 @@ def focus(graph: Graph, name: str, call: int = 1) -> Graph:
             edges.append(edge)
     nodes = [replace(node, depth=node.depth - root.depth) for node in graph.nodes if node.id in inside]
     nodes[0] = replace(nodes[0], parent=None)
-    # The parameters of a module that is called twice count once.
-    parameters = sum({node.name: node.parameters for node in nodes if node.kind == "module"}.values())
+    # A graph without totals counts the modules called here; the parameters of a module that is called twice count once.
+    called = sum({node.name: node.parameters for node in nodes if node.kind == "module"}.values())
+    parameters = root.total_parameters or called
     nodes = [nodes[0], *inputs.values(), *nodes[1:], *outputs.values()]
     return replace(graph, nodes=tuple(nodes), edges=tuple(edges), parameters=parameters)
 

@@ -181,7 +181,9 @@ def test_a_view_of_gpt2_is_small_enough() -> None:
     chart = read_flowchart(document)
     assert len(chart.edges) < 100
     assert len(document) < 10_000
-    assert [item.lines for item in chart.frames.values() if "×12" in item.lines[0]] == [["h.0 ×12 GPT2Block"]]
+    assert [item.lines for item in chart.frames.values() if "×12" in item.lines[0]] == [
+        ["h.0 ×12 GPT2Block · 1884 parameters"]
+    ]
 
 
 def test_a_captured_model() -> None:

@@ -256,7 +256,7 @@ def test_parameters() -> None:
     """A tensor of the model is in the call of its owner, without the owner's name."""
     net = capture_graph(nn.Sequential(linear()), X)
     assert to_text(net).splitlines()[2:6] == [
-        "├─ 0  Linear  2×4",
+        "├─ 0  Linear · 20 parameters  2×4",
         "│  ├─ weight  parameter  4×4",
         "│  ├─ bias  parameter  [4]",
         "│  └─ linear  2×4  ← input, weight, bias",
@@ -341,7 +341,7 @@ def test_gpt2_is_readable() -> None:
     assert len(lines) < 60
     assert max(map(len, lines)) < 100
     blocks = [line for line in lines if "GPT2Block" in line]
-    assert blocks == ["│  ├─ h.0 ×12  GPT2Block  1×2×12"]
+    assert blocks == ["│  ├─ h.0 ×12  GPT2Block · 1884 parameters  1×2×12"]
     residual = [line for line in lines if " add" in line and "attn" in line]
     assert len(residual) == 1
 
@@ -353,7 +353,7 @@ def test_residual_block() -> None:
         """
         Net.forward · 20 parameters
         ├─ input  2×4
-        ├─ inner  Sequential  2×4
+        ├─ inner  Sequential · 20 parameters  2×4
         │  ├─ 0  Linear · 20 parameters  2×4
         │  └─ 1  ReLU  2×4
         ├─ add  2×4  ← input, inner

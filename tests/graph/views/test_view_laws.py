@@ -67,7 +67,7 @@ def test_every_view_is_a_graph(view: Callable[[Graph], Graph], graph: Graph) -> 
     assert len({(edge.source, edge.target, edge.across) for edge in shown.edges}) == len(shown.edges)
     place = {node.id: number for number, node in enumerate(shown.nodes)}
     assert [node for node in shown.nodes[1:] if place[node.parent or 0] >= place[node.id]] == []
-    lines = [line.strip().split(" [")[0] for line in GraphvizRenderer(shown).render().body]
+    lines = [line.strip().split(" [")[0] for line in GraphvizRenderer(shown, wrap=False).render().body]
     drawn = {line for line in lines if line[1:].isdigit()}
     edges = {tuple(line.split(" -> ")) for line in lines if " -> " in line}
     assert edges == {(f"n{source}", f"n{target}") for source, target in ends(shown)}

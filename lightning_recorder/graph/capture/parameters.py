@@ -1,0 +1,83 @@
+"""The numbers of parameters of modules, and how many of them a recording used."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence, Set
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recorder.graph.capture.builder import Draft
+from lightning_recorder.internals.storage import is_uninitialized
+
+__all__ = ["ParameterCounts", "count", "count_below", "note_used", "own_parameters"]
+
+
+def count(parameters: Iterable[Tensor]) -> int:
+    """Return the number of elements, without uninitialized parameters."""
+    return sum(parameter.numel() for parameter in parameters if not is_uninitialized(parameter))
+
+
+def own_parameters(module: nn.Module) -> Iterable[Tensor]:
+    """Return the module's own parameters, even if its class overrides ``parameters``."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module.parameters(recurse=False)
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def count_below(module: nn.Module) -> int:
+    """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
+    return count({id(each): each for part in module.modules() for each in own_parameters(part)}.values())
+
+
+class ParameterCounts:
+    """The numbers of parameters below modules, each of which is counted at the end of its first call.
+
+    At that time its lazy submodules are initialized.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+
+    def of(self, module: nn.Module) -> int:
+        """Return the number of elements of the parameters of a module and its submodules."""
+        reference, number = self._known.get(id(module), (None, 0))
+        if reference is None or reference() is not module:
+            number = count_below(module)
+            self._known[id(module)] = weakref.ref(module), number
+        return number
+
+
+def note_used(nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], unobserved: Set[int]) -> None:
+    """Set the number of used parameters of each module call.
+
+    A parameter is used if any edge leaves it, wherever that edge leads. It belongs to every module in whose name its
+    own name, or one of its other names, begins.
+
+    Args:
+        nodes: All nodes of the recording.
+        edges: The source and target of each edge.
+        unobserved: The calls with a computation that was not observed; their numbers and those of the calls around
+            them stay unknown.
+    """
+    used = {nodes[source].name: nodes[source] for source, _ in edges if nodes[source].kind == "parameter"}
+    below: dict[str, int] = {}
+    for name, node in used.items():
+        number = sum(math.prod(meta.shape) for meta in node.outputs)
+        for around in {around for each in (name, *node.tied) for around in _modules_around(each)}:
+            below[around] = below.get(around, 0) + number
+    unknown = set(unobserved)
+    for number in unobserved:
+        while (parent := nodes[number].parent) is not None:
+            unknown.add(number := parent)
+    for number, node in enumerate(nodes):
+        if node.kind == "module" and number not in unknown and not nodes[0].failed:
+            node.used_parameters = min(below.get(node.name, 0), node.total_parameters)
+
+
+def _modules_around(name: str) -> Iterable[str]:
+    """Return the names of the modules that contain a tensor, from the innermost to the root."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]

@@ -1,0 +1,70 @@
+"""A view with only those parameters and buffers that are not part of a closed call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.views.collapse import closed_calls
+from lightning_recorder.graph.views.rebuild import rebuilt
+
+__all__ = ["own_tensors"]
+
+_MODEL_TENSORS = ("parameter", "buffer")
+
+
+def own_tensors(graph: Graph, depth: int | None = None) -> Graph:
+    """Remove the parameters and buffers inside the calls that are closed at a depth, and inside layers.
+
+    The tensors that an open call uses itself stay, such as the position embedding of a transformer. A call or op that
+    uses a tensor of another closed call, such as a tied weight, lists its name in :attr:`Node.tied`.
+
+    Args:
+        graph: A recorded graph, or a view of one, before its calls are closed.
+        depth: The depth at which :func:`collapse` will close calls; ``None`` for the calls that contain no other.
+
+    Example:
+        >>> import torch
+        >>> from lightning_recorder.graph import capture_graph
+        >>> class Scaled(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.fc, self.scale = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2))
+        ...     def forward(self, x):
+        ...         return self.fc(x) * self.scale
+        >>> [node.name for node in own_tensors(capture_graph(Scaled(), torch.ones(1, 2))).nodes if not node.type_name]
+        ['input', 'linear', 'scale', 'mul', 'output']
+    """
+    closed = closed_calls(graph, depth)
+    around: dict[int, int] = {}
+    for node in graph.nodes:
+        # The outermost closed call around each node, or the node itself.
+        outer = None if node.parent is None else around[node.parent]
+        around[node.id] = outer if outer in closed and outer is not None else node.id
+    gone = {node.id: node for node in graph.nodes if node.kind in _MODEL_TENSORS and around[node.id] != node.id}
+    tied: dict[int, dict[str, None]] = {}
+    for edge in graph.edges:
+        user = around[edge.target]
+        if edge.source in gone and around[edge.source] != user and gone[edge.source].kind == "parameter":
+            tied.setdefault(user, {})[gone[edge.source].name] = None
+    kept = [replace(node, tied=tuple(tied[node.id])) if node.id in tied else node for node in graph.nodes]
+    kept = _before_users(graph, [node for node in kept if node.id not in gone])
+    return rebuilt(graph, kept, {node.id: node.id for node in kept})
+
+
+def _before_users(graph: Graph, nodes: list[Node]) -> list[Node]:
+    """Return the nodes with each tensor of the model before the calls in which it is used.
+
+    It is recorded when a function uses it, so a tensor that is passed to a call comes after the beginning of that call.
+    """
+    place = {node.id: number for number, node in enumerate(nodes)}
+    first: dict[int, int] = {}
+    for edge in graph.edges:
+        if edge.source in place and graph[edge.source].kind in _MODEL_TENSORS and edge.target in place:
+            user = next(
+                each
+                for each in (graph[edge.target], *graph.ancestors(graph[edge.target]))
+                if each.parent == graph[edge.source].parent or each.parent is None
+            )
+            first[edge.source] = min(first.get(edge.source, place[edge.source]), place[user.id] or place[edge.source])
+    return sorted(nodes, key=lambda node: (first.get(node.id, place[node.id]), node.id not in first))

@@ -1,0 +1,126 @@
+"""The geometry of pictures: titles of frames against edges, and the ratio of the sides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_recorder.graph import GraphPicture, capture_graph, draw
+from lightning_recorder.graph.layout_process import points_of
+from lightning_recorder.graph.views.fit import drawn_nodes
+from tests.graph.architectures import ARCHITECTURES, Case
+from tests.graph.nets import X, linear
+from tests.graph.svg import Picture, read_svg
+
+_SVG = "{http://www.w3.org/2000/svg}"
+# Ordered by what they have of: long chains, broad rows, nested frames, skips around frames, several inputs.
+PICTURES = [
+    "MLP",
+    "chain of 30",
+    "40 heads",
+    "U-Net",
+    "encoder",
+    "transformer",
+    "tied pair",
+    "lists of parameters",
+    "GPT-2",
+    "BERT",
+    "ALBERT",
+    "Llama",
+    "Mixtral",
+    "T5",
+    "BART",
+    "Whisper",
+    "Mamba",
+    "ViT",
+    "CLIP",
+    "ResNet",
+    "ConvNeXt",
+    "Swin",
+]
+
+
+def edges_over_titles(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the edges of which a point lies in the text of a frame's title, with that text."""
+    titles = [text for item in read_svg(path).items if item.kind == "cluster" for text in item.texts]
+    drawing = ET.parse(path).getroot().find(f"{_SVG}g")
+    assert drawing is not None
+    move = re.search(r"translate\((\S+) (\S+)\)", drawing.attrib["transform"])
+    assert move is not None
+    for group in drawing.iter(f"{_SVG}g"):
+        if group.get("class") == "edge":
+            for line in group.iter(f"{_SVG}path"):
+                numbers = [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", line.attrib["d"])]
+                spline = " ".join(f"{x},{y}" for x, y in zip(numbers[::2], numbers[1::2], strict=True))
+                for x, y in points_of(spline):
+                    across, down = x + float(move[1]), y + float(move[2])
+                    for text in titles:
+                        inside = text.baseline - 0.75 * text.size <= down <= text.baseline
+                        if text.left <= across <= text.right and inside:
+                            yield group.findtext(f"{_SVG}title") or "", text.content
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_can_be_read(name: str, tmp_path: Path) -> None:
+    """No edge crosses the title of a frame, no side is longer than four times the other, and no text is too small."""
+    torch.manual_seed(0)
+    net, batch, keywords = ARCHITECTURES[name]()
+    with torch.no_grad():
+        drawing = draw(capture_graph(net, *batch, **keywords))
+    path = drawing.save(tmp_path / "graph.svg")
+    picture = read_svg(path)
+    assert set(edges_over_titles(path)) == set()
+    assert 1 / 4 <= picture.width / picture.height <= 4
+    assert min(text.size for text in picture.texts) * picture.px_per_unit >= 9
+    assert_every_edge(picture, {(f"n{edge.source}", f"n{edge.target}") for edge in drawing.view.edges})
+
+
+def assert_every_edge(picture: Picture, expected: set[tuple[str, str]]) -> None:
+    """Check that the lines of a picture are the edges, some of which are led around in pieces."""
+    lines = {tuple(item.name.split("->", 1)) for item in picture.items if item.kind == "edge"}
+    direct = {(one, other) for one, other in lines if one.startswith("n") and other.startswith("n")}
+    from_top = {(one, other) for one, other in lines if one.startswith("top_") and other.startswith("n")}
+    around = {(f"n{one.removeprefix('top_')}", other) for one, other in from_top}
+    assert direct | around == expected
+    for source, _ in around:
+        number = source.removeprefix("n")
+        assert {(source, f"bottom_{number}"), (f"top_{number}", f"bottom_{number}")} <= lines
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+def test_a_long_chain_has_columns(columns: int, tmp_path: Path) -> None:
+    """The columns of a chain stand side by side from left to right, and the chain continues at the top of the next."""
+    net = nn.Sequential(*(nn.Linear(4 + width, 5 + width) for width in range({2: 24, 3: 60}[columns])))
+    drawing = draw(net, X)
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    nodes = [picture.named(f"n{node.id}") for node in drawn_nodes(drawing.view)]
+    middles = [round((node.left + node.right) / 2) for node in nodes]
+    tops = [node.top for node in nodes]
+    starts = [0, *(at for at in range(1, len(nodes)) if tops[at] < tops[at - 1])]
+    assert len(starts) == columns
+    assert [middles[at] for at in starts] == sorted(middles[at] for at in starts)
+
+
+def test_a_small_picture_has_no_columns(tmp_path: Path) -> None:
+    """A short chain stays a chain; its page has wider margins instead."""
+    drawing = draw(nn.Sequential(linear(), nn.ReLU()), X, graph_dir="LR")
+    picture = read_svg(drawing.save(tmp_path / "graph.svg"))
+    assert len({round(node.top + node.bottom) for node in picture.nodes()}) == 1
+    assert picture.width / picture.height <= 4
+
+
+@pytest.mark.parametrize("name", ["U-Net", "ViT"])
+def test_draw_and_the_recorder_agree(name: str, tmp_path: Path) -> None:
+    """By default, ``draw`` and GraphRecorder write the same document."""
+    case: Callable[[], Case] = ARCHITECTURES[name]
+    net, batch, keywords = case()
+    graph = capture_graph(net, *batch, **keywords)
+    GraphPicture(graph, tmp_path / "graph.dot", ())
+    assert (tmp_path / "graph.dot").read_text(encoding="utf-8") == draw(graph).visual_graph.source
