@@ -35,9 +35,6 @@ class Draft:
     call: int = 1
     outputs: tuple[TensorMeta, ...] = ()
     parameters: int = 0
-    total_parameters: int = 0
-    used_parameters: int | None = None
-    tied: tuple[str, ...] = ()
     autograd: tuple[str, ...] = ()
     failed: bool = False
     source: str = ""
@@ -49,6 +46,9 @@ class Draft:
     saved_bytes: int | None = None
     flops: int | None = None
     note: str = ""
+    total_parameters: int = 0
+    used_parameters: int | None = None
+    tied: tuple[str, ...] = ()
 
 
 class GraphBuilder:
@@ -180,6 +180,9 @@ def _node(number: int, draft: Draft, scope: str) -> Node:
         draft.call,
         draft.outputs,
         draft.parameters,
+        draft.total_parameters,
+        draft.used_parameters,
+        draft.tied,
         draft.autograd,
         scope,
         draft.failed,

@@ -81,7 +81,7 @@ class ModelNames:
 
     def references(self) -> dict[str, weakref.ref[nn.Module]]:
         """Return weak references to the modules by name."""
-        return {name: reference for reference, name in self._names.values()}
+        return {reference.name: reference for reference in self._names.values()}
 
     def aliases(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the other names of a parameter or buffer that several modules register."""

@@ -18,6 +18,14 @@ _TENSORS = ("parameter", "buffer", "tensor")
 # Dimension 1 of the outputs of these layers is fixed by their weights; it is the last dimension for others.
 _CHANNELS_FIRST = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "BatchNorm", "GroupNorm", "InstanceNorm")
 
+# Settings of modules that may differ between equal blocks: the drop rate of a path often grows with the depth.
+_VARIED = ("p", "drop_prob", "drop_rate")
+# Settings of functions that decide what they compute. An index or an operand may be the number of a step.
+_SETTINGS = (
+    *("dim", "dims", "stride", "padding", "dilation", "groups", "kernel_size", "output_size", "output_padding"),
+    *("approximate", "keepdim", "is_causal", "mode", "negative_slope", "equation", "reduction", "descending"),
+)
+
 
 def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None) -> Graph:
     """Draw equal consecutive siblings once, with their number.
@@ -428,7 +436,14 @@ def _label(node: Node) -> Key:
     name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
     sizes = tuple(_fixed_sizes(node, meta) for meta in node.outputs)
     about = node.parameters, node.failed, node.repeats, node.parallel
-    return node.kind, name, node.type_name, sizes, *about
+    return node.kind, name, node.type_name, sizes, _settings(node), *about
+
+
+def _settings(node: Node) -> Key:
+    """Return the arguments in which equal nodes agree, such as a dilation."""
+    if node.kind == "module":
+        return tuple(pair for pair in node.arguments if pair[0] not in _VARIED)
+    return tuple(pair for pair in node.arguments if pair[0] in _SETTINGS)
 
 
 def _fixed_sizes(node: Node, meta: TensorMeta) -> Key:
