@@ -4,15 +4,17 @@ from lightning_recorder.graph.capture.graph_capture import GraphCapture, capture
 from lightning_recorder.graph.diff import GraphDiff, NodeChange, diff
 from lightning_recorder.graph.drawing import Drawing, draw, make_dot, render_network
 from lightning_recorder.graph.layout import Layout
-from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta, Unused
+from lightning_recorder.graph.model import Edge, Graph, Node, TensorMeta
 from lightning_recorder.graph.picture import GraphPicture
 from lightning_recorder.graph.record import record
 from lightning_recorder.graph.renderers.base import BaseRenderer
 from lightning_recorder.graph.renderers.graphdef import to_graph_def
-from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler
+from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer
+from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
 from lightning_recorder.graph.renderers.mermaid import MermaidRenderer, to_mermaid
 from lightning_recorder.graph.renderers.model_explorer import to_model_explorer, to_node_data
 from lightning_recorder.graph.renderers.text import TextRenderer, to_text
+from lightning_recorder.graph.unused import Unused
 from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_isolated, hide, without
 from lightning_recorder.graph.views.fit import fit_view, truncate

@@ -16,7 +16,8 @@ from lightning_recorder.errors import ArgumentError, InputError, check_integer, 
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.record import record
-from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler, check_direction
+from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, check_direction
+from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK
 from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.fit import fit_view, view_at_depth

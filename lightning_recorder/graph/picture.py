@@ -9,7 +9,8 @@ from pathlib import Path
 from lightning_recorder.errors import RenderError
 from lightning_recorder.graph.layout import Layout
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer, GraphvizStyler
+from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer
+from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
 from lightning_recorder.graph.views.fit import fit_view
 
 __all__ = ["GraphPicture"]

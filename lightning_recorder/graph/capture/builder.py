@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_recorder.graph.capture.call_arguments import Given, describe_arguments
-from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta, Unused
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
+from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = ["Draft", "GraphBuilder", "interned", "meta_of", "metas_of"]

@@ -17,19 +17,31 @@ __all__ = ["ParameterCounts", "count", "count_below", "note_used", "own_paramete
 
 def count(parameters: Iterable[Tensor]) -> int:
     """Return the number of elements, without uninitialized parameters."""
-    return sum(parameter.numel() for parameter in parameters if not is_uninitialized(parameter))
+    # A lazy parameter has a class of its own. This runs for each module of a recording.
+    return sum([each.numel() for each in parameters if type(each) is nn.Parameter or not is_uninitialized(each)])
 
 
 def own_parameters(module: nn.Module) -> Iterable[Tensor]:
     """Return the module's own parameters, even if its class overrides ``parameters``."""
     if isinstance(module, torch.jit.ScriptModule):
         return module.parameters(recurse=False)
-    return [parameter for parameter in module._parameters.values() if parameter is not None]
+    return [each for each in module._parameters.values() if each is not None]
 
 
 def count_below(module: nn.Module) -> int:
     """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
-    return count({id(each): each for part in module.modules() for each in own_parameters(part)}.values())
+    found: dict[int, Tensor] = {}
+    # Without the nested generators of ``modules()``. A module in several places is visited once.
+    parts = {id(module): module}
+    pending = [module]
+    for part in pending:
+        for each in own_parameters(part):
+            found[id(each)] = each
+        for inner in part._modules.values():
+            if inner is not None and id(inner) not in parts:
+                parts[id(inner)] = inner
+                pending.append(inner)
+    return count(found.values())
 
 
 class ParameterCounts:
@@ -43,11 +55,10 @@ class ParameterCounts:
 
     def of(self, module: nn.Module) -> int:
         """Return the number of elements of the parameters of a module and its submodules."""
-        reference, number = self._known.get(id(module), (None, 0))
-        if reference is None or reference() is not module:
-            number = count_below(module)
-            self._known[id(module)] = weakref.ref(module), number
-        return number
+        known = self._known.get(id(module))
+        if known is None or known[0]() is not module:
+            known = self._known[id(module)] = weakref.ref(module), count_below(module)
+        return known[1]
 
 
 def note_used(nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], unobserved: Set[int]) -> None:
@@ -65,8 +76,8 @@ def note_used(nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], unobserv
     used = {nodes[source].name: nodes[source] for source, _ in edges if nodes[source].kind == "parameter"}
     below: dict[str, int] = {}
     for name, node in used.items():
-        number = sum(math.prod(meta.shape) for meta in node.outputs)
-        for around in {around for each in (name, *node.tied) for around in _modules_around(each)}:
+        number = sum([math.prod(meta.shape) for meta in node.outputs])
+        for around in dict.fromkeys([around for each in (name, *node.tied) for around in _modules_around(each)]):
             below[around] = below.get(around, 0) + number
     unknown = set(unobserved)
     for number in unobserved:

@@ -220,7 +220,7 @@ class StepRecording:
         if draft.type_name != type(module).__name__:
             # A lazy module has changed its class and created its parameters during the call.
             self._describe(call.node, module)
-        draft.total_parameters = self._counts_below.of(module)
+        draft.total_parameters = self._counts_below.of(module) if module._modules else draft.parameters
         draft.inputs, draft.outputs = metas_of(taken), metas_of(given)
         if self._times:
             draft.duration_ms = (self._clock() - call.start_s) * 1e3

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
-from lightning_recorder.graph.model import Unused
+from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import is_metric, named_submodules
 

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from typing_extensions import override
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.fonts import FAMILY
 from lightning_recorder.graph.model import Edge, Graph, Kind, Node
-from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.base import BaseRenderer
 from lightning_recorder.graph.renderers.columns import Columns, label_size, split
-from lightning_recorder.graph.renderers.details import Detail, check_details, describe_detail, detail_color
-from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
-from lightning_recorder.graph.renderers.source_link import SOURCE_LINK, source_link
+from lightning_recorder.graph.renderers.graphviz_styler import (
+    DETAIL_PT,
+    FONT,
+    LOOKS,
+    LOSS,
+    NAME_PT,
+    GraphvizStyler,
+    small,
+)
 from lightning_recorder.graph.views.fit import drawn_nodes
 from lightning_recorder.signatures import with_replacements
 
 if TYPE_CHECKING:
     from graphviz import Digraph
 
-__all__ = ["Direction", "GraphvizRenderer", "GraphvizStyler", "Shapes"]
+__all__ = ["Direction", "GraphvizRenderer"]
 
 _TORCHRECORDER = {
     "render_depth": "GraphvizRenderer(collapse(graph, render_depth, leaves=False))",
@@ -34,37 +37,11 @@ _TORCHRECORDER = {
 """The code to write instead of the arguments of torchrecorder's renderer."""
 
 Direction = Literal["TB", "LR", "BT", "RL"]
-Shapes = Literal["nodes", "edges", "none"]
 
-# The package includes DejaVu for machines without fonts. DejaVu is also wider than its replacements, so a label that
-# was measured with it fits its box wherever the SVG is shown.
-_FONT = f"{FAMILY},Verdana,sans-serif"
-_NAME_PT = 12
-_DETAIL_PT = 10
-
-# Fill, border and shape by kind. The hues are those of Okabe and Ito, which colour-blind readers can distinguish; the
-# shapes differ for greyscale print.
-_LOOKS: dict[Kind, dict[str, str]] = {
-    "module": {"fillcolor": "#dbe9f6", "color": "#0072b2", "shape": "box", "style": "filled,rounded"},
-    "op": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "box", "style": "filled"},
-    "input": {"fillcolor": "#d9f0e6", "color": "#009e73", "shape": "ellipse", "style": "filled"},
-    "output": {"fillcolor": "#ffffff", "color": "#009e73", "shape": "ellipse", "style": "filled", "penwidth": "2"},
-    "parameter": {"fillcolor": "#faedcc", "color": "#c98a00", "shape": "ellipse", "style": "filled"},
-    "buffer": {"fillcolor": "#f3e6ef", "color": "#b06a94", "shape": "ellipse", "style": "filled"},
-    "tensor": {"fillcolor": "#ffffff", "color": "#8c8c8c", "shape": "ellipse", "style": "filled,dashed"},
-    "backward": {"fillcolor": "#fbe0d3", "color": "#d55e00", "shape": "box", "style": "filled", "peripheries": "2"},
-    "optimizer": {"fillcolor": "#ffffff", "color": "#d55e00", "shape": "box", "style": "filled", "penwidth": "2"},
-}
-_FRAMES = ("#f6f6f6", "#ededed")
-_FAILED = {"color": "#d4002a", "penwidth": "3"}
-# An edge backwards must not pull its source above its target.
-_NEXT = {"style": "dashed", "constraint": "false", "color": "#0072b2"}
 # The weight of edges on the main path; dot keeps edges with a larger weight straighter and shorter.
 _MAIN_WEIGHT = "12"
 
 _INVISIBLE = {"style": "invis", "shape": "point", "width": "0.01", "height": "0.01", "label": ""}
-
-_LOSS = "loss"  # prefix of the scopes of losses
 
 _MEANINGS: dict[Kind, str] = {
     "module": "module",
@@ -77,127 +54,6 @@ _MEANINGS: dict[Kind, str] = {
     "backward": "backward pass",
     "optimizer": "optimizer step",
 }
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _with_graph(method: Method) -> Method:
-    """Decorate a method of a styler so that the graph may be omitted while it is rendered."""
-
-    @functools.wraps(method)
-    def wrapper(self: GraphvizStyler, part: Any, graph: Graph | None = None) -> Any:
-        return method(self, part, graph or self.graph)
-
-    return cast("Method", wrapper)
-
-
-class GraphvizStyler:
-    """Decides how nodes and edges look. Subclasses may override its methods.
-
-    A ``style_node(node)`` without the graph is accepted too; ``self.graph`` is then the graph that is rendered.
-
-    Args:
-        shapes: The place of tensor shapes: ``"nodes"`` for the node that returned the tensor, ``"edges"``, or
-            ``"none"``. Tooltips show them in any case.
-        details: Fields to write into the nodes, such as ``("arguments", "flops")``: any of ``arguments``, ``inputs``,
-            ``duration_ms``, ``flops``, ``output_bytes``, ``saved_bytes`` and ``note``. Tooltips show them in any case.
-        color_by: One of these fields, other than arguments and inputs, that decides the fill colour: from white to
-            orange by the share of the largest value. By ``note``, frozen and unused parts are grey, parameters without
-            a gradient yellow, and functions that stop a gradient orange.
-        link: The address that a node of an SVG opens, with ``{path}`` for the absolute path of its file, ``{file}`` for
-            the path relative to the working directory or the installed packages, and ``{line}``. By default VS Code
-            opens the line; ``None`` makes no links. With ``{path}``, files that do not exist here are not linked.
-        attributes: Graphviz attributes for all nodes; they override those of the kind.
-
-    Raises:
-        ArgumentError: If ``shapes``, ``details`` or ``color_by`` is not one of its values.
-    """
-
-    def __init__(
-        self,
-        *,
-        shapes: Shapes = "nodes",
-        details: Collection[str] = (),
-        color_by: str | None = None,
-        link: str | None = SOURCE_LINK,
-        **attributes: str,
-    ) -> None:
-        details = (details,) if isinstance(details, str) else tuple(details)
-        check_details("details", details)
-        check_details("color_by", [color_by] if color_by else [])
-        if shapes not in get_args(Shapes):
-            raise ArgumentError(f"shapes must be one of {', '.join(get_args(Shapes))}, got {shapes!r}")
-        self.shapes = shapes
-        self.details = details
-        self.color_by = color_by
-        self.link = link
-        self.attributes = attributes
-        self.graph: Graph | None = None
-
-    @_with_graph
-    def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
-        """Return the Graphviz attributes of a node, including its label."""
-        color = detail_color(node, graph, self.color_by) if self.color_by else None
-        return {
-            **_LOOKS[node.kind],
-            **({"fillcolor": color} if color else {}),
-            **(_FAILED if node.failed else {}),
-            "label": _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
-            "tooltip": dot_attribute(_describe(node)),
-            **self._address(node),
-            **self.attributes,
-        }
-
-    def _address(self, node: Node) -> dict[str, str]:
-        address = source_link(node.source, self.link) if self.link is not None else ""
-        return {"URL": dot_attribute(address)} if address else {}
-
-    def style_title(self, graph: Graph) -> dict[str, str]:
-        """Return the Graphviz attributes of the whole graph; the title shows the model's class and size."""
-        name = graph.title
-        return {
-            "label": f"<{_bold(name)}{_detail(labels.title(graph).removeprefix(name))}>",
-            "tooltip": dot_attribute(name),
-        }
-
-    def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
-        """Return the Graphviz attributes of the cluster around the contents of a module call."""
-        name = f"{labels.short_name(node, graph)} {labels.shown_times(node)}".strip()
-        lines = (node.type_name, labels.size(node), labels.tied_to(node))
-        return {
-            # Short lines, since the layout looks for a gap of this width between the edges from above.
-            "label": _stacked([*([_bold(name)] if name else []), *(_detail(line) for line in lines if line)]),
-            "tooltip": dot_attribute(_describe(node)),
-            **self._address(node),
-            "bgcolor": _FRAMES[node.depth % 2],
-            "color": "#0072b2" if node.repeats > 1 else "#bdbdbd",
-            "penwidth": "2" if node.repeats > 1 else "1",
-            **(_FAILED if node.failed else {}),
-        }
-
-    def style_scope(self, scope: str) -> dict[str, str]:
-        """Return the Graphviz attributes of the cluster around a loss."""
-        return {
-            "label": f"<{_detail(scope)}>",
-            "tooltip": dot_attribute(scope),
-            "color": "#d55e00",
-            "style": "rounded,dashed",
-        }
-
-    def style_edge(self, edge: Edge, graph: Graph) -> dict[str, str]:
-        """Return the Graphviz attributes of an edge.
-
-        The label shows the number of tensors if there are several. An edge to the next repetition of a folded call is
-        dashed.
-        """
-        times, across = labels.times(edge, graph), labels.shown_across(edge)
-        words = [str(edge.tensor)] if self.shapes == "edges" and edge.tensor is not None else []
-        words += [across] if across else []
-        words += [f"×{times}"] if times > 1 else []
-        style = {"tooltip": dot_attribute(f"{edge.tensor.dtype} {edge.tensor}" if edge.tensor else "")}
-        style |= _NEXT if edge.relates("next") else {}
-        return {**style, "label": f"<{_detail(' '.join(['', *words, '']))}>"} if words else style
 
 
 class GraphvizRenderer(BaseRenderer["Digraph"]):
@@ -264,12 +120,12 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             ranksep="0.35",
             nodesep="0.25",
             pad="{:.2f},{:.2f}".format(*self._columns.padding),
-            fontname=_FONT,
-            fontsize=str(_NAME_PT),
+            fontname=FONT,
+            fontsize=str(NAME_PT),
         )
         canvas.attr("graph", labeljust="l", labelloc="t", style="rounded", **self.styler.style_title(self.graph))
-        canvas.attr("node", fontname=_FONT, fontsize=str(_NAME_PT), margin="0.12,0.06", height="0.3")
-        canvas.attr("edge", fontname=_FONT, fontsize=str(_DETAIL_PT), color="#5f5f5f", arrowsize="0.6")
+        canvas.attr("node", fontname=FONT, fontsize=str(NAME_PT), margin="0.12,0.06", height="0.3")
+        canvas.attr("edge", fontname=FONT, fontsize=str(DETAIL_PT), color="#5f5f5f", arrowsize="0.6")
         return canvas
 
     @override
@@ -300,14 +156,14 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
     def _divided(self) -> Columns:
         """Return the division of the picture, based on estimated sizes."""
         sizes = {
-            number: label_size(style.get("label", ""), _NAME_PT, _DETAIL_PT, ellipse=style.get("shape") == "ellipse")
+            number: label_size(style.get("label", ""), NAME_PT, DETAIL_PT, ellipse=style.get("shape") == "ellipse")
             for number, style in self._styles.items()
         }
         for call in self.graph.module_calls() if self.frames else ():
             if call.id not in sizes:
                 label = self.styler.style_frame(call, self.graph).get("label", "")
-                sizes[call.id] = label_size(label, _NAME_PT, _DETAIL_PT)
-        title = label_size(self.styler.style_title(self.graph).get("label", ""), _NAME_PT, _DETAIL_PT)
+                sizes[call.id] = label_size(label, NAME_PT, DETAIL_PT)
+        title = label_size(self.styler.style_title(self.graph).get("label", ""), NAME_PT, DETAIL_PT)
         return split(self.graph, sizes, title, flat=self.direction in ("LR", "RL"))
 
     def _render_columns(self, canvas: Digraph, call: Node) -> None:
@@ -356,7 +212,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
 
     def _render_part(self, canvas: Digraph, call: Node, children: list[Node], suffix: str = "") -> None:
         """Add children of a call to the canvas, those of a loss in a frame of their own."""
-        scopes = dict.fromkeys(child.scope for child in children if child.scope.startswith(_LOSS))
+        scopes = dict.fromkeys(child.scope for child in children if child.scope.startswith(LOSS))
         if call is not self.graph.root or not self.frames or not scopes:
             self.render_nodes(canvas, children)
             return
@@ -389,10 +245,10 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
             canvas.edge(f"n{first}", f"n{second}", style="invis", weight="0")
         if self.legend:
             with canvas.subgraph(name="cluster_legend") as frame:
-                frame.attr(label=f"<{_detail('legend')}>", color="#bdbdbd", tooltip=" ")
+                frame.attr(label=f"<{small('legend')}>", color="#bdbdbd", tooltip=" ")
                 for kind in _kinds(self.graph):
-                    label = f"<{_detail(_MEANINGS[kind])}>"
-                    frame.node(f"legend_{kind}", **_LOOKS[kind], label=label, tooltip=" ")
+                    label = f"<{small(_MEANINGS[kind])}>"
+                    frame.node(f"legend_{kind}", **LOOKS[kind], label=label, tooltip=" ")
         return canvas
 
 
@@ -439,30 +295,6 @@ def check_direction(direction: str) -> None:
         raise ArgumentError(f"direction must be one of {', '.join(get_args(Direction))}, got {direction!r}")
 
 
-def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = ()) -> str:
-    name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
-    name = f"{name} {labels.shown_times(node)}".strip()
-    lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
-    if node.kind == "module":
-        lines.append(_detail(labels.class_and_size(node)))
-    if node.failed:
-        lines.append(_detail("failed here"))
-    if tied := labels.tied_to(node):
-        lines.append(_detail(tied))
-    if shapes and node.outputs:
-        lines.append(_detail(labels.shown_shapes(node)))
-    lines += [_detail(text) for detail in details if (text := describe_detail(node, detail))]
-    # A table rather than line breaks, for some space between the lines.
-    rows = "".join(f"<tr><td>{line}</td></tr>" for line in lines)
-    return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1">{rows}</table>>'
-
-
-def _stacked(lines: Iterable[str]) -> str:
-    """Return an HTML-like label of left-aligned lines."""
-    rows = "".join(f'<tr><td align="left">{line}</td></tr>' for line in lines)
-    return f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="0">{rows}</table>>' if rows else ""
-
-
 def _movable(style: dict[str, str]) -> dict[str, str]:
     """Return the style of a frame with empty cells on both sides of its title, by which the layout moves the title."""
     # A frame inside a column would inherit these from it.
@@ -473,29 +305,3 @@ def _movable(style: dict[str, str]) -> dict[str, str]:
     cells = f'<td port="left" width="1"></td><td>{label[1:-1]}</td><td port="right" width="16"></td>'
     table = f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="0"><tr>{cells}</tr></table>>'
     return {**style, "label": table}
-
-
-_PROMINENT = ("module", "input", "output", "backward", "optimizer")
-
-
-def _describe(node: Node) -> str:
-    """Return the tooltip of a node: the full name and the details that the label omits."""
-    outputs = ", ".join(f"{meta.dtype} {meta}" for meta in node.outputs[:8])
-    parts = (
-        node.name or node.kind,
-        node.type_name,
-        f"call {node.call}" if node.call > 1 else "",
-        outputs,
-        ", ".join(node.autograd[:8]),
-        node.source,
-        *(describe_detail(node, detail) for detail in get_args(Detail)),
-    )
-    return " · ".join(part for part in parts if part)
-
-
-def _bold(text: str) -> str:
-    return f"<b>{dot_label(text)}</b>"
-
-
-def _detail(text: str) -> str:
-    return f'<font point-size="{_DETAIL_PT}" color="#4d4d4d">{dot_label(text)}</font>'

@@ -57,7 +57,7 @@ def roll(graph: Graph) -> Graph:
     ]
     rolled = replace(graph, nodes=tuple(kept), edges=redirected(graph.edges, target))
     place = {node.id: number for number, node in enumerate(kept)}
-    return replace(rolled, edges=tuple(_onward(edge, rolled, place) for edge in rolled.edges))
+    return replace(rolled, edges=redirected((_onward(edge, rolled, place) for edge in rolled.edges), {}))
 
 
 def _onward(edge: Edge, graph: Graph, place: Mapping[int, int]) -> Edge:

@@ -49,8 +49,8 @@ X = torch.ones(2, 8)
 
 
 def test_calls_of_a_capture() -> None:
-    """A block of three functions, two modules and two parameters takes at most 1250 calls."""
-    assert _per_block(lambda net: capture_graph(net, X)) <= 1250
+    """A block of three functions, two modules and two parameters takes at most 1300 calls."""
+    assert _per_block(lambda net: capture_graph(net, X)) <= 1300
 
 
 def test_calls_of_a_record() -> None:

@@ -34,7 +34,7 @@ from lightning_recorder.graph import (
     without,
 )
 from lightning_recorder.graph.model import Kind
-from lightning_recorder.graph.renderers.graphviz import Shapes
+from lightning_recorder.graph.renderers.graphviz_styler import Shapes
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.nets import Net, X, linear
 from tests.graph.queries import only

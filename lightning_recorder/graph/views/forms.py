@@ -1,0 +1,90 @@
+"""The forms of nodes: two nodes have the same form if they and their contents look the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lightning_recorder.graph.model import Graph, Node, TensorMeta
+from lightning_recorder.graph.views.wiring import Key, MutableGraph
+
+__all__ = ["TENSORS", "forms"]
+
+TENSORS = ("parameter", "buffer", "tensor")
+# Dimension 1 of the outputs of these layers is fixed by their weights; it is the last dimension for others.
+_CHANNELS_FIRST = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose", "BatchNorm", "GroupNorm", "InstanceNorm")
+
+# Settings of modules that may differ between equal blocks: the drop rate of a path often grows with the depth.
+_VARIED = ("p", "drop_prob", "drop_rate")
+# Settings of functions that decide what they compute. An index or an operand may be the number of a step.
+_SETTINGS = (
+    *("dim", "dims", "stride", "padding", "dilation", "groups", "kernel_size", "output_size", "output_padding"),
+    *("approximate", "keepdim", "is_causal", "mode", "negative_slope", "equation", "reduction", "descending"),
+)
+
+
+def forms(graph: Graph, parts: MutableGraph) -> dict[int, int]:
+    """Return a number for each node; two numbers are equal exactly if the nodes and their contents look the same.
+
+    Contents look the same if they are also connected equally.
+    """
+    tree = parts.subtree(graph.root.id)
+    place = {node: number for number, node in enumerate(tree)}
+    inner = _inner_edges(graph, place)
+    numbers: dict[object, int] = {}
+    known: dict[int, int] = {}
+    # Children come after their parent, so in reverse order they are known first.
+    for node_id in reversed(tree):
+        inside = tuple(known[child] for child in parts.children.get(node_id, ()))
+        form = (_label(parts.nodes[node_id]), inside, tuple(inner.get(node_id, ())))
+        known[node_id] = numbers.setdefault(form, len(numbers))
+    return known
+
+
+def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]:
+    """Return the edges directly inside each call: between its contents, but not inside one of them.
+
+    An edge consists of the places of its ends, the number of edges into its target from inside the call before it, and
+    its multiplicity. Edges between repetitions are compared by :class:`Siblings`.
+    """
+    inner: dict[int, list[Key]] = {}
+    above = {node.id: [node.id, *(call.id for call in graph.ancestors(node))] for node in graph.nodes}
+    for target in place:
+        depths: list[int] = []
+        for edge in graph.into(graph[target]):
+            if edge.across:
+                continue
+            around = set(above[edge.source])
+            call = next(each for each in above[target] if each in around)
+            depth = len(above[call])
+            rank = sum(each >= depth for each in depths)
+            depths.append(depth)
+            spot = place[target] - place[call], place[edge.source] - place[call]
+            inner.setdefault(call, []).append((*spot, rank, edge.multiplicity))
+    return inner
+
+
+def _label(node: Node) -> Key:
+    """Return the properties in which equal nodes agree."""
+    # A module differs from its siblings by its name, and a parameter by its name before the last dot.
+    name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
+    sizes = tuple(_fixed_sizes(node, meta) for meta in node.outputs)
+    about = node.parameters, node.failed, node.repeats, node.parallel
+    return node.kind, name, node.type_name, sizes, _settings(node), *about
+
+
+def _settings(node: Node) -> Key:
+    """Return the arguments in which equal nodes agree, such as a dilation."""
+    if node.kind == "module":
+        return tuple(pair for pair in node.arguments if pair[0] not in _VARIED)
+    return tuple(pair for pair in node.arguments if pair[0] in _SETTINGS)
+
+
+def _fixed_sizes(node: Node, meta: TensorMeta) -> Key:
+    """Return the properties of an output that do not depend on the data."""
+    if node.kind in TENSORS:
+        return meta.shape, meta.dtype
+    sizes: Iterable[int | None] = [None] * len(meta.shape)
+    if node.parameters and meta.shape:
+        fixed = 1 if node.type_name.startswith(_CHANNELS_FIRST) and len(meta.shape) > 1 else len(meta.shape) - 1
+        sizes = [size if place == fixed else None for place, size in enumerate(meta.shape)]
+    return tuple(sizes), meta.dtype
