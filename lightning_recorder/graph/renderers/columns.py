@@ -62,7 +62,8 @@ class Columns:
         if not column:
             return None
         inner = [edge for edge in graph.edges if edge.source in column and edge.target in column]
-        same = [edge for edge in inner if column[edge.source] == column[edge.target]]
+        # An edge back to the next repetition does not place its target below its source.
+        same = [edge for edge in inner if column[edge.source] == column[edge.target] and not edge.relates("next")]
         fed, used = {edge.target for edge in same}, {edge.source for edge in same}
         return Ends(
             number=1 + max(column.values()),
