@@ -73,7 +73,7 @@ def diff(one: Graph, other: Graph) -> GraphDiff:
         >>> print(diff(*(capture_graph(net, torch.ones(1, 2)) for net in nets)))
         + 2
         + 2/tanh
-        ~ 0: outputs: 1×3 -> 1×4; parameters: 9 -> 12
+        ~ 0: outputs: 1×3 -> 1×4; parameters: 9 -> 12; out_features: 3 -> 4
         ~ 0.weight: outputs: 3×2 -> 4×2
         ~ 0.bias: outputs: [3] -> [4]
         ~ 0/linear: outputs: 1×3 -> 1×4

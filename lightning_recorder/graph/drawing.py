@@ -245,11 +245,11 @@ def draw(
             model, graph_name, sizes, input_data, input_kwargs=input_kwargs, dtypes=dtypes, device=device, mode=mode
         )
     options: dict[str, Any] = {"fold": fold, "leaves": hide_module_functions, "parameters": parameters}
+    whole = rolled(graph) if roll else graph
     if limit == 0 or max_nodes is None or depth == math.inf:
-        view = view_at_depth(graph, limit, **options)
+        view = view_at_depth(whole, limit, **options)
     else:
-        view = fit_view(graph, max_nodes, limit, **options)
-    view = rolled(view) if roll else view
+        view = fit_view(whole, max_nodes, limit, **options)
     view = view if hide_inner_tensors else show_tensors(view)
     view = show_unused(view) if unused else view
     styler = styler or GraphvizStyler(shapes="nodes" if show_shapes else "none", link=link)
