@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,11 @@ def test_a_renderer_that_hangs_is_ended(bare: Small, tmp_path: Path, monkeypatch
     assert {path.name for path in (tmp_path / "recorder").iterdir()} == {"graph.dot", "graph.json"}
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert pids
+    # A killed process disappears when the system has noticed.
+    for _ in range(600):
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            break
+        time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
