@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.base import Compiled, RecorderCallback
+from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import Silence, say_ran_eagerly, why_no_files, why_no_step, write_ran_eagerly
@@ -122,7 +122,7 @@ class TensorDumper(RecorderCallback):
         dtype: str | torch.dtype | None = None,
         per_rank: bool = False,
         outputs: Outputs = Outputs(),
-        compiled: Compiled = "eager",
+        compiled: Literal["eager", "skip"] = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS
-from lightning_recorder.callbacks.base import Compiled, RecorderCallback, fixed_in_run
+from lightning_recorder.callbacks.base import RecorderCallback, fixed_in_run
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import (
     Silence,
@@ -117,7 +117,7 @@ class GraphRecorder(RecorderCallback):
         styler: GraphvizStyler | None = None,
         name: str = "graph",
         costs: bool = False,
-        compiled: Compiled = "eager",
+        compiled: Literal["eager", "skip"] = "eager",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
     ) -> None:

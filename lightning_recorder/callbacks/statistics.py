@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -20,7 +20,6 @@ from lightning_recorder.callbacks.arguments import (
     checked_reductions,
     checked_statistics,
 )
-from lightning_recorder.callbacks.base import Compiled
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import (
     Silence,
@@ -36,7 +35,7 @@ from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.outputs import Coverage, RecordPipeline, SinkFormatter, TagBudget
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
-from lightning_recorder.schedule import Reduce, Sampling, Schedule, check_reduce
+from lightning_recorder.schedule import Sampling, Schedule, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
@@ -77,12 +76,12 @@ class StatisticsCallback(ResumingCallback):
         exclude: str | Sequence[str] | None = None,
         every_n_train_steps: int | None = None,
         schedule: Schedule = Schedule(),
-        reduce: Reduce = "step",
+        reduce: int | Literal["step", "epoch"] = "step",
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         histograms: bool | int = True,
         extra: Reduction | Sequence[Reduction] = (),
         outputs: Outputs = Outputs(),
-        compiled: Compiled = "eager",
+        compiled: Literal["eager", "skip"] = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
@@ -107,12 +106,12 @@ class StatisticsCallback(ResumingCallback):
         tags = "-".join(filter(None, [self.group, self.name]))
         by_path = self.group == "parameters"
         budget = TagBudget(self.outputs.max_tags, str(self), stages=len(self.stages), by_path=by_path)
-        report = SinkFormatter(tags, self.statistics, histograms=self.histograms, budget=budget)
+        formatter = SinkFormatter(tags, self.statistics, histograms=self.histograms, budget=budget)
         return {
             **super().idle(),
             "loss_scale": LossScale(),
             "_results": RecordPipeline(
-                report,
+                formatter,
                 name=str(self),
                 log=rank_zero_info,
                 derive=with_update_ratios if by_path else None,

@@ -140,7 +140,7 @@ def test_the_values_are_those_of_the_step(accumulated: int, tmp_path: Path) -> N
             assert torch.equal(found[name], value), (step, name)
 
 
-def test_the_scale_of_a_scaler_is_taken_out(tmp_path: Path) -> None:
+def test_the_scale_of_a_scaler_is_removed(tmp_path: Path) -> None:
     """Gradients are those of the loss that ``training_step`` returned, whatever its scale."""
     found: list[dict[str, Tensor]] = []
     for scale in (1.0, 256.0):
