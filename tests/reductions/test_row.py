@@ -85,8 +85,8 @@ def test_a_statistic_is_added_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "lightning_recorder" / "reductions" / "row.py"
     begin, parts, rest = file.read_text().partition("PARTS: dict[type[ScalarReduction], tuple[str, ...]] = {\n")
     further = '    Norms: ("abs_max", "abs_sum", "square_sum"),\n}\n'
-    source = begin + parts + rest.replace("}\n", further, 1)
-    file.write_text(source.replace("import RunningMoments", "import Norms, RunningMoments"))
+    begin += "from lightning_recorder.reductions.scalars import Norms\n"
+    file.write_text(begin + parts + rest.replace("}\n", further, 1))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
