@@ -310,7 +310,7 @@ def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str =
 
 
 def _mean(some: Floats) -> Floats:
-    """Return the mean of the columns that have values."""
+    """Return the mean over the recorded columns, one number per row; NaN if none is recorded."""
     known = ~np.isnan(some[0])
     return some[:, known].mean(axis=1) if known.any() else some[:, 0]
 
