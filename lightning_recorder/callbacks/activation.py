@@ -128,7 +128,7 @@ class ActivationRecorder(StatisticsCallback):
         return self._stages
 
     @override
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
+    def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         recorder = StatisticsRecorder(modules, OutputTap, **self.options)
         recorder.tap.eager = self.compiled == "eager"
         return recorder

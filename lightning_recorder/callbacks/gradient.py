@@ -74,7 +74,7 @@ class GradientRecorder(StatisticsCallback):
     group = "gradients"
 
     @override
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
+    def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         recorder = StatisticsRecorder(modules, OutputGradientTap, **self.options)
         recorder.tap.eager = self.compiled == "eager"
         return recorder
@@ -86,5 +86,5 @@ class GradientRecorder(StatisticsCallback):
 
     @property
     @override
-    def counts_overflow(self) -> bool:
+    def _counts_overflow(self) -> bool:
         return True

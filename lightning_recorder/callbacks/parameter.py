@@ -141,7 +141,7 @@ class ParameterRecorder(StatisticsCallback):
         )
 
     @override
-    def choose(self, pl_module: LightningModule) -> SelectedModules:
+    def _choose(self, pl_module: LightningModule) -> SelectedModules:
         if self.selection.is_default:
             owners = _owners(pl_module)
             chosen = Selection(predicate=lambda name, module: module in owners, exclude=self.selection.exclude)
@@ -161,7 +161,7 @@ class ParameterRecorder(StatisticsCallback):
         return set(self.parts)
 
     @override
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
+    def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         return OptimizerRecorder(modules, parts=self.parts, **self.options)
 
     @guarded
@@ -186,7 +186,7 @@ class ParameterRecorder(StatisticsCallback):
 
     @property
     @override
-    def counts_overflow(self) -> bool:
+    def _counts_overflow(self) -> bool:
         return True
 
 

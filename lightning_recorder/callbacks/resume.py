@@ -127,12 +127,12 @@ class ResumingCallback(EvaluationCallback):
     _run: RunRecorder | None
 
     @override
-    def idle(self) -> dict[str, Any]:
+    def _idle(self) -> dict[str, Any]:
         condition = self.outputs.dump_when
         event = None if condition is None else Event(condition, "dump_when", name=str(self), strict=self.strict)
         saved, removed = self.checkpoint_saved, self.checkpoint_removed
         return {
-            **super().idle(),
+            **super()._idle(),
             "_kept": ResumeState(self._settings),
             "_dumps": StatisticsDumps(check_dumps(self.outputs.dumps), event),
             "_checkpoints": CheckpointWatch(saved, removed, self._saving_ended, name=str(self)),
@@ -140,7 +140,7 @@ class ResumingCallback(EvaluationCallback):
         }
 
     @property
-    def waits_for_checkpoints(self) -> bool:
+    def _waits_for_checkpoints(self) -> bool:
         """True if ``dumps`` was given as ``"checkpoints"`` only and no dump has been written."""
         folder = self._dumps.folder
         is_alone = self._dumps.at == ("checkpoints",) and not self._dumps.has_event
@@ -169,7 +169,7 @@ class ResumingCallback(EvaluationCallback):
 
     def _dump_silences(self, trainer: Trainer) -> Iterator[Silence]:
         """Return the reason why nothing was dumped beside checkpoints although that was asked for."""
-        if self._results.recorded["train"] and self.waits_for_checkpoints:
+        if self._results.recorded["train"] and self._waits_for_checkpoints:
             no_files = why_no_files(trainer, self._directory)
             fix = "" if no_files else "Save checkpoints, or pass outputs=Outputs(dumps='records')."
             yield Silence(no_files or why_no_checkpoint(trainer), fix, "dumped nothing")

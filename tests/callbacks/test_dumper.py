@@ -414,7 +414,7 @@ def test_a_fault_gives_the_trainer_its_checkpoint_io_back(tmp_path: Path) -> Non
 
     class Faulty(TensorDumper):
         @override
-        def before_evaluation(self, trainer: Trainer) -> None:
+        def _before_evaluation(self, trainer: Trainer) -> None:
             raise RuntimeError("ours")
 
     callback = Faulty("head", every_n_train_steps=1)

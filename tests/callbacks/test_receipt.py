@@ -227,13 +227,13 @@ def test_the_bytes_of_state_are_those_of_the_recorder(
 ) -> None:
     """The bytes of state equal those of a recorder with the same modules and settings after a step."""
     made: list[StatisticsRecorder] = []
-    inner = ActivationRecorder.make_recorder
+    inner = ActivationRecorder._make_recorder
 
-    def make_recorder(self: Any, modules: Any, stage: str) -> Any:
+    def _make_recorder(self: Any, modules: Any, stage: str) -> Any:
         made.append(inner(self, modules, stage))  # type: ignore[arg-type]  # self has this class
         return made[-1]
 
-    monkeypatch.setattr(ActivationRecorder, "make_recorder", make_recorder)
+    monkeypatch.setattr(ActivationRecorder, "_make_recorder", _make_recorder)
     go(tmp_path, [ActivationRecorder(every_n_train_steps=1, **options)])
     (held,) = {each.nbytes for each in made} - {0}
     assert receipt(tmp_path, "activations")["state_bytes"] == held
