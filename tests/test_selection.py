@@ -510,7 +510,7 @@ def test_a_predicate_chooses(predicate: Any) -> None:
     assert len(expected) == 11
 
 
-def test_a_predicate_is_called_for_the_remaining_modules() -> None:
+def test_a_predicate_is_called_only_if_all_else_matches() -> None:
     """A predicate is called once per module, including the root but no lists, and only if all other arguments match."""
     asked: list[tuple[str, nn.Module]] = []
 

@@ -225,7 +225,7 @@ def test_a_name_that_matches_nothing_raises(kind: Any, tmp_path: Path) -> None:
     assert model.losses == []
 
 
-def test_an_example_is_requested(tmp_path: Path) -> None:
+def test_the_example_of_the_module_is_used(tmp_path: Path) -> None:
     """``stage="example"`` uses the module's example, and raises an error that names it if it is missing."""
     with pytest.raises(ArgumentError, match=r"needs Net\.example_input_array"):
         fit(Net(), tmp_path, [GraphRecorder(stage="example")], logger=False)

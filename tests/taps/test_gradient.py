@@ -200,7 +200,7 @@ print(len(count) - 1, [str(each.message) for each in warned])
     [("OutputGradientTap", True, 20_000), ("InputGradientTap", True, 20_000), ("InputGradientTap", False, 0)],
     ids=["outputs of calls", "inputs of calls", "input of a loop"],
 )
-def test_a_graph_that_torch_could_not_free_is_unchanged(tap: str, calls: bool, recorded: int, backward: bool) -> None:
+def test_a_long_chain_of_operations_is_recorded_in_part(tap: str, calls: bool, recorded: int, backward: bool) -> None:
     """For 60,000 operations in a row only the first 20,000 are recorded, with one warning, and the process survives.
 
     A module with more than 20,000 operations has no gradient of its input.
