@@ -1,8 +1,8 @@
 """Record the internals of a model while it trains: execution graph, activations, gradients and parameters.
 
-The callbacks are :class:`GraphRecorder`, :class:`ActivationRecorder`, :class:`GradientRecorder` and
-:class:`ParameterRecorder`. Everything else also works in a plain PyTorch loop. Importing this package is cheap: each
-name is loaded on first use.
+The callbacks are :class:`GraphRecorder`, :class:`ActivationRecorder`, :class:`GradientRecorder`,
+:class:`ParameterRecorder` and :class:`TensorDumper`. Everything else also works in a plain PyTorch loop. Importing this
+package is cheap: each name is loaded on first use.
 """
 
 import lazy_loader

@@ -355,7 +355,7 @@ def _kind(tensor: Tensor) -> dict[str, Any]:
 
 
 def _by_statistic(kinds: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the kind of each statistic. The shape is ``None`` if it differs between sites, as for channels."""
+    """Return the dtype and shape of each statistic. The shape is ``None`` if it differs between sites."""
     found: dict[str, dict[str, Any]] = {}
     for name, kind in kinds.items():
         known = found.setdefault(name.rpartition("/")[2], dict(kind))

@@ -19,7 +19,7 @@ from lightning_recorder.errors import (
     imported,
 )
 from lightning_recorder.portable import Portable, unwrap
-from lightning_recorder.signatures import with_checked_arguments
+from lightning_recorder.signatures import repr_of_changed, with_checked_arguments
 
 __all__ = ["Reduce", "Sampling", "Schedule", "check_overhead", "check_reduce", "ends_window"]
 
@@ -32,8 +32,9 @@ Reduce = int | Literal["step", "epoch"]
 class Schedule:
     """Further conditions on the steps that a callback records, in addition to its ``every_n_train_steps``.
 
-    A step must meet all conditions. With a window or a predicate, and without ``every_n_train_steps``, every step that
-    meets them is recorded.
+    A step is due if it is one of the first ``first_n_steps`` or one of every ``every_n_train_steps``. A due step is
+    recorded if it also meets all other conditions. With a window or a predicate, and without ``every_n_train_steps``,
+    every step is due.
 
     Args:
         every_n_epochs: Record in the first epoch and then in every n-th one.
@@ -68,6 +69,9 @@ class Schedule:
             check_callable("when", self.when, "step", " that returns whether to record the step")
         if self.max_overhead is not None:
             check_overhead(self.max_overhead)
+
+    def __repr__(self) -> str:
+        return repr_of_changed(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "when": None if self.when is None else Portable(self.when, "when")}

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from lightning_recorder.errors import ArgumentError, UnknownArgumentError, closest
 
-__all__ = ["checked_arguments", "with_checked_arguments", "with_replacements"]
+__all__ = ["checked_arguments", "repr_of_changed", "with_checked_arguments", "with_replacements"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -174,6 +174,12 @@ def _elsewhere(kind: type, known: Mapping[str, inspect.Parameter]) -> dict[str, 
     unused: Mapping[str, str] = getattr(kind, "unused", {})
     found = {name: unused.get(name, code) for name, code in found.items()}
     return {name: code for name, code in found.items() if code and name not in known}
+
+
+def repr_of_changed(options: Any) -> str:
+    """Return the code of a dataclass instance with only the fields that differ from their defaults."""
+    changed = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    return f"{type(options).__name__}({', '.join(f'{name}={getattr(options, name)!r}' for name in changed)})"
 
 
 def _unknown(kind: type, name: str) -> str:

@@ -58,7 +58,7 @@ def test_a_reserve_that_is_no_number(value: str, tmp_path: Path, monkeypatch: py
     )
 
 
-def test_a_disk_that_cannot_be_asked_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_read_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the free space cannot be determined, writes are allowed."""
 
     def refuse(path: object) -> object:

@@ -196,7 +196,7 @@ def test_a_back_end_is_imported_when_it_is_used(library: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["_C.", "_functorch", "_backward_hooks", "._version", "_sequence_nr", "_call_impl"])
-def test_private_names_of_torch_are_asked_in_one_file(name: str) -> None:
+def test_private_names_of_torch_are_used_in_one_file(name: str) -> None:
     """Private names of torch are used in a single file, which documents their fallbacks."""
     users = [
         path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if name in path.read_text(encoding="utf-8")

@@ -510,7 +510,7 @@ def test_a_predicate_chooses(predicate: Any) -> None:
     assert len(expected) == 11
 
 
-def test_a_predicate_is_asked_about_what_is_left() -> None:
+def test_a_predicate_is_called_only_if_all_else_matches() -> None:
     """A predicate is called once per module, including the root but no lists, and only if all other arguments match."""
     asked: list[tuple[str, nn.Module]] = []
 
@@ -548,7 +548,7 @@ def test_a_predicate_that_fails_is_named() -> None:
         (lambda name: True, r"predicate takes a .*; the lambda at .*test_selection.py:\d+ takes \(name\)$"),
     ],
 )
-def test_a_predicate_that_can_never_be_asked_is_refused(predicate: Any, message: str) -> None:
+def test_a_predicate_that_can_never_be_called_is_refused(predicate: Any, message: str) -> None:
     """A predicate whose path cannot be imported or is not callable is rejected at construction."""
     with pytest.raises(ArgumentError, match=f"^{message}"):
         Selection(predicate=predicate)

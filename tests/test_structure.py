@@ -52,7 +52,7 @@ class Defaulted:
     kept: Tensor = ONE
 
 
-class Colour(Enum):
+class Color(Enum):
     """An enum usable as a key."""
 
     RED = 1
@@ -107,7 +107,7 @@ class Slotted:
         (MappingProxyType({"a": ONE}), ["out.a"]),
         ({0: ONE, "0": TWO}, ["out[0]", "out['0']"]),
         ({"no name": ONE, (1, 2): TWO, "(1, 2)": THREE}, ["out['no name']", "out[(1, 2)]", "out['(1, 2)']"]),
-        ({Colour.RED: ONE, Name.A: TWO, None: THREE}, ["out[Colour.RED]", "out.a", "out[None]"]),
+        ({Color.RED: ONE, Name.A: TWO, None: THREE}, ["out[Color.RED]", "out.a", "out[None]"]),
         ({float("nan"): ONE, float("nan"): TWO, True: THREE}, ["out[nan]", "out[nan]#2", "out[True]"]),
         (collections.deque([ONE, None, TWO]), ["out[0]", "out[2]"]),
         (collections.UserList([ONE, [TWO]]), ["out[0]", "out[1][0]"]),
@@ -171,7 +171,7 @@ def test_a_part_that_is_absent_moves_no_other_path() -> None:
     assert paths == [["out[0]", "out[1].logits", "out[1].extra"], ["out[1].logits"]]
 
 
-def test_a_dataclass_field_that_was_never_set_is_passed_over() -> None:
+def test_a_dataclass_field_that_was_never_set_is_skipped() -> None:
     """A field without a value, such as one with init=False before it is assigned, is not an error."""
     assert [path for path, _ in iter_tensors(Output(ONE))] == ["out.logits"]
 

@@ -9,12 +9,11 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS
-from lightning_recorder.callbacks.base import Compiled
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.errors import check_some
 from lightning_recorder.reductions import Reduction
-from lightning_recorder.schedule import Reduce, Schedule
+from lightning_recorder.schedule import Schedule
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
@@ -34,14 +33,18 @@ class ActivationRecorder(StatisticsCallback):
     calls of a module. The statistics are computed on the device of the tensors and copied to the host once, after the
     step.
 
+    Afterwards, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` its step.
+    :meth:`disable` and :meth:`enable` switch the recorder during a run.
+
     Args:
         names: Module names or globs, such as ``"encoder.*"``; see :class:`~lightning_recorder.Selection`.
         types: Module classes or their names. If ``names`` is also given, a module must match both.
         exclude: Names or globs of modules to leave out.
         every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
-            from 0, so 100 records steps 0, 99, 199, …; 0 records nothing.
-        schedule: Further conditions on the steps, and a limit on the overhead.
+            from 0, so 100 records steps 0, 99, 199, …. With ``every_n_train_steps=0``, nothing is recorded.
+        schedule: Further conditions on the steps, and a limit on the overhead; see
+            :class:`~lightning_recorder.Schedule`.
         reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
             recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
@@ -51,11 +54,12 @@ class ActivationRecorder(StatisticsCallback):
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
             single rank. Quantiles are estimated from the histogram.
-        histograms: True writes histograms of all values. A number n writes histograms that count at most n values of
-            each tensor. False writes none.
+        histograms: True writes histograms of all values. A number n counts a fixed sample of at most n values of each
+            tensor, one from each of n equal parts; it is faster but approximate. False writes none.
         extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
             statistics are shown; other statistics are in the dumps and in ``latest``.
-        outputs: Record files, plots, dumps, uploads, and their limits.
+        outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
+            plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
             and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
         name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
@@ -88,13 +92,13 @@ class ActivationRecorder(StatisticsCallback):
         exclude: str | Sequence[str] | None = None,
         every_n_train_steps: int | None = None,
         schedule: Schedule = Schedule(),
-        reduce: Reduce = "step",
+        reduce: int | Literal["step", "epoch"] = "step",
         stages: str | Sequence[Literal["train", "validate", "test", "predict"]] = ("train",),
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         histograms: bool | int = True,
         extra: Reduction | Sequence[Reduction] = (),
         outputs: Outputs = Outputs(),
-        compiled: Compiled = "eager",
+        compiled: Literal["eager", "skip"] = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
@@ -124,7 +128,7 @@ class ActivationRecorder(StatisticsCallback):
         return self._stages
 
     @override
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
+    def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         recorder = StatisticsRecorder(modules, OutputTap, **self.options)
         recorder.tap.eager = self.compiled == "eager"
         return recorder

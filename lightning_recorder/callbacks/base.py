@@ -66,7 +66,7 @@ class RecorderCallback(GuardedCallback):
     :meth:`release` must be idempotent: it is called when the run ends, at teardown and on an exception, in any state.
 
     A copy or a pickle of a callback keeps the arguments and drops the state of a run. All attributes that belong to a
-    run are therefore listed in :meth:`idle`.
+    run are therefore listed in :meth:`_idle`.
 
     Args:
         name: A name that distinguishes this callback from others of the same class.
@@ -110,7 +110,7 @@ class RecorderCallback(GuardedCallback):
     def __str__(self) -> str:
         return type(self).__name__ + (f" {self.name!r}" if self.name else "")
 
-    def idle(self) -> dict[str, Any]:
+    def _idle(self) -> dict[str, Any]:
         """Return the attributes that belong to a run, with their initial values.
 
         A constructor sets them last. Copies and unpickled callbacks start with new ones.
@@ -136,7 +136,7 @@ class RecorderCallback(GuardedCallback):
             directory: The folder of the run's recordings, if it has one.
         """
 
-    def silences(self, trainer: Trainer, function: str) -> Iterable[Silence]:
+    def _silences(self, trainer: Trainer, function: str) -> Iterable[Silence]:
         """Return the reasons why the run recorded nothing, or nothing if it has recorded something.
 
         Args:
@@ -157,7 +157,7 @@ class RecorderCallback(GuardedCallback):
         """Return the folder of the run's recordings on rank 0, and ``None`` on the other ranks."""
         return self._directory if trainer.is_global_zero else None
 
-    def stay_away(self, trainer: Trainer) -> None:
+    def _stay_away(self, trainer: Trainer) -> None:
         """Tell the other ranks that recording is switched off in this process."""
 
     @property
@@ -195,7 +195,7 @@ class RecorderCallback(GuardedCallback):
         label = self._resumed[1]
         return label if re.fullmatch(rf"{re.escape(self.group)}(-\d+)?", label) else ""
 
-    def open_sinks(self, trainer: Trainer, directory: Path | None = None) -> None:
+    def _open_sinks(self, trainer: Trainer, directory: Path | None = None) -> None:
         """Open the sinks on rank 0; a no-op on other ranks.
 
         Args:
@@ -228,25 +228,25 @@ class RecorderCallback(GuardedCallback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_run(trainer, pl_module, "validate")
-        self.before_evaluation(trainer)
+        self._before_evaluation(trainer)
 
     @guarded
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_run(trainer, pl_module, "test")
-        self.before_evaluation(trainer)
+        self._before_evaluation(trainer)
 
     @guarded
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_run(trainer, pl_module, "predict")
 
-    def before_evaluation(self, trainer: Trainer) -> None:
+    def _before_evaluation(self, trainer: Trainer) -> None:
         """Remove hooks that are for training batches only. Called before validation and test."""
 
     def _start_run(self, trainer: Trainer, pl_module: LightningModule, function: str) -> None:
         """Start recording a run. A validation inside a fit is not a run of its own."""
-        if running_function(trainer) != function or not self.begins_with(function):
+        if running_function(trainer) != function or not self._begins_with(function):
             return
         self.__dict__.pop("state_key", None)  # from a run that has not ended
         self.release(trainer)
@@ -258,7 +258,7 @@ class RecorderCallback(GuardedCallback):
         directory = find(trainer) if trainer.world_size > 1 or not is_switched_off() else None
         if is_switched_off():
             self._say_switched_off(trainer)
-            self.stay_away(trainer)
+            self._stay_away(trainer)
         else:
             self._directory = directory
             self.begin(trainer, pl_module, directory)
@@ -300,7 +300,7 @@ class RecorderCallback(GuardedCallback):
         function, self._function = self._function, ""
         if not function or trainer.interrupted or not trainer.is_global_zero:
             return
-        for silence in self.silences(trainer, function):
+        for silence in self._silences(trainer, function):
             if silence.fix:
                 warn(f"{self} {silence.what}: {silence.why}. {silence.fix}")
             else:
@@ -320,7 +320,7 @@ class RecorderCallback(GuardedCallback):
             sink.replay()
 
     def __getstate__(self) -> dict[str, Any]:
-        of_a_run = {*self.idle(), *SET_BY_LIGHTNING, "state_key"}
+        of_a_run = {*self._idle(), *SET_BY_LIGHTNING, "state_key"}
         state = {name: each for name, each in vars(self).items() if name not in of_a_run}
         return {**state, "_own_sinks": [Portable(sink, "sinks") for sink in self._own_sinks]}
 
@@ -329,7 +329,7 @@ class RecorderCallback(GuardedCallback):
         sinks = [unwrap(sink) for sink in state["_own_sinks"]]
         self._own_sinks = [sink for sink in sinks if isinstance(sink, Sink)]
         self._lose(sinks)
-        self.__dict__.update(self.idle())
+        self.__dict__.update(self._idle())
 
     def _lose(self, values: Iterable[object]) -> None:
         """Remember the objects that could not be pickled."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from torch import nn
 
 from lightning_recorder.callbacks.activation import ActivationRecorder
-from lightning_recorder.callbacks.base import Compiled, RecorderCallback
+from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.gradient import GradientRecorder
 from lightning_recorder.callbacks.graph import GraphRecorder
 from lightning_recorder.callbacks.output_options import Outputs
@@ -26,7 +27,7 @@ def default_recorders(
     every_n_train_steps: int | None = None,
     schedule: Schedule = Schedule(),
     outputs: Outputs = Outputs(),
-    compiled: Compiled = "eager",
+    compiled: Literal["eager", "skip"] = "eager",
     sinks: Iterable[Sink] = (),
     strict: bool = False,
 ) -> list[RecorderCallback]:

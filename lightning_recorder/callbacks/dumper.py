@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.base import Compiled, RecorderCallback
+from lightning_recorder.callbacks.base import RecorderCallback
 from lightning_recorder.callbacks.checkpoints import CheckpointWatch, why_no_checkpoint
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import Silence, say_ran_eagerly, why_no_files, why_no_step, write_ran_eagerly
@@ -122,7 +122,7 @@ class TensorDumper(RecorderCallback):
         dtype: str | torch.dtype | None = None,
         per_rank: bool = False,
         outputs: Outputs = Outputs(),
-        compiled: Compiled = "eager",
+        compiled: Literal["eager", "skip"] = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
@@ -139,13 +139,13 @@ class TensorDumper(RecorderCallback):
         self.samples, self.dtype, self.per_rank = samples, _dtype(dtype), per_rank
         if re.fullmatch(r"(.*-)?rank\d+", name):
             raise ArgumentError(f"name must not end like a rank, such as 'rank1', got {name!r}")
-        self.__dict__.update(self.idle())
+        self.__dict__.update(self._idle())
 
     @override
-    def idle(self) -> dict[str, Any]:
+    def _idle(self) -> dict[str, Any]:
         when = self.outputs.dump_when
         return {
-            **super().idle(),
+            **super()._idle(),
             "_scale": LossScale(),
             "_event": None if when is None else Event(when, "dump_when", name=str(self), strict=self.strict),
             "_checkpoints": CheckpointWatch(
@@ -168,7 +168,7 @@ class TensorDumper(RecorderCallback):
         return ("epochs",) if sampling.every_n_epochs > 1 else ("checkpoints",)
 
     @override
-    def silences(self, trainer: Trainer, function: str) -> Iterator[Silence]:
+    def _silences(self, trainer: Trainer, function: str) -> Iterator[Silence]:
         dumps, capture = self._dumps, self._capture
         if dumps is None or capture is None:
             return
@@ -198,7 +198,7 @@ class TensorDumper(RecorderCallback):
             warn(f"{self} dumps nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
         if not modules or not (self.per_rank or trainer.is_global_zero):
             return
-        self.open_sinks(trainer)
+        self._open_sinks(trainer)
         outputs, label = self.outputs, self.label(trainer)
         folder = DumpFolder(
             label,
@@ -284,7 +284,7 @@ class TensorDumper(RecorderCallback):
             write_ran_eagerly(directory, label, self._step or 0, names, name=str(self))
 
     @override
-    def before_evaluation(self, trainer: Trainer) -> None:
+    def _before_evaluation(self, trainer: Trainer) -> None:
         if self._capture is not None:
             self._leave(self._capture)
 

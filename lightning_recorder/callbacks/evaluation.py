@@ -55,8 +55,8 @@ class EvaluationCallback(RecorderCallback):
     """The evaluation recorders by stage. Contains recorded stages only."""
 
     @override
-    def idle(self) -> dict[str, Any]:
-        return {**super().idle(), "evaluations": {}}
+    def _idle(self) -> dict[str, Any]:
+        return {**super()._idle(), "evaluations": {}}
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class EvaluationCallback(RecorderCallback):
         return ("train",)
 
     @override
-    def begins_with(self, function: str) -> bool:
+    def _begins_with(self, function: str) -> bool:
         return function in self.stages or (function == "fit" and bool({"train", "validate"} & set(self.stages)))
 
     def _start_evaluation_batch(self, trainer: Trainer, stage: str, loader: int) -> None:

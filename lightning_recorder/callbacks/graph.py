@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS
-from lightning_recorder.callbacks.base import Compiled, RecorderCallback, fixed_in_run
+from lightning_recorder.callbacks.base import RecorderCallback, fixed_in_run
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import (
     Silence,
@@ -117,7 +117,7 @@ class GraphRecorder(RecorderCallback):
         styler: GraphvizStyler | None = None,
         name: str = "graph",
         costs: bool = False,
-        compiled: Compiled = "eager",
+        compiled: Literal["eager", "skip"] = "eager",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
     ) -> None:
@@ -149,12 +149,12 @@ class GraphRecorder(RecorderCallback):
         self.costs = costs
         self.timeout_s = timeout_s
         self.styler = styler
-        self.__dict__.update(self.idle())
+        self.__dict__.update(self._idle())
 
     @override
-    def idle(self) -> dict[str, Any]:
+    def _idle(self) -> dict[str, Any]:
         return {
-            **super().idle(),
+            **super()._idle(),
             "graph": None,
             "_capture": None,
             "_output": None,
@@ -185,14 +185,14 @@ class GraphRecorder(RecorderCallback):
         self._is_in_checkpoint = bool(checkpoint.get("callbacks", {}).get(self.state_key, {}).get("recorded"))
 
     @override
-    def begins_with(self, function: str) -> bool:
+    def _begins_with(self, function: str) -> bool:
         return function in ("fit", self.stage)
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         self.graph = None
         self._recorded = self._waiting = self._has_seen_step = False
-        self.open_sinks(trainer)
+        self._open_sinks(trainer)
         if self.compiled == "eager":
             warn_of_eager_memory(pl_module, str(self))
         if self._is_in_checkpoint:
@@ -209,7 +209,7 @@ class GraphRecorder(RecorderCallback):
         self._show(_LAST_WAIT_S)
 
     @override
-    def silences(self, trainer: Trainer, function: str) -> Iterator[Silence]:
+    def _silences(self, trainer: Trainer, function: str) -> Iterator[Silence]:
         if not self._waiting:
             return
         if not self.enabled:
@@ -308,7 +308,7 @@ class GraphRecorder(RecorderCallback):
                     rank_zero_info(f"{self}: {why_no_files(trainer, None)}, the graph is in the callback's graph alone")
 
     @override
-    def before_evaluation(self, trainer: Trainer) -> None:
+    def _before_evaluation(self, trainer: Trainer) -> None:
         self._leave_capture()
 
     @guarded

@@ -52,7 +52,7 @@ def guarded(hook: Callable[Concatenate[Owner, Parameters], None]) -> Callable[Co
                 raise
             warn(str(error))
         except Exception as error:
-            is_news = self.give_up()
+            is_news = self._give_up()
             if self.strict:
                 raise
             if is_news:
@@ -95,12 +95,12 @@ class GuardedCallback(Callback):
             trainer: The trainer, or ``None`` after an internal error.
         """
 
-    def give_up(self) -> bool:
+    def _give_up(self) -> bool:
         """Stop recording after an error; return True if this is the first error."""
         self.release(None)
         return True
 
-    def begins_with(self, function: str) -> bool:
+    def _begins_with(self, function: str) -> bool:
         """Return True if this callback records the function: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
         return function == "fit"
 
@@ -110,7 +110,7 @@ class GuardedCallback(Callback):
         if outer is None or outer is trainer or outer.state.status != TrainerStatus.RUNNING:
             return False
         function = running_function(trainer)
-        if hook.endswith("_start") and not self._has_warned_of_nested_run and self.begins_with(function):
+        if hook.endswith("_start") and not self._has_warned_of_nested_run and self._begins_with(function):
             self._has_warned_of_nested_run = True
             warn(
                 f"{self} does not record the {function} of another Trainer inside the run that it records: give the "

@@ -18,7 +18,7 @@ from lightning_recorder.outputs import (
     check_dumps,
 )
 from lightning_recorder.portable import Portable, unwrap
-from lightning_recorder.signatures import with_checked_arguments
+from lightning_recorder.signatures import repr_of_changed, with_checked_arguments
 from lightning_recorder.statistics import SiteStatistics
 
 __all__ = ["Outputs", "consumers"]
@@ -29,8 +29,7 @@ __all__ = ["Outputs", "consumers"]
 class Outputs:
     """Files, plots and uploads of a callback, and their limits.
 
-    Recorders of statistics do not use ``max_bytes``. A :class:`~lightning_recorder.TensorDumper` uses ``dump_when``,
-    ``upload`` and the limits in bytes.
+    A :class:`~lightning_recorder.TensorDumper` uses only ``dump_when``, ``upload`` and the limits in bytes.
 
     Args:
         records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
@@ -52,7 +51,7 @@ class Outputs:
             reached, one warning is given and no more dumps are written. By default, 1 GiB of statistics or 4 GiB of
             tensors.
         max_bytes: The maximum size in bytes of one step of a :class:`~lightning_recorder.TensorDumper`. Tensors that
-            exceed it are left out, and the manifest lists them.
+            exceed it are left out, and the manifest lists them. Not used by the recorders of statistics.
 
     Raises:
         ArgumentError: If an argument has an invalid value; names the argument.
@@ -88,6 +87,9 @@ class Outputs:
         object.__setattr__(self, "dump_when", imported("dump_when", self.dump_when))
         if self.dump_when is not None:
             check_callable("dump_when", self.dump_when, "seen", " of the statistics of a site")
+
+    def __repr__(self) -> str:
+        return repr_of_changed(self)
 
     def __getstate__(self) -> dict[str, Any]:
         when = None if self.dump_when is None else Portable(self.dump_when, "dump_when")

@@ -9,14 +9,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.base import Compiled
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.errors import SelectionError, check_some
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
 from lightning_recorder.reductions import Reduction
-from lightning_recorder.schedule import Reduce, Schedule
+from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
@@ -53,6 +52,9 @@ class ParameterRecorder(StatisticsCallback):
 
     By default, it records all modules that have parameters of their own, including the LightningModule.
 
+    Afterwards, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` its step.
+    :meth:`disable` and :meth:`enable` switch the recorder during a run.
+
     Args:
         names: Module names or globs, such as ``"encoder.**"``; see :class:`~lightning_recorder.Selection`. Only a
             module's own parameters are recorded, not those of its children.
@@ -60,8 +62,9 @@ class ParameterRecorder(StatisticsCallback):
         exclude: Names or globs of modules to leave out.
         every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``, or to every step if ``schedule`` has a window or a predicate. Steps count
-            from 0, so 100 records steps 0, 99, 199, …; 0 records nothing.
-        schedule: Further conditions on the steps, and a limit on the overhead.
+            from 0, so 100 records steps 0, 99, 199, …. With ``every_n_train_steps=0``, nothing is recorded.
+        schedule: Further conditions on the steps, and a limit on the overhead; see
+            :class:`~lightning_recorder.Schedule`.
         reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
             recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
@@ -69,11 +72,12 @@ class ParameterRecorder(StatisticsCallback):
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
             single rank. Quantiles are estimated from the histogram.
-        histograms: True writes histograms of all values. A number n writes histograms that count at most n values of
-            each tensor. False writes none.
+        histograms: True writes histograms of all values. A number n counts a fixed sample of at most n values of each
+            tensor, one from each of n equal parts; it is faster but approximate. False writes none.
         extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
             statistics are shown; other statistics are in the dumps and in ``latest``.
-        outputs: Record files, plots, dumps, uploads, and their limits.
+        outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
+            plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
             and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
         name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
@@ -107,13 +111,13 @@ class ParameterRecorder(StatisticsCallback):
         exclude: str | Sequence[str] | None = None,
         every_n_train_steps: int | None = None,
         schedule: Schedule = Schedule(),
-        reduce: Reduce = "step",
+        reduce: int | Literal["step", "epoch"] = "step",
         parts: str | Sequence[Literal["values", "gradients", "updates", "moments"]] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         histograms: bool | int = True,
         extra: Reduction | Sequence[Reduction] = (),
         outputs: Outputs = Outputs(),
-        compiled: Compiled = "eager",
+        compiled: Literal["eager", "skip"] = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
@@ -137,7 +141,7 @@ class ParameterRecorder(StatisticsCallback):
         )
 
     @override
-    def choose(self, pl_module: LightningModule) -> SelectedModules:
+    def _choose(self, pl_module: LightningModule) -> SelectedModules:
         if self.selection.is_default:
             owners = _owners(pl_module)
             chosen = Selection(predicate=lambda name, module: module in owners, exclude=self.selection.exclude)
@@ -157,7 +161,7 @@ class ParameterRecorder(StatisticsCallback):
         return set(self.parts)
 
     @override
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
+    def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         return OptimizerRecorder(modules, parts=self.parts, **self.options)
 
     @guarded
@@ -182,7 +186,7 @@ class ParameterRecorder(StatisticsCallback):
 
     @property
     @override
-    def counts_overflow(self) -> bool:
+    def _counts_overflow(self) -> bool:
         return True
 
 

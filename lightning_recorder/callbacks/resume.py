@@ -48,20 +48,20 @@ class ResumeState:
         """True while there is a state that no run has restored."""
         self._global_step: int | None = None  # the step at which the state was kept; None for a state from a checkpoint
 
-    def packed(self, run: Mapping[str, Any], report: SinkFormatter) -> dict[str, Any]:
+    def packed(self, run: Mapping[str, Any], formatter: SinkFormatter) -> dict[str, Any]:
         """Return the state for a checkpoint: the pending state if there is one, otherwise the state of the run.
 
         Args:
             run: The state of the run; empty without a run.
-            report: The report, which tracks the shown tags and the sites that had NaN or infinities.
+            formatter: The formatter, which holds the shown tags and the sites that had NaN or infinities.
         """
         if self._state is not None and self._global_step is None:
             return self._state
         return {
             "version": _VERSION,
             "settings": self._settings,
-            "nonfinite": [list(site) for site in sorted(report.nonfinite)],
-            "tags": report.state_dict(),
+            "nonfinite": [list(site) for site in sorted(formatter.nonfinite)],
+            "tags": formatter.state_dict(),
             **(run if self._state is None else self._state),
         }
 
@@ -78,12 +78,12 @@ class ResumeState:
         self._state = self._global_step = None
         self.waits = False
 
-    def hand_over(self, run: RunRecorder, report: SinkFormatter, *, global_step: int, step: int, epoch: int) -> str:
+    def hand_over(self, run: RunRecorder, formatter: SinkFormatter, *, global_step: int, step: int, epoch: int) -> str:
         """Restore the pending state into a run. Must be called on each rank.
 
         Args:
             run: The run that resumes.
-            report: The report, which receives the shown tags and the sites that had NaN or infinities.
+            formatter: The formatter, which receives the shown tags and the sites that had NaN or infinities.
             global_step: The trainer's ``global_step``. A state that was kept at a different step is discarded.
             step: The first step of the resumed run, as counted by ``self.log``.
             epoch: The epoch of that step.
@@ -99,12 +99,12 @@ class ResumeState:
             if kept_at is None:
                 if (state["version"], state["settings"]) != (_VERSION, self._settings):
                     return "its state in the checkpoint has other settings or another version"
-                report.nonfinite |= {Site(*site) for site in state["nonfinite"]}
-                report.load_state_dict(state.get("tags", {}))
+                formatter.nonfinite |= {Site(*site) for site in state["nonfinite"]}
+                formatter.load_state_dict(state.get("tags", {}))
                 if not state.keys() - {"version", "settings", "nonfinite", "tags", "label"}:
                     return ""
             else:
-                report.load_state_dict(state.get("tags", {}))
+                formatter.load_state_dict(state.get("tags", {}))
             run.load_state_dict(state, step, epoch)
         except (KeyError, TypeError, ValueError) as error:
             return f"its state in the checkpoint cannot be read: {describe_error(error)}"
@@ -127,12 +127,12 @@ class ResumingCallback(EvaluationCallback):
     _run: RunRecorder | None
 
     @override
-    def idle(self) -> dict[str, Any]:
+    def _idle(self) -> dict[str, Any]:
         condition = self.outputs.dump_when
         event = None if condition is None else Event(condition, "dump_when", name=str(self), strict=self.strict)
         saved, removed = self.checkpoint_saved, self.checkpoint_removed
         return {
-            **super().idle(),
+            **super()._idle(),
             "_kept": ResumeState(self._settings),
             "_dumps": StatisticsDumps(check_dumps(self.outputs.dumps), event),
             "_checkpoints": CheckpointWatch(saved, removed, self._saving_ended, name=str(self)),
@@ -140,7 +140,7 @@ class ResumingCallback(EvaluationCallback):
         }
 
     @property
-    def waits_for_checkpoints(self) -> bool:
+    def _waits_for_checkpoints(self) -> bool:
         """True if ``dumps`` was given as ``"checkpoints"`` only and no dump has been written."""
         folder = self._dumps.folder
         is_alone = self._dumps.at == ("checkpoints",) and not self._dumps.has_event
@@ -169,7 +169,7 @@ class ResumingCallback(EvaluationCallback):
 
     def _dump_silences(self, trainer: Trainer) -> Iterator[Silence]:
         """Return the reason why nothing was dumped beside checkpoints although that was asked for."""
-        if self._results.recorded["train"] and self.waits_for_checkpoints:
+        if self._results.recorded["train"] and self._waits_for_checkpoints:
             no_files = why_no_files(trainer, self._directory)
             fix = "" if no_files else "Save checkpoints, or pass outputs=Outputs(dumps='records')."
             yield Silence(no_files or why_no_checkpoint(trainer), fix, "dumped nothing")
@@ -196,12 +196,12 @@ class ResumingCallback(EvaluationCallback):
         """Keep the state of a run that ends, for the next fit."""
         if not self._kept.waits:
             self._results.wait()  # the last records may add modules to the shown tags
-            self._kept.keep({**run.state_dict(), "tags": self._results.report.state_dict()}, trainer.global_step)
+            self._kept.keep({**run.state_dict(), "tags": self._results.formatter.state_dict()}, trainer.global_step)
 
     def _resume(self, run: RunRecorder, trainer: Trainer, step: int) -> None:
         """Restore the kept state into a run that resumes with this step."""
-        report, at = self._results.report, trainer.global_step
-        why_not = self._kept.hand_over(run, report, global_step=at, step=step, epoch=trainer.current_epoch)
+        formatter, at = self._results.formatter, trainer.global_step
+        why_not = self._kept.hand_over(run, formatter, global_step=at, step=step, epoch=trainer.current_epoch)
         if why_not and trainer.is_global_zero:
             warn(f"{self} starts without saved statistics: {why_not}")
 
@@ -225,7 +225,7 @@ class ResumingCallback(EvaluationCallback):
             with self._run.contained():
                 state = self._run.state_dict()  # in case the next line fails
                 state = self._state_of(self._run, trainer)
-        packed = {**self._kept.packed(state, self._results.report), "label": self.label(trainer)}
+        packed = {**self._kept.packed(state, self._results.formatter), "label": self.label(trainer)}
         states = checkpoint.setdefault("callbacks", {})
         states[self.state_key] = {**states.get(self.state_key, {}), **packed}
 

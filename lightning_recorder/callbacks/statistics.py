@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -20,7 +20,6 @@ from lightning_recorder.callbacks.arguments import (
     checked_reductions,
     checked_statistics,
 )
-from lightning_recorder.callbacks.base import Compiled
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import (
     Silence,
@@ -36,7 +35,7 @@ from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.outputs import Coverage, RecordPipeline, SinkFormatter, TagBudget
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
-from lightning_recorder.schedule import Reduce, Sampling, Schedule, check_reduce
+from lightning_recorder.schedule import Sampling, Schedule, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
@@ -77,12 +76,12 @@ class StatisticsCallback(ResumingCallback):
         exclude: str | Sequence[str] | None = None,
         every_n_train_steps: int | None = None,
         schedule: Schedule = Schedule(),
-        reduce: Reduce = "step",
+        reduce: int | Literal["step", "epoch"] = "step",
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         histograms: bool | int = True,
         extra: Reduction | Sequence[Reduction] = (),
         outputs: Outputs = Outputs(),
-        compiled: Compiled = "eager",
+        compiled: Literal["eager", "skip"] = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
@@ -98,21 +97,21 @@ class StatisticsCallback(ResumingCallback):
         extras = checked_reductions(extra)
         self.options: dict[str, Any] = {"extra": extras, "quantiles": quantiles, "sample": sample, "strict": strict}
         """The keyword arguments of the recorders of this callback."""
-        recorder = self.make_recorder({}, "train")  # raises argument errors now instead of when the fit starts
+        recorder = self._make_recorder({}, "train")  # raises argument errors now instead of when the fit starts
         self._settings = f"{self.reduce} {recorder.states.described}"
-        self.__dict__.update(self.idle())
+        self.__dict__.update(self._idle())
 
     @override
-    def idle(self) -> dict[str, Any]:
+    def _idle(self) -> dict[str, Any]:
         tags = "-".join(filter(None, [self.group, self.name]))
         by_path = self.group == "parameters"
         budget = TagBudget(self.outputs.max_tags, str(self), stages=len(self.stages), by_path=by_path)
-        report = SinkFormatter(tags, self.statistics, histograms=self.histograms, budget=budget)
+        formatter = SinkFormatter(tags, self.statistics, histograms=self.histograms, budget=budget)
         return {
-            **super().idle(),
+            **super()._idle(),
             "loss_scale": LossScale(),
             "_results": RecordPipeline(
-                report,
+                formatter,
                 name=str(self),
                 log=rank_zero_info,
                 derive=with_update_ratios if by_path else None,
@@ -121,10 +120,10 @@ class StatisticsCallback(ResumingCallback):
         }
 
     @abstractmethod
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
+    def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         """Return a recorder for the modules in a stage."""
 
-    def choose(self, pl_module: LightningModule) -> SelectedModules:
+    def _choose(self, pl_module: LightningModule) -> SelectedModules:
         """Return the modules to record.
 
         Raises:
@@ -140,7 +139,7 @@ class StatisticsCallback(ResumingCallback):
         try:
             modules = self._chosen(pl_module)
             directory = make_directory(directory, name=str(self), strict=self.strict) if is_first else None
-            self.open_sinks(trainer, directory)
+            self._open_sinks(trainer, directory)
             self._begin_results(trainer, directory)
             if is_first and self.compiled == "eager":
                 warn_of_eager_memory(pl_module, str(self))
@@ -192,11 +191,11 @@ class StatisticsCallback(ResumingCallback):
         limit = self.sampling.max_overhead
         for stage in self.stages:
             if stage != "train":
-                recorder = self.make_recorder(modules, stage)
+                recorder = self._make_recorder(modules, stage)
                 self.evaluations[stage] = EvaluationRecorder(recorder, stage, self._on_record, **options)
             elif trainer.state.fn == "fit":
                 self._run = RunRecorder(
-                    self.make_recorder(modules, stage),
+                    self._make_recorder(modules, stage),
                     self.sampling.with_default(trainer.log_every_n_steps),  # type: ignore[attr-defined]  # set in Trainer.__init__
                     self._on_record,
                     reduce=self.reduce,
@@ -211,7 +210,7 @@ class StatisticsCallback(ResumingCallback):
         return [*self.evaluations.values(), *([] if self._run is None else [self._run])]
 
     @override
-    def give_up(self) -> bool:
+    def _give_up(self) -> bool:
         is_news = not any(worker.failed for worker in self._workers)
         if any(worker.exchange is not None and worker.exchange.is_open for worker in self._workers):
             # The other ranks still wait for responses from this one, even though it records nothing more.
@@ -234,14 +233,14 @@ class StatisticsCallback(ResumingCallback):
 
     def _chosen(self, pl_module: LightningModule) -> SelectedModules | None:
         """Return the modules to record, or ``None`` if there are none."""
-        modules = self.choose(pl_module)
+        modules = self._choose(pl_module)
         skipped = self._skip_compiled(pl_module, modules)
         is_default = self.selection.is_default
         self._results.coverage = Coverage(pl_module, modules, (), skipped=skipped, of=self.group, is_default=is_default)
         return modules or None
 
     @override
-    def stay_away(self, trainer: Trainer) -> None:
+    def _stay_away(self, trainer: Trainer) -> None:
         decline(trainer)
 
     @override
@@ -293,7 +292,7 @@ class StatisticsCallback(ResumingCallback):
 
     def _end_step(self, trainer: Trainer, pl_module: LightningModule, run: RunRecorder) -> None:
         """Check whether the optimizer skipped the previous step."""
-        if self.counts_overflow and self.loss_scale.end_step(trainer):
+        if self._counts_overflow and self.loss_scale.end_step(trainer):
             self.prepare(trainer, pl_module, run.recorder)
 
     @guarded
@@ -319,12 +318,12 @@ class StatisticsCallback(ResumingCallback):
                 self._results.report_interval(self._run)
 
     @property
-    def counts_overflow(self) -> bool:
+    def _counts_overflow(self) -> bool:
         """True if steps whose gradients overflowed are counted separately."""
         return False
 
     @override
-    def before_evaluation(self, trainer: Trainer) -> None:
+    def _before_evaluation(self, trainer: Trainer) -> None:
         if self._run is not None:
             self._run.interrupt()
 
@@ -343,7 +342,7 @@ class StatisticsCallback(ResumingCallback):
             self._run.finish()
 
     @override
-    def silences(self, trainer: Trainer, function: str) -> Iterator[Silence]:
+    def _silences(self, trainer: Trainer, function: str) -> Iterator[Silence]:
         if any(worker.failed for worker in self._workers):
             return  # already warned
         self._results.wait()

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from lightning_recorder.commands.terminal import printable
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.graph import Drawing, draw, to_mermaid, to_text
-from lightning_recorder.plots import colour_graph
+from lightning_recorder.plots import color_graph
 from lightning_recorder.recordings import Run, open_recording
 
 __all__ = ["run"]
@@ -39,9 +39,9 @@ def run(arguments: Namespace, out: TextIO) -> int:
     most = _MOST_NODES if arguments.max_nodes is None and arguments.depth is None else arguments.max_nodes
     options: dict[str, Any] = {"depth": arguments.depth, "max_nodes": most, "graph_dir": arguments.direction}
     values, caption = dict[str, float](), ""
-    if arguments.colour:
-        values, statistic, caption = _values(recorded, arguments.colour, arguments.step)
-        drawing = colour_graph(graph, values, statistic=statistic, caption=caption, **options)
+    if arguments.color:
+        values, statistic, caption = _values(recorded, arguments.color, arguments.step)
+        drawing = color_graph(graph, values, statistic=statistic, caption=caption, **options)
     else:
         drawing = draw(graph, **options)
     if form in _TEXTS:
@@ -49,7 +49,7 @@ def run(arguments: Namespace, out: TextIO) -> int:
     path = Path(arguments.output or f"graph.{form}")
     path = drawing.save(path if path.suffix else path.with_name(f"{path.name}.{form}"))
     out.write(f"{printable(str(path))}\n")
-    if arguments.colour:
+    if arguments.color:
         drawn = {node.name for node in drawing.view.module_calls()}
         out.write(
             f"{len(drawn & values.keys())} of the {len(drawn)} modules that are drawn have {printable(caption)}\n"

@@ -197,9 +197,10 @@ def _add_graph(commands: Any) -> None:
     )
     graph.add_argument("--format", help="svg, png, pdf, dot, mermaid or text; by default the suffix of OUTPUT, or svg")
     graph.add_argument(
+        "--color",
         "--colour",
         metavar="RECORDER/STATISTIC",
-        help="colour the modules by a statistic, for example activations/rms or gradients/zero_fraction",
+        help="color the modules by a statistic, for example activations/rms or gradients/zero_fraction",
     )
     graph.add_argument("--step", type=int, help="the step of the statistic; by default the latest")
     graph.add_argument("--output", help="the file; by default ./graph.<format>, or the terminal for a text format")

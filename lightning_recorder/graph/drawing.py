@@ -214,7 +214,7 @@ def draw(
         unused: Show the modules that were never called and, among shown parameters, those without a gradient; see
             :func:`show_unused`.
         show_shapes: Write shapes into the nodes.
-        legend: Add a legend that explains the colours and shapes of the nodes.
+        legend: Add a legend that explains the colors and shapes of the nodes.
         link: The address that a node of an SVG opens, as for :class:`GraphvizStyler`; by default VS Code opens the line
             of code. Ignored if there is a ``styler``.
         styler: The styler that decides how nodes and edges look.

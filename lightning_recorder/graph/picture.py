@@ -34,7 +34,7 @@ class GraphPicture:
         max_nodes: As for :func:`fit_view`.
         styler: The styler that decides how nodes and edges look.
         direction: The direction of the data flow.
-        legend: Add a legend that explains colours and shapes.
+        legend: Add a legend that explains colors and shapes.
         timeout_s: Seconds for all attempts together.
 
     Raises:

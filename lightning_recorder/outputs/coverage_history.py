@@ -55,9 +55,9 @@ class PresenceHistory(Generic[Unit]):
 
     A unit has *stopped* if its current gap, the number of latest records without it, meets all of these conditions. The
     gap is at least 3 records, longer than its longest gap before, and longer than its longest unbroken run of records
-    before (at most 20). If the unit occurred at random with its observed frequency, the probability of such a gap would
-    be below 0.01 %. So branches that alternate or are taken at random do not count as stopped. At the end of the run,
-    the unbroken run is ignored, and the probability is 0.1 %.
+    before (counted as 20 if it is longer). If the unit occurred at random with its observed frequency, the probability
+    of such a gap would be below 0.01 %. So branches that alternate or are taken at random do not count as stopped. At
+    the end of the run, the unbroken run is ignored, and the probability is 0.1 %.
 
     Each unit starts late or stops at most once.
 

@@ -64,7 +64,7 @@ class RecordPipeline:
     """Compute the statistics of records and write them in the background.
 
     Args:
-        report: The formatter that writes records to the sink.
+        formatter: The formatter that writes records to the sink.
         name: The name of the recorder in messages.
         log: A callback that receives the summary line of the receipt.
         derive: A function that adds statistics derived from those of several sites.
@@ -73,15 +73,15 @@ class RecordPipeline:
 
     def __init__(
         self,
-        report: SinkFormatter,
+        formatter: SinkFormatter,
         *,
         name: str = "the recorder",
         log: Callable[[str], object] = warn,
         derive: Callable[[Mapping[Site, SiteStatistics]], dict[Site, SiteStatistics]] | None = None,
         strict: bool = False,
     ) -> None:
-        self.report = report
-        self.label = report.group
+        self.formatter = formatter
+        self.label = formatter.group
         """The name of the recorder in files."""
         self.sink: Sink | None = None
         """The sink for the records, or None to keep only the latest statistics."""
@@ -119,7 +119,7 @@ class RecordPipeline:
             artifact_sinks: The sink for files.
         """
         self.sink, self.artifact_sinks, self.label = sink, artifact_sinks, label
-        self.report.begin(label)
+        self.formatter.begin(label)
         self.receipt.begin(sink, directory, label)
         self.consumers = []
         self.recorded, self.empty = Counter(), Counter()
@@ -254,7 +254,7 @@ class RecordPipeline:
             return None
         before = sink.written_bytes
         if found or record.overflow_steps:
-            self.report.write(sink, record, found)
+            self.formatter.write(sink, record, found)
         after = sink.written_bytes
         return None if after is None else after - (before or 0)
 

@@ -82,7 +82,7 @@ class CoverageReport:
         files = "" if size is None else f", {readable_size(size)} of files per 1,000 steps"
         ranks = f" by {self.merged_ranks} ranks" if self.merged_ranks > 1 else ""
         spent_ms = self.recording_ms + self.flush_ms
-        costs = f"{readable_size(self.state_bytes)} of state, {spent_ms:.1f} ms in step {self.step}"
+        costs = f"{readable_size(self.state_bytes)} reserved for statistics, {spent_ms:.1f} ms in step {self.step}"
         return f"{len(self.sites)} of {total} modules recorded{ranks}{self._missing()}; {costs}{files}"
 
     def _missing(self) -> str:

@@ -1,6 +1,6 @@
 """Images of recorded statistics: arrays and names as input, pixels as output."""
 
-from lightning_recorder.plots.coloured_graph import StatisticStyler, colour_graph
+from lightning_recorder.plots.colored_graph import StatisticStyler, color_graph
 from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.grids import attention_maps, feature_maps, kernels
 from lightning_recorder.plots.heat_map import heat_map
@@ -11,7 +11,7 @@ __all__ = [
     "History",
     "StatisticStyler",
     "attention_maps",
-    "colour_graph",
+    "color_graph",
     "feature_maps",
     "gradient_flow",
     "heat_map",

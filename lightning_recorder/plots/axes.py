@@ -203,7 +203,7 @@ def scale_of(values: NDArray[Any], *, log: bool | None = None) -> Scale:
     wide = high / _WIDE > low if log is None else log
     if wide and low < high:
         return Scale("log", max(low, high * 10.0**-_DECADES), high)
-    # The scale starts at 0, unless all values would then have nearly the same colour.
+    # The scale starts at 0, unless all values would then have nearly the same color.
     floor = float(finite.min())
     return _widened(floor if floor > high / 2 else 0.0, high)
 

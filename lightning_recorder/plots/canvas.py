@@ -77,7 +77,7 @@ class Canvas:
         *,
         px: int = TEXT_PX,
         anchor: str = "lm",
-        colour: str = INK,
+        color: str = INK,
         bold: bool = False,
     ) -> None:
         """Draw a line of text.
@@ -89,18 +89,18 @@ class Canvas:
             px: The font size (em) in pixels.
             anchor: The point of the text that lies at ``(x, y)``: ``l``, ``m`` or ``r`` for left, middle or right,
                 followed by ``a`` for the top, ``m`` for the middle or ``s`` for the baseline.
-            colour: The colour, for example ``#222222``.
+            color: The color, for example ``#222222``.
             bold: If True, use the bold font.
         """
         mask, left, top = _letters(text, px, bold, anchor)
-        self._picture.paste(colour, (round(x) + left, round(y) + top), mask)
+        self._picture.paste(color, (round(x) + left, round(y) + top), mask)
 
-    def upright_text(self, x: float, y: float, text: str, *, px: int = TEXT_PX, colour: str = INK) -> None:
-        """Draw a line of text rotated by 90°, reading upwards and centred on a point."""
+    def upright_text(self, x: float, y: float, text: str, *, px: int = TEXT_PX, color: str = INK) -> None:
+        """Draw a line of text rotated by 90°, reading upwards and centered on a point."""
         from PIL import Image as Pictures
 
         turned = _letters(text, px, False, "mm")[0].transpose(Pictures.Transpose.ROTATE_90)
-        self._picture.paste(colour, (round(x - turned.width / 2), round(y - turned.height / 2)), turned)
+        self._picture.paste(color, (round(x - turned.width / 2), round(y - turned.height / 2)), turned)
 
     def image(self, left: int, top: int, pixels: Image) -> None:
         """Paste pixels, ``[height, width, 3]``."""
@@ -108,13 +108,13 @@ class Canvas:
 
         self._picture.paste(Pictures.fromarray(np.ascontiguousarray(pixels)), (left, top))
 
-    def line(self, points: Sequence[tuple[float, float]], colour: str = INK, width: int = 1) -> None:
+    def line(self, points: Sequence[tuple[float, float]], color: str = INK, width: int = 1) -> None:
         """Draw a polyline without antialiasing; use :meth:`ridges` for oblique lines."""
-        self._draw.line([(round(x), round(y)) for x, y in points], fill=colour, width=width)
+        self._draw.line([(round(x), round(y)) for x, y in points], fill=color, width=width)
 
-    def frame(self, left: int, top: int, width: int, height: int, colour: str = GREY) -> None:
+    def frame(self, left: int, top: int, width: int, height: int, color: str = GREY) -> None:
         """Draw a border of one pixel around an area."""
-        self._draw.rectangle((left - 1, top - 1, left + width, top + height), outline=colour)
+        self._draw.rectangle((left - 1, top - 1, left + width, top + height), outline=color)
 
     def ridges(
         self, left: int, top: int, width: int, height: int, curves: Iterable[tuple[NDArray[np.float64], str, str]]
@@ -126,7 +126,7 @@ class Canvas:
             top: The top edge of the area.
             width: The width of the area.
             height: The height of the area.
-            curves: For each curve, its points, fill colour and line colour. The points are ``[k, 2]`` pairs ``(x, y)``
+            curves: For each curve, its points, fill color and line color. The points are ``[k, 2]`` pairs ``(x, y)``
                 in pixels relative to the area; the first and the last lie on the baseline of the curve.
         """
         from PIL import Image as Pictures

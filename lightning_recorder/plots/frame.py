@@ -1,4 +1,4 @@
-"""Colours of values, and the surroundings of the data in an image: title, axes, colour bar, legend and notes."""
+"""Colors of values, and the surroundings of the data in an image: title, axes, color bar, legend and notes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
     "Table",
     "blank",
     "bottom_room",
-    "colour_bar",
+    "color_bar",
     "evenly",
     "fitting_ticks",
     "marks_of",
@@ -56,12 +56,12 @@ __all__ = [
 ]
 
 Table = NDArray[np.uint8]
-"""A colour table, ``[256, 3]``, from the lower to the upper end of a scale."""
+"""A color table, ``[256, 3]``, from the lower to the upper end of a scale."""
 
 
-def _table(colours: str) -> Table:
-    """Interpolate equidistant colours to a table of 256."""
-    knots = np.array([[int(each[at : at + 2], 16) for at in (0, 2, 4)] for each in colours.split()], dtype=np.float64)
+def _table(colors: str) -> Table:
+    """Interpolate equidistant colors to a table of 256."""
+    knots = np.array([[int(each[at : at + 2], 16) for at in (0, 2, 4)] for each in colors.split()], dtype=np.float64)
     places = np.linspace(0, len(knots) - 1, 256)
     mixed = [np.interp(places, np.arange(len(knots)), channel) for channel in knots.T]
     return np.stack(mixed, axis=-1).round().astype(np.uint8)
@@ -72,32 +72,32 @@ VIRIDIS = _table(
     "21908c 1f988b 1f9f88 21a685 28ae80 31b57b 3ebc74 4cc26c 5dc963 6ece58 82d34c 96d83f abdc32 c0df24 d5e21a eae51a "
     "fde725"
 )
-"""For magnitudes. Lightness rises evenly, so the table reads the same in greyscale and with any colour vision."""
+"""For magnitudes. Lightness rises evenly, so the table reads the same in greyscale and with any color vision."""
 
 PURPLE_ORANGE = _table("2d004b 542788 8073ac b2abd2 d8daeb f7f7f7 fee0b6 fdb863 e08214 b35806 7f3b08")
-"""For signed values. Purple and orange differ along the blue-yellow axis, which people with red-green colour blindness
+"""For signed values. Purple and orange differ along the blue-yellow axis, which people with red-green color blindness
 perceive fully; the ends of a red-blue table differ partly along the red-green axis."""
 
 Mark = Literal["zero", "missing", "nan", "inf"]
 
 MARKS: Mapping[Mark, str] = {"zero": "0", "missing": "not recorded", "nan": "NaN", "inf": "infinite"}
-"""The meanings of the patterns; none of the patterns uses a colour of the tables."""
+"""The meanings of the patterns; none of the patterns uses a color of the tables."""
 
 
 _FLAT: Mapping[Mark, int] = {"zero": 255, "missing": 200, "inf": 0}
 
 
 def table_for(scale: Scale) -> Table:
-    """Return the colour table for a scale: purple-orange if the scale includes negative values, else viridis."""
+    """Return the color table for a scale: purple-orange if the scale includes negative values, else viridis."""
     return PURPLE_ORANGE if scale.low < 0 else VIRIDIS
 
 
 def marks_of(values: Floats, scale: Scale, recorded: NDArray[np.bool_] | None = None) -> dict[Mark, NDArray[np.bool_]]:
-    """Return masks of the values that have no colour on a scale, by the reason; reasons that do not occur are left out.
+    """Return masks of the values that have no color on a scale, by the reason; reasons that do not occur are left out.
 
     Args:
         values: The values, of any shape.
-        scale: The scale. A logarithmic scale has no colour for 0.
+        scale: The scale. A logarithmic scale has no color for 0.
         recorded: A mask of the recorded values; by default all are recorded.
     """
     missing = np.zeros(values.shape, dtype=bool) if recorded is None else ~recorded
@@ -111,7 +111,7 @@ def marks_of(values: Floats, scale: Scale, recorded: NDArray[np.bool_] | None = 
 
 
 def paint(values: Floats, scale: Scale, table: Table) -> Image:
-    """Return the colours of values, ``[…, 3]``; NaN is white, to be covered by a pattern."""
+    """Return the colors of values, ``[…, 3]``; NaN is white, to be covered by a pattern."""
     places = scale.place(values)
     known = ~np.isnan(places)
     indices = (np.where(known, places, 0.0) * 255).round().astype(np.int64)
@@ -119,7 +119,7 @@ def paint(values: Floats, scale: Scale, table: Table) -> Image:
 
 
 def pattern(mark: Mark, height: int, width: int) -> Image:
-    """Return the pattern that replaces a colour: white, grey, black stripes on white, or black."""
+    """Return the pattern that replaces a color: white, grey, black stripes on white, or black."""
     if mark != "nan":
         return np.full((height, width, 3), _FLAT[mark], dtype=np.uint8)
     rows, columns = np.indices((height, width))
@@ -137,7 +137,7 @@ def cover(pixels: Image, marks: Mapping[Mark, NDArray[np.bool_]]) -> None:
 WIDTH = 350
 MARGIN = 4
 TOP = 28  # height of the title
-BAR_ROOM = 47  # height of the colour bar; above the data, because beside them it would take a fifth of the width
+BAR_ROOM = 47  # height of the color bar; above the data, because beside them it would take a fifth of the width
 RIGHT = 12  # space to the right of the data, for half of the last number of the axis
 _BAR_PX = 9
 _TICK_PX = 3
@@ -162,7 +162,7 @@ def new_canvas(height: int, title: str) -> Canvas:
 def blank(title: str, why: str) -> Image:
     """Return a small image that explains why there is no plot, ``[100, 350, 3]``."""
     canvas = new_canvas(100, title)
-    canvas.text(WIDTH / 2, 60, why, anchor="mm", colour=GREY)
+    canvas.text(WIDTH / 2, 60, why, anchor="mm", color=GREY)
     return canvas.pixels()
 
 
@@ -229,12 +229,12 @@ def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float)
         canvas.text(left - _ROW_GAP, y, shown[row], px=DETAIL_PX, anchor="rm")
 
 
-def colour_bar(canvas: Canvas, area: Area, scale: Scale, table: Table, label: str) -> None:
-    """Draw the colour bar above the data, with its numbers and a label."""
+def color_bar(canvas: Canvas, area: Area, scale: Scale, table: Table, label: str) -> None:
+    """Draw the color bar above the data, with its numbers and a label."""
     left, top, width, _ = area
     y = top - BAR_ROOM + 16
-    colours = table[np.linspace(0, 255, width).round().astype(int)]
-    canvas.image(left, y, np.repeat(colours[None], _BAR_PX, axis=0))
+    colors = table[np.linspace(0, 255, width).round().astype(int)]
+    canvas.image(left, y, np.repeat(colors[None], _BAR_PX, axis=0))
     canvas.frame(left, y, width, _BAR_PX)
     _numbers_along(canvas, (left, y + _BAR_PX, width), scale)
     label = shortened(label, WIDTH - 2 * MARGIN)
@@ -252,7 +252,7 @@ def notes_below(
         x = swatch(canvas, x, y, pattern(mark, 10, 16), MARKS[mark])
     y += _NOTE_PX * bool(shown)
     for note in _lines(notes):
-        canvas.text(MARGIN, y, note, px=DETAIL_PX, colour="#4d4d4d")
+        canvas.text(MARGIN, y, note, px=DETAIL_PX, color="#4d4d4d")
         y += _NOTE_PX
 
 
@@ -261,12 +261,12 @@ def _lines(notes: Sequence[str]) -> list[str]:
 
 
 def swatch(canvas: Canvas, x: float, y: float, pixels: Image, meaning: str) -> float:
-    """Draw a colour sample with its meaning; return the x coordinate for the next one."""
+    """Draw a color sample with its meaning; return the x coordinate for the next one."""
     height, width = len(pixels), len(pixels[0])
     left, top = round(x), round(y - height / 2)
     canvas.image(left, top, pixels)
     canvas.frame(left, top, width, height)
-    canvas.text(x + width + 5, y, meaning, px=DETAIL_PX, colour=INK)
+    canvas.text(x + width + 5, y, meaning, px=DETAIL_PX, color=INK)
     return x + width + 5 + text_width(meaning, DETAIL_PX) + 12
 
 
@@ -276,6 +276,6 @@ def evenly(count: int, most: int) -> list[int]:
     return places
 
 
-def plain(colour: tuple[int, int, int], height: int = 10, width: int = 16) -> Image:
-    """Return a sample of one colour."""
-    return np.full((height, width, 3), colour, dtype=np.uint8)
+def plain(color: tuple[int, int, int], height: int = 10, width: int = 16) -> Image:
+    """Return a sample of one color."""
+    return np.full((height, width, 3), color, dtype=np.uint8)

@@ -32,7 +32,7 @@ from lightning_recorder.plots.frame import (
 
 __all__ = ["gradient_flow"]
 
-# Blue and orange of the Okabe-Ito palette: distinguishable with any colour vision, and dark against light.
+# Blue and orange of the Okabe-Ito palette: distinguishable with any color vision, and dark against light.
 _MEAN, _LARGEST = (0, 114, 178), (245, 196, 118)
 _LEGEND_PX = 34  # placed above the bars, so that readers see it first
 _MOST_ROWS = 260
@@ -146,9 +146,9 @@ def _bars(means: Floats, maxima: Floats, axis: Scale, row_px: int, width: int) -
     return pixels
 
 
-def _bar(pixels: Image, value: float, axis: Scale, colour: tuple[int, int, int]) -> None:
+def _bar(pixels: Image, value: float, axis: Scale, color: tuple[int, int, int]) -> None:
     if not np.isfinite(value):
         pixels[:] = pattern("nan" if np.isnan(value) else "inf", *pixels.shape[:2])
     elif value > 0:
         # At least two pixels, to distinguish the smallest values from 0.
-        pixels[:, : max(round(float(axis.place(value)) * pixels.shape[1]), 2)] = colour
+        pixels[:, : max(round(float(axis.place(value)) * pixels.shape[1]), 2)] = color

@@ -19,7 +19,7 @@ from lightning_recorder.plots.frame import (
     WIDTH,
     blank,
     bottom_room,
-    colour_bar,
+    color_bar,
     cover,
     evenly,
     marks_of,
@@ -48,7 +48,7 @@ def feature_maps(tensor: Any, *, title: str, max_maps: int = 64, shared: bool = 
             sample of a batch is drawn.
         title: The title of the image.
         max_maps: The maximum number of channels, up to 256. If there are more, evenly spaced ones are drawn.
-        shared: If True, use one colour scale for all channels. Otherwise each channel has its own, so that weak ones
+        shared: If True, use one color scale for all channels. Otherwise each channel has its own, so that weak ones
             stay visible.
 
     Returns:
@@ -63,7 +63,7 @@ def feature_maps(tensor: Any, *, title: str, max_maps: int = 64, shared: bool = 
         notes = [f"the first of {len(values):,} samples"] if len(values) > 1 else []
         values = values[0] if len(values) else values.reshape(0, 1, 1)
     rows, omitted = _chosen(len(values), max_maps, "max_maps", "channels")
-    scale = "one scale of colours for all channels" if shared else "each channel has its own scale of colours"
+    scale = "one scale of colors for all channels" if shared else "each channel has its own scale of colors"
     captions = [str(row) for row in rows]
     return _grid(
         values[rows], captions, title=title, label="activation", shared=shared, notes=[*notes, *omitted, scale]
@@ -78,7 +78,7 @@ def attention_maps(tensor: Any, *, title: str, max_maps: int = 16, shared: bool 
             sample of a batch is drawn.
         title: The title of the image.
         max_maps: The maximum number of heads, up to 256. If there are more, evenly spaced ones are drawn.
-        shared: If True, use one colour scale for all heads. By default each head has its own, because a head that
+        shared: If True, use one color scale for all heads. By default each head has its own, because a head that
             attends to a single key would darken all others.
 
     Returns:
@@ -93,7 +93,7 @@ def attention_maps(tensor: Any, *, title: str, max_maps: int = 16, shared: bool 
         notes += [f"the first of {len(values):,} samples"] if len(values) > 1 else []
         values = values[0] if len(values) else values.reshape(0, 1, 1)
     rows, omitted = _chosen(len(values), max_maps, "max_maps", "heads")
-    scale = "one scale of colours for all heads" if shared else "each head has its own scale of colours"
+    scale = "one scale of colors for all heads" if shared else "each head has its own scale of colors"
     captions = [f"head {row}" for row in rows]
     return _grid(values[rows], captions, title=title, label="weight", shared=shared, notes=[*notes, *omitted, scale])
 
@@ -103,8 +103,8 @@ def kernels(
 ) -> Image:
     """Draw the kernels of all outputs side by side.
 
-    A kernel with three inputs is drawn in colour, scaled from its smallest to its largest weight. Otherwise the weights
-    for the first input are drawn, on a scale centred on 0.
+    A kernel with three inputs is drawn in color, scaled from its smallest to its largest weight. Otherwise the weights
+    for the first input are drawn, on a scale centered on 0.
 
     Args:
         weight: The weight of a convolution, ``[out, in, height, width]``, or of a linear layer, ``[out, in]``. The
@@ -113,7 +113,7 @@ def kernels(
         title: The title of the image.
         max_kernels: The maximum number of kernels, up to 256. If there are more, evenly spaced ones are drawn.
         shape: The shape of the inputs of a linear layer: ``(height, width)`` or ``(channels, height, width)``.
-        shared: If True, use one colour scale for all kernels. Kernels in colour always have their own scale.
+        shared: If True, use one color scale for all kernels. Kernels in color always have their own scale.
 
     Returns:
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
@@ -134,7 +134,7 @@ def kernels(
         return _grid(_rgb(values), captions, title=title, label="", notes=notes)
     if values.shape[1] > 1:
         notes.append(f"the weights of the first of {values.shape[1]:,} inputs")
-    notes.append("one scale of colours for all kernels" if shared else "each kernel has its own scale of colours")
+    notes.append("one scale of colors for all kernels" if shared else "each kernel has its own scale of colors")
     first = values[:, 0] if values.shape[1] else values.reshape(0, 1, 1)
     return _grid(first, captions, title=title, label="weight", shared=shared, notes=notes)
 
@@ -154,7 +154,7 @@ def _picture_shape(inputs: int, shape: tuple[int, ...] | None) -> tuple[int, ...
 
 
 def _rgb(values: Floats) -> Floats:
-    """Return kernels as colours from 0 to 1, ``[n, height, width, 3]``; NaN and infinities are unchanged."""
+    """Return kernels as colors from 0 to 1, ``[n, height, width, 3]``; NaN and infinities are unchanged."""
     inside = np.isfinite(values)
     axes = (1, 2, 3)
     low = np.where(inside, values, np.inf).min(axis=axes, keepdims=True)
@@ -181,12 +181,12 @@ def _grid(
 ) -> Image:
     """Draw panels in rows from left to right, each with a caption.
 
-    Values are drawn on one linear scale, centred on 0 if any value is negative. If ``shared`` is False, the values of
+    Values are drawn on one linear scale, centered on 0 if any value is negative. If ``shared`` is False, the values of
     each panel are first divided by their largest magnitude, so that weak panels stay visible. Panels larger than the
     available space are averaged over blocks.
 
     Args:
-        panels: The values, ``[n, height, width]``, or colours from 0 to 1, ``[n, height, width, 3]``.
+        panels: The values, ``[n, height, width]``, or colors from 0 to 1, ``[n, height, width, 3]``.
         captions: One caption per panel.
         title: The title of the image.
         label: The name of the values.
@@ -219,7 +219,7 @@ def _grid(
         canvas.image(x, y + _CAPTION_PX, panel)
         canvas.frame(x, y + _CAPTION_PX, panel.shape[1], panel.shape[0], "#cfcfcf")
     if plane:
-        colour_bar(canvas, (RIGHT, top, WIDTH - 2 * RIGHT, below), scale, table_for(scale), label)
+        color_bar(canvas, (RIGHT, top, WIDTH - 2 * RIGHT, below), scale, table_for(scale), label)
     notes_below(canvas, (MARGIN, top, WIDTH - 2 * MARGIN, below), notes, marks, axis=False)
     return canvas.pixels()
 

@@ -28,7 +28,7 @@ from lightning_recorder.plots.frame import (
     WIDTH,
     blank,
     bottom_room,
-    colour_bar,
+    color_bar,
     cover,
     marks_of,
     new_canvas,
@@ -58,7 +58,7 @@ def heat_map(
     recorded: NDArray[np.bool_] | None = None,
     log: bool | None = None,
 ) -> Image:
-    """Draw a statistic as colours, with layers from top to bottom and steps from left to right.
+    """Draw a statistic as colors, with layers from top to bottom and steps from left to right.
 
     Positive values that span more than a factor of 50 have a logarithmic scale, and signed values have a symmetric one.
     A statistic whose name ends with ``fraction`` has a scale from 0 to 1. Values that are not finite, that were not
@@ -146,9 +146,9 @@ def _notes(layers: int, steps: int, scale: Scale, values: Floats) -> list[str]:
     if shared:
         notes.append(f"each cell: the value furthest from 0 of up to {' × '.join(shared)}")
     if scale.kind == "symlog":
-        notes.append(f"colours: logarithmic on both sides of 0, linear below {number(scale.threshold)}")
+        notes.append(f"colors: logarithmic on both sides of 0, linear below {number(scale.threshold)}")
     if scale.kind == "log" and (values[values > 0] < scale.low).any():
-        notes.append("colours: below the scale as at its low end")
+        notes.append("colors: below the scale as at its low end")
     return notes
 
 
@@ -177,6 +177,6 @@ def _drawn(
     row_names(canvas, area, names, row_px)
     numbers_below(canvas, area, columns.axis, "step")
     kind = {"linear": "", "log": " (log scale)", "symlog": " (symlog)"}[scale.kind]
-    colour_bar(canvas, area, scale, table_for(scale), statistic + kind)
+    color_bar(canvas, area, scale, table_for(scale), statistic + kind)
     notes_below(canvas, area, notes, marks)
     return canvas.pixels()

@@ -32,7 +32,7 @@ from lightning_recorder.plots.frame import (
     Mark,
     blank,
     bottom_room,
-    colour_bar,
+    color_bar,
     cover,
     evenly,
     new_canvas,
@@ -242,13 +242,13 @@ def _draw_ridge(title: str, names: list[str], parts: list[Floats], axis: Scale, 
     canvas = new_canvas(area[1] + area[3] + bottom_room(notes), title)
     curves = [_curve(each, row, distance, head, area[2]) for row, each in enumerate(parts)]
     inside = VIRIDIS[np.linspace(40, 215, len(curves)).round().astype(int)].tolist()
-    colours = ["#{:02x}{:02x}{:02x}".format(*each) for each in inside]
+    colors = ["#{:02x}{:02x}{:02x}".format(*each) for each in inside]
     canvas.ridges(
         left,
         TOP,
         area[2],
         area[3] + head,
-        [(curve, colour, "#ffffff") for curve, colour in zip(curves, colours, strict=True)],
+        [(curve, color, "#ffffff") for curve, color in zip(curves, colors, strict=True)],
     )
     canvas.frame(left, TOP, area[2], area[3] + head)
     # Each name stands next to the baseline of its curve.
@@ -270,11 +270,11 @@ def _curve(parts: Floats, row: int, distance: int, head: int, width: int) -> Flo
 
 _BINS, _BIN_PX = 145, 2  # odd, so that 0 is the center of a bin on a symmetric axis
 _LEFT = 60
-_LEAST_SHARE = 1e-5  # all rarer values have this colour
+_LEAST_SHARE = 1e-5  # all rarer values have this color
 
 
 def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str = "value") -> Image:
-    """Draw the fraction of values per bin as colours, with steps from left to right and values from bottom to top.
+    """Draw the fraction of values per bin as colors, with steps from left to right and values from bottom to top.
 
     The histograms may have different edges at each step. All are rebinned to 145 common bins. A bin that is cut in two
     is divided in proportion to the widths of its parts, so that the fractions of a step add up to 1. The common bins
@@ -310,18 +310,18 @@ def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str =
 
 
 def _mean(some: Floats) -> Floats:
-    """Return the mean of the columns that have values."""
+    """Return the mean over the recorded columns, one number per row; NaN if none is recorded."""
     known = ~np.isnan(some[0])
     return some[:, known].mean(axis=1) if known.any() else some[:, 0]
 
 
 def _draw_over_time(title: str, value: str, cells: Floats, columns: Columns, axis: Scale) -> Image:
     largest = float(np.nanmax(cells))
-    colours = Scale("log", min(_LEAST_SHARE, largest / 10), largest)
+    colors = Scale("log", min(_LEAST_SHARE, largest / 10), largest)
     area = (_LEFT, TOP + BAR_ROOM, WIDTH - RIGHT - _LEFT, _BINS * _BIN_PX)
     across = columns.spread(area[2])
     cells = np.where(cells == 0, np.nan, np.where(np.isnan(cells), -1.0, cells))
-    pixels = np.repeat(paint(cells, colours, VIRIDIS)[:, across], _BIN_PX, axis=0)
+    pixels = np.repeat(paint(cells, colors, VIRIDIS)[:, across], _BIN_PX, axis=0)
     missing = np.repeat((cells == -1.0)[:, across], _BIN_PX, axis=0)
     marks: list[Mark] = ["missing"] if missing.any() else []
     cover(pixels, {"missing": missing})
@@ -333,6 +333,6 @@ def _draw_over_time(title: str, value: str, cells: Floats, columns: Columns, axi
     canvas.frame(*area)
     numbers_left(canvas, area, axis, f"{value} (symlog)" if axis.kind == "symlog" else value)
     numbers_below(canvas, area, columns.axis, "step")
-    colour_bar(canvas, area, colours, VIRIDIS, "share of the values in a bin (log scale)")
+    color_bar(canvas, area, colors, VIRIDIS, "share of the values in a bin (log scale)")
     notes_below(canvas, area, notes, marks)
     return canvas.pixels()

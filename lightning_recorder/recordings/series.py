@@ -59,7 +59,7 @@ class Series:
 
     @property
     def keys(self) -> list[PartKey]:
-        """The stages and dataloaders that this series covers: one if a stage was selected, else all, training first."""
+        """The stages and dataloaders of this series, training first; only those that :meth:`of` selected, if it did."""
         return list(self.parts)
 
     @property
@@ -88,7 +88,7 @@ class Series:
 
     @property
     def loader(self) -> int | None:
-        """The dataloader of :attr:`steps` and :meth:`values`; ``None`` if the stage has only one."""
+        """The index of the dataloader of :attr:`steps` and :meth:`values`; ``None`` if the stage has only one."""
         return self._key.loader
 
     @property

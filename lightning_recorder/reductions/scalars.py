@@ -159,7 +159,8 @@ class HigherMoments(ScalarReduction):
         a, b = count_a / count.clamp(min=1), count_b / count.clamp(min=1)
         delta = mean_b - mean_a
         mean = mean_a + delta * b
-        # An empty stream has no mean, and the difference could be so large that its power overflows.
+        # The mean of an empty stream is meaningless. Set the difference to zero, because a power of it could overflow,
+        # and infinity times a count of zero is NaN.
         delta = torch.where(a * b > 0, delta, 0)
         m2 = m2_a + m2_b + delta**2 * count * a * b
         m3 = m3_a + m3_b + delta**3 * count * a * b * (a - b) + 3 * delta * (a * m2_b - b * m2_a)

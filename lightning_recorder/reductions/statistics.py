@@ -26,7 +26,7 @@ _ROUNDING = 1e-10  # relative error of float64 sums that were added in a differe
 
 
 class Statistics(Combined):
-    """Moments, extrema, tallies and the histogram in one row of 2057 slots (16.5 KB).
+    """Moments, extrema, tallies and the histogram in one row.
 
     Statistics: those of :class:`RunningMoments`, :class:`Extrema`, :class:`Tallies` and :class:`ExponentHistogram`,
     with the same names. On a CPU with a C compiler and on a GPU with Triton they are computed in one pass; see

@@ -142,7 +142,7 @@ class StatisticsRecorder(BaseStatisticsRecorder):
             its shape, is skipped at that site with one warning.
         sample: The number of values of a tensor that are counted in the histogram. By default, all values are counted.
         quantiles: The quantiles to estimate from the histogram, between 0 and 1. Their scalars are named
-            ``quantile_<share>``.
+            ``quantile_<q>``.
         condition: See :class:`~lightning_recorder.taps.Tap`.
         strict: See :class:`~lightning_recorder.taps.Tap`.
 

@@ -27,7 +27,9 @@ class RunPhase(Enum):
     needed.
     """
     WAITING = "waiting"
-    """No step is being recorded, and there are no hooks."""
+    """No step is being recorded, and there are no hooks. :meth:`RunRecorder.end_batch` must still be called, because
+    the window may have unwritten statistics and end with this step.
+    """
     ARMED = "armed"
     """No step is being recorded, but the next one is due. The hooks may still be registered, but are paused."""
     RECORDING = "recording"
@@ -67,12 +69,13 @@ class RunRecorder(RankMergingRecorder):
         phase          event                                       action                        next phase
         -------------  ------------------------------------------  ----------------------------  ----------------
         IDLE, WAITING  skip_batch, the step is not due             none                          IDLE or WAITING
-        any            start_batch, the step is due                save the states, attach       RECORDING
+        ARMED          start_batch, the step is due                save the states, resume       RECORDING
+        any other      start_batch, the step is due                save the states, attach       RECORDING
         not RECORDING  start_batch, the step is not due            remove the hooks              WAITING
         RECORDING      end_batch without an optimizer step         pause                         RECORDING
         RECORDING      end_batch with an optimizer step            add the step to the window    ARMED or WAITING
         RECORDING      end_batch with a step that overflowed       discard or write the step     ARMED or WAITING
-        WAITING        end_batch with an optimizer step            none                          ARMED or WAITING
+        WAITING        end_batch with an optimizer step            write the window if it ends   ARMED or WAITING
         RECORDING      another step, end_epoch or finish           discard the step              WAITING
         any            finish                                      write the window              ENDED
         not ENDED      abort                                       write the window of the rank  ENDED

@@ -50,10 +50,10 @@ class Region(NamedTuple):
 
     @classmethod
     def of(cls, view: Tensor, base: Tensor) -> Region | None:
-        """Return the region, or ``None`` if a gradient of the base does not contain a gradient of the view.
+        """Return the region, or ``None`` if the gradient of the view cannot be read from that of the base.
 
-        The latter is the case if elements appear several times, as in an expanded tensor, or if the dtype or the
-        conjugate or negative bit differs.
+        It cannot if elements appear several times, as in an expanded tensor, or if the dtype, the conjugate bit or the
+        negative bit differs.
         """
         if type(view) is not Tensor or view.layout != torch.strided or base.layout != torch.strided:
             return None

@@ -242,7 +242,10 @@ class _FoldAccumulator(Accumulator):
 
 
 class _ComputedAccumulator(Accumulator):
-    """An accumulator with a computed value that accepts no tensors after the value was replaced."""
+    """An accumulator whose value is computed from its state.
+
+    After ``apply()`` or an assignment has replaced the value, it accepts no tensors until ``reset()``.
+    """
 
     def __init__(self) -> None:
         self._replaced: tuple[Any, ...] = ()

@@ -415,8 +415,8 @@ def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *oth
     """Rename the entries of a state dictionary to the names that torch expects."""
     inner = f"{prefix}{_NET}."
     _rename(state_dict, _renamed(state_dict, prefix, inner))
-    # The versions of a bare net are available only if the wrapper is the root of the load; torch hides them further
-    # down.
+    # The module versions saved with a bare net can be read only if load_state_dict was called on the wrapper itself.
+    # Inside another module, torch passes only the metadata below this prefix.
     metadata = getattr(state_dict, "_metadata", {})
     for key in [key for key in metadata if f"{key}.".startswith(prefix) and not f"{key}.".startswith(inner)]:
         metadata.setdefault((inner + f"{key}."[len(prefix) :])[:-1], metadata[key])

@@ -151,10 +151,10 @@ def four_numbers(writer: SummaryWriter, tag: str, number: int, tensor: Tensor) -
     rows = values.flatten(1) if values.dim() > 1 else values.unsqueeze(0)
     rows.norm(dim=-1).mean().item()
     rows.max(dim=-1).values.mean().item()
-    centred = rows - rows.mean(-1, keepdim=True)
-    deviation = centred.square().mean(-1, keepdim=True).sqrt() + 1e-12
-    (centred / deviation).pow(3).mean().item()
-    (centred / deviation).pow(4).mean().item()
+    centered = rows - rows.mean(-1, keepdim=True)
+    deviation = centered.square().mean(-1, keepdim=True).sqrt() + 1e-12
+    (centered / deviation).pow(3).mean().item()
+    (centered / deviation).pow(4).mean().item()
 
 
 @contextmanager

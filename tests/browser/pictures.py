@@ -27,7 +27,7 @@ def shoot(page: Page, address: str, tab: str, ready: str, target: Path) -> None:
 
 
 def shrink(path: Path) -> None:
-    """Keep at most 128 colours: flat drawings lose nothing that is seen."""
+    """Keep at most 128 colors: flat drawings lose nothing that is seen."""
     with Image.open(path) as picture:
         small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small.save(path, optimize=True)

@@ -121,7 +121,7 @@ def told(run: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize("value", [None, "", "off", "0", "False", " no "])
-def test_nothing_is_added_or_imported_unless_asked_for(value: str | None) -> None:
+def test_nothing_is_added_or_imported_unless_requested(value: str | None) -> None:
     """Without the variable, or switched off, the factory returns nothing and imports only the standard library."""
     code = (
         "import sys; from lightning_recorder.entry_point import callbacks_from_environment as go; assert go() == []\n"
@@ -171,7 +171,7 @@ def test_recorders_of_the_program_are_not_doubled(on: Path) -> None:
     assert folders(on) == ["lightning_logs/version_0", "lightning_logs/version_1"]
 
 
-def test_the_list_of_the_program_is_left_alone(on: Path) -> None:
+def test_the_list_of_the_program_is_unchanged(on: Path) -> None:
     """A list that the program passes to several trainers has no callback of this package after a run."""
     given: list[Any] = [lightning.pytorch.callbacks.EarlyStopping("loss", patience=9)]
     for _ in range(3):

@@ -120,7 +120,7 @@ def test_each_checkpoint_has_its_dump(
 
 @pytest.mark.parametrize("at", ["steps", "epochs"])
 @pytest.mark.parametrize("saved", [{"save_last": "link"}, {"save_top_k": -1, "every_n_train_steps": 2}], ids=str)
-def test_beside_checkpoints_there_are_dumps_only_if_asked_for(at: str, saved: dict[str, Any], tmp_path: Path) -> None:
+def test_dumps_beside_checkpoints_are_written_only_if_requested(at: str, saved: dict[str, Any], tmp_path: Path) -> None:
     """A dumper that writes at steps or at epochs writes nothing beside the checkpoints of its run."""
     kept = tmp_path / "kept"
     train(tmp_path, [tensors(at=at), ModelCheckpoint(kept, **saved)], max_epochs=2)

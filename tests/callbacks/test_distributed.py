@@ -380,10 +380,10 @@ for _rank in 0, 1:
 class Late(ActivationRecorder):
     """Fails on rank 1 after the ranks have agreed to record."""
 
-    def make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
+    def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
         if modules and this_rank() == 1:
             raise ValueError("injected")
-        return super().make_recorder(modules, stage)
+        return super()._make_recorder(modules, stage)
 
 
 @scenario

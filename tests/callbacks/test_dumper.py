@@ -140,7 +140,7 @@ def test_the_values_are_those_of_the_step(accumulated: int, tmp_path: Path) -> N
             assert torch.equal(found[name], value), (step, name)
 
 
-def test_the_scale_of_a_scaler_is_taken_out(tmp_path: Path) -> None:
+def test_the_scale_of_a_scaler_is_removed(tmp_path: Path) -> None:
     """Gradients are those of the loss that ``training_step`` returned, whatever its scale."""
     found: list[dict[str, Tensor]] = []
     for scale in (1.0, 256.0):
@@ -414,7 +414,7 @@ def test_a_fault_gives_the_trainer_its_checkpoint_io_back(tmp_path: Path) -> Non
 
     class Faulty(TensorDumper):
         @override
-        def before_evaluation(self, trainer: Trainer) -> None:
+        def _before_evaluation(self, trainer: Trainer) -> None:
             raise RuntimeError("ours")
 
     callback = Faulty("head", every_n_train_steps=1)

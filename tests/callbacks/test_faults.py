@@ -185,14 +185,14 @@ INSIDE: dict[str, Callable[[Any], list[tuple[Any, str]]]] = {
 def failing_inside(kind: Any, place: str) -> Any:
     """Return a subclass in which a method of the recorder fails."""
 
-    def make_recorder(self: Any, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
-        recorder: BaseStatisticsRecorder = kind.make_recorder(self, modules, stage)
+    def _make_recorder(self: Any, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
+        recorder: BaseStatisticsRecorder = kind._make_recorder(self, modules, stage)
         if modules:  # not the recorder that validates the settings at construction
             for holder, name in INSIDE[place](recorder):
                 setattr(holder, name, fails)
         return recorder
 
-    return type(kind.__name__, (kind,), {"make_recorder": make_recorder, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {"_make_recorder": _make_recorder, "__module__": kind.__module__})
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
@@ -215,7 +215,7 @@ def test_a_fault_inside_is_one_warning(
         assert shown(sink) == well(other), other
 
 
-OVERRIDDEN = ["prepare", "_on_record", "_announce", "make_recorder", "choose"]
+OVERRIDDEN = ["prepare", "_on_record", "_announce", "_make_recorder", "_choose"]
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)

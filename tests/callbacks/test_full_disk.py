@@ -93,7 +93,7 @@ def test_writing_stops_at_the_reserve(logger: str, folder: Path, results: dict[s
 
 
 @pytest.mark.parametrize("scenario", ["tensorboard-neighbor", "tensorboard-enospc", "none-enospc"])
-def test_writing_goes_on_when_there_is_space_again(scenario: str, folder: Path) -> None:
+def test_writing_continues_when_there_is_space_again(scenario: str, folder: Path) -> None:
     """If the disk is full from step 20 to step 40, only records in between are missing."""
     series = open_recording(of_run(folder / scenario))["activations"]
     assert series.skipped == 0

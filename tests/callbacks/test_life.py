@@ -887,7 +887,7 @@ def test_several_callbacks_of_a_kind_record_what_each_is_to(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("reduce", "last"), [("step", {11: [11]}), ("epoch", {11: [*range(6, 12)]}), (4, {11: [8, 9, 10, 11]})]
 )
-def test_a_second_fit_goes_on(reduce: Any, last: dict[int, list[int]], tmp_path: Path) -> None:
+def test_a_second_fit_continues(reduce: Any, last: dict[int, list[int]], tmp_path: Path) -> None:
     """A second fit of the same trainer resumes where the first one ended, also in an open window."""
     sink, model = MemorySink(), Net()
     trainer = trainer_of(tmp_path, recorders(sink, reduce=reduce))

@@ -159,7 +159,7 @@ def test_dumps_lie_beside_its_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("reduce", ["step", 4, 5, "epoch"])
-def test_a_run_goes_on_from_a_checkpoint(reduce: Reduce, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint(reduce: Reduce, tmp_path: Path) -> None:
     """A run interrupted in a window and its resumed run together record the same as one run."""
     whole, parts = MemorySink(), MemorySink()
     fit(Net(), tmp_path / "whole", recorders(whole, reduce), max_steps=9, max_epochs=2)
@@ -225,7 +225,7 @@ def test_a_name_that_matches_nothing_raises(kind: Any, tmp_path: Path) -> None:
     assert model.losses == []
 
 
-def test_an_example_is_asked_for(tmp_path: Path) -> None:
+def test_the_example_of_the_module_is_used(tmp_path: Path) -> None:
     """``stage="example"`` uses the module's example, and raises an error that names it if it is missing."""
     with pytest.raises(ArgumentError, match=r"needs Net\.example_input_array"):
         fit(Net(), tmp_path, [GraphRecorder(stage="example")], logger=False)

@@ -64,3 +64,10 @@ def test_options_are_values(options: Any) -> None:
         assert hash(each) == hash(options)
     with pytest.raises(AttributeError, match="cannot assign"):
         options.upload = True
+
+
+def test_the_repr_shows_only_changed_fields() -> None:
+    """The repr of the options contains the fields that differ from their defaults, so signatures stay short."""
+    assert repr(Outputs()) == "Outputs()"
+    assert repr(Outputs(plots=False, max_tags=7)) == "Outputs(plots=False, max_tags=7)"
+    assert repr(Schedule(first_n_steps=3)) == "Schedule(first_n_steps=3)"

@@ -159,7 +159,7 @@ EXPECTED: dict[str, tuple[Any, dict[str, str]]] = {
 @pytest.mark.filterwarnings("ignore:.* ignores:lightning_recorder.RecorderWarning")
 @pytest.mark.parametrize("label", EXPECTED)
 def test_every_module_has_its_reason(label: str, tmp_path: Path) -> None:
-    """Each selected module has its tensors or a reason, unless it cannot have what is recorded, such as parameters."""
+    """The receipt has the tensors or a reason for each selected module, except for those that cannot have any."""
     kind, expected = EXPECTED[label]
     options: dict[str, Any] = {"parts": ["values"]} if kind is ParameterRecorder else {}
     fit(Odd(), tmp_path, [kind(list(EXPECTED["activations"][1]), **options)], logger=False)
@@ -227,13 +227,13 @@ def test_the_bytes_of_state_are_those_of_the_recorder(
 ) -> None:
     """The bytes of state equal those of a recorder with the same modules and settings after a step."""
     made: list[StatisticsRecorder] = []
-    inner = ActivationRecorder.make_recorder
+    inner = ActivationRecorder._make_recorder
 
-    def make_recorder(self: Any, modules: Any, stage: str) -> Any:
+    def _make_recorder(self: Any, modules: Any, stage: str) -> Any:
         made.append(inner(self, modules, stage))  # type: ignore[arg-type]  # self has this class
         return made[-1]
 
-    monkeypatch.setattr(ActivationRecorder, "make_recorder", make_recorder)
+    monkeypatch.setattr(ActivationRecorder, "_make_recorder", _make_recorder)
     go(tmp_path, [ActivationRecorder(every_n_train_steps=1, **options)])
     (held,) = {each.nbytes for each in made} - {0}
     assert receipt(tmp_path, "activations")["state_bytes"] == held
@@ -344,7 +344,7 @@ def test_one_line_is_logged(warned: Callable[[], list[str]], tmp_path: Path) -> 
     about = receipt(tmp_path, "activations")
     size = f"{about['event_bytes_per_1000_steps'] / 1e3:.1f} KB of files per 1,000 steps"
     assert line.endswith(f" ms in step 0, {size}")
-    assert f"; {about['state_bytes'] / 1e6:.1f} MB of state, " in line
+    assert f"; {about['state_bytes'] / 1e6:.1f} MB reserved for statistics, " in line
 
 
 # Changes.
@@ -725,7 +725,7 @@ def test_a_fit_is_recorded_less_often_and_logs_it(warned: Callable[[], list[str]
     assert line in [record.getMessage() for record in caplog.records]
 
 
-def test_a_wider_cadence_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_a_wider_interval_is_kept_after_a_resume(tmp_path: Path) -> None:
     """A resumed run keeps the interval of the checkpoint, and a run without a limit uses its own."""
     before, sink, plain = MemorySink(), MemorySink(), MemorySink()
     go(tmp_path, [wide(before)], max_epochs=1).save_checkpoint(tmp_path / "saved.ckpt")

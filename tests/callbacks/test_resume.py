@@ -148,7 +148,7 @@ class Saving(Callback):
 @pytest.mark.parametrize(
     ("hook", "batch"), [("on_validation_end", 2), ("on_validation_end", 4), ("on_train_epoch_end", 4)]
 )
-def test_a_checkpoint_between_batches_goes_on(hook: str, batch: int, reduce: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_between_batches_resumes(hook: str, batch: int, reduce: Any, tmp_path: Path) -> None:
     """A checkpoint from a validation or the end of an epoch loses nothing and counts nothing twice."""
     expected, sink = MemorySink(), MemorySink()
     saving = Saving(tmp_path, hook, batch)
@@ -159,7 +159,7 @@ def test_a_checkpoint_between_batches_goes_on(hook: str, batch: int, reduce: Any
     assert shown(sink) == {key: value for key, value in shown(expected).items() if key in shown(sink)}
 
 
-def test_a_checkpoint_amid_accumulated_batches_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_amid_accumulated_batches_resumes(tmp_path: Path) -> None:
     """Accumulated batches from before and after the checkpoint are in one record."""
     expected, sink = MemorySink(), MemorySink()
     saving = Saving(tmp_path, "on_train_batch_end", 3)
@@ -186,7 +186,7 @@ def test_a_partial_window_is_written_and_kept(reduce: int, tmp_path: Path) -> No
     assert shown(sink) == shown(expected, BATCHES)
 
 
-def test_a_second_fit_of_the_trainer_goes_on(tmp_path: Path) -> None:
+def test_a_second_fit_of_the_trainer_continues(tmp_path: Path) -> None:
     """A second fit without a checkpoint continues the window in which the first fit ended."""
     sink, model = MemorySink(), small()
     recorder = ActivationRecorder("head", every_n_train_steps=1, reduce=3, statistics="count", sinks=[sink])

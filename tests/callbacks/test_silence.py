@@ -302,7 +302,7 @@ def test_a_fit_that_had_ended_before_says_so_without_a_warning(says: Says, tmp_p
     assert f"ActivationRecorder {why}" in lines
 
 
-def test_a_fit_that_goes_on_names_the_steps_that_it_ran(says: Says, tmp_path: Path) -> None:
+def test_a_resumed_fit_names_the_steps_that_it_ran(says: Says, tmp_path: Path) -> None:
     """A resumed run without a due step names the steps that it ran."""
     go(tmp_path, [ActivationRecorder(every_n_train_steps=50)], max_epochs=1).save_checkpoint(tmp_path / "end.ckpt")
     again = run(tmp_path, ActivationRecorder(every_n_train_steps=50), max_epochs=2, ckpt=tmp_path / "end.ckpt")

@@ -165,7 +165,7 @@ def test_all_accumulated_batches_of_a_recorded_step_count(tmp_path: Path) -> Non
     assert sink.scalars["activations/head/count"] == {0: 160.0, 1: 160.0}
 
 
-def test_a_loss_scale_is_taken_out_of_the_gradients(tmp_path: Path) -> None:
+def test_a_loss_scale_is_removed_from_the_gradients(tmp_path: Path) -> None:
     """Gradients under a ``GradScaler`` are divided by its scale, so they equal those without one."""
     from lightning.pytorch.plugins.precision import MixedPrecision
 

@@ -214,9 +214,9 @@ def test_graph_as_a_picture(runs: Path, tmp_path: Path) -> None:
     ("arguments", "step", "statistic"),
     [(["activations/mean"], 3, "mean"), (["activations"], 3, "rms"), (["activations/rms", "--step", "1"], 1, "rms")],
 )
-def test_graph_with_the_colours_of_a_statistic(arguments: list[str], step: int, statistic: str, runs: Path) -> None:
+def test_graph_with_the_colors_of_a_statistic(arguments: list[str], step: int, statistic: str, runs: Path) -> None:
     """Each module shows its value at the step, by default the latest, and the legend names the statistic."""
-    logged = run("graph", runs / "version_0", "--format", "dot", "--colour", *arguments)
+    logged = run("graph", runs / "version_0", "--format", "dot", "--color", *arguments)
     assert logged.status == 0
     assert f"activations {statistic} at step {step}" in logged.out
     series = open_recording(runs / "version_0")["activations"]
@@ -227,9 +227,9 @@ def test_graph_with_the_colours_of_a_statistic(arguments: list[str], step: int, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["version_0", "--colour", "activations/rmx"], "there is no statistic 'rmx'"),
+        (["version_0", "--color", "activations/rmx"], "there is no statistic 'rmx'"),
         (["version_0", "--colour", "activation"], "activations"),
-        (["version_0", "--colour", "activations/rms", "--step", "77"], "step 77 was not recorded"),
+        (["version_0", "--color", "activations/rms", "--step", "77"], "step 77 was not recorded"),
         (["version_1"], "has no graph.json"),
         (["."], "there are 2 runs; choose one of 'version_0', 'version_1'"),
         (["version_0", "--depth", "-1"], "depth must be an integer of at least 0"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lightning_recorder.commands.main import _parser
 from tests.commands.console import run
 from tests.recordings.runs import write_simple
 
@@ -17,6 +19,12 @@ COMMANDS = ("run", "ls", "show", "doctor", "export", "graph", "diff")
 def process(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lightning_recorder", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]  # options of run
+
+
+def test_the_commands_are_those_of_the_parser() -> None:
+    """The tests of this file cover every command."""
+    (commands,) = (each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction))
+    assert tuple(commands.choices) == COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)

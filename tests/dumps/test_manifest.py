@@ -172,7 +172,7 @@ def test_writing_after_a_torn_line(cut: int, tmp_path: Path) -> None:
     ],
     ids=lambda garbage: ascii(garbage)[:30],
 )
-def test_garbage_is_passed_over(garbage: str, tmp_path: Path) -> None:
+def test_garbage_is_skipped(garbage: str, tmp_path: Path) -> None:
     """A line that is not JSON, or does not refer to an existing dump, does not hide other lines."""
     dump(tmp_path, "a.safetensors", step=1)
     with (tmp_path / MANIFEST).open("ab") as file:

@@ -275,7 +275,7 @@ MAGIC = {"svg": b"<?xml", "png": b"\x89PNG\r\n", "pdf": b"%PDF-"}
 
 
 @pytest.mark.parametrize("fmt", MAGIC)
-def test_pictures_are_written_where_they_are_asked_for(fmt: str, tmp_path: Path) -> None:
+def test_pictures_are_written_where_they_are_requested(fmt: str, tmp_path: Path) -> None:
     """The directory is created, the file has the given name and format, and its path is returned."""
     folder = tmp_path / "some" / "where"
     path = render_network(small(), "net", (2, 4), folder, "picture", fmt)

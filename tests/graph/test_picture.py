@@ -86,7 +86,7 @@ def test_every_attempt_is_smaller(large: Graph, tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "graph.dot").is_file()
 
 
-def test_done_goes_on_by_itself(large: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_done_continues_by_itself(large: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calling ``done`` starts the next attempt, so that nothing has to wait for the failed one."""
     _fake_dot(tmp_path, monkeypatch, "import sys; sys.exit(3)")
     picture = GraphPicture(large, tmp_path / "graph.dot", ("svg",), timeout_s=600)

@@ -174,7 +174,7 @@ def test_tensors_in_containers_are_put_back() -> None:
     assert part.extra["keys"][0].tolist() == [0.0, 0.0]
 
 
-def test_hooks_are_taken_off() -> None:
+def test_hooks_are_removed() -> None:
     """A hook that a forward pass registered is removed, and the user's hooks keep their order."""
     part = Part()
     first, second = (part.register_forward_hook(lambda *_: None) for _ in range(2))
@@ -235,7 +235,7 @@ def test_lazy_modules_stay_initialized() -> None:
     assert (lazy.weight.shape, lazy.training) == ((3, 2), True)
 
 
-def test_a_module_is_taken_once() -> None:
+def test_a_module_is_recorded_once() -> None:
     """A module is restored to its state at the first snapshot."""
     part = Part()
     state = ModuleState([part])
@@ -360,7 +360,7 @@ def _drawn() -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["success", "error"])
-def test_random_numbers_go_on_as_before(failing: bool) -> None:
+def test_random_numbers_continue_as_before(failing: bool) -> None:
     """torch, Python and NumPy draw the same numbers as without the block, even after an error."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - see above
     expected = _drawn()

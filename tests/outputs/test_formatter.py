@@ -28,9 +28,9 @@ def record(*values: float, **about: Any) -> Record:
 
 def written(*records: Record, **options: Any) -> MemorySink:
     sink = MemorySink()
-    report = SinkFormatter("activations", options.pop("statistics", ("mean", "max")), **options)
+    formatter = SinkFormatter("activations", options.pop("statistics", ("mean", "max")), **options)
     for each in records:
-        report.write(sink, each, each.snapshot.statistics())
+        formatter.write(sink, each, each.snapshot.statistics())
     return sink
 
 
@@ -54,10 +54,10 @@ def test_tags(about: dict[str, Any], group: str, end: str) -> None:
 
 def test_overflows_are_counted_under_the_label_of_the_recorder() -> None:
     """Two recorders of one group count overflowed steps under different tags."""
-    report, sink = SinkFormatter("gradients", ["mean"]), MemorySink()
-    report.begin("gradients-2")
+    formatter, sink = SinkFormatter("gradients", ["mean"]), MemorySink()
+    formatter.begin("gradients-2")
     about = record(1.0, overflowed=True, overflow_steps=3)
-    report.write(sink, about, about.snapshot.statistics())
+    formatter.write(sink, about, about.snapshot.statistics())
     assert sink.scalars == {"gradients-2/overflow_steps": {7: 3.0}}
 
 
@@ -253,7 +253,7 @@ def test_another_run_begins_anew() -> None:
     assert quiet(budget, found("x", "y"), each_has(2)) == ["x", "y"]
 
 
-def test_a_choice_goes_on_from_a_checkpoint() -> None:
+def test_a_choice_is_restored_from_a_checkpoint() -> None:
     """A restored budget shows the same modules, even if its first record would lead to another choice."""
     budget = TagBudget(8)
     with pytest.warns(RecorderWarning):

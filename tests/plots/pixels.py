@@ -23,15 +23,15 @@ def png_bytes(image: Image) -> int:
     return file.tell()
 
 
-def data_in(image: Image, colour: int = 0x8C) -> Image:
-    """Return the pixels inside the first frame that is taller than a colour bar."""
-    grey = (image == colour).all(axis=-1)
+def data_in(image: Image, color: int = 0x8C) -> Image:
+    """Return the pixels inside the first frame that is taller than a color bar."""
+    grey = (image == color).all(axis=-1)
     runs = [_longest_run(row) for row in grey]
     for top, (left, length) in enumerate(runs):
         if length > 50:
             below = grey[top + 1 :, left : left + length].all(axis=-1)
             height = int(below.argmax()) if below.any() else 0
-            # The colour bar has no vertical lines between it and the data.
+            # The color bar has no vertical lines between it and the data.
             if height > 12 and grey[top : top + height, [left, left + length - 1]].all():
                 return image[top + 1 : top + 1 + height, left + 1 : left + length - 1]
     raise AssertionError("the picture has no frame")
@@ -46,15 +46,15 @@ def _longest_run(row: NDArray[np.bool_]) -> tuple[int, int]:
     return int(starts[lengths.argmax()]), int(lengths.max())
 
 
-def place_of(colour: NDArray[np.uint8], table: Table) -> float:
-    """Return the position of a colour in its table, from 0 to 1; raise ValueError if the table does not contain it."""
-    (found,) = np.unique(np.flatnonzero((table == colour).all(axis=-1)))[:1]
+def place_of(color: NDArray[np.uint8], table: Table) -> float:
+    """Return the position of a color in its table, from 0 to 1; raise ValueError if the table does not contain it."""
+    (found,) = np.unique(np.flatnonzero((table == color).all(axis=-1)))[:1]
     return float(found) / 255
 
 
-def hex_of(colour: NDArray[np.uint8]) -> str:
-    """Return a colour as a string like ``#21918c``."""
-    red, green, blue = colour.tolist()
+def hex_of(color: NDArray[np.uint8]) -> str:
+    """Return a color as a string like ``#21918c``."""
+    red, green, blue = color.tolist()
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 

@@ -144,7 +144,7 @@ HARD: dict[str, Callable[[], Image]] = {
     "long feature maps": lambda: feature_maps(noise(64, 1, 5_000), title="t"),
     "high feature maps": lambda: feature_maps(noise(64, 5_000, 1), title="t", max_maps=256),
     "attention maps": lambda: attention_maps(noise(16, 300, 300), title="t"),
-    "kernels in colour": lambda: kernels(noise(256, 3, 40, 40), title="t", max_kernels=256),
+    "kernels in color": lambda: kernels(noise(256, 3, 40, 40), title="t", max_kernels=256),
     "kernels of a linear layer": lambda: kernels(noise(100, 784), title="t", max_kernels=100),
 }
 

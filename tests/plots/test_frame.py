@@ -1,4 +1,4 @@
-"""Tests of colour tables and patterns, and of axes, names and notes at the displayed size."""
+"""Tests of color tables and patterns, and of axes, names and notes at the displayed size."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ KNOWN = {
 
 @pytest.mark.parametrize(("table", "name"), [(VIRIDIS, "viridis"), (PURPLE_ORANGE, "PuOr_r")])
 def test_tables_are_those_that_are_known(table: Table, name: str) -> None:
-    """Each colour differs by at most 2 of 255 levels from the reference table, which is invisible."""
-    known = np.array([list(bytes.fromhex(colour)) for colour in KNOWN[name].split()])
+    """Each color differs by at most 2 of 255 levels from the reference table, which is invisible."""
+    known = np.array([list(bytes.fromhex(color)) for color in KNOWN[name].split()])
     assert np.abs(table[::15] - known).max() <= 2
 
 
@@ -51,9 +51,9 @@ def test_signed_scales_have_the_table_with_a_middle() -> None:
 
 
 def test_values_are_painted_by_their_places() -> None:
-    """Values at or beyond the ends of the scale have the end colours, and NaN is white."""
-    colours = paint(np.array([0.0, 5.0, -1.0, 99.0, np.nan]), Scale("linear", 0.0, 5.0), VIRIDIS)
-    assert (colours == np.stack([VIRIDIS[0], VIRIDIS[-1], VIRIDIS[0], VIRIDIS[-1], np.full(3, 255)])).all()
+    """Values at or beyond the ends of the scale have the end colors, and NaN is white."""
+    colors = paint(np.array([0.0, 5.0, -1.0, 99.0, np.nan]), Scale("linear", 0.0, 5.0), VIRIDIS)
+    assert (colors == np.stack([VIRIDIS[0], VIRIDIS[-1], VIRIDIS[0], VIRIDIS[-1], np.full(3, 255)])).all()
 
 
 def test_each_value_has_at_most_one_mark() -> None:
@@ -71,11 +71,11 @@ def test_each_value_has_at_most_one_mark() -> None:
 
 
 @pytest.mark.parametrize("table", [VIRIDIS, PURPLE_ORANGE], ids=["viridis", "purple and orange"])
-def test_patterns_are_no_colours(table: Table) -> None:
-    """No colour of a pattern occurs in a table, so a pattern cannot be mistaken for a value."""
-    known = {tuple(colour) for colour in table.tolist()}
+def test_patterns_are_no_colors(table: Table) -> None:
+    """No color of a pattern occurs in a table, so a pattern cannot be mistaken for a value."""
+    known = {tuple(color) for color in table.tolist()}
     for mark in MARKS:
-        assert not known & {tuple(colour) for colour in pattern(mark, 9, 9).reshape(-1, 3).tolist()}
+        assert not known & {tuple(color) for color in pattern(mark, 9, 9).reshape(-1, 3).tolist()}
 
 
 GREY = 0x8C
@@ -86,7 +86,7 @@ def named_rows(image: Image) -> list[int]:
     grey = (image == GREY).all(axis=-1)
     data = data_in(image)
     left = WIDTH - 12 - data.shape[1]
-    # Ticks lie next to the frame of the data; the colour bar has no ticks at its sides.
+    # Ticks lie next to the frame of the data; the color bar has no ticks at its sides.
     found: list[int] = np.flatnonzero(grey[:, left - 3 : left].all(axis=-1)).tolist()
     return [row for row in found if not grey[row, left : left + data.shape[1]].all()]
 

@@ -21,7 +21,7 @@ def ends(image: Image, rows: int) -> list[tuple[float, float]]:
     found = []
     for row in range(rows):
         part = data[row * height : (row + 1) * height]
-        lengths = [(part == colour).all(axis=-1).any(axis=0).nonzero()[0] for colour in (MEAN, LARGEST)]
+        lengths = [(part == color).all(axis=-1).any(axis=0).nonzero()[0] for color in (MEAN, LARGEST)]
         mean, largest = (float(each.max(initial=-1) + 1) / data.shape[1] for each in lengths)
         found.append((mean, largest))
     return found

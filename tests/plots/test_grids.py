@@ -1,4 +1,4 @@
-"""Tests of the colours in feature maps, attention maps and kernels."""
+"""Tests of the colors in feature maps, attention maps and kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FRAME = 0xCF
 
 
 def panel(image: Image, rows: int, columns: int) -> Image:
-    """Return the colours of the first panel, one per value."""
+    """Return the colors of the first panel, one per value."""
     data = data_in(image, FRAME)
     height, width = data.shape[:2]
     assert (height % rows, width % columns) == (0, 0)
@@ -32,7 +32,7 @@ def places(image: Image, rows: int, columns: int, table: np.ndarray[Any, Any]) -
     return np.array([[place_of(shown[row, column], table) for column in range(columns)] for row in range(rows)])
 
 
-def test_a_feature_map_has_the_colours_of_its_values() -> None:
+def test_a_feature_map_has_the_colors_of_its_values() -> None:
     """Positive values have a scale from 0 that all channels share."""
     values = np.array([[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [[10.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])
     image = feature_maps(values, title="t")
@@ -40,7 +40,7 @@ def test_a_feature_map_has_the_colours_of_its_values() -> None:
 
 
 def test_each_channel_may_have_its_own_scale() -> None:
-    """Without a shared scale, each channel uses the full range of colours."""
+    """Without a shared scale, each channel uses the full range of colors."""
     values = np.array([[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [[-10.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])
     image = feature_maps(values, title="t", shared=False)
     assert places(image, 2, 3, PURPLE_ORANGE) == pytest.approx((values[0] / 5 + 1) / 2, abs=1 / 255)
@@ -59,7 +59,7 @@ def test_a_map_fills_its_place() -> None:
     values = np.tile(np.arange(20.0), (64, 20, 1))
     data = data_in(feature_maps(values, title="t"), FRAME)
     assert data.shape == (52, 52, 3)
-    _, widths = np.unique([place_of(colour, VIRIDIS) for colour in data[10]], return_counts=True)
+    _, widths = np.unique([place_of(color, VIRIDIS) for color in data[10]], return_counts=True)
     assert (len(widths), set(widths.tolist())) == (20, {2, 3})
 
 
@@ -71,7 +71,7 @@ def test_attention_has_queries_down_and_keys_across() -> None:
     assert shown == pytest.approx(weights[0] * 2, abs=1 / 255)
 
 
-def test_kernels_of_three_inputs_are_in_colour() -> None:
+def test_kernels_of_three_inputs_are_in_color() -> None:
     """Kernels with three inputs are drawn as red, green and blue, from their smallest to their largest weight."""
     weight = np.linspace(-1.0, 1.0, 2 * 3 * 2 * 2).reshape(2, 3, 2, 2)
     shown = panel(kernels(weight, title="t"), 2, 2)

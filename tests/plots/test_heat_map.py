@@ -1,4 +1,4 @@
-"""Tests of the colours of heat map cells."""
+"""Tests of the colors of heat map cells."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.plots.pixels import data_in, names_of, place_of
 
 
 def cells(image: Image, rows: int, columns: int) -> Image:
-    """Return the colours at the centres of the cells, ``[rows, columns, 3]``."""
+    """Return the colors at the centres of the cells, ``[rows, columns, 3]``."""
     data = data_in(image)
     height, width = data.shape[:2]
     y = ((np.arange(rows) + 0.5) * height / rows).astype(int)
     x = ((np.arange(columns) + 0.5) * width / columns).astype(int)
-    colours: Image = data[y][:, x]
-    return colours
+    colors: Image = data[y][:, x]
+    return colors
 
 
 @pytest.mark.parametrize("library", [np.array, torch.tensor, list], ids=["numpy", "torch", "list"])
-def test_each_cell_has_the_colour_of_its_value(library: Callable[[object], object]) -> None:
-    """Each cell has the colour of its value on a linear scale from 0, rows downwards and steps to the right."""
+def test_each_cell_has_the_color_of_its_value(library: Callable[[object], object]) -> None:
+    """Each cell has the color of its value on a linear scale from 0, rows downwards and steps to the right."""
     values = [[0.0, 1.0, 2.0, 3.0], [4.0, 3.5, 0.5, 2.5]]
     image = heat_map([0, 10, 20, 30], ["first", "second"], library(values), statistic="std", title="t")
     shown = cells(image, 2, 4)
@@ -37,27 +37,27 @@ def test_each_cell_has_the_colour_of_its_value(library: Callable[[object], objec
 
 
 def test_decades_are_shown_on_a_logarithmic_scale() -> None:
-    """Powers of ten from 1e-6 to 1 are equidistant in the colour table."""
+    """Powers of ten from 1e-6 to 1 are equidistant in the color table."""
     image = heat_map(range(7), ["a"], 10.0 ** np.arange(-6, 1)[None], statistic="rms", title="t")
-    places = [place_of(colour, VIRIDIS) for colour in cells(image, 1, 7)[0]]
+    places = [place_of(color, VIRIDIS) for color in cells(image, 1, 7)[0]]
     assert places == pytest.approx((np.arange(7) / 6).tolist(), abs=1 / 255)
 
 
-def test_signed_values_have_opposite_colours_around_zero() -> None:
+def test_signed_values_have_opposite_colors_around_zero() -> None:
     """Values above 0 are orange and values below are purple, symmetric around the middle of the table."""
     image = heat_map(range(3), ["a"], [[-2.0, 0.0, 1.0]], statistic="mean", title="t")
-    places = [place_of(colour, PURPLE_ORANGE) for colour in cells(image, 1, 3)[0]]
+    places = [place_of(color, PURPLE_ORANGE) for color in cells(image, 1, 3)[0]]
     assert places == pytest.approx([0.0, 0.5, 0.75], abs=1 / 255)
 
 
 def test_a_fraction_is_shown_from_0_to_1() -> None:
     """Fractions have a scale from 0 to 1, so that images are comparable."""
     image = heat_map(range(2), ["a"], [[0.25, 0.5]], statistic="zero_fraction", title="t")
-    places = [place_of(colour, VIRIDIS) for colour in cells(image, 1, 2)[0]]
+    places = [place_of(color, VIRIDIS) for color in cells(image, 1, 2)[0]]
     assert places == pytest.approx([0.25, 0.5], abs=1 / 255)
 
 
-def test_what_has_no_colour_has_a_pattern() -> None:
+def test_what_has_no_color_has_a_pattern() -> None:
     """Zeros on a logarithmic scale are white, missing values grey, infinities black and NaN striped."""
     values = np.array([[1e-3, 1.0, 0.0, np.inf, -np.inf, np.nan, np.nan]])
     recorded = np.array([[True] * 6 + [False]])

@@ -158,11 +158,11 @@ def test_curves_stand_where_their_values_are() -> None:
     image = ridge(["a", "b", "c"], [ridge_histogram(row, row + 1) for row in range(3)], title="t", step=5)
     data = data_in(image)
     width, distance = data.shape[1], 34
-    for row, colour in enumerate(VIRIDIS[[40, 128, 215]]):
+    for row, color in enumerate(VIRIDIS[[40, 128, 215]]):
         # Just above the baseline of the layer, and at half its height.
         ground = data.shape[0] - 1 - (2 - row) * distance
         for y in (ground - 8, ground - 40):
-            filled = (data[y] == colour).all(axis=-1)
+            filled = (data[y] == color).all(axis=-1)
             first, last = np.flatnonzero(filled)[[0, -1]]
             assert (first, last) == pytest.approx((row * width / 3, (row + 1) * width / 3), abs=6)
             assert filled[first:last].all()
@@ -191,8 +191,8 @@ def histogram_at(edges: list[float], counts: list[int]) -> Histogram:
     return Histogram(np.array(edges), np.array(counts), edges[0], edges[-1], 0.0, 0.0)
 
 
-def test_each_bin_has_the_colour_of_its_share() -> None:
-    """Each bin has the colour of its fraction on a logarithmic scale."""
+def test_each_bin_has_the_color_of_its_share() -> None:
+    """Each bin has the color of its fraction on a logarithmic scale."""
     edges = np.linspace(0.0, 145.0, 146).tolist()
     counts = [[1] * 144 + [856], [10] * 100 + [0] * 45]
     found = [histogram_at(edges, each) for each in counts]
@@ -201,13 +201,13 @@ def test_each_bin_has_the_colour_of_its_share() -> None:
     for column, each in zip((10, -10), counts, strict=True):
         share = np.array(each) / sum(each)
         for value in (0, 50, 99, 120, 144):
-            colour = data[data.shape[0] - 1 - 2 * value, column]
+            color = data[data.shape[0] - 1 - 2 * value, column]
             if share[value] == 0:
-                assert (colour == 255).all()
+                assert (color == 255).all()
                 continue
             # The scale runs from 1e-5 to the largest fraction.
             place = np.log(share[value] / 1e-5) / np.log(0.856 / 1e-5)
-            assert place_of(colour, VIRIDIS) == pytest.approx(place, abs=1 / 255)
+            assert place_of(color, VIRIDIS) == pytest.approx(place, abs=1 / 255)
 
 
 def test_histograms_with_other_edges_share_an_axis() -> None:
@@ -236,8 +236,8 @@ def test_steps_that_share_a_column_are_averaged() -> None:
     low, high = histogram_at([0.0, 1.0, 2.0], [4, 0]), histogram_at([0.0, 1.0, 2.0], [0, 4])
     data = data_in(histogram_over_time(range(388), [low, high] * 194, title="t"))
     # All bins are equally full, except the middle one, which contains the edge at 1.
-    (colours,) = ({data[row].tobytes() for row in (5, data.shape[0] - 5)},)
-    assert len(colours) == 1
+    (colors,) = ({data[row].tobytes() for row in (5, data.shape[0] - 5)},)
+    assert len(colors) == 1
 
 
 def test_a_plot_over_time_without_a_value_is_a_line() -> None:

@@ -77,7 +77,7 @@ def test_many_sites_have_room() -> None:
     assert history.table("rms")[:, 1].tolist() == [1 + row / 10 for row in range(200)]
 
 
-def test_a_step_that_goes_back_is_passed_over() -> None:
+def test_a_step_that_goes_back_is_skipped() -> None:
     """A step that is not greater than the previous one is ignored."""
     history = History(8, statistics=("rms",))
     for step in (5, 5, 3, 6):

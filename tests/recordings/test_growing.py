@@ -15,7 +15,7 @@ def add(writer: RecordWriter, step: int, value: float) -> None:
     writer.write({"step": step}, [SiteRecord("fc", "out", {"rms": value})])
 
 
-def test_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_continues(tmp_path: Path) -> None:
     """A refresh reads only new lines, and finds new recorders and sites."""
     writer = write_simple(tmp_path, {0: 1.0})
     recording = open_recording(tmp_path)
@@ -47,7 +47,7 @@ def test_a_line_that_is_being_written(tmp_path: Path) -> None:
     assert (series.refresh(), series.steps) == (1, [0, 1])
 
 
-def test_a_run_that_was_killed_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_and_resumes(tmp_path: Path) -> None:
     """The torn line of a killed run is skipped and counted; all other records are read."""
     writer = write_simple(tmp_path, {0: 1.0, 1: 2.0})
     writer.path.write_bytes(writer.path.read_bytes()[:-5])

@@ -430,7 +430,7 @@ def test_nothing_is_kept_of_the_tensor(make: Make) -> None:
 
 
 @each_reduction
-def test_a_tensor_of_inference_mode_is_taken(make: Make) -> None:
+def test_a_tensor_of_inference_mode_is_recorded(make: Make) -> None:
     """A state works with tensors inside and outside inference mode, wherever it was created."""
     state = make()
     with torch.inference_mode():

@@ -96,7 +96,7 @@ def test_a_run_repeats_itself() -> None:
     assert set(first.state[17:].tolist()) != set(other.state[17:].tolist())
 
 
-def test_the_random_numbers_of_torch_are_left_alone() -> None:
+def test_the_random_numbers_of_torch_are_unchanged() -> None:
     """Updating, merging and computing draw no random number from torch and do not depend on its seed."""
     torch.manual_seed(0)
     before = torch.get_rng_state()

@@ -57,7 +57,7 @@ def test_one_value_has_no_spread() -> None:
     assert found == {"count": 1.0, "sum": -5.0, "mean": -5.0, "variance": 0.0, "std": 0.0, "rms": 5.0}
 
 
-def test_the_correction_is_taken_from_the_count() -> None:
+def test_the_correction_is_subtracted_from_the_count() -> None:
     """A correction of 1 gives the sample variance, NaN for a single value, and does not change the rms."""
     moments = RunningMoments(correction=1)
     moments.update(torch.tensor([1.0, 2.0, 3.0, 6.0]))

@@ -177,7 +177,7 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
     assert [path.name for path in path.parent.iterdir()] == ["metrics.csv"]
 
 
-def test_a_file_of_its_own_goes_on(tmp_path: Path) -> None:
+def test_a_file_of_its_own_continues(tmp_path: Path) -> None:
     """The rows of an earlier run stay, except for an incomplete one, even if columns are added."""
     path = tmp_path / "metrics.csv"
     CsvSink(path).write_scalars(0, {"a": 0.5})

@@ -134,7 +134,7 @@ def test_close_closes_all() -> None:
     assert [sink.calls.count("close") for sink in (*sinks, fallback)] == [1, 1, 1, 1]
 
 
-def test_close_goes_on_under_strict() -> None:
+def test_close_continues_under_strict() -> None:
     """With ``strict``, every sink is closed before the first error is raised."""
     sinks = [Broken("close", error=ValueError), Broken("close", error=KeyError), Broken()]
     multi = MultiSink(sinks, strict=True)

@@ -284,7 +284,7 @@ def test_without_the_library_all_stays_as_it_was(tmp_path: Path, monkeypatch: py
     assert [event.value for event in read_events(tmp_path).Scalars("a")] == [1.0]
 
 
-def test_a_writer_of_another_make_is_left_alone() -> None:
+def test_a_writer_of_another_structure_is_not_patched() -> None:
     """A writer of another structure, such as that of a rank without a file, is not patched."""
 
     class Other:

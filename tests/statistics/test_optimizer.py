@@ -151,7 +151,7 @@ def test_tied_and_frozen_parameters() -> None:
     assert sites == [("first", "bias.grad"), ("second", "weight.grad"), ("second", "bias.grad")]
 
 
-def test_a_step_that_was_passed_over_changes_nothing() -> None:
+def test_a_step_skipped_by_a_scaler_has_no_update() -> None:
     """A step skipped by a GradScaler has an update of zero, recorded when the recorder is removed."""
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

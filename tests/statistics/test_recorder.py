@@ -183,7 +183,7 @@ def test_reset_begins_anew() -> None:
     assert (site.name, found.scalars["count"], found.scalars["max"]) == ("b", 2.0, 1.0)
 
 
-def test_entering_again_goes_on() -> None:
+def test_entering_again_continues() -> None:
     """Nothing is recorded between two contexts, and the second one continues the first."""
     module = nn.Identity()
     recorder = StatisticsRecorder({"m": module})
@@ -254,7 +254,7 @@ def test_an_exception_takes_the_hooks_off() -> None:
     assert list(recorder.collect()) == [("m", "out")]
 
 
-def test_a_site_begun_in_inference_mode_goes_on_in_training() -> None:
+def test_a_site_begun_in_inference_mode_continues_in_training() -> None:
     """A site first seen in inference mode can be updated in training, and collected and reset in both modes."""
     module = Scale(1.0)
     recorder = StatisticsRecorder({"m": module})
@@ -270,7 +270,7 @@ def test_a_site_begun_in_inference_mode_goes_on_in_training() -> None:
     assert recorder.collect()[Site("m", "out")].scalars["count"] == 1.0
 
 
-def test_a_model_without_data_is_passed_over() -> None:
+def test_a_model_without_data_is_skipped() -> None:
     """A forward pass on the meta device is ignored without a failure."""
     with torch.device("meta"):
         net = nn.Linear(2, 2)

@@ -124,7 +124,7 @@ def test_disabled_in_between() -> None:
 
 @pytest.mark.parametrize("at", range(1, 8))
 @pytest.mark.parametrize("reduce", ["step", 3, "epoch"])
-def test_a_saved_run_goes_on_to_the_bit(reduce: Reduce, at: int) -> None:
+def test_a_saved_run_resumes_bitwise(reduce: Reduce, at: int) -> None:
     """A run that resumes from a state saved at any step has the same records as an uninterrupted run."""
     values = torch.randn(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).tolist()
 

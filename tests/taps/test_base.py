@@ -204,7 +204,7 @@ each_tap_on_calls = pytest.mark.parametrize("kind", [kind for kind in TAPS if ki
 
 
 @each_tap_on_calls
-def test_a_module_that_takes_no_hook_is_left_alone(kind: type[Tap], scripted: nn.Sequential) -> None:
+def test_a_module_that_accepts_no_hook_is_not_recorded(kind: type[Tap], scripted: nn.Sequential) -> None:
     """A module that does not support hooks causes one warning that names it, and the others are recorded."""
     seen: list[str] = []
     tap = kind(dict(scripted.named_children()), lambda site, _: seen.append(site.name))
@@ -729,7 +729,7 @@ def test_a_tap_works_on_the_meta_device(name: str, kind: type[Tap]) -> None:
 
 
 @each_tap
-def test_a_condition_is_asked_once_for_each_call(kind: type[Tap]) -> None:
+def test_a_condition_is_called_once_for_each_call(kind: type[Tap]) -> None:
     """The condition is called once per call or gradient, and if it returns false nothing is recorded."""
     module, x = make("single")
     seen: list[str] = []
@@ -744,7 +744,7 @@ def test_a_condition_is_asked_once_for_each_call(kind: type[Tap]) -> None:
 
 
 @each_tap
-def test_a_condition_is_asked_once_for_many_tensors(kind: type[Tap]) -> None:
+def test_a_condition_is_called_once_for_many_tensors(kind: type[Tap]) -> None:
     """The condition is called once for a call with several tensors, but separately for each gradient."""
     module = nn.MultiheadAttention(4, 2)
     asked: list[int] = []
@@ -809,7 +809,7 @@ def test_a_call_after_one_that_raised_is_recorded_as_ever(kind: type[Tap]) -> No
 
 
 @each_tap
-def test_a_call_inside_a_transform_is_passed_over(kind: type[Tap]) -> None:
+def test_a_call_inside_a_transform_is_skipped(kind: type[Tap]) -> None:
     """Calls inside vmap and func.grad are ignored without changing results; the next call is recorded."""
     net = nn.Sequential(nn.Linear(2, 2), nn.PReLU())
     x = torch.randn(3, 2, requires_grad=True)

@@ -144,7 +144,7 @@ def test_a_module_that_is_left_alone_stays_so() -> None:
     assert seen.asked == [SITE]
 
 
-def test_a_recomputed_forward_pass_is_taken_once() -> None:
+def test_a_recomputed_forward_pass_is_recorded_once() -> None:
     """A forward pass that gradient checkpointing repeats is not recorded again."""
     seen = Seen(OutputTap, module := nn.Linear(2, 2))
     with seen.tap:
@@ -153,7 +153,7 @@ def test_a_recomputed_forward_pass_is_taken_once() -> None:
     assert (seen.asked, seen.received) == ([SITE], [])
 
 
-def test_our_own_arithmetic_is_not_taken() -> None:
+def test_our_own_arithmetic_is_not_recorded() -> None:
     """Calls while a recorder computes do not belong to the model and are ignored."""
     seen = Seen(OutputTap, module := nn.Linear(2, 2))
     with seen.tap, pause_recording():
@@ -161,7 +161,7 @@ def test_our_own_arithmetic_is_not_taken() -> None:
     assert (seen.asked, seen.received) == ([], [])
 
 
-def test_a_transform_is_passed_over() -> None:
+def test_a_transform_is_skipped() -> None:
     """Tensors inside a torch.func transform, which have no readable values, are ignored."""
     seen = Seen(OutputTap, module := nn.Linear(2, 2))
     with seen.tap:
@@ -170,7 +170,7 @@ def test_a_transform_is_passed_over() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")  # models are still traced
-def test_nothing_is_taken_while_a_model_is_traced() -> None:
+def test_nothing_is_recorded_while_a_model_is_traced() -> None:
     """Calls while torch.jit.trace runs are ignored."""
     seen = Seen(OutputTap, module := nn.Linear(2, 2))
     with seen.tap:

@@ -162,7 +162,7 @@ def test_a_tensor_that_is_no_array_is_handed_over() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch 2.13 deprecates tracing, which still works
-def test_a_traced_call_is_passed_over() -> None:
+def test_a_traced_call_is_skipped() -> None:
     """Nothing is recorded while torch.jit traces the model, so that the trace contains no recording."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     seen: list[Site] = []

@@ -151,7 +151,7 @@ def test_a_checkpointed_step_can_be_repeated(use_reentrant: bool) -> None:
     assert sorted(names[: len(names) // 3]) == ["block", "block.0", "block.1", "stem"]
 
 
-def test_gradients_of_many_losses_at_once_are_passed_over() -> None:
+def test_gradients_of_many_losses_at_once_are_skipped() -> None:
     """A backward pass of torch.autograd.grad with is_grads_batched is ignored, and the next one is recorded."""
     module = nn.Linear(2, 2)
     x = torch.ones(1, 2)
@@ -200,7 +200,7 @@ print(len(count) - 1, [str(each.message) for each in warned])
     [("OutputGradientTap", True, 20_000), ("InputGradientTap", True, 20_000), ("InputGradientTap", False, 0)],
     ids=["outputs of calls", "inputs of calls", "input of a loop"],
 )
-def test_a_graph_that_torch_could_not_free_is_left_alone(tap: str, calls: bool, recorded: int, backward: bool) -> None:
+def test_a_long_chain_of_operations_is_recorded_in_part(tap: str, calls: bool, recorded: int, backward: bool) -> None:
     """For 60,000 operations in a row only the first 20,000 are recorded, with one warning, and the process survives.
 
     A module with more than 20,000 operations has no gradient of its input.

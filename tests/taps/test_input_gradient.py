@@ -144,7 +144,7 @@ def test_some_outputs_alone_run_some_functions_alone() -> None:
     assert seen_at(module, step) == [("in[0]", [2.0, 2.0]), ("in[0]", [2.0, 4.0]), ("in[0]", [3.0, 12.0])]
 
 
-def test_a_gradient_that_nobody_asked_for_is_not_computed() -> None:
+def test_a_gradient_that_was_not_requested_is_not_computed() -> None:
     """If torch.autograd.grad only requests parameter gradients, no input gradient is computed or recorded."""
     module = nn.Linear(2, 1)
     x = numbers(1, 2)
@@ -358,7 +358,7 @@ def test_checkpointing_changes_no_gradient(use_reentrant: bool) -> None:
     assert {len(grads) for grads in found.values()} == {2}
 
 
-def test_gradients_of_many_losses_at_once_are_passed_over() -> None:
+def test_gradients_of_many_losses_at_once_are_skipped() -> None:
     """A backward pass of torch.autograd.grad with is_grads_batched is ignored, and the next one is recorded."""
     module = Calls(lambda x: x * x)
     x = numbers(1, 2)

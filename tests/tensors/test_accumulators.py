@@ -229,7 +229,7 @@ REDUCTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
 @pytest.mark.parametrize("before", [0, 1, 2])
-def test_a_state_goes_on_where_it_was_saved(reduction: Any, before: int) -> None:
+def test_a_state_resumes_where_it_was_saved(reduction: Any, before: int) -> None:
     """A store that loads a state and receives the remaining tensors equals one that received all."""
     batches = [BATCHES[0], BATCHES[2], BATCHES[0] * 3]
     saved = keep(reduction, batches[:before]).state_dict()

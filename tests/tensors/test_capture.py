@@ -206,7 +206,7 @@ def test_gradients_are_multiplied_and_values_are_not(factor: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_a_loss_scale_is_taken_out_without_an_underflow(dtype: torch.dtype | None) -> None:
+def test_a_loss_scale_is_removed_without_an_underflow(dtype: torch.dtype | None) -> None:
     """Removing the loss scale from a small half-precision gradient does not underflow to zero in the dump."""
     layer = nn.Identity()
     capture = TensorCapture({"m": layer}, ("output_gradients",), dtype=dtype, strict=True)

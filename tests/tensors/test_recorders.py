@@ -298,7 +298,7 @@ def test_an_assignment_is_bound_to_its_module() -> None:
     assert recorder.names == ["1"]
 
 
-def test_a_reduction_goes_on_from_assigned_data() -> None:
+def test_a_reduction_continues_from_assigned_data() -> None:
     """A two-argument function receives the assigned data, even before the first tensor."""
     net, x = network(), batch()
     recorder = ForwardPre(reduction=torch.add).children(net, indices=0)
@@ -375,7 +375,7 @@ def test_before_the_first_tensor_there_is_nothing() -> None:
 
 
 @each_kind
-def test_remove_gives_the_data_and_the_forward_pass_goes_on(kind: type[Recorder]) -> None:
+def test_remove_gives_the_data_and_the_forward_pass_continues(kind: type[Recorder]) -> None:
     """A removed module is no longer recorded; the others move up and are still recorded."""
     net = network()
     recorder = kind().children(net)
@@ -438,7 +438,7 @@ def test_apply_of_a_list() -> None:
     assert [tuple(each.shape) for each in recorder] == [(6, 2), (6, 2), (6, 1)]
 
 
-def test_recording_goes_on_after_apply_of_a_function() -> None:
+def test_recording_continues_after_apply_of_a_function() -> None:
     """With a two-argument function, the next tensor is reduced into the result of ``apply``."""
     net = nn.Identity()
     recorder = ForwardOutput(reduction=torch.add).modules(net)

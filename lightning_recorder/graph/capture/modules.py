@@ -66,7 +66,7 @@ class ModelNames:
         return None if reference is None else reference()
 
     def of_stranger(self, module: nn.Module) -> str | None:
-        """Return a new name for a module without one that is called; ``None`` if it must stay without a name."""
+        """Give a name to a called module that has none, and return it; ``None`` if it must stay unnamed."""
         # A wrapper needs no name beside the module that it wraps. TorchScript returns new submodule objects each time.
         wraps = any(each is not module and self.of(each) is not None for each in module.modules())
         if isinstance(module, torch.jit.ScriptModule) or wraps:

@@ -78,7 +78,7 @@ def add_statistics(row: Tensor, values: Values, sample: int | None) -> bool:
     """Add the statistics of values to a state of :class:`Statistics`, if the compiled function supports them.
 
     Args:
-        row: The state, ``[2057]`` float64 on the CPU, or ``[2058]`` with a sample.
+        row: The state, ``[width]`` float64 on the CPU, as :class:`Statistics` lays it out.
         values: The values of any tensor.
         sample: The maximum number of values to count in the histogram; ``None`` for all.
 
@@ -168,7 +168,8 @@ def _built(compiler: str, flags: Sequence[str]) -> Path:
     started = time.perf_counter()
     with TemporaryFolder(folder) as scratch:
         object_file, made = scratch.path / "fused.o", scratch.path / "fused.so"
-        # Two steps: linking without -fopenmp leaves the OpenMP symbols to be resolved by the library of torch.
+        # Compile and link separately. Linked without -fopenmp, the library brings no OpenMP runtime of its own and
+        # uses the one that torch has loaded.
         _run([compiler, *flags, "-c", str(_SOURCE), "-o", str(object_file)])
         _run([compiler, "-shared", str(object_file), "-o", str(made), "-lm"])
         # Atomic, because several processes may build at the same time.

@@ -81,7 +81,7 @@ def add_statistics_on_device(row: Tensor, values: Values, sample: int | None) ->
     """Add the statistics of values to a state of :class:`Statistics`, if the kernels support them.
 
     Args:
-        row: The state, ``[2057]`` float64 on the device of the values, or ``[2058]`` with a sample.
+        row: The state, ``[width]`` float64 on the device of the values, as :class:`Statistics` lays it out.
         values: The values of any tensor.
         sample: The maximum number of values to count in the histogram; ``None`` for all.
 

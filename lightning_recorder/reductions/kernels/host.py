@@ -51,7 +51,7 @@ def add_statistics_on_host(row: Tensor, values: Values, sample: int | None) -> b
     """Add the statistics of values to a state of :class:`Statistics`, if the values are in host memory.
 
     Args:
-        row: The state, ``[2057]`` float64, or ``[2058]`` with a sample.
+        row: The state, ``[width]`` float64, as :class:`Statistics` lays it out.
         values: The values of any tensor.
         sample: The maximum number of values to count in the histogram; ``None`` for all.
 

@@ -248,7 +248,7 @@ def reduce_share(
         places: The places of the values to count in the bins, ``[sampled]`` int64, if ``gathered``.
         sampled: The maximum number of values to count in the bins; negative if the row has no slot for the sample.
         parts: The results of all programs, ``[7, programs]`` float64, for :func:`merge_shares`.
-        row: The state, ``[2057]`` float64, or ``[2058]`` with a sample.
+        row: The state, ``[width]`` float64, as :class:`Statistics` lays it out.
         gathered: True if only the values at the places are counted in the bins.
         first_bin: The slot of the first bin in the row.
         bin_count: The number of bins, a power of two. The slot after them is for the number of values with a sample.

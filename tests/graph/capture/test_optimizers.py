@@ -90,7 +90,7 @@ def test_one_step_after_two_backward_passes() -> None:
 
 
 def test_a_step_that_no_gradient_was_seen_for() -> None:
-    """A step whose parameters have no gradient updates nothing, so it follows no backward pass."""
+    """An optimizer step whose parameters have no gradient is connected to no backward pass."""
 
     def step(net: Any, x: Tensor) -> None:
         optimizer = torch.optim.SGD(net.unused.parameters())

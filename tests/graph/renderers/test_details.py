@@ -1,4 +1,4 @@
-"""Costs, arguments and notes of nodes in labels, tooltips and colours."""
+"""Costs, arguments and notes of nodes in labels, tooltips and colors."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ def test_labels_on_request() -> None:
     assert "saves" not in label
 
 
-def test_colours_by_a_number() -> None:
-    """The largest value is orange, zero is white, and a node without a value keeps the colour of its kind."""
+def test_colors_by_a_number() -> None:
+    """The largest value is orange, zero is white, and a node without a value keeps the color of its kind."""
     styler = GraphvizStyler(color_by="flops")
     assert [_attributes(styler, name)["fillcolor"] for name in ("0", "1", "2", "input")] == [
         "#f0965a", "#ffffff", "#f0965a", GraphvizStyler().style_node(_measured().nodes[1], _measured())["fillcolor"],
     ]  # fmt: skip
 
 
-def test_colours_by_note() -> None:
-    """Frozen parameters are grey; trained ones keep their colour."""
+def test_colors_by_note() -> None:
+    """Frozen parameters are grey; trained ones keep their color."""
     styler, graph = GraphvizStyler(color_by="note"), _measured()
-    colours = {node.name: styler.style_node(node, graph)["fillcolor"] for node in graph.nodes}
-    assert (colours["2.weight"], colours["0.weight"]) == ("#d9d9d9", "#faedcc")
+    colors = {node.name: styler.style_node(node, graph)["fillcolor"] for node in graph.nodes}
+    assert (colors["2.weight"], colors["0.weight"]) == ("#d9d9d9", "#faedcc")
 
 
 @pytest.mark.parametrize("options", [{"details": ("time",)}, {"color_by": "speed"}, {"details": "label"}])

@@ -486,7 +486,7 @@ def test_a_styler_of_ones_own(tmp_path: Path) -> None:
     picture = draw(graph, tmp_path, _ByClass())
     source = (tmp_path / "graph.svg").read_text(encoding="utf-8")
     assert (source.count("#ffff00"), source.count("#00ff00")) == (1, 1)
-    # Plain labels are centred, and read_svg measures left-aligned ones.
+    # Plain labels are centered, and read_svg measures left-aligned ones.
     assert re.findall(r">(2×4|\d+ nodes)</text>", source).count("2×4") == len(picture.nodes()) + 3
     assert f"{len(graph.nodes)} nodes</text>" in source
 
@@ -501,7 +501,7 @@ def test_attributes_for_all_nodes(tmp_path: Path) -> None:
 
 
 def test_every_kind_has_its_own_look() -> None:
-    """Two kinds of nodes differ in colour; tensors differ from computations in shape."""
+    """Two kinds of nodes differ in color; tensors differ from computations in shape."""
     kinds = get_args(Kind)
     root = Node(0, "module", "", None, 0)
     nodes = [Node(index, kind, "x", 0, 1, outputs=(TensorMeta((), "float32"),)) for index, kind in enumerate(kinds, 1)]

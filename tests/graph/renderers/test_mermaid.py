@@ -139,7 +139,7 @@ def test_failed_nodes_are_marked() -> None:
 
 
 def test_every_kind_has_its_own_look() -> None:
-    """Kinds differ in colour or border, as in the Graphviz picture; tensors differ from computations in shape."""
+    """Kinds differ in color or border, as in the Graphviz picture; tensors differ from computations in shape."""
     sketch = Sketch()
     for kind in get_args(Kind):
         sketch.add(kind, "x")
@@ -155,7 +155,7 @@ def test_every_kind_has_its_own_look() -> None:
 
 
 def test_text_is_dark_on_every_fill() -> None:
-    """Every fill has a text colour, so that the text is readable on a dark page."""
+    """Every fill has a text color, so that the text is readable on a dark page."""
     looks = read(block().graph()).looks
     assert {name for name, style in looks.items() if "fill" in style} == {"module", "op", "input", "frame0", "frame1"}
     assert {style["color"] for style in looks.values() if "fill" in style} == {"#1f1f1f"}

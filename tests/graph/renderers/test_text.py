@@ -306,7 +306,7 @@ def test_unusual_names_are_shown_as_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNPRINTABLE, ids=ascii)
 def test_nothing_reaches_the_terminal_but_text(name: str) -> None:
-    """No name of a model, module, class, function or tensor breaks a line, moves the cursor or colours the screen."""
+    """No name of a model, module, class, function or tensor breaks a line, moves the cursor or colors the screen."""
     sketch = Sketch(name, scope=name)
     call = sketch.call(name, name)
     x = sketch.add("input", name, inside=call)

@@ -20,13 +20,13 @@ from lightning_recorder.reductions import Combined, Statistics, Values
 from lightning_recorder.reductions.kernels import fused
 from tests.reductions.strategies import streams
 
-needs_compiler = pytest.mark.skipif(not fused.prepare(), reason="no C compiler is there")
+needs_compiler = pytest.mark.skipif(not fused.prepare(), reason="there is no C compiler")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1e-45, -1e-40, 3.4e38, 1.1754944e-38]
 
 
 def plain(tensor: Tensor, factor: float = 1.0, state: Tensor | None = None, sample: int | None = None) -> Tensor:
-    """Return the state from separate passes."""
+    """Return the state from the separate torch passes, without a kernel."""
     statistics = Statistics(sample=sample)
     state = statistics.state if state is None else state
     Combined.add(Combined(statistics.parts), state, Values(tensor, factor))

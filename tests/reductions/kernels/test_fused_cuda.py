@@ -254,7 +254,7 @@ def test_equal_values_are_all_counted(interpreter: Interpreter, dtype: torch.dty
     [torch.ones(3), torch.ones(3, device="meta"), torch.ones(3).as_subclass(Subclass), torch.ones(3).to_sparse()],
     ids=["on the CPU", "meta", "subclass", "sparse"],
 )
-def test_what_is_on_no_gpu_is_left_alone(tensor: Tensor) -> None:
+def test_a_tensor_on_another_device_is_rejected(tensor: Tensor) -> None:
     """A tensor on another device is rejected, and the state does not change."""
     state = Statistics().state
     assert not add_statistics_on_device(state, Values(tensor), None)

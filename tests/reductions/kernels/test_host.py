@@ -37,10 +37,8 @@ def looking(tensor: Tensor, factor: float = 1.0, sample: int | None = None) -> T
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
 @pytest.mark.parametrize("count", [0, 1, 2, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 7])
-def test_they_give_what_the_passes_without_a_look_give(
-    count: int, factor: float, special: bool, dtype: torch.dtype
-) -> None:
-    """For each dtype, factor and size around that of a piece, both ways give the same state."""
+def test_host_kernel_equals_the_general_passes(count: int, factor: float, special: bool, dtype: torch.dtype) -> None:
+    """For each dtype, factor and size, the host kernel and the general passes give the same state."""
     tensor = numbers(count, dtype, special)
     assert_equal(looking(tensor, factor), plain(tensor, factor))
 

@@ -1,4 +1,4 @@
-"""Tests of the graph coloured by a statistic."""
+"""Tests of the graph colored by a statistic."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_recorder import ArgumentError
 from lightning_recorder.graph import Graph, capture_graph, draw, make_dot
-from lightning_recorder.plots import StatisticStyler, colour_graph
-from lightning_recorder.plots.coloured_graph import legible_on
+from lightning_recorder.plots import StatisticStyler, color_graph
+from lightning_recorder.plots.colored_graph import legible_on
 
 LOW, MIDDLE, HIGH = "#440154", "#21918c", "#fde725"
 
@@ -24,9 +24,9 @@ def graph() -> Graph:
     return capture_graph(net, torch.ones(1, 2))
 
 
-def test_modules_have_the_colours_of_their_values(graph: Graph) -> None:
+def test_modules_have_the_colors_of_their_values(graph: Graph) -> None:
     """Small values are dark with white text, large values are light with dark text, and each box shows its value."""
-    source = colour_graph(graph, {"0": 1e-4, "1.0": 1e-2, "1.1": 1.0}, statistic="rms").visual_graph.source
+    source = color_graph(graph, {"0": 1e-4, "1.0": 1e-2, "1.1": 1.0}, statistic="rms").visual_graph.source
     for name, fill, text, number in (
         ("0", LOW, "#ffffff", "1e-4"),
         ("0", MIDDLE, "#000000", "0.01"),
@@ -41,7 +41,7 @@ def test_modules_have_the_colours_of_their_values(graph: Graph) -> None:
 
 def test_modules_without_a_value_are_grey(graph: Graph) -> None:
     """Modules without a value keep their label, and the legend explains the grey."""
-    source = colour_graph(graph, {"0": 1.0, "1.0": 2.0}, statistic="rms").visual_graph.source
+    source = color_graph(graph, {"0": 1.0, "1.0": 2.0}, statistic="rms").visual_graph.source
     grey = [line for line in source.splitlines() if 'fillcolor="#f0f0f0"' in line]
     assert len(grey) == 2
     assert all("rms" not in line for line in grey)
@@ -49,8 +49,8 @@ def test_modules_without_a_value_are_grey(graph: Graph) -> None:
 
 
 def test_the_legend_has_five_steps(graph: Graph) -> None:
-    """The legend shows five values with their colours and the name of the statistic, without unused entries."""
-    source = colour_graph(graph, {"0": 1e-4, "1.0": 1.0}, statistic="gradient rms").visual_graph.source
+    """The legend shows five values with their colors and the name of the statistic, without unused entries."""
+    source = color_graph(graph, {"0": 1e-4, "1.0": 1.0}, statistic="gradient rms").visual_graph.source
     (legend,) = (line for line in source.splitlines() if "gradient rms, log scale" in line)
     cells = re.findall(r'<td bgcolor="(#\w+)"><font color="#\w+">([^<]+)</font>', legend)
     assert [text for _, text in cells] == ["1e-4", "0.001", "0.01", "0.1", "1", "not recorded"]
@@ -59,7 +59,7 @@ def test_the_legend_has_five_steps(graph: Graph) -> None:
 
 def test_values_that_are_not_finite_are_black(graph: Graph) -> None:
     """Boxes of values that are not finite are black with the value, and the legend explains the black."""
-    source = colour_graph(graph, {"0": float("nan"), "1.0": 1.0}, statistic="rms").visual_graph.source
+    source = color_graph(graph, {"0": float("nan"), "1.0": 1.0}, statistic="rms").visual_graph.source
     (line,) = (each for each in source.splitlines() if 'fillcolor="#000000"' in each)
     assert '<font color="#ffffff">rms NaN</font>' in line
     assert 'bgcolor="#000000"><font color="#ffffff">NaN or infinite</font>' in source
@@ -68,12 +68,12 @@ def test_values_that_are_not_finite_are_black(graph: Graph) -> None:
 def test_signed_values_are_orange_and_purple(graph: Graph) -> None:
     """Signed values use the purple-orange table, symmetric around 0."""
     styler = StatisticStyler({"0": -2.0, "1.0": 1.0}, statistic="mean")
-    assert [styler.colour(value) for value in (-2.0, 0.0, 2.0)] == ["#2d004b", "#f7f7f6", "#7f3b08"]
+    assert [styler.color(value) for value in (-2.0, 0.0, 2.0)] == ["#2d004b", "#f7f7f6", "#7f3b08"]
 
 
 def test_a_frame_says_its_value(graph: Graph) -> None:
-    """A module drawn as a frame shows its value in the title and has no colour."""
-    source = colour_graph(graph, {"1": 3.0}, statistic="rms").visual_graph.source
+    """A module drawn as a frame shows its value in the title and has no color."""
+    source = color_graph(graph, {"1": 3.0}, statistic="rms").visual_graph.source
     (line,) = (each for each in source.splitlines() if "rms 3</td>" in each)
     assert 'bgcolor="#f6f6f6"' in line or 'bgcolor="#ededed"' in line
 
@@ -82,12 +82,12 @@ def test_a_folded_box_says_whose_value_it_has() -> None:
     """A box that represents six equal blocks shows the value of the first one, with a note."""
     net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(6)))
     graph = capture_graph(net, torch.ones(1, 2))
-    source = colour_graph(graph, {f"{i}.0": float(i) for i in range(6)}, statistic="rms", fold=True).visual_graph.source
+    source = color_graph(graph, {f"{i}.0": float(i) for i in range(6)}, statistic="rms", fold=True).visual_graph.source
     assert "rms 0 (first of 6)" in source
 
 
 def test_it_is_a_styler_like_others(graph: Graph) -> None:
-    """The styler works with ``draw`` and ``make_dot``, and attributes for all nodes override its colours."""
+    """The styler works with ``draw`` and ``make_dot``, and attributes for all nodes override its colors."""
     styler = StatisticStyler({"0": 1.0, "2": 2.0}, statistic="rms")
     assert f'fillcolor="{HIGH}"' in draw(graph, styler=styler).visual_graph.source
     made = make_dot(graph, 2, StatisticStyler, values={"0": 1.0, "2": 2.0}, statistic="rms", fillcolor="white")
@@ -99,27 +99,27 @@ def test_it_is_a_styler_like_others(graph: Graph) -> None:
 def test_names_of_other_modules_are_refused(graph: Graph) -> None:
     """Unknown modules raise an error with the closest names, and values that are not numbers raise an error."""
     with pytest.raises(ArgumentError, match=r"no module 'net\.1\.0'.*closest names are '1\.0'"):
-        colour_graph(graph, {"net.1.0": 1.0}, statistic="rms")
+        color_graph(graph, {"net.1.0": 1.0}, statistic="rms")
     wrong: Any = {"0": "many"}
     with pytest.raises(ArgumentError, match="numbers by module name"):
         StatisticStyler(wrong, statistic="rms")
 
 
-@pytest.mark.parametrize("colour", ["#000000", "#440154", "#21918c", "#7f3b08", "#fde725", "#ffffff", "#777777"])
-def test_letters_can_be_read_on_every_colour(colour: str) -> None:
-    """The contrast of text on every colour is at least 4.5, as WCAG 2 requires, by an independent formula."""
+@pytest.mark.parametrize("color", ["#000000", "#440154", "#21918c", "#7f3b08", "#fde725", "#ffffff", "#777777"])
+def test_letters_can_be_read_on_every_color(color: str) -> None:
+    """The contrast of text on every color is at least 4.5, as WCAG 2 requires, by an independent formula."""
 
     def luminance(code: str) -> float:
         parts = [int(code[at : at + 2], 16) / 255 for at in (1, 3, 5)]
         curved = [each / 12.92 if each < 0.04 else ((each + 0.055) / 1.055) ** 2.4 for each in parts]
         return sum(weight * each for weight, each in zip((0.2126, 0.7152, 0.0722), curved, strict=True))
 
-    bright, dark = sorted((luminance(colour), luminance(legible_on(colour))), reverse=True)
+    bright, dark = sorted((luminance(color), luminance(legible_on(color))), reverse=True)
     assert (bright + 0.05) / (dark + 0.05) >= 4.5
 
 
 def test_markup_in_names_can_be_laid_out(graph: Graph, tmp_path: Path) -> None:
     """Markup in names and statistics is drawn as literal text by Graphviz."""
-    drawing = colour_graph(graph, {"0": 0.5}, statistic='<b>$x_1$</b> & \\N " 层')
+    drawing = color_graph(graph, {"0": 0.5}, statistic='<b>$x_1$</b> & \\N " 层')
     picture = drawing.save(tmp_path / "graph.svg").read_text(encoding="utf-8")
     assert "&lt;b&gt;$x_1$&lt;/b&gt; &amp; \\N &quot; \\u5c42" in picture

@@ -1,4 +1,4 @@
-"""Execution graph with modules coloured by a statistic."""
+"""Execution graph with modules colored by a statistic."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lightning_recorder.plots.axes import number, scale_of
 from lightning_recorder.plots.canvas import literal
 from lightning_recorder.plots.frame import paint, table_for
 
-__all__ = ["StatisticStyler", "colour_graph"]
+__all__ = ["StatisticStyler", "color_graph"]
 
-_STEPS = 5  # number of colours in the legend
+_STEPS = 5  # number of colors in the legend
 _NOT_RECORDED = "#f0f0f0"
 _NOT_FINITE = "#000000"
 _LIGHT, _DARK = "#ffffff", "#000000"
 
 
 class StatisticStyler(GraphvizStyler):
-    """Fills module boxes with the colour of a statistic and writes the value into them.
+    """Fills module boxes with the color of a statistic and writes the value into them.
 
     Modules without a value are light grey. Functions and tensors keep their usual style. A legend below the title shows
-    five values of the scale with their colours, and the meaning of grey and black. A box that represents several equal
+    five values of the scale with their colors, and the meaning of grey and black. A box that represents several equal
     modules shows the value of the first one, with a note.
 
     Args:
@@ -74,11 +74,11 @@ class StatisticStyler(GraphvizStyler):
         self.caption = caption or statistic
         self.scale = scale_of(np.array([*self.values.values()], dtype=np.float64), log=log)
 
-    def colour(self, value: float) -> str:
-        """Return the colour of a value, for example ``#21918c``; black if it is not finite."""
+    def color(self, value: float) -> str:
+        """Return the color of a value, for example ``#21918c``; black if it is not finite."""
         if not math.isfinite(value):
             return _NOT_FINITE
-        # On a logarithmic scale, 0 lies below the lower end and has its colour.
+        # On a logarithmic scale, 0 lies below the lower end and has its color.
         red, green, blue = paint(np.array(value), self.scale, table_for(self.scale)).tolist()
         return f"#{red:02x}{green:02x}{blue:02x}"
 
@@ -90,7 +90,7 @@ class StatisticStyler(GraphvizStyler):
         if node.name not in self.values:
             return {**style, "fillcolor": _NOT_RECORDED, **self.attributes}
         value = self.values[node.name]
-        fill = self.colour(value)
+        fill = self.color(value)
         text = legible_on(fill)
         # The grey details of a label would be illegible on a dark box.
         label = re.sub(r'(<font [^>]*color=)"#[0-9a-f]{6}"', rf'\1"{text}"', style["label"])
@@ -134,14 +134,14 @@ class StatisticStyler(GraphvizStyler):
         kind = {"linear": "", "log": ", log scale", "symlog": ", symlog scale"}[self.scale.kind]
         cells = [f'<td border="0">{_text(self.caption + kind)}</td>']
         steps = self.scale.values(np.linspace(0, 1, _STEPS)).tolist() if known else []
-        cells += [_cell(number(value), self.colour(value)) for value in steps]
+        cells += [_cell(number(value), self.color(value)) for value in steps]
         cells += [_cell("not recorded", _NOT_RECORDED)]
         if len(known) < len(self.values):
             cells += [_cell("NaN or infinite", _NOT_FINITE)]
         return cells
 
 
-def colour_graph(
+def color_graph(
     graph: Graph,
     values: Mapping[str, float],
     *,
@@ -150,7 +150,7 @@ def colour_graph(
     log: bool | None = None,
     **options: Any,
 ) -> Drawing:
-    """Draw a recorded graph with modules coloured by a statistic.
+    """Draw a recorded graph with modules colored by a statistic.
 
     Args:
         graph: The recorded graph, or a view of it.
@@ -174,16 +174,16 @@ def colour_graph(
     return draw(graph, styler=styler, **{"depth": None, **options})
 
 
-def legible_on(colour: str) -> str:
-    """Return white or black, whichever has the higher WCAG 2 contrast to a colour; it is always at least 4.5."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+def legible_on(color: str) -> str:
+    """Return white or black, whichever has the higher WCAG 2 contrast to a color; it is always at least 4.5."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return _LIGHT if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else _DARK
 
 
-def _cell(text: str, colour: str) -> str:
-    return f'<td bgcolor="{colour}"><font color="{legible_on(colour)}">{_text(text)}</font></td>'
+def _cell(text: str, color: str) -> str:
+    return f'<td bgcolor="{color}"><font color="{legible_on(color)}">{_text(text)}</font></td>'
 
 
 def _with_row(label: str, cell: str) -> str:
