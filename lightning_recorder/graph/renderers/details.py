@@ -1,4 +1,4 @@
-"""The measured and recorded details of a node as text and as a colour."""
+"""The measured and recorded details of a node as text and as a color."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_recorder.graph.renderers.labels import short_count
 __all__ = ["Detail", "check_details", "describe_detail", "detail_color"]
 
 Detail = Literal["arguments", "inputs", "duration_ms", "flops", "output_bytes", "saved_bytes", "note"]
-"""A field of :class:`Node` that labels, tooltips and colours can show."""
+"""A field of :class:`Node` that labels, tooltips and colors can show."""
 
 _NUMBERS = ("duration_ms", "flops", "output_bytes", "saved_bytes")
 # From white to the vermilion of Okabe and Ito, which is still light enough for black text at its end.
@@ -56,7 +56,7 @@ def _with_unit(number: int, unit: str) -> str:
 
 
 def detail_color(node: Node, graph: Graph, detail: str) -> str | None:
-    """Return the fill colour of a node: from white to orange by its share of the largest value, or by its note.
+    """Return the fill color of a node: from white to orange by its share of the largest value, or by its note.
 
     Args:
         node: A node of the graph.

@@ -11,7 +11,7 @@ __all__ = ["ascii_text", "dot_attribute", "dot_label", "mermaid_label", "printab
 
 
 def printable(text: str) -> str:
-    """Replace characters that move the cursor, colour a terminal or change the writing direction with ``�``."""
+    """Replace characters that move the cursor, color a terminal or change the writing direction with ``�``."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 

@@ -64,7 +64,7 @@ class GraphvizRenderer(BaseRenderer["Digraph"]):
         styler: The styler that decides how nodes and edges look.
         direction: The direction of the data flow: ``"TB"``, down the page, ``"LR"``, ``"BT"`` or ``"RL"``.
         frames: Draw a frame around the contents of an open module call.
-        legend: Add a legend that explains the colours and shapes.
+        legend: Add a legend that explains the colors and shapes.
         wrap: Divide a long chain into columns, and a broad row into several, if the sides of the picture would differ
             by more than a factor of about 3.
 

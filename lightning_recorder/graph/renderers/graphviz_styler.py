@@ -25,7 +25,7 @@ FONT = f"{FAMILY},Verdana,sans-serif"
 NAME_PT = 12
 DETAIL_PT = 10
 
-# Fill, border and shape by kind. The hues are those of Okabe and Ito, which colour-blind readers can distinguish; the
+# Fill, border and shape by kind. The hues are those of Okabe and Ito, which color-blind readers can distinguish; the
 # shapes differ for greyscale print.
 LOOKS: dict[Kind, dict[str, str]] = {
     "module": {"fillcolor": "#dbe9f6", "color": "#0072b2", "shape": "box", "style": "filled,rounded"},
@@ -69,7 +69,7 @@ class GraphvizStyler:
             ``"none"``. Tooltips show them in any case.
         details: Fields to write into the nodes, such as ``("arguments", "flops")``: any of ``arguments``, ``inputs``,
             ``duration_ms``, ``flops``, ``output_bytes``, ``saved_bytes`` and ``note``. Tooltips show them in any case.
-        color_by: One of these fields, other than arguments and inputs, that decides the fill colour: from white to
+        color_by: One of these fields, other than arguments and inputs, that decides the fill color: from white to
             orange by the share of the largest value. By ``note``, frozen and unused parts are grey, parameters without
             a gradient yellow, and functions that stop a gradient orange.
         link: The address that a node of an SVG opens, with ``{path}`` for the absolute path of its file, ``{file}`` for

@@ -13,7 +13,7 @@ def show_unused(graph: Graph) -> Graph:
     """Add a node for each module that was never called and each parameter that was not used, beside the others.
 
     The nodes have no edges; their ``note`` is ``never called``, ``no gradient`` or ``frozen``. Apply this view last,
-    since other views remove nodes without edges. A styler with ``color_by="note"`` colours them, the frozen parts and
+    since other views remove nodes without edges. A styler with ``color_by="note"`` colors them, the frozen parts and
     the functions that stop a gradient.
 
     Args:
