@@ -45,6 +45,8 @@ class Outputs:
         dump_when: A function of the statistics of a site, such as ``lambda seen: seen.abs_max > 1e4``, or its import
             path. A record, or a sampled step of a :class:`~lightning_recorder.TensorDumper`, is also dumped if the
             function returns true for any of its sites.
+        findings: Examine the records of a fit for dead layers, missing gradients, NaN and other faults, log the
+            findings, and write them to ``<log_dir>/recorder/findings.json``.
         upload: Also pass the dumps to the loggers that store files, up to ``max_upload_bytes``.
         max_upload_bytes: The maximum size of all uploads in bytes.
         max_total_bytes: The maximum size of all dumps in bytes, not counting those beside checkpoints. When it is
@@ -68,13 +70,14 @@ class Outputs:
     max_tags: int = 5000
     dumps: bool | str | Sequence[Literal["checkpoints", "records", "epochs"]] = True
     dump_when: Callable[[SiteStatistics], object] | str | None = None
+    findings: bool = True
     upload: bool = False
     max_upload_bytes: int = 2**28
     max_total_bytes: int | None = None
     max_bytes: int = 2**28
 
     def __post_init__(self) -> None:
-        for flag in ("records", "plots", "upload"):
+        for flag in ("records", "plots", "findings", "upload"):
             check_bool(flag, getattr(self, flag))
         for limit, least in (("max_images", 0), ("max_tags", 1), ("max_upload_bytes", 0), ("max_bytes", 1)):
             check_integer(limit, getattr(self, limit), least)

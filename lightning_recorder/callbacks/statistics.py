@@ -20,6 +20,7 @@ from lightning_recorder.callbacks.arguments import (
     checked_reductions,
     checked_statistics,
 )
+from lightning_recorder.callbacks.findings import end_findings, findings_of
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import (
     Silence,
@@ -32,7 +33,7 @@ from lightning_recorder.callbacks.output_options import Outputs, consumers
 from lightning_recorder.callbacks.resume import ResumingCallback
 from lightning_recorder.callbacks.trainer import LossScale, decline, logged_step, make_directory, merge_ranks, stepped
 from lightning_recorder.errors import ArgumentError, SelectionError, warn
-from lightning_recorder.outputs import Coverage, RecordPipeline, SinkFormatter, TagBudget
+from lightning_recorder.outputs import Coverage, RecordPipeline, RunFindings, SinkFormatter, TagBudget
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.schedule import Sampling, Schedule, check_reduce
@@ -66,6 +67,7 @@ class StatisticsCallback(ResumingCallback):
     unused: ClassVar = {"max_bytes": ""}
 
     loss_scale: LossScale
+    _findings: RunFindings | None
 
     @checked_arguments
     def __init__(
@@ -110,6 +112,7 @@ class StatisticsCallback(ResumingCallback):
         return {
             **super()._idle(),
             "loss_scale": LossScale(),
+            "_findings": None,
             "_results": RecordPipeline(
                 formatter,
                 name=str(self),
@@ -140,7 +143,7 @@ class StatisticsCallback(ResumingCallback):
             modules = self._chosen(pl_module)
             directory = make_directory(directory, name=str(self), strict=self.strict) if is_first else None
             self._open_sinks(trainer, directory)
-            self._begin_results(trainer, directory)
+            self._begin_results(trainer, pl_module, directory)
             if is_first and self.compiled == "eager":
                 warn_of_eager_memory(pl_module, str(self))
             if modules is not None:
@@ -167,7 +170,7 @@ class StatisticsCallback(ResumingCallback):
         if modules is not None and "checkpoints" in self._dumps.at and self._run is not None:
             self._checkpoints.begin(trainer)
 
-    def _begin_results(self, trainer: Trainer, directory: Path | None) -> None:
+    def _begin_results(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         label = self.label(trainer)
         self._results.begin(self._sink, directory, label, artifact_sinks=self._artifact_sinks)
         why = why_no_files(trainer, directory)
@@ -185,6 +188,10 @@ class StatisticsCallback(ResumingCallback):
                 ranks=trainer.world_size,
                 shown=self._sink is not None and bool(self._sink.sinks),
             )
+            if self.outputs.findings and trainer.state.fn == "fit":
+                self._findings = findings_of(trainer, pl_module, directory, label, strict=self.strict)
+                has_file = directory is not None and self.outputs.records
+                self._results.consumers.append(self._findings.begin(label, self.group, has_file=has_file))
 
     def _make_workers(self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules) -> None:
         options = {"name": str(self), "rank": trainer.global_rank, "strict": self.strict}
@@ -261,9 +268,17 @@ class StatisticsCallback(ResumingCallback):
         # After a failure, a second error is not reported.
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():
-            self._results.end()
+            try:
+                self._results.end()
+            finally:
+                self._end_findings()
         if trainer is None or not trainer.interrupted:  # otherwise the exception's checkpoint follows
             self._dumps.end()
+
+    def _end_findings(self) -> None:
+        findings, self._findings = self._findings, None
+        if findings is not None and findings.end(self._results.label, self._sink):
+            end_findings(findings)
 
     # Batches.
 

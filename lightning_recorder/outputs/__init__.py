@@ -10,6 +10,7 @@ from lightning_recorder.outputs.dumps import (
     TensorDumps,
     check_dumps,
 )
+from lightning_recorder.outputs.findings import RunFindings
 from lightning_recorder.outputs.formatter import SinkFormatter, TagBudget
 from lightning_recorder.outputs.graph_output import GraphOutput
 from lightning_recorder.outputs.pipeline import RecordConsumer, RecordFile, RecordPipeline
@@ -29,6 +30,7 @@ __all__ = [
     "RecordConsumer",
     "RecordFile",
     "RecordPipeline",
+    "RunFindings",
     "SinkFormatter",
     "StatisticsDumps",
     "TagBudget",

@@ -598,6 +598,7 @@ def test_all_callbacks_share_the_file(tmp_path: Path) -> None:
         assert sorted(written) == ["activations", "activations-2", "activations-mine", "gradients"]
         assert list(written["activations"]["modules"]) == [head]
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == [
+        "findings.json",
         "images",
         "receipt.json",
         "records",

@@ -1,0 +1,55 @@
+"""The findings of a trainer's run, which all its recorders share."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_recorder.callbacks.graph import GraphRecorder
+from lightning_recorder.graph.model import Graph
+from lightning_recorder.outputs import RunFindings
+
+__all__ = ["end_findings", "findings_of"]
+
+_findings: weakref.WeakKeyDictionary[Trainer, RunFindings] = weakref.WeakKeyDictionary()
+
+
+def findings_of(
+    trainer: Trainer, pl_module: LightningModule, directory: Path | None, label: str, *, strict: bool
+) -> RunFindings:
+    """Return the findings of the trainer's fit, new for the first recorder of the fit.
+
+    Args:
+        trainer: The trainer.
+        pl_module: The model.
+        directory: The folder of the run's recordings, if it has one.
+        label: The label of the recorder that begins.
+        strict: Raise errors.
+    """
+    found = _findings.get(trainer)
+    if found is None or label in found:  # in it if an earlier fit did not end
+        found = _findings[trainer] = RunFindings(
+            directory,
+            log=rank_zero_info,
+            types={name: type(module).__name__ for name, module in pl_module.named_modules()},
+            graph=partial(_graph, weakref.ref(trainer)),  # the trainer must not be kept alive by its own entry
+            strict=strict,
+        )
+    return found
+
+
+def end_findings(findings: RunFindings) -> None:
+    """Forget findings that are complete, so that the next fit of the trainer has new ones."""
+    for trainer in [each for each, found in _findings.items() if found is findings]:
+        del _findings[trainer]
+
+
+def _graph(reference: weakref.ref[Trainer]) -> Graph | None:
+    trainer: Any = reference()
+    recorders = [each for each in getattr(trainer, "callbacks", ()) if isinstance(each, GraphRecorder)]
+    return next((each.graph for each in recorders if each.name == "graph"), None)

@@ -1,0 +1,222 @@
+"""The findings of a run while it is recorded: reported when they appear, and listed when the run ends."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from typing_extensions import override
+
+from lightning_recorder.disk import attempt
+from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.graph.model import Graph
+from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords, findings_to_json
+from lightning_recorder.outputs.pipeline import RecordConsumer
+from lightning_recorder.recordings import records_path
+from lightning_recorder.recordings.examine import examine
+from lightning_recorder.recordings.recording import Run
+from lightning_recorder.sinks import Sink
+from lightning_recorder.statistics.sites import Record, SiteStatistics
+from lightning_recorder.taps import Site
+from lightning_recorder.temporary import write_whole
+
+__all__ = ["FINDINGS", "ExaminedRecords", "RunFindings"]
+
+FINDINGS = "findings.json"
+
+_MOST_LISTED = 3
+_FIRST_CHECK = 5  # records of each recorder
+_GROWTH = 1.5  # of the number of records between two checks, so that checks take a bounded part of the time
+_NOT_FINITE = [STATISTICS.index("nan_count"), STATISTICS.index("inf_count")]
+
+
+class RunFindings:
+    """The findings from the records of all recorders of a run.
+
+    The records are checked each time that their number has grown by half, and soon after the first NaN or infinity. A
+    finding is logged once it is in two checks in a row, so that a start that settles is not reported. When the last
+    recorder has ended, all findings are logged and written to ``findings.json``. An error in here gives one warning.
+
+    Args:
+        directory: The folder of the run's recordings, if it has one.
+        log: A function that logs a message.
+        types: The class names of the modules.
+        graph: A function that returns the recorded graph, if there is one by now.
+        strict: Raise errors.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        *,
+        log: Callable[[str], object],
+        types: Mapping[str, str],
+        graph: Callable[[], Graph | None],
+        strict: bool = False,
+    ) -> None:
+        self._run = None if directory is None else Run(directory.parent.name, directory)
+        self._log, self._graph, self._strict = log, graph, strict
+        self._examination = Examination(types=types)
+        self._lock = threading.RLock()
+        self._open: set[str] = set()
+        self._groups: dict[str, str] = {}
+        self._are_files_complete = directory is not None
+        self._continues = False
+        self._has_failed = self._was_bad = False
+        self._records = self._last_step = 0
+        self._due = 0
+        self._before: set[tuple[str, str, str]] = set()
+        self._said: set[tuple[str, str, str]] = set()
+
+    def __contains__(self, label: object) -> bool:
+        """Return True if a recorder of that label has begun."""
+        return label in self._groups
+
+    def begin(self, label: str, group: str, *, has_file: bool) -> ExaminedRecords:
+        """Begin the records of a recorder, and return the consumer that receives them.
+
+        Args:
+            label: The label of the recorder.
+            group: The kind of tensors.
+            has_file: True if its records are written to a file.
+        """
+        self._open.add(label)
+        self._groups[label] = group
+        self._due = _FIRST_CHECK * len(self._groups)
+        self._are_files_complete &= has_file
+        if self._run is not None:
+            self._continues |= records_path(self._run.directory, label).exists()
+        return ExaminedRecords(self, label, group)
+
+    def add(self, record: SiteRecords) -> None:
+        """Examine a record. Called in the writing threads."""
+        with self._lock:
+            self._contained(partial(self._add, record))
+
+    def end(self, label: str, sink: Sink | None) -> bool:
+        """End the records of a recorder; after the last one, report the findings and return True.
+
+        Args:
+            label: The label of the recorder.
+            sink: The sink for the text with the findings.
+        """
+        with self._lock:
+            self._open.discard(label)
+            if self._open:
+                return False
+            if self._records:
+                self._contained(partial(self._finish, sink))
+            return True
+
+    def _contained(self, job: Callable[[], object]) -> None:
+        if self._has_failed:
+            return
+        try:
+            job()
+        except Exception as error:
+            self._has_failed = True
+            if self._strict:
+                raise
+            warn(f"the records are examined no more for findings: {describe_error(error)}")
+
+    def _add(self, record: SiteRecords) -> None:
+        self._examination.add(record)
+        self._records += 1
+        self._last_step = max(self._last_step, record.step)
+        if not self._was_bad and bool((record.values[:, _NOT_FINITE] > 0).any()):
+            # The other recorders' records of the step may be needed to name the module.
+            self._was_bad = True
+            self._due = min(self._due, self._records + len(self._groups))
+        if self._records >= self._due:
+            self._due = int(self._records * _GROWTH) + 1
+            self._check()
+
+    def _check(self) -> None:
+        findings = self._examined()
+        bad = [each for each in findings if not each.is_note]
+        for each in bad:
+            key = _key(each)
+            if key not in self._said and (key in self._before or each.rule == "non-finite"):
+                self._said.add(key)
+                self._log(f"Found at step {self._last_step}: {each.line}")
+        self._before = set(map(_key, bad))
+        self._write(findings)
+
+    def _examined(self) -> list[Finding]:
+        # The graph and the receipt change during the run. A resumed run has the graph of the first one.
+        run = self._run
+        self._examination.graph = self._graph() or (None if run is None else run.graph)
+        self._examination.coverage = (None if run is None else run.receipt) or {}
+        return self._examination.findings()
+
+    def _finish(self, sink: Sink | None) -> None:
+        # Only the files have the records before a resumption, and a fixed order of several recorders of one group.
+        has_several = len(set(self._groups.values())) < len(self._groups)
+        run = self._run
+        in_files = run is not None and self._are_files_complete and (self._continues or has_several)
+        findings = examine(run) if run is not None and in_files else self._examined()
+        self._write(findings)
+        bad = [each for each in findings if not each.is_note]
+        if bad:
+            self._log(_listed(bad, None if run is None else run.log_dir))
+            if sink is not None:
+                sink.write_text(self._last_step, {"recorder/findings": _markdown(bad)})
+
+    def _write(self, findings: list[Finding]) -> None:
+        if self._run is not None:
+            path = self._run.directory / FINDINGS
+            data = (json.dumps(findings_to_json(findings), indent=1) + "\n").encode()
+            attempt(path, len(data), partial(write_whole, path, lambda file: file.write(data)))
+
+
+class ExaminedRecords(RecordConsumer):
+    """Passes the records of one recorder to the findings of the run.
+
+    Args:
+        findings: The findings of the run.
+        label: The label of the recorder.
+        group: The kind of tensors.
+    """
+
+    def __init__(self, findings: RunFindings, label: str, group: str) -> None:
+        self._findings, self._label, self._group = findings, label, group
+
+    def __str__(self) -> str:
+        return "findings"
+
+    @override
+    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        if not found or record.overflowed or record.loader not in (None, 0):
+            return
+        sites = record.in_order_of_execution(found, backward=self._group == "gradients")
+        ordered = {site: found[site] for site in sites}
+        self._findings.add(
+            SiteRecords.of(ordered, group=self._group, recorder=self._label, stage=record.stage, step=record.step)
+        )
+
+
+def _key(finding: Finding) -> tuple[str, str, str]:
+    return finding.rule, finding.module, finding.path
+
+
+def _listed(findings: list[Finding], log_dir: Path | None) -> str:
+    count = f"{len(findings)} finding" + ("s" if len(findings) != 1 else "")
+    command = "" if log_dir is None else f"; run `lightning-recorder doctor {shlex.quote(_shown(log_dir))}`"
+    lines = [f"  {each.line}" for each in findings[:_MOST_LISTED]]
+    more = len(findings) - len(lines)
+    return "\n".join([f"{count}{command}", *lines, *([f"  and {more} more"] if more else [])])
+
+
+def _shown(path: Path) -> str:
+    """Return the path relative to the current folder if it is inside of it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _markdown(findings: list[Finding]) -> str:
+    parts = [f"**{each.line}**\n\n{each.why}\n\nNext: {each.next}" for each in findings]
+    return "\n\n".join(parts).encode("utf-8", "replace").decode()

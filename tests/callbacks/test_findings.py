@@ -1,0 +1,202 @@
+"""Tests of the findings during a fit: the list in the terminal, ``findings.json``, and the text in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_recorder import (
+    ActivationRecorder,
+    GradientRecorder,
+    GraphRecorder,
+    Outputs,
+    ParameterRecorder,
+    RecorderWarning,
+    open_recording,
+)
+from lightning_recorder.insight import findings_to_json
+from lightning_recorder.outputs import RunFindings
+from tests.sinks.events import read_events
+
+QUIET = Outputs(plots=False, dumps=False)
+STEPS = 23
+OFF = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+
+
+class Net(LightningModule):
+    """A regression net of two branches. It is healthy unless a fault is planted."""
+
+    def __init__(self, *, fault: str = "") -> None:
+        super().__init__()
+        seed_everything(2, verbose=False)
+        self.stem = nn.Linear(8, 16)
+        self.act = nn.ReLU()
+        self.left, self.right = nn.Linear(16, 4), nn.Linear(16, 4)
+        self.head = nn.Linear(8, 3)
+        self.fault = fault
+        if fault == "dead":
+            nn.init.constant_(self.stem.bias, -50.0)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        hidden = self.act(self.stem(batch[0]))
+        right = self.right(hidden)
+        right = right.detach() if self.fault == "detached" else right
+        logits = self.head(torch.cat([self.left(hidden), right], 1))
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.act(self.stem(batch[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+def batches() -> DataLoader[tuple[Tensor, ...]]:
+    """Return batches of three classes that a linear map separates, with noise."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(STEPS * 16, 8, generator=generator)
+    noise = torch.randn(len(inputs), 3, generator=generator)
+    return DataLoader(TensorDataset(inputs, (inputs[:, :3] + noise).argmax(1)), batch_size=16)
+
+
+def recorders(outputs: Outputs = QUIET) -> list[Callback]:
+    """Return recorders of activations, gradients, parameters and the graph."""
+    every = {"every_n_train_steps": 2, "outputs": outputs}
+    kinds: tuple[Callable[..., Callback], ...] = (ActivationRecorder, GradientRecorder, ParameterRecorder)
+    return [GraphRecorder(formats=()), *(kind(**every) for kind in kinds)]
+
+
+def make_trainer(folder: Path, callbacks: list[Callback] | None = None, **options: Any) -> Trainer:
+    """Return a trainer with a TensorBoard logger and no other output."""
+    return Trainer(
+        accelerator="cpu",
+        callbacks=recorders() if callbacks is None else callbacks,
+        **{
+            "logger": TensorBoardLogger(folder, name="", version=""),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "max_epochs": 1,
+            **options,
+        },
+    )
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the logged messages about findings."""
+    lines = [each.getMessage() for each in caplog.records]
+    return [each for each in lines if each.startswith("Found at") or "finding" in each.partition("\n")[0]]
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "module", "verdict"), [("dead", "act", "returns only zeros"), ("detached", "right", "gets no gradient")]
+)
+def test_the_last_lines_name_the_culprit(
+    fault: str, module: str, verdict: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fit ends with one list for all recorders: the count, the command, and the culprit in the first line."""
+    make_trainer(tmp_path).fit(Net(fault=fault), batches())
+    findings = open_recording(tmp_path).findings
+    bad = [each for each in findings if not each.is_note]
+    lines = caplog.records[-1].getMessage().splitlines()
+    assert lines[0].startswith(f"{len(bad)} finding")
+    assert lines[0].endswith(f"; run `lightning-recorder doctor {tmp_path}`")
+    assert lines[1] == f"  {bad[0].line}"
+    assert module in lines[1].split()
+    assert verdict in lines[1]
+    assert len(lines) <= 5
+    early = [each for each in said(caplog) if each.startswith("Found at")]
+    assert [f": {module} {verdict}" in each for each in early].count(True) == 1
+    assert len(said(caplog)) == len(early) + 1
+
+    assert json.loads((tmp_path / "recorder" / "findings.json").read_text()) == json.loads(
+        json.dumps(findings_to_json(findings))
+    )
+    texts = read_events(tmp_path / "recorder").Tensors("recorder/findings/text_summary")
+    assert [each.step for each in texts] == [bad[0].last_step]
+    assert bad[0].line in texts[0].tensor_proto.string_val[0].decode()
+
+
+def test_a_healthy_fit_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without findings nothing is said, and the file says so."""
+    make_trainer(tmp_path).fit(Net(), batches(), batches())
+    assert said(caplog) == []
+    assert json.loads((tmp_path / "recorder" / "findings.json").read_text())["healthy"] is True
+    assert "recorder/findings/text_summary" not in read_events(tmp_path / "recorder").Tags()["tensors"]
+
+
+def test_findings_can_be_switched_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``Outputs(findings=False)`` nothing is examined, said or written."""
+    outputs = Outputs(plots=False, dumps=False, findings=False)
+    make_trainer(tmp_path, recorders(outputs)).fit(Net(fault="dead"), batches())
+    assert said(caplog) == []
+    assert not (tmp_path / "recorder" / "findings.json").exists()
+
+
+def test_a_continued_run_has_the_findings_of_all_its_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed fit, by the same callbacks or by others, reports what the files of the whole run show."""
+    callbacks, net = recorders(), Net(fault="dead")
+    trainer = make_trainer(tmp_path, callbacks)
+    trainer.fit(net, batches())
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    for again in (callbacks, recorders()):
+        caplog.clear()
+        make_trainer(tmp_path, again, max_epochs=2).fit(net, batches(), ckpt_path=tmp_path / "end.ckpt")
+        findings = open_recording(tmp_path).findings
+        assert findings[0].first_step == 0
+        written = json.loads((tmp_path / "recorder" / "findings.json").read_text())
+        assert written == json.loads(json.dumps(findings_to_json(findings)))
+        assert f"  {findings[0].line}" in caplog.records[-1].getMessage().splitlines()
+
+
+def test_a_run_without_files_or_graph_is_examined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a folder the findings are only logged, and the classes of the modules come from the model."""
+    make_trainer(tmp_path, recorders()[1:], barebones=True, **dict.fromkeys(OFF)).fit(Net(fault="dead"), batches())
+    lines = caplog.records[-1].getMessage().splitlines()
+    assert "doctor" not in lines[0]
+    assert "act" in lines[1].split()
+    assert list(tmp_path.rglob("findings.json")) == []
+
+
+@pytest.mark.parametrize("function", ["validate", "fast_dev_run"])
+def test_other_runs_are_not_disturbed(function: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """A validation alone and a ``fast_dev_run`` write no findings and give no warning of ours."""
+    trainer = make_trainer(tmp_path, fast_dev_run=function == "fast_dev_run")
+    if function == "validate":
+        trainer.validate(Net(), batches(), verbose=False)
+    else:
+        trainer.fit(Net(), batches(), batches())
+    assert list(tmp_path.rglob("findings.json")) == []
+    assert [each for each in recwarn if issubclass(each.category, RecorderWarning)] == []
+
+
+def test_an_error_of_the_rules_gives_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """An error of the examination gives one warning for all recorders, and every record is still written."""
+
+    def fail(self: RunFindings) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(RunFindings, "_examined", fail)
+    make_trainer(tmp_path).fit(Net(fault="dead"), batches())
+    texts = [str(each.message) for each in recwarn if issubclass(each.category, RecorderWarning)]
+    assert texts == ["the records are examined no more for findings: ValueError: planted"]
+    run = open_recording(tmp_path).run
+    assert {label: len(run[label].steps) for label in run} == dict.fromkeys(run.recorders, STEPS // 2 + 1)
