@@ -121,7 +121,7 @@ class RunFindings:
             self._has_failed = True
             if self._strict:
                 raise
-            warn(f"the records are examined no more for findings: {describe_error(error)}")
+            warn(f"records are no longer examined for findings: {describe_error(error)}")
 
     def _add(self, record: SiteRecords) -> None:
         self._examination.add(record)

@@ -197,6 +197,6 @@ def test_an_error_of_the_rules_gives_one_warning(
     monkeypatch.setattr(RunFindings, "_examined", fail)
     make_trainer(tmp_path).fit(Net(fault="dead"), batches())
     texts = [str(each.message) for each in recwarn if issubclass(each.category, RecorderWarning)]
-    assert texts == ["the records are examined no more for findings: ValueError: planted"]
+    assert texts == ["records are no longer examined for findings: ValueError: planted"]
     run = open_recording(tmp_path).run
     assert {label: len(run[label].steps) for label in run} == dict.fromkeys(run.recorders, STEPS // 2 + 1)
