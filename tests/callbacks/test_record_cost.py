@@ -24,6 +24,8 @@ MULTI_CALLS = 8
 """The calls in the composite sink: three for the scalars, three for the histograms, two for the written bytes."""
 ALL_CALLS = 300
 """The calls in the package for a record of three modules. Python 3.12 and later count no comprehensions."""
+EXAMINING_CALLS = 40
+"""The calls with which the findings take a record; the rules run more rarely."""
 
 
 @pytest.fixture
@@ -51,13 +53,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
     return counts
 
 
-def test_a_record_crosses_each_layer_once(calls: list[Counter[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("findings", "all_calls"), [(False, ALL_CALLS), (True, ALL_CALLS + EXAMINING_CALLS)])
+def test_a_record_crosses_each_layer_once(
+    calls: list[Counter[str]], tmp_path: Path, findings: bool, all_calls: int
+) -> None:
     """After the first record, which also completes the receipt, each record takes the stated number of calls."""
-    recorder = ActivationRecorder(NAMES, every_n_train_steps=1, outputs=Outputs(plots=False))
+    outputs = Outputs(plots=False, findings=findings)
+    recorder = ActivationRecorder(NAMES, every_n_train_steps=1, outputs=outputs)
     fit(small(), tmp_path, [recorder], loader=digits(4), logger=TensorBoardLogger(tmp_path))
     assert sorted(Path(tmp_path).rglob("recorder/events.out.tfevents.*"))
     assert len(calls) == 4
     for count in calls[1:]:
         assert count["sinks/multi.py"] <= MULTI_CALLS
-        assert count.total() <= ALL_CALLS
+        assert count.total() <= all_calls
         assert not [file for file in count if file.startswith("callbacks/")]

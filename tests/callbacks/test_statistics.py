@@ -221,6 +221,7 @@ def test_without_a_logger_everything_lies_in_files(tmp_path: Path) -> None:
     assert math.isfinite(series["head"].statistic("mean")[0])
     assert int(series["head"].bins(0).sum()) == 80
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == [
+        "findings.json",
         "images",
         "receipt.json",
         "records",
@@ -233,6 +234,7 @@ def test_a_logger_without_histograms_leaves_them_to_the_records(tmp_path: Path) 
     trainer = fit(Classifier(), tmp_path, [ActivationRecorder("head")], logger=CSVLogger(tmp_path))
     folder = Path(str(trainer.log_dir)) / "recorder"
     assert sorted(path.name for path in folder.iterdir()) == [
+        "findings.json",
         "images",
         "metrics.csv",
         "receipt.json",
@@ -246,7 +248,12 @@ def test_without_records_and_loggers_no_number_is_written(tmp_path: Path) -> Non
     """With ``records=False`` and no logger, the numbers are only in ``latest`` and in the pictures."""
     recorder = ActivationRecorder("head", outputs=Outputs(records=False))
     fit(Classifier(), tmp_path, [recorder], logger=False)
-    assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["images", "receipt.json", "texts"]
+    assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == [
+        "findings.json",
+        "images",
+        "receipt.json",
+        "texts",
+    ]
     assert recorder.latest[Site("head", "out")].scalars["count"] == 80
 
 
