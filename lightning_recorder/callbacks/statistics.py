@@ -370,11 +370,11 @@ class StatisticsCallback(ResumingCallback):
     # Records.
 
     @property
-    def latest(self) -> dict[Site, SiteStatistics]:
+    def latest(self) -> Mapping[Site, SiteStatistics]:
         """The statistics of the latest training record, by site. Waits for pending writes."""
         return self._results.latest_of("train")
 
-    def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
+    def latest_of(self, stage: str) -> Mapping[Site, SiteStatistics]:
         """Return the statistics of the latest record of a stage, by site. Waits for pending writes.
 
         With several data loaders, the stage includes the index of the loader, such as ``"validate/0"``.

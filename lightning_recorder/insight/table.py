@@ -132,6 +132,7 @@ class Table:
         self.steps: list[int] = []
         """The steps of the rows, ascending."""
         self._rows: list[dict[str, _Cell]] = []
+        self._known: dict[str, tuple[tuple[object, ...], NDArray[np.intp]]] = {}
         self._records: list[SiteRecords] = []
         self._values: Floats | None = None
 
@@ -145,7 +146,7 @@ class Table:
 
     def add(self, record: SiteRecords) -> None:
         """Add a record; it replaces an earlier one of the same step and recorder."""
-        places = np.fromiter((self._place(record, index) for index in range(len(record.sites))), np.intp)
+        places = self._places_of(record)
         where = bisect_left(self.steps, record.step)
         if where == len(self.steps) or self.steps[where] != record.step:
             self.steps.insert(where, record.step)
@@ -157,6 +158,15 @@ class Table:
         self._values = None
         if len(self.steps) > _MOST_ROWS:
             self._thin()
+
+    def _places_of(self, record: SiteRecords) -> NDArray[np.intp]:
+        """Return the places of the sites. Records in sequence nearly always share the tuples of their sites."""
+        key = (record.sites, record.dtypes, record.shapes)
+        known = self._known.get(record.recorder)
+        if known is None or any(one is not other for one, other in zip(known[0], key, strict=True)):
+            places = np.fromiter((self._place(record, index) for index in range(len(record.sites))), np.intp)
+            self._known[record.recorder] = known = key, places
+        return known[1]
 
     def _place(self, record: SiteRecords, index: int) -> int:
         site = record.sites[index]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from typing_extensions import override
 
 from lightning_recorder.disk import attempt
@@ -20,8 +21,8 @@ from lightning_recorder.recordings import records_path
 from lightning_recorder.recordings.examine import examine
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.sites import Record, SiteStatistics
-from lightning_recorder.taps import Site
+from lightning_recorder.statistics.sites import Record
+from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dtypes_and_shapes
 from lightning_recorder.temporary import write_whole
 
 __all__ = ["FINDINGS", "ExaminedRecords", "RunFindings"]
@@ -184,18 +185,35 @@ class ExaminedRecords(RecordConsumer):
 
     def __init__(self, findings: RunFindings, label: str, group: str) -> None:
         self._findings, self._label, self._group = findings, label, group
+        self._schema: TableSchema | None = None
 
     def __str__(self) -> str:
         return "findings"
 
     @override
-    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def on_record(self, record: Record, found: StatisticsTable) -> None:
         if not found or record.overflowed or record.loader not in (None, 0):
             return
-        sites = record.in_order_of_execution(found, backward=self._group == "gradients")
-        ordered = {site: found[site] for site in sites}
+        schema = found.schema
+        order = schema.backward if self._group == "gradients" else schema.forward
+        if schema is not self._schema:
+            self._schema = schema
+            self._sites = tuple(schema.sites[row] for row in order)
+            self._kinds = dtypes_and_shapes(schema.kinds[row] for row in order)
+        values = np.stack([found.column(name) for name in STATISTICS], axis=1)[order]
+        dtypes, shapes = self._kinds
         self._findings.add(
-            SiteRecords.of(ordered, group=self._group, recorder=self._label, stage=record.stage, step=record.step)
+            SiteRecords(
+                group=self._group,
+                recorder=self._label,
+                stage=record.stage,
+                step=record.step,
+                sites=self._sites,
+                dtypes=dtypes,
+                shapes=shapes,
+                values=values,
+                histogram=lambda site: found[site].histogram,
+            )
         )
 
 

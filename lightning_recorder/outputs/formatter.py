@@ -6,12 +6,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recorder.errors import warn
 from lightning_recorder.names import make_tag
+from lightning_recorder.reductions import TaggedHistograms
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record, SiteStatistics
+from lightning_recorder.statistics.table import StatisticsTable, TableSchema
 from lightning_recorder.taps import Site
 
 __all__ = ["SinkFormatter", "TagBudget"]
@@ -97,6 +102,11 @@ class TagBudget:
         self._choose(new, modules, found, tags)
         self._warn_once()
         return {site: seen for site, seen in found.items() if site in self._sites}
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no module has been left out."""
+        return not self._left_out
 
     @property
     def _used(self) -> int:
@@ -203,6 +213,18 @@ def _log10(seen: SiteStatistics, size: str) -> float | None:
 
 
 _BAD = ("nan_count", "inf_count")
+_FOR_HISTOGRAMS = ("count", "mean", "rms", "min", "max", "histogram_fraction")
+
+
+class _Plan(NamedTuple):
+    """The tags of a record, and the places of their values in its table."""
+
+    schema: TableSchema
+    shown: NDArray[np.int64]
+    tags: tuple[str, ...]
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    histogram_tags: Sequence[str]
 
 
 class SinkFormatter:
@@ -229,6 +251,7 @@ class SinkFormatter:
         self.histograms = histograms
         self.nonfinite: set[Site] = set()
         """The sites that have had NaN or infinities."""
+        self._plans: dict[tuple[str, int | None], _Plan] = {}
 
     def begin(self, label: str) -> None:
         """Begin a run.
@@ -237,6 +260,7 @@ class SinkFormatter:
             label: The first part of the tags that contain no module.
         """
         self._label = label
+        self._plans.clear()
         if self._budget is not None:
             self._budget.clear()
 
@@ -249,56 +273,77 @@ class SinkFormatter:
         if self._budget is not None:
             self._budget.load_state_dict(state)
 
-    def write(self, sink: Sink, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def write(self, sink: Sink, record: Record, found: StatisticsTable) -> None:
         """Write a record."""
         if record.overflowed:
             self._write_overflow(sink, record, found)
             return
-        found = self._select(found)
-        scalars: dict[str, float] = {}
-        for site, seen in found.items():
-            if any(seen.scalars[name] for name in _BAD):
-                self.nonfinite.add(site)
-            further = [name for name in seen.scalars if name not in SHOWN_STATISTICS]
-            shown = [*self.statistics, *(_BAD if site in self.nonfinite else ()), *further]
-            scalars.update(self._scalars(record, self.group, site, seen, shown))
+        plan = self._plan(record, found)
+        scalars = dict(zip(plan.tags, found.numbers[plan.rows, plan.columns].tolist(), strict=True))
         if record.overflow_steps:
             scalars[f"{self._label}/overflow_steps"] = float(record.overflow_steps)
         if scalars:
             sink.write_scalars(record.step, scalars)
         if self.histograms and found:
-            # A histogram has the tag of its site, so that the page shows it next to the site's scalars.
-            histograms = {
-                self._tag(record, self.group, site, "histogram"): seen.histogram for site, seen in found.items()
-            }
-            sink.write_histograms(record.step, histograms)
+            columns = {name: found.column(name)[plan.shown] for name in _FOR_HISTOGRAMS if name in found.columns}
+            counts = found.counts.take(plan.shown)
+            sink.write_histograms(record.step, TaggedHistograms(plan.histogram_tags, counts, columns))
 
-    def _select(self, found: Mapping[Site, SiteStatistics]) -> Mapping[Site, SiteStatistics]:
+    def _plan(self, record: Record, found: StatisticsTable) -> _Plan:
+        """Return the tags of a record. They are the same in nearly all records of a stage."""
+        is_new = self._note_nonfinite(found)
+        key, schema = (record.stage, record.loader), found.schema
+        plan = self._plans.get(key)
+        is_known = plan is not None and plan.schema is schema and found.lacking is None and not is_new
+        if plan is not None and is_known and (self._budget is None or self._budget.is_complete):
+            return plan
+        shown = self._select(found)
+        if plan is None or not is_known or not np.array_equal(plan.shown, shown):
+            plan = self._plans[key] = self._new_plan(record, found, shown)
+        return plan
+
+    def _note_nonfinite(self, found: StatisticsTable) -> bool:
+        """Note the sites with NaN or infinities. Return True if there is a new one."""
+        bad = np.flatnonzero(sum(found.column(name) for name in _BAD)) if len(found) else ()
+        before = len(self.nonfinite)
+        self.nonfinite.update(found.sites[row] for row in bad)
+        return len(self.nonfinite) > before
+
+    def _new_plan(self, record: Record, found: StatisticsTable, shown: NDArray[np.int64]) -> _Plan:
+        tags: dict[str, tuple[int, int]] = {}
+        for row in shown.tolist():
+            site = found.sites[row]
+            names = found.names_of(row)
+            further = [name for name in names if name not in SHOWN_STATISTICS]
+            wanted = [*self.statistics, *(_BAD if site in self.nonfinite else ()), *further]
+            for name in dict.fromkeys(wanted):
+                if name in names:  # the statistics across ranks need several ranks
+                    tags[self._tag(record, self.group, site, name)] = row, found.columns.index(name)
+        places = np.array(list(tags.values()), dtype=np.int64).reshape(-1, 2)
+        # A histogram has the tag of its site, so that the page shows it next to the site's scalars.
+        histograms = [self._tag(record, self.group, found.sites[row], "histogram") for row in shown]
+        return _Plan(found.schema, shown, tuple(tags), places[:, 0], places[:, 1], histograms)
+
+    def _select(self, found: StatisticsTable) -> NDArray[np.int64]:
+        """Return the rows of the sites that are shown."""
         if self._budget is None or not found:
-            return found
-        return self._budget.select(found, self._count_tags)
+            return np.arange(len(found))
+        chosen = self._budget.select(found.without_bins(), self._count_tags)
+        return np.array([row for site, row in found.rows.items() if site in chosen], dtype=np.int64)
 
     def _count_tags(self, seen: SiteStatistics) -> int:
         """Return the number of tags of a site whose values are finite."""
         further = [name for name in seen.scalars if name not in SHOWN_STATISTICS]
         return len({*(name for name in self.statistics if name in seen.scalars), *further}) + self.histograms
 
-    def _write_overflow(self, sink: Sink, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def _write_overflow(self, sink: Sink, record: Record, found: StatisticsTable) -> None:
         """Write the overflow locations of a step that the optimizer skipped. Its other statistics are meaningless."""
         scalars = {f"{self._label}/overflow_steps": float(record.overflow_steps)}
-        for site, seen in found.items():
+        for site, seen in found.without_bins().items():
             if any(seen.scalars[name] for name in _BAD):
-                scalars.update(self._scalars(record, f"{self.group}_overflow", site, seen, _BAD))
+                group = f"{self.group}_overflow"
+                scalars.update({self._tag(record, group, site, name): seen.scalars[name] for name in _BAD})
         sink.write_scalars(record.step, scalars)
-
-    def _scalars(
-        self, record: Record, group: str, site: Site, seen: SiteStatistics, names: Iterable[str]
-    ) -> dict[str, float]:
-        return {
-            self._tag(record, group, site, name): seen.scalars[name]
-            for name in dict.fromkeys(names)
-            if name in seen.scalars  # the statistics across ranks need several ranks
-        }
 
     @staticmethod
     def _tag(record: Record, group: str, site: Site, statistic: str) -> str:

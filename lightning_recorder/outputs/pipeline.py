@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 from typing_extensions import override
 
@@ -16,10 +22,11 @@ from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.receipt import ReceiptFacts, ReceiptWriter
-from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
+from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteTable, records_path
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
 from lightning_recorder.statistics.run_recorder import RunRecorder
-from lightning_recorder.statistics.sites import Record, SiteStatistics
+from lightning_recorder.statistics.sites import Record, SiteStatistics, statistics_of
+from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dtypes_and_shapes
 from lightning_recorder.taps import Site
 
 __all__ = ["RecordConsumer", "RecordFile", "RecordPipeline"]
@@ -36,13 +43,16 @@ class RecordConsumer(ABC):
         return type(self).__name__
 
     @abstractmethod
-    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def on_record(self, record: Record, found: StatisticsTable) -> None:
         """Receive a record.
 
         Args:
             record: The record.
             found: The statistics of its sites in module order, possibly empty.
         """
+
+    def flush(self) -> None:  # noqa: B027 - most hold nothing back
+        """Write what :meth:`on_record` has held back. Called after one or more records, before the receipt."""
 
     @property
     def written_bytes(self) -> int:
@@ -58,6 +68,23 @@ class RecordConsumer(ABC):
 
     def finish(self) -> None:  # noqa: B027 - most have nothing to do
         """Run at the end of the run."""
+
+
+# Records are joined for at most so long. A killed process loses the records that have not been written.
+_JOIN_S = 0.2
+# The limits of the memory for waiting records: a site takes 16 KB.
+_MOST_JOINED_SITES = 256
+_MOST_BATCHES = 4
+
+
+class _Batch:
+    """Records that are written together."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[Record, ReceiptFacts | None]] = []
+        self.sites = 0
+        self.thread = threading.get_ident()
+        self.is_sealed = threading.Event()
 
 
 class RecordPipeline:
@@ -77,7 +104,7 @@ class RecordPipeline:
         *,
         name: str = "the recorder",
         log: Callable[[str], object] = warn,
-        derive: Callable[[Mapping[Site, SiteStatistics]], dict[Site, SiteStatistics]] | None = None,
+        derive: Callable[[StatisticsTable], StatisticsTable] | None = None,
         strict: bool = False,
     ) -> None:
         self.formatter = formatter
@@ -99,9 +126,12 @@ class RecordPipeline:
         """The additional consumers of records."""
         self.artifact_sinks: Sink | None = None
         """The sink for files, or None."""
-        self._latest: dict[str, dict[Site, SiteStatistics]] = {}
+        self._latest: dict[str, StatisticsTable] = {}
         self._latest_step: int | None = None
-        self._queue = BackgroundQueue()
+        self._queue = BackgroundQueue(_MOST_BATCHES)
+        self._lock = threading.Lock()
+        self._open: _Batch | None = None  # the batch that the next record joins
+        self._written_s = -math.inf  # the time at which the previous batch was written
         self.recorded: Counter[str] = Counter()
         """The number of nonempty records of each stage. Read it only after :meth:`wait`."""
         self.empty: Counter[str] = Counter()
@@ -118,6 +148,7 @@ class RecordPipeline:
             label: The name of the recorder in files.
             artifact_sinks: The sink for files.
         """
+        self._seal()
         self.sink, self.artifact_sinks, self.label = sink, artifact_sinks, label
         self.formatter.begin(label)
         self.receipt.begin(sink, directory, label)
@@ -125,7 +156,7 @@ class RecordPipeline:
         self.recorded, self.empty = Counter(), Counter()
         self._has_receipt, self._interval = False, None
 
-    def latest_of(self, stage: str) -> dict[Site, SiteStatistics]:
+    def latest_of(self, stage: str) -> Mapping[Site, SiteStatistics]:
         """Return the latest statistics of a stage such as ``"train"``; with several loaders, ``"validate/0"``."""
         self.wait()
         return self._latest.get(stage, {})
@@ -138,6 +169,7 @@ class RecordPipeline:
 
     def wait(self) -> None:
         """Wait until everything is written."""
+        self._seal()
         self._queue.wait()
 
     def replay(self) -> None:
@@ -147,7 +179,7 @@ class RecordPipeline:
 
     def end(self) -> None:
         """Wait until everything is written, release the sink, and raise the first error."""
-        self._queue.wait()
+        self.wait()
         try:
             for consumer in list(self.consumers):
                 self._contained(consumer, consumer.finish)
@@ -170,7 +202,37 @@ class RecordPipeline:
         if record.stage == "train" and record.steps and run is not None and run.is_covered:
             self._has_receipt = True
             facts = self._facts(run, run.recorder.take_traces())
-        self._queue.submit(partial(self._write, record, facts))
+        sites = sum(len(group.keys) for group in record.snapshot.groups[0]) if record.snapshot.groups else 0
+        with self._lock:
+            batch = self._open
+            is_new = batch is None or batch.sites + sites > _MOST_JOINED_SITES
+            if batch is None or is_new:
+                if batch is not None:
+                    batch.is_sealed.set()
+                batch = self._open = _Batch()
+            batch.records.append((record, facts))
+            batch.sites += sites
+        if is_new:
+            self._queue.submit(partial(self._write_batch, batch))
+        else:
+            self._queue.raise_error()
+
+    def _seal(self) -> None:
+        """Let no further record join the batch that is waiting, and write it without a delay."""
+        with self._lock:
+            batch, self._open = self._open, None
+        if batch is not None:
+            batch.is_sealed.set()
+
+    def _submit(self, job: Callable[[], object]) -> None:
+        """Queue a job after the previous records and jobs, and raise the error of an earlier one."""
+        self._seal()
+        self._queue.submit(job)
+
+    def _put(self, job: Callable[[], object]) -> None:
+        """Queue a job after the previous records and jobs."""
+        self._seal()
+        self._queue.put(job)
 
     def _facts(self, run: RunRecorder, traces: Mapping[str, Any]) -> ReceiptFacts:
         coverage = self.coverage or Coverage(nn.Module(), {}, ())
@@ -194,20 +256,20 @@ class RecordPipeline:
             )
         if self.sink is not None:
             scalars = {f"recorder/{self.label}/every_n_train_steps": interval}
-            self._queue.submit(partial(self.sink.write_scalars, run.last_step, scalars))
+            self._submit(partial(self.sink.write_scalars, run.last_step, scalars))
 
     def end_epoch(self) -> None:
         """Queue the consumers' work at the end of an epoch."""
         for consumer in self.consumers:
-            self._queue.submit(partial(self._contained, consumer, consumer.end_epoch))
+            self._submit(partial(self._contained, consumer, consumer.end_epoch))
 
     def remove(self, job: Callable[[], object]) -> None:
         """Queue a removal after all previous jobs. It runs even if a consumer has failed."""
-        self._queue.put(job)
+        self._put(job)
 
     def submit(self, consumer: RecordConsumer, job: Callable[[], object]) -> None:
         """Queue a job of a consumer after all previous jobs. Pending errors are not raised here."""
-        self._queue.put(partial(self._contained, consumer, job))
+        self._put(partial(self._contained, consumer, job))
 
     def show(self, step: int, images: Mapping[str, Image]) -> int | None:
         """Write images from any thread. Return the number of bytes written, or None if the sink does not count them."""
@@ -223,46 +285,62 @@ class RecordPipeline:
         """Report the receipt of a step that is not a record yet. Its record completes the receipt."""
         facts = self._facts(run, run.recorder.traces())
         receipt = self.receipt.announce(step, recording_ms, run.recorder.states.sites, facts)
-        self._queue.submit(partial(self.receipt.write, receipt))
+        self._submit(partial(self.receipt.write, receipt))
 
-    def _write(self, record: Record, facts: ReceiptFacts | None) -> None:
-        found = record.snapshot.statistics()
-        if record.snapshot.diverged:
-            self._warn_of_divergence(record, found)
-        if self._derive is not None:
-            found = self._derive(found)
+    def _write_batch(self, batch: _Batch) -> None:
+        """Write the records that have joined a batch. Dense records are joined, which costs much less for each."""
+        delay_s = self._written_s + _JOIN_S - time.monotonic()
+        if delay_s > 0 and not self._strict and batch.thread != threading.get_ident():
+            batch.is_sealed.wait(delay_s)
+        with self._lock:
+            if self._open is batch:
+                self._open = None
+        before = self._written_bytes
+        tables = list(self._tables(batch))
+        with nullcontext() if self.sink is None else self.sink.joined():
+            for (record, _), found in zip(batch.records, tables, strict=True):
+                self._write(record, found)
+        for consumer in list(self.consumers):
+            self._contained(consumer, consumer.flush)
+        written = self._written_bytes
+        size = None if written is None else (written - (before or 0)) // len(batch.records)
+        for (record, facts), found in zip(batch.records, tables, strict=True):
+            if facts is not None:
+                self.receipt.add(record, found, size, facts)
+            if size is not None and record.stage == "train":
+                self.receipt.add_size(size)
+        self._written_s = time.monotonic()
+
+    def _tables(self, batch: _Batch) -> Iterator[StatisticsTable]:
+        tables = statistics_of([record.snapshot for record, _ in batch.records])
+        for (record, _), found in zip(batch.records, tables, strict=True):
+            if record.snapshot.diverged:
+                self._warn_of_divergence(record, found)
+            yield found if self._derive is None else self._derive(found)
+
+    def _write(self, record: Record, found: StatisticsTable) -> None:
         (self.recorded if found else self.empty)[record.stage] += 1
         if found and not record.overflowed:
             self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
             if record.stage == "train":
                 self._latest_step = record.step
-        written = self._write_to_sink(record, found)
+        if self.sink is not None and (found or record.overflow_steps):
+            self.formatter.write(self.sink, record, found)
         for consumer in list(self.consumers):
-            size = consumer.written_bytes
             self._contained(consumer, partial(consumer.on_record, record, found))
-            if consumer.written_bytes > size:
-                written = (written or 0) + consumer.written_bytes - size
-        if facts is not None:
-            self.receipt.add(record, found, written, facts)
-        if written is not None and record.stage == "train":
-            self.receipt.add_size(written)
 
-    def _write_to_sink(self, record: Record, found: Mapping[Site, SiteStatistics]) -> int | None:
-        """Write a record to the sink. Return the number of bytes written, or None if the sink does not count them."""
-        sink = self.sink
-        if sink is None:
-            return None
-        before = sink.written_bytes
-        if found or record.overflow_steps:
-            self.formatter.write(sink, record, found)
-        after = sink.written_bytes
-        return None if after is None else after - (before or 0)
+    @property
+    def _written_bytes(self) -> int | None:
+        """The number of bytes written to the sink and by the consumers, or None if none of them counts them."""
+        of_sink = None if self.sink is None else self.sink.written_bytes
+        of_consumers = sum(consumer.written_bytes for consumer in self.consumers)
+        return of_consumers or None if of_sink is None else of_sink + of_consumers
 
     def _logged_bytes(self, records: int) -> int:
         """Return the estimated number of bytes that the consumers pass to the loggers for this many records."""
         return sum(consumer.logged_bytes(records) for consumer in self.consumers)
 
-    def _warn_of_divergence(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def _warn_of_divergence(self, record: Record, found: StatisticsTable) -> None:
         diverged = sorted(record.snapshot.diverged & found.keys())
         if diverged and not self._has_warned_of_divergence:
             self._has_warned_of_divergence = True
@@ -317,6 +395,8 @@ class RecordFile(RecordConsumer):
         self._is_backward = group == "gradients"
         self._has_begun = False
         self._header_bytes = 0  # written once, so they are no part of the bytes per record
+        self._held: list[tuple[dict[str, Any], SiteTable]] = []
+        self._schema: TableSchema | None = None
 
     def __str__(self) -> str:
         return f"the file of records {self._writer.path.name}"
@@ -327,16 +407,25 @@ class RecordFile(RecordConsumer):
         return self._writer.written_bytes - self._header_bytes
 
     @override
-    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
-        if not self._has_begun:  # with the first record, so that a run without any leaves no file
+    def on_record(self, record: Record, found: StatisticsTable) -> None:
+        schema = found.schema
+        if schema is not self._schema:
+            self._schema, self._order = schema, schema.backward if self._is_backward else schema.forward
+            self._layout = _layout(schema, self._order)
+        values = np.ascontiguousarray(found.numbers[self._order], dtype="<f8")
+        table = SiteTable(self._layout, values.tobytes(), found.counts.take(self._order).packed())
+        self._held.append(({name: getattr(record, name) for name in _FIELDS}, table))
+
+    @override
+    def flush(self) -> None:
+        if self._held and not self._has_begun:  # with the first record, so that a run without any leaves no file
             self._has_begun = True
             self._begin()
             self._header_bytes = self._writer.written_bytes
-        sites = record.in_order_of_execution(found, backward=self._is_backward)
-        fields = {name: getattr(record, name) for name in _FIELDS}
-        self._writer.write(fields, (_site_record(site, found[site]) for site in sites))
+        held, self._held = self._held, []
+        self._writer.write_all(held)
 
 
-def _site_record(site: Site, seen: SiteStatistics) -> SiteRecord:
-    dtype = None if seen.dtype is None else str(seen.dtype).removeprefix("torch.")
-    return SiteRecord(site.name, site.path, seen.scalars, seen.bins, dtype, seen.shape)
+def _layout(schema: TableSchema, order: NDArray[np.int64]) -> RecordSchema:
+    sites = tuple(schema.sites[row] for row in order)
+    return RecordSchema(sites, *dtypes_and_shapes(schema.kinds[row] for row in order), schema.columns)

@@ -9,7 +9,8 @@ from typing_extensions import override
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.plots import History, overview
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.statistics.sites import Record, SiteStatistics
+from lightning_recorder.statistics.sites import Record
+from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import Site
 
 __all__ = ["Plotter"]
@@ -72,10 +73,11 @@ class Plotter(RecordConsumer):
         return "plots"
 
     @override
-    def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+    def on_record(self, record: Record, found: StatisticsTable) -> None:
         if record.stage != "train" or record.overflowed or not found:
             return
-        sites = record.in_order_of_execution(found, backward=self._group == "gradients")
+        schema = found.schema
+        sites = [schema.sites[row] for row in (schema.backward if self._group == "gradients" else schema.forward)]
         for part, of_part in self._by_part(sites).items():
             if part not in self._histories:
                 self._histories[part] = History(

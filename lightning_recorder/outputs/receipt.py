@@ -16,7 +16,8 @@ from lightning_recorder.outputs.coverage import Coverage
 from lightning_recorder.outputs.coverage_history import FEW_NAMES, Change, CoverageHistory, first_few, paths_by_module
 from lightning_recorder.schedule import Reduce, Sampling
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.sites import Record, SiteStatistics
+from lightning_recorder.statistics.sites import Record
+from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import Site
 from lightning_recorder.temporary import write_whole
 
@@ -223,9 +224,7 @@ class ReceiptWriter:
                 self._directory = None
                 warn(f"{self._name} could not write its receipt: {describe_error(error)}")
 
-    def add(
-        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, facts: ReceiptFacts
-    ) -> None:
+    def add(self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts) -> None:
         """Update the receipt with the recorded and the missing modules of a record.
 
         Args:
@@ -244,9 +243,7 @@ class ReceiptWriter:
         if self._receipt is not None and (changes or _is_round(self._history.records)):
             self.write(self._history.complete(self._receipt))
 
-    def _writefirst_few(
-        self, record: Record, found: Mapping[Site, SiteStatistics], written: int | None, facts: ReceiptFacts
-    ) -> None:
+    def _writefirst_few(self, record: Record, found: StatisticsTable, written: int | None, facts: ReceiptFacts) -> None:
         receipt = _make_receipt(record.step, found, *facts)
         receipt = replace(
             receipt,

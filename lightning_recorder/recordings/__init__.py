@@ -4,7 +4,7 @@ from lightning_recorder.recordings.comparison import Comparison, Difference, com
 from lightning_recorder.recordings.divergence import Divergence, SiteDivergence, Tolerance
 from lightning_recorder.recordings.dump_entries import DumpEntry
 from lightning_recorder.recordings.history import Session
-from lightning_recorder.recordings.record_format import SiteRecord, records_path
+from lightning_recorder.recordings.record_format import RecordSchema, SiteRecord, SiteTable, records_path
 from lightning_recorder.recordings.recording import Recording, Run, open_recording
 from lightning_recorder.recordings.series import Series, SiteSeries
 from lightning_recorder.recordings.writer import RecordWriter
@@ -14,6 +14,7 @@ __all__ = [
     "Difference",
     "Divergence",
     "DumpEntry",
+    "RecordSchema",
     "RecordWriter",
     "Recording",
     "Run",
@@ -22,6 +23,7 @@ __all__ = [
     "SiteDivergence",
     "SiteRecord",
     "SiteSeries",
+    "SiteTable",
     "Tolerance",
     "compare",
     "open_recording",

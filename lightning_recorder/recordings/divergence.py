@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_recorder.recordings.record_format import unpack_counts
+from lightning_recorder.recordings.packed_counts import unpack_counts
 from lightning_recorder.recordings.series import Series
 from lightning_recorder.taps import Site
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords
-from lightning_recorder.recordings.record_format import RecordSchema, Row, unpack_counts
+from lightning_recorder.recordings.packed_counts import unpack_counts
+from lightning_recorder.recordings.record_format import RecordSchema, Row
 from lightning_recorder.reductions import Histogram, to_histogram
 from lightning_recorder.taps import Site
 

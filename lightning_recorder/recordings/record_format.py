@@ -1,43 +1,53 @@
-"""Paths and format of record files: JSON lines, a header per fit and a line per record."""
+"""Paths and format of record files: JSON lines, a header per fit and a line per record.
+
+The line of a record is an object with the fields of the record, such as ``step``, and with
+
+- ``columns``: the names of the statistics;
+- ``layout``: the name, path, dtype and shape of each site, in the order of execution;
+- ``values``: base64 of ``[sites, columns]`` float64, little-endian; NaN where a site lacks a statistic;
+- ``sizes``: the number of bytes of the histogram of each site, or null;
+- ``bins``: base64 of zlib of all histograms, each as pairs of gap and count in LEB128; see ``packed_counts.py``;
+- ``further``: the statistics that are not columns, by the index of the site, if there are any.
+
+Lines of the first version have ``sites`` instead, a list of ``[name, path, dtype, shape, values, histogram]``.
+"""
 
 from __future__ import annotations
 
-import binascii
 import hashlib
 import json
 import math
 import re
 import stat
+import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_recorder.bins import BINS
-from lightning_recorder.errors import ArgumentError, DumpError
+from lightning_recorder.recordings.packed_counts import from_base64, packed_counts, to_base64
 from lightning_recorder.taps import Site
 
 __all__ = [
     "FORMAT",
+    "FORMATS",
     "RECORDER",
     "RECORDS",
     "RecordSchema",
     "Row",
     "SiteRecord",
+    "SiteTable",
     "header_line",
     "is_inside",
-    "pack_counts",
     "parse",
     "read_row",
     "record_line",
     "records_path",
-    "unpack_counts",
 ]
 
 RECORDER = "recorder"
@@ -82,13 +92,13 @@ def is_inside(path: Path, folder: Path) -> bool:
         return False
 
 
-FORMAT = "lightning_recorder.records/1"
+FORMAT = "lightning_recorder.records/2"
+"""The format of the lines that are written."""
+
+FORMATS = ("lightning_recorder.records/1", FORMAT)
+"""The formats that can be read. A file of the first one may continue in the second one."""
 
 _NAMES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-_MOST_BYTES = BINS * (2 + 9)  # a gap below 2**11 takes at most two bytes, a count below 2**63 nine
-_LONGEST = 2 * _MOST_BYTES  # characters; incompressible data grows by a third in base64
-_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -162,27 +172,76 @@ def header_line(about: Mapping[str, Any]) -> bytes:
     return _line({"format": FORMAT, **about})
 
 
-def record_line(about: Mapping[str, Any], sites: Iterable[SiteRecord]) -> bytes:
-    """Return the line of a record.
+@dataclass(frozen=True)
+class SiteTable:
+    """The values of all sites of one record.
 
-    The statistics of the first site are the columns. A site that lacks a column has ``null`` there. Statistics that are
-    not columns follow at the end of the site's entry.
+    Args:
+        layout: The names, paths, dtypes and shapes of the sites, and the columns.
+        values: The values of the columns, ``[sites, columns]`` float64, little-endian; NaN if a site lacks one.
+        counts: The histogram of each site as :meth:`SparseCounts.packed` returns it; None for a site without one.
+        further: The statistics of a site that are not columns, by the index of the site.
     """
-    sites = list(sites)
-    columns = list(sites[0].scalars) if sites else []
+
+    layout: RecordSchema
+    values: bytes
+    counts: Sequence[bytes | None]
+    further: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sites: Sequence[SiteRecord]) -> SiteTable:
+        """Return the table of some sites. The statistics of the first site are the columns."""
+        columns = tuple(sites[0].scalars) if sites else ()
+        values = array("d", [float(site.scalars.get(name, math.nan)) for site in sites for name in columns])
+        layout = RecordSchema(
+            tuple(Site(site.name, site.path) for site in sites),
+            tuple(site.dtype for site in sites),
+            tuple(None if site.shape is None else tuple(site.shape) for site in sites),
+            columns,
+        )
+        others = ({name: each for name, each in site.scalars.items() if name not in columns} for site in sites)
+        return cls(
+            layout,
+            _little_endian(values).tobytes(),
+            [None if site.bins is None else packed_counts(site.bins) for site in sites],
+            {place: further for place, further in enumerate(others) if further},
+        )
+
+
+def record_line(about: Mapping[str, Any], sites: SiteTable) -> bytes:
+    """Return the line of a record."""
     about = {key: _plain(value) if isinstance(value, float) else value for key, value in about.items()}
-    return _line({**about, "columns": columns, "sites": [_entry(site, columns) for site in sites]})
+    sizes = [None if each is None else len(each) for each in sites.counts]
+    # Level 1 is the fastest; level 9 saves only one byte in a hundred.
+    bins = zlib.compress(b"".join(filter(None, sites.counts)), 1)
+    fields: dict[str, Any] = {
+        "columns": sites.layout.columns,
+        "values": to_base64(sites.values),
+        "sizes": sizes,
+        "bins": to_base64(bins),
+    }
+    if sites.further:
+        fields["further"] = {
+            place: {name: _plain(value) for name, value in scalars.items()} for place, scalars in sites.further.items()
+        }
+    return b"".join((_line({**about, **fields})[:-2], b',"layout":', _layout(sites.layout), b"}\n"))
 
 
-def _entry(site: SiteRecord, columns: list[str]) -> list[Any]:
-    values = [_plain(site.scalars[name]) if name in site.scalars else None for name in columns]
-    packed = None if site.bins is None else pack_counts(site.bins)
-    entry = [site.name, site.path, site.dtype, None if site.shape is None else list(site.shape), values, packed]
-    further = {name: _plain(value) for name, value in site.scalars.items() if name not in columns}
-    return [*entry, further] if further else entry
+@lru_cache(maxsize=32)
+def _layout(layout: RecordSchema) -> bytes:
+    """Return the layout as JSON. It is the same in nearly all records of a run."""
+    entries = zip(layout.sites, layout.dtypes, layout.shapes, strict=True)
+    return _line([[*site, dtype, shape] for site, dtype, shape in entries])[:-1]
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
+def _little_endian(values: array[float]) -> array[float]:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values
+
+
+def _line(record: Any) -> bytes:
     # ASCII escapes preserve lone surrogates in names, too.
     return (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode("ascii")
 
@@ -223,11 +282,12 @@ def read_row(found: dict[str, Any], known: dict[RecordSchema, RecordSchema]) -> 
     """
     try:
         columns = tuple(_text(name) for name in found.pop("columns"))
-        entries = found.pop("sites")
+        is_old = "sites" in found
+        entries = found.pop("sites" if is_old else "layout")
         sites = tuple(Site(_text(entry[0]), _text(entry[1])) for entry in entries)
         dtypes = tuple(None if entry[2] is None else _text(entry[2]) for entry in entries)
         shapes = tuple(None if entry[3] is None else tuple(map(_whole, entry[3])) for entry in entries)
-        values, further = _values(entries, len(columns))
+        values, further = _values(entries, len(columns)) if is_old else _table(found, len(sites), len(columns))
         _check_about(found)
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"this is not a record written by lightning_recorder: {error!r}") from error
@@ -235,6 +295,22 @@ def read_row(found: dict[str, Any], known: dict[RecordSchema, RecordSchema]) -> 
     if len(set(sites)) < len(sites) or len(set(columns)) < len(columns):
         raise ValueError("a site or a column appears twice")
     return Row(found, known.setdefault(layout, layout), values, further)
+
+
+def _table(found: dict[str, Any], sites: int, columns: int) -> tuple[array[float], dict[int, dict[str, float]]]:
+    """Remove the values from a line, and return them. The histograms are removed as well."""
+    values = array("d")
+    values.frombytes(from_base64(found.pop("values")))
+    if len(values) != sites * columns or len(found.pop("sizes")) != sites:
+        raise ValueError("a site has not one value for each column")
+    found.pop("bins")
+    further = {
+        int(place): {_text(name): _number(value) for name, value in scalars.items()}
+        for place, scalars in found.pop("further", {}).items()
+    }
+    if not further.keys() <= set(range(sites)):
+        raise ValueError("there are statistics of a site that does not exist")
+    return _little_endian(values), further
 
 
 def _values(entries: list[Any], columns: int) -> tuple[array[float], dict[int, dict[str, float]]]:
@@ -283,85 +359,3 @@ def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
         raise TypeError("a number is not whole")
     return value
-
-
-def pack_counts(bins: Tensor) -> str:
-    """Encode histogram counts as text: base64 of zlib of (gap, count) pairs.
-
-    Each pair holds the number of empty bins before a non-empty bin, and the count of that bin. Numbers are stored as
-    LEB128: seven bits per byte, lowest first, with the eighth bit set if more bytes follow. A histogram of one layer
-    takes 100 to 600 characters, because most gaps are zero and most counts are small. Fixed-width indices and counts
-    take twice as many characters, a JSON list of numbers four times as many.
-
-    Args:
-        bins: The counts, ``[2048]`` int64, non-negative, on any device.
-
-    Raises:
-        ArgumentError: If ``bins`` has another shape or dtype, is sparse, or contains a negative count.
-
-    Example:
-        >>> counts = torch.zeros(2048, dtype=torch.int64)
-        >>> counts[[7, 8, 300]] = torch.tensor([1, 2, 3])
-        >>> torch.equal(unpack_counts(pack_counts(counts)), counts)
-        True
-    """
-    if bins.shape != (BINS,) or bins.dtype != torch.int64 or bins.is_sparse:
-        raise ArgumentError(f"bins must be [{BINS}] int64, got {list(bins.shape)} {bins.dtype}")
-    places = bins.nonzero().flatten()
-    counts: list[int] = bins[places].tolist()
-    if counts and min(counts) < 0:
-        raise ArgumentError(f"no count of bins may be negative, got {min(counts)}")
-    packed = bytearray()
-    before = -1
-    for place, count in zip(places.tolist(), counts, strict=True):
-        gap, before = place - before - 1, place
-        while gap > 127:
-            packed.append(gap & 127 | 128)
-            gap >>= 7
-        packed.append(gap)
-        while count > 127:
-            packed.append(count & 127 | 128)
-            count >>= 7
-        packed.append(count)
-    # Level 1 is the fastest; level 9 saves only one byte in a hundred.
-    return binascii.b2a_base64(zlib.compress(bytes(packed), 1), newline=False).decode()
-
-
-def unpack_counts(text: object) -> Tensor:
-    """Decode counts that :func:`pack_counts` has encoded, as ``[2048]`` int64.
-
-    Raises:
-        DumpError: If the text is not an encoded histogram. Decompression stops at the size of the largest possible
-            histogram, so a malicious text cannot exhaust memory.
-    """
-    try:
-        if not isinstance(text, str) or len(text) > _LONGEST:
-            raise ValueError("its length is wrong")
-        inflater = zlib.decompressobj()
-        packed = inflater.decompress(binascii.a2b_base64(text, strict_mode=True), _MOST_BYTES)
-        if not inflater.eof or inflater.unused_data:
-            raise ValueError("it has surplus data")
-        bins = [0] * BINS
-        place = -1
-        numbers = _numbers(packed)
-        for gap, count in zip(numbers, numbers, strict=True):
-            place += gap + 1
-            bins[place] = count
-        return torch.tensor(bins, dtype=torch.int64)
-    except (ValueError, IndexError, zlib.error, RuntimeError) as error:
-        raise DumpError(f"this is not a histogram written by lightning_recorder: {error}") from error
-
-
-def _numbers(packed: bytes) -> Iterator[int]:
-    value = shift = 0
-    for byte in packed:
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte > 127:
-            continue
-        if value > _LARGEST:
-            raise ValueError("a count has more than 63 bits")
-        yield value
-        value = shift = 0
-    if shift:
-        raise ValueError("the last number is incomplete")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_recorder.errors import ArgumentError, DumpError, describe_error, describe_missing
 from lightning_recorder.recordings.dump_entries import DumpEntry, find_dumps
 from lightning_recorder.recordings.history import History
-from lightning_recorder.recordings.record_format import FORMAT, RECORDER, RECORDS, is_inside, parse
+from lightning_recorder.recordings.record_format import FORMATS, RECORDER, RECORDS, is_inside, parse
 from lightning_recorder.recordings.series import Series
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ def _group_and_label(path: Path) -> tuple[str, str]:
     except (OSError, ValueError):
         return "", ""
     group, label = found.get("group"), found.get("label")
-    if found.get("format") != FORMAT or not isinstance(group, str) or not isinstance(label, str):
+    if found.get("format") not in FORMATS or not isinstance(group, str) or not isinstance(label, str):
         return "", ""
     return group, label
 

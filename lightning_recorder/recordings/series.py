@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.names import closest_names
 from lightning_recorder.recordings.history import Entry, History, Part, PartKey, Session, frame_of
-from lightning_recorder.recordings.record_format import RecordSchema, unpack_counts
+from lightning_recorder.recordings.packed_counts import unpack_counts
+from lightning_recorder.recordings.record_format import RecordSchema
 from lightning_recorder.taps import Site
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_recorder.disk import append, attempt
 from lightning_recorder.recordings.history import Tail
-from lightning_recorder.recordings.record_format import SiteRecord, header_line, record_line
+from lightning_recorder.recordings.record_format import SiteRecord, SiteTable, header_line, record_line
 from lightning_recorder.version import __version__
 
 __all__ = ["RecordWriter"]
@@ -92,7 +92,19 @@ class RecordWriter:
             ArgumentError: If the bins of a site are not valid counts.
             OSError: If the file cannot be written.
         """
-        if self._append(self._header + record_line({"time": time.time(), **about}, sites)):
+        self.write_all([(about, SiteTable.of(list(sites)))])
+
+    def write_all(self, records: Iterable[tuple[Mapping[str, Any], SiteTable]]) -> None:
+        """Write several records with a single append.
+
+        Args:
+            records: The metadata of each record, as for :meth:`write`, and the values of its sites.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        lines = [record_line({"time": time.time(), **about}, sites) for about, sites in records]
+        if lines and self._append(self._header + b"".join(lines)):
             self._header = b""
 
     def _append(self, lines: bytes) -> bool:

@@ -19,6 +19,7 @@ from lightning_recorder.reductions.scalars import (
     Tallies,
 )
 from lightning_recorder.reductions.shaped import ChannelMoments, DeadChannels, ShapedReduction
+from lightning_recorder.reductions.sparse import CoarseHistograms, SparseCounts, TaggedHistograms
 from lightning_recorder.reductions.statistics import Statistics, to_histogram
 from lightning_recorder.reductions.values import Values
 
@@ -30,6 +31,7 @@ __all__ = [
     "BatchSum",
     "Change",
     "ChannelMoments",
+    "CoarseHistograms",
     "Collected",
     "Combined",
     "DeadChannels",
@@ -45,8 +47,10 @@ __all__ = [
     "RunningMoments",
     "Saturation",
     "ShapedReduction",
+    "SparseCounts",
     "StateBank",
     "Statistics",
+    "TaggedHistograms",
     "Tallies",
     "Values",
     "add_tensor",

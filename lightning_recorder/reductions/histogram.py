@@ -17,7 +17,7 @@ from lightning_recorder.errors import ArgumentError, check_integer
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.values import Values, count_bins
 
-__all__ = ["ExponentHistogram", "Histogram", "between_edges", "quantiles_of"]
+__all__ = ["EDGES", "ExponentHistogram", "Histogram", "between_edges", "quantiles_of"]
 
 _HALF = BINS // 2
 
@@ -27,7 +27,8 @@ _MAGNITUDES: NDArray[np.float64] = (
 )
 _MAGNITUDES[-1] = 2.0**128
 # One bin around zero holds zeros and all subnormal values.
-_EDGES: NDArray[np.float64] = np.concatenate((-_MAGNITUDES[BINS_PER_OCTAVE:][::-1], _MAGNITUDES[BINS_PER_OCTAVE:]))
+EDGES: NDArray[np.float64] = np.concatenate((-_MAGNITUDES[BINS_PER_OCTAVE:][::-1], _MAGNITUDES[BINS_PER_OCTAVE:]))
+"""The edges of the bins of finite values in ascending order, with one bin around zero, ``[2034]``."""
 # Both edges of all finite bins in ascending order. The two bins next to zero are treated as zero.
 _LOW: NDArray[np.float64] = np.concatenate((-_MAGNITUDES[:0:-1], _MAGNITUDES[:-1]))
 _HIGH: NDArray[np.float64] = np.concatenate((-_MAGNITUDES[-2::-1], _MAGNITUDES[1:]))
@@ -53,11 +54,11 @@ def between_edges(
     occupied = bins.nonzero()[0]
     if not len(occupied):
         return np.array([0.0, 0.0]), np.zeros(1, dtype=np.int64)
-    keep = np.zeros(len(_EDGES), dtype=bool)
+    keep = np.zeros(len(EDGES), dtype=bool)
     keep[occupied] = keep[occupied + 1] = True
     kept = keep.nonzero()[0]
     # Between two kept edges there is one occupied bin or a run of empty bins, so the first bin has the right count.
-    return _EDGES[kept], bins[kept[:-1]]
+    return EDGES[kept], bins[kept[:-1]]
 
 
 def quantiles_of(counts: Tensor, shares: Sequence[float]) -> Tensor:

@@ -59,12 +59,17 @@ class BackgroundQueue:
         Raises:
             BaseException: The exception of an earlier job. The new job is queued nevertheless.
         """
-        error = None
+        try:
+            self.raise_error()
+        finally:
+            self.put(job)
+
+    def raise_error(self) -> None:
+        """Raise the exception of an earlier job, once."""
         if self._process == os.getpid():
             error, self._error = self._error, None
-        self.put(job)
-        if error is not None:
-            raise error
+            if error is not None:
+                raise error
 
     def put(self, job: Job) -> None:
         """Queue a job without raising the exception of an earlier one, which stays pending."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,10 @@ class Sink:
     def write_graph(self, step: int, graphs: Mapping[str, Graph]) -> bool:
         """Write execution graphs by tag."""
         return False
+
+    def joined(self) -> AbstractContextManager[object]:
+        """Return a context in which the sink may hold back the results of this thread, to write them all at its end."""
+        return nullcontext()
 
     def flush(self) -> None:
         """Make all written results readable."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,31 @@ class MultiSink(UniformSink):
             warn(f"{destination.sink}.{verb} failed, and nothing more is written to it: {cause}")
         destination.has_failed = True
         return False
+
+    @override
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        errors: list[Exception] = []
+        with ExitStack() as stack:
+            for each in self._all:
+                if not each.has_failed and type(each.sink).joined is not Sink.joined:
+                    stack.enter_context(self._joined(each, errors))
+            yield
+        if errors:
+            raise errors[0]
+
+    @contextmanager
+    def _joined(self, destination: Destination, errors: list[Exception]) -> Iterator[None]:
+        """Write the joined results of a sink, and handle an error of the write as that of a verb."""
+        context = destination.sink.joined()
+        context.__enter__()
+        try:
+            yield
+        finally:
+            try:
+                context.__exit__(None, None, None)
+            except Exception as error:  # noqa: BLE001 - a back end may raise anything
+                self._on_error(destination, "joined", error, errors)
 
     @override
     def flush(self) -> None:

@@ -10,7 +10,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -21,11 +23,11 @@ from lightning_recorder.disk import append, attempt
 from lightning_recorder.graph.renderers.graphdef import to_graph_def
 from lightning_recorder.reductions.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
+from lightning_recorder.sinks.events import ScalarTags, event, histogram_summary
 from lightning_recorder.sinks.files import SharedFiles
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
     from lightning_recorder.graph.model import Graph
@@ -159,16 +161,39 @@ class EventFile:
         """The layout of the Custom Scalars page of the folder."""
         self._has_begun = False
         self._lock = threading.Lock()
+        self._held = threading.local()
 
-    def add(self, event: bytes) -> int:
+    def add(self, data: bytes) -> int:
         """Append a serialized event, and return its size in bytes, or 0 if it was skipped."""
-        record = frame_record(event)
+        record = frame_record(data)
+        held = getattr(self._held, "records", None)
+        if held is not None:
+            held.append(record)
+            return len(record)
+        return len(record) if self._append(record) else 0
+
+    @contextmanager
+    def joined(self, lose: Callable[[int], object] = lambda nbytes: None) -> Iterator[None]:
+        """Append the events that this thread adds in the block with a single write at its end.
+
+        Args:
+            lose: A function that receives the size of the events if they are skipped.
+        """
+        self._held.records = held = []
+        try:
+            yield
+        finally:
+            self._held.records = None
+            records = b"".join(held)
+            if records and not self._append(records):
+                lose(len(records))
+
+    def _append(self, records: bytes) -> bool:
         with self._lock:
-            data = record if self._has_begun else frame_record(_version(time.time())) + record
-            if not attempt(self.path, len(data), lambda: append(self.path, data)):
-                return 0
-            self._has_begun = True
-        return len(record)
+            data = records if self._has_begun else frame_record(_version(time.time())) + records
+            is_written = attempt(self.path, len(data), lambda: append(self.path, data))
+            self._has_begun |= is_written
+            return is_written
 
     def flush(self) -> None:
         """Do nothing: each event is readable as soon as it is written."""
@@ -222,6 +247,9 @@ _MAX_BINS = 64
 # The overhead of an event in the file: a length and two checksums.
 _RECORD_BYTES = 16
 
+# The tags of a recorder rarely change.
+_scalar_tags = lru_cache(maxsize=16)(ScalarTags)
+
 
 class TensorBoardSink(Sink):
     """Write scalars, histograms, images, texts and graphs as events.
@@ -254,10 +282,8 @@ class TensorBoardSink(Sink):
 
     @override
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> bool:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._add(step, Summary(value=values))
+        if scalars:
+            self._add(step, _scalar_tags(tuple(scalars)).summary(scalars.values()))
         self._dashboard.update(scalars, self._write_layout)
         return True
 
@@ -273,49 +299,44 @@ class TensorBoardSink(Sink):
 
     @override
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> bool:
-        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-
-        values = []
-        for tag, histogram in histograms.items():
-            if histogram.count == 0:
-                continue
-            drawn = histogram.coarsened(_MAX_BINS)
-            proto = HistogramProto(
-                min=histogram.min,
-                max=histogram.max,
-                num=histogram.count,
-                sum=histogram.sum,
-                sum_squares=histogram.sum_squares,
-                bucket_limit=drawn.edges[1:].tolist(),
-                bucket=drawn.counts.tolist(),
-            )
-            values.append(Summary.Value(tag=tag, histo=proto))
-        self._add(step, Summary(value=values))
+        summary = histogram_summary(histograms, _MAX_BINS)
+        if summary:
+            self._add(step, summary)
         return True
 
-    def _add(self, step: int, summary: Summary) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+    @override
+    def joined(self) -> AbstractContextManager[None]:
+        return self._writer.joined(self._lose) if isinstance(self._writer, EventFile) else super().joined()
 
+    def _lose(self, nbytes: int) -> None:
+        self.written_bytes -= nbytes
+
+    def _add(self, step: int, summary: bytes) -> None:
         # One event for all values: a writer waits for the disk after every ten events, and a model has hundreds of
         # values.
-        if summary.value:
-            self.written_bytes += self._add_event(Event(summary=summary), step)
+        if isinstance(self._writer, EventFile):
+            self.written_bytes += self._writer.add(event(time.time(), step, summary))
+            return
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-    def _add_event(self, event: Event, step: int = 0) -> int:
+        self.written_bytes += self._add_event(Event(summary=Summary.FromString(summary)), step)
+
+    def _add_event(self, proto: Event, step: int = 0) -> int:
         """Write an event, and return its approximate size in bytes, or 0 if it was skipped."""
         if isinstance(self._writer, EventFile):
-            event.wall_time, event.step = time.time(), step
-            return self._writer.add(event.SerializeToString())
+            proto.wall_time, proto.step = time.time(), step
+            return self._writer.add(proto.SerializeToString())
         # A private attribute: the public methods of torch's writer write one value each, or trace a model.
-        self._writer._get_file_writer().add_event(event, step)
-        return int(event.ByteSize()) + _RECORD_BYTES
+        self._writer._get_file_writer().add_event(proto, step)
+        return int(proto.ByteSize()) + _RECORD_BYTES
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
         from torch.utils.tensorboard.summary import image
 
         for tag, pixels in images.items():
-            self._add(step, image(tag, pixels, dataformats="HWC"))
+            self._add(step, image(tag, pixels, dataformats="HWC").SerializeToString())
         return True
 
     @override

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,7 +21,8 @@ from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import own_parameters
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
-from lightning_recorder.statistics.sites import SiteStates, SiteStatistics
+from lightning_recorder.statistics.sites import SiteStates
+from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import Site
 
 __all__ = ["PARAMETER_PARTS", "OptimizerRecorder", "with_update_ratios"]
@@ -280,16 +281,16 @@ def is_own_part(tensor: Tensor) -> bool:
     return all(index == 0 for index, each in zip(place, placements, strict=True) if not each.is_shard())
 
 
-def with_update_ratios(found: Mapping[Site, SiteStatistics]) -> dict[Site, SiteStatistics]:
+def with_update_ratios(found: StatisticsTable) -> StatisticsTable:
     """Return the statistics with ``update_ratio``, ``rms(update) / rms(values)``, at the sites that have an update."""
-    ratios: dict[Site, SiteStatistics] = dict(found)
-    for site, seen in found.items():
-        update = found.get(Site(site.name, site.path + _UPDATE))
-        if update is not None:
-            weight, change = seen.scalars["rms"], update.scalars["rms"]
-            ratio = change / weight if weight else float("nan") if change != change or not change else float("inf")
-            ratios[site] = replace(seen, scalars={**seen.scalars, "update_ratio": ratio})
-    return ratios
+    updates = [found.rows.get(Site(site.name, site.path + _UPDATE), -1) for site in found.sites]
+    has = np.array(updates, dtype=np.int64) >= 0
+    if not has.any():
+        return found
+    weight = found.column("rms")
+    change = weight[updates]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return found.with_column("update_ratio", change / weight, has)
 
 
 # Functions rather than methods, so that pickling an optimizer in the middle of a step does not pickle the recorder.

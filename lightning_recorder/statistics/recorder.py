@@ -120,7 +120,7 @@ class BaseStatisticsRecorder(ABC):
         """
         return self.states.snapshot(self.modules)
 
-    def collect(self) -> dict[Site, SiteStatistics]:
+    def collect(self) -> Mapping[Site, SiteStatistics]:
         """Return the statistics of every site seen since the last reset, in module order."""
         return self.snapshot().statistics()
 

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recorder.errors import ArgumentError, describe_error, did_you_mean, warn
+from lightning_recorder.bins import BINS
+from lightning_recorder.errors import ArgumentError, describe_error, warn
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.reductions import (
     SCALAR_STATISTICS,
     Collected,
     Combined,
-    Histogram,
     Reduction,
+    SparseCounts,
     StateBank,
     Statistics,
     Values,
     add_tensor,
     row_state,
-    to_histogram,
 )
-from lightning_recorder.reductions.row import DERIVED_STATISTICS
+from lightning_recorder.reductions.row import DERIVED_STATISTICS, HISTOGRAM
+from lightning_recorder.statistics.table import SiteStatistics, StatisticsTable, make_schema
 from lightning_recorder.taps import Site
 
-__all__ = ["RANK_STATISTICS", "SHOWN_STATISTICS", "Record", "SiteStates", "SiteStatistics", "Snapshot"]
+__all__ = ["RANK_STATISTICS", "SHOWN_STATISTICS", "Record", "SiteStates", "SiteStatistics", "Snapshot", "statistics_of"]
 
 RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
 """The smallest and the largest of the per-rank means, recorded if there are several ranks."""
@@ -37,46 +41,6 @@ SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
 """The statistics that can be shown for any site."""
 
 _BINS = "histogram"
-
-
-@dataclass(frozen=True)
-class SiteStatistics:
-    """The statistics of one site between two resets, on the CPU.
-
-    Args:
-        scalars: The statistics by name. The names are those of ``SHOWN_STATISTICS`` and those of the scalar statistics
-            of extra reductions.
-        bins: The counts of the fixed bins, int64 of shape ``[2048]``; see ``ExponentHistogram``.
-        tensors: The nonscalar statistics of extra reductions by name, float64.
-        dtype: The dtype of the latest tensor, or ``None`` if only another rank has seen the site.
-        shape: The shape of the latest tensor.
-    """
-
-    scalars: Mapping[str, float]
-    bins: Tensor
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] | None = None
-
-    @cached_property
-    def histogram(self) -> Histogram:
-        """The counts and edges of the bins, without the empty bins at both ends."""
-        return to_histogram(self.scalars, self.bins)
-
-    @property
-    def abs_max(self) -> float:
-        """The largest magnitude of the finite values, or NaN if there are none."""
-        return max(abs(self.scalars["min"]), abs(self.scalars["max"]))
-
-    def __getattr__(self, name: str) -> float:
-        # Allows conditions such as `seen.rms > 10`.
-        scalars = self.__dict__.get("scalars", {})
-        if name in scalars:
-            return float(scalars[name])
-        known = dict.fromkeys([*scalars, "abs_max", "histogram", "bins", "tensors", "dtype", "shape"])
-        # Without obj=self, Python does not append a suggestion of its own.
-        hint = did_you_mean(name, known)
-        raise AttributeError(f"a site has no {name!r}{hint or '.'} There are {', '.join(known)}", name=name)
 
 
 @dataclass(frozen=True)
@@ -104,26 +68,30 @@ class Snapshot:
     warned: set[int] = field(default_factory=set)
     strict: bool = False
 
-    @torch.no_grad()
-    def statistics(self) -> dict[Site, SiteStatistics]:
+    def statistics(self) -> StatisticsTable:
         """Return the statistics of every site that was seen, in module order."""
-        found: dict[Site, SiteStatistics] = {}
-        for group in self.groups[0] if self.groups else ():
-            for site, scalars, tensors in _by_site(group):
-                # A row that was allocated for an earlier step and has received nothing since is skipped.
-                if scalars["count"] or scalars["nan_count"] or scalars["inf_count"]:
-                    if site in self.rank_means:
-                        scalars |= zip(RANK_STATISTICS, self.rank_means[site], strict=True)
-                    kind = self.kinds.get(site, (None, None))
-                    found[site] = SiteStatistics(scalars, tensors[_BINS], {}, *kind)
+        return statistics_of([self])[0]
+
+    def completed(self, table: StatisticsTable) -> StatisticsTable:
+        """Return a table of the default statistics with the statistics across ranks and those of extra reductions."""
+        if self.rank_means:
+            has = np.array([site in self.rank_means for site in table.sites], dtype=bool)
+            for place, name in enumerate(RANK_STATISTICS):
+                means = [self.rank_means.get(site, (math.nan, math.nan))[place] for site in table.sites]
+                table = table.with_column(name, np.array(means), has)
         for place, groups in list(enumerate(self.groups))[1:]:
-            for site, scalars, tensors in self._summaries(place, groups):
-                if site in found and site not in self.left_out[place]:
-                    seen = found[site]
-                    scalars, tensors = {**seen.scalars, **scalars}, {**seen.tensors, **tensors}
-                    found[site] = replace(seen, scalars=scalars, tensors=tensors)
-        order = {name: position for position, name in enumerate(self.names)}
-        return {site: found[site] for site in sorted(found, key=lambda site: order.get(site.name, len(order)))}
+            found = {
+                site: (scalars, tensors)
+                for site, scalars, tensors in self._summaries(place, groups)
+                if site in table and site not in self.left_out[place]
+            }
+            tensors = {site: {**table.tensors.get(site, {}), **more} for site, (_, more) in found.items() if more}
+            table.tensors = {**table.tensors, **tensors}
+            for name in dict.fromkeys(name for scalars, _ in found.values() for name in scalars):
+                has = np.array([site in found and name in found[site][0] for site in table.sites], dtype=bool)
+                values = [found[site][0].get(name, math.nan) if site in found else math.nan for site in table.sites]
+                table = table.with_column(name, np.array(values), has)
+        return table
 
     def _summaries(
         self, place: int, groups: list[Collected[Site]]
@@ -185,17 +153,6 @@ class Record:
     flush_ms: float = 0.0
     every_n_train_steps: int = 1
     ranks: int = 1
-
-    def in_order_of_execution(self, sites: Iterable[Site], *, backward: bool = False) -> list[Site]:
-        """Return the sites in the order of the forward pass. Sites that only other ranks have seen come last.
-
-        Args:
-            sites: The sites.
-            backward: True if the sites are seen in the backward pass, which visits them in reverse.
-        """
-        seen = list(self.snapshot.kinds)
-        places = {site: place for place, site in enumerate(reversed(seen) if backward else seen)}
-        return sorted(sites, key=lambda site: places.get(site, len(places)))
 
 
 class SiteStates:
@@ -380,16 +337,69 @@ class SiteStates:
 _FEW_ELEMENTS = (1 << 15) - 1
 
 
+@torch.no_grad()
+def statistics_of(snapshots: Sequence[Snapshot]) -> list[StatisticsTable]:
+    """Return the statistics of each snapshot. Computed together, many small ones take much less time than one by one.
+
+    Args:
+        snapshots: The snapshots of one recorder.
+    """
+    groups = [(number, group) for number, each in enumerate(snapshots) for group in (each.groups or [[]])[0]]
+    if not groups:
+        nothing = SparseCounts(np.empty((0, BINS)))
+        return [StatisticsTable(make_schema((), (), (), ()), np.empty((0, 0)), nothing) for _ in snapshots]
+    states = groups[0][1].states if len(groups) == 1 else torch.cat([group.states for _, group in groups])
+    columns = _columns(groups[0][1].reduction, states)
+    values = np.stack(list(columns.values()), axis=1)
+    counts = SparseCounts(states[:, HISTOGRAM : HISTOGRAM + BINS].numpy())
+    del states
+    # A row that was allocated for an earlier step and has received nothing since is skipped.
+    seen = ((columns["count"] != 0) | (columns["nan_count"] != 0) | (columns["inf_count"] != 0)).tolist()
+    found: list[list[tuple[int, Site]]] = [[] for _ in snapshots]
+    first = 0
+    for number, group in groups:
+        found[number] += [(first + row, site) for row, site in enumerate(group.keys) if seen[first + row]]
+        first += len(group.keys)
+    tables = []
+    for snapshot, rows in zip(snapshots, found, strict=True):
+        sites, order = _in_module_order(snapshot.names, tuple(site for _, site in rows))
+        where = np.array([row for row, _ in rows], dtype=np.int64)[order]
+        kinds = tuple(snapshot.kinds.get(site, _UNKNOWN) for site in sites)
+        schema = make_schema(sites, tuple(columns), kinds, tuple(snapshot.kinds))
+        tables.append(snapshot.completed(StatisticsTable(schema, values[where], counts.take(where))))
+    return tables
+
+
+_UNKNOWN = (None, None)
+
+
+@lru_cache(maxsize=64)
+def _in_module_order(names: tuple[str, ...], sites: tuple[Site, ...]) -> tuple[tuple[Site, ...], NDArray[np.int64]]:
+    """Return the sites in the order of the modules, and their places."""
+    places = {name: place for place, name in enumerate(names)}
+    order = sorted(range(len(sites)), key=lambda each: places.get(sites[each].name, len(places)))
+    return tuple(sites[each] for each in order), np.array(order, dtype=np.int64)
+
+
+def _columns(reduction: Reduction, states: Tensor) -> dict[str, NDArray[np.float64]]:
+    """Return the scalars of the default statistics, ``[sites]`` each."""
+    scalars = reduction.partial
+    if scalars is not None and {*reduction.statistics} == {*scalars.statistics, _BINS}:
+        summaries = [scalars.summarize(states[:, : scalars.width])]
+    else:  # quantiles or a sample, which need the counts
+        some = max(1, _FEW_ELEMENTS // max(1, reduction.width))
+        summaries = [reduction.summarize(part) for part in states.split(some)]
+    names = [name for name in summaries[0] if name not in DERIVED_STATISTICS and name != _BINS]
+    return {name: torch.cat([summary[name] for summary in summaries]).numpy() for name in names}
+
+
 def _by_site(group: Collected[Site]) -> Iterator[tuple[Site, dict[str, float], dict[str, Tensor]]]:
     """Yield the scalars and the tensors of each site, from states that are summarized together."""
     some = max(1, _FEW_ELEMENTS // max(1, group.reduction.width))
     for first in range(0, len(group.keys), some):
         summary = group.reduction.summarize(group.states[first : first + some])
-        if _BINS in summary:
-            summary[_BINS] = summary[_BINS].long()
-        recorded = {name: value for name, value in summary.items() if name not in DERIVED_STATISTICS}
-        columns = {name: value.tolist() for name, value in recorded.items() if value.dim() == 1}
-        tensors = {name: value.unbind() for name, value in recorded.items() if value.dim() > 1}
+        columns = {name: value.tolist() for name, value in summary.items() if value.dim() == 1}
+        tensors = {name: value.unbind() for name, value in summary.items() if value.dim() > 1}
         for row, site in enumerate(group.keys[first : first + some]):
             yield (
                 site,

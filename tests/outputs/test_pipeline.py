@@ -141,6 +141,8 @@ def test_the_file_of_records_is_read_back(tmp_path: Path) -> None:
     given = record(3, 0.1, ("last", "first"))
     found = given.snapshot.statistics()
     file.on_record(given, found)
+    assert not list(tmp_path.iterdir())
+    file.flush()
     series = open_recording(tmp_path)["activations"]
     assert series.sites == [("first", "out"), ("last", "out")]
     assert series.steps == [3]
@@ -156,7 +158,9 @@ def test_the_file_of_records_is_read_back(tmp_path: Path) -> None:
 def test_gradients_are_listed_in_the_order_of_the_forward_pass(tmp_path: Path) -> None:
     """Gradients are listed in the order of the forward pass, although the backward pass is reversed."""
     given = record(0, names=("first", "last"))
-    RecordFile(tmp_path, "gradients", group="gradients").on_record(given, given.snapshot.statistics())
+    file = RecordFile(tmp_path, "gradients", group="gradients")
+    file.on_record(given, given.snapshot.statistics())
+    file.flush()
     assert [site.name for site in open_recording(tmp_path)["gradients"].sites] == ["first", "last"]
 
 

@@ -138,7 +138,7 @@ def test_a_damaged_header(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"format": "lightning_recorder.records/2"}', "records/2'; the supported format"),
+        ('{"format": "lightning_recorder.records/3"}', "records/3'; the supported formats"),
         ("text", "no line of the format"),
     ],
 )

@@ -1,9 +1,12 @@
-"""Tests of the text encoding of histogram counts."""
+"""Tests of the format of records and of histogram counts."""
 
 from __future__ import annotations
 
 import base64
+import json
+import shutil
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from hypothesis import strategies as st
 
 from lightning_recorder import ArgumentError, DumpError
 from lightning_recorder.bins import BINS
-from lightning_recorder.recordings.record_format import pack_counts, unpack_counts
+from lightning_recorder.recordings import RecordWriter, SiteRecord, open_recording, records_path
+from lightning_recorder.recordings.packed_counts import pack_counts, unpack_counts
 from lightning_recorder.reductions import ExponentHistogram, Statistics
 
 
@@ -126,3 +130,81 @@ def test_a_bomb_takes_no_memory() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 19
+
+
+def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
+    """A file of the first format is read to the bit, and continues in the present format."""
+    records = tmp_path / "recorder" / "records"
+    records.mkdir(parents=True)
+    shutil.copy(Path(__file__).parent / "old" / "version_1.jsonl", records / "activations.jsonl")
+    bins = torch.zeros(BINS, dtype=torch.int64)
+    bins[[0, 507, 1300, 2047]] = torch.tensor([3, 1007, 2**40, 1])
+    for _ in range(2):
+        series = open_recording(tmp_path)["activations"]
+        conv, fc = series["conv"], series["blocks.0.fc"]
+        assert (series.skipped, [site.name for site in series.sites]) == (0, ["conv", "blocks.0.fc"])
+        assert (series.about(7)["epoch"], series.about(7)["ranks"], conv.shape, fc.dtype) == (1, 2, (2, 3), "bfloat16")
+        assert repr(conv.scalars(7)) == "{'mean': 0.8, 'max': inf, 'min': -0.0}"
+        assert repr(fc.scalars(7)) == "{'mean': nan, 'max': nan, 'min': 5e-324, 'skewness': -inf}"
+        assert torch.equal(conv.bins(7), bins)
+        assert not fc.bins(7).any()
+        assert series.of("validate", 1)[""].scalars(7) == {"mean": 1.0}
+        with pytest.raises(ArgumentError, match="without a histogram"):
+            series.of("validate", 1)[""].bins(7)
+        writer = RecordWriter(records / "activations.jsonl")  # the second time, the file has both formats
+        writer.begin(label="activations", group="activations")
+        writer.write({"step": 9, "epoch": 2}, [SiteRecord("conv", "out", {"mean": 5.0}, bins, "float32", (2, 3))])
+    assert open_recording(tmp_path)["activations"].steps == [0, 7, 9]
+    assert torch.equal(open_recording(tmp_path)["activations"]["conv"].bins(9), bins)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("values", "AAAA"),
+        ("values", None),
+        ("sizes", [1]),
+        ("further", {"2": {"a": 1.0}}),
+        ("further", {"0": {"a": "one"}}),
+        ("layout", [["fc", "out", None, None]] * 2),
+        ("layout", [["fc", "out"]]),
+        ("columns", ["rms", "rms"]),
+    ],
+)
+def test_a_damaged_line_is_skipped(field: str, value: object, tmp_path: Path) -> None:
+    """A line whose parts do not fit together is skipped and counted."""
+    path = records_path(tmp_path / "recorder", "activations")
+    writer = RecordWriter(path)
+    writer.begin(label="activations", group="activations")
+    for step in range(2):
+        writer.write({"step": step}, [SiteRecord(name, "out", {"rms": 1.0}) for name in ("fc", "head")])
+    header, line, last = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join((header, json.dumps({**json.loads(line), field: value}).encode(), last, b"")))
+    series = open_recording(tmp_path)["activations"]
+    assert (series.steps, series.skipped) == ([1], 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sizes", [-1]),
+        ("sizes", [10**6]),
+        ("sizes", ["1"]),
+        ("sizes", [3]),
+        ("bins", "no base64!"),
+        ("bins", text_of(bytes(10**6))),
+        ("bins", ""),
+    ],
+)
+def test_damaged_histograms_of_a_line(field: str, value: object, tmp_path: Path) -> None:
+    """Histograms that do not have the stated sizes raise an error, and the scalars are read."""
+    path = records_path(tmp_path / "recorder", "activations")
+    bins = torch.zeros(BINS, dtype=torch.int64)
+    bins[3] = 4
+    writer = RecordWriter(path)
+    writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 1.0}, bins)])
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}) + "\n")
+    series = open_recording(tmp_path)["activations"]
+    assert series["fc"].scalars(0) == {"rms": 1.0}
+    with pytest.raises(DumpError):
+        series["fc"].bins(0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import math
 import os
 import pickle
+import struct
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,7 @@ import torch
 import lightning_recorder
 from lightning_recorder import ArgumentError, RecorderWarning
 from lightning_recorder.disk import begin_run
-from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
-from lightning_recorder.recordings.record_format import pack_counts
+from lightning_recorder.recordings import RecordWriter, SiteRecord, SiteTable, records_path
 from tests.disks import files_up_to
 
 
@@ -45,7 +47,7 @@ def test_a_header_says_who_writes(tmp_path: Path) -> None:
     assert header.pop("time") == pytest.approx((tmp_path / "a.jsonl").stat().st_mtime, abs=60)
     versions = header.pop("versions")
     assert header == {
-        "format": "lightning_recorder.records/1",
+        "format": "lightning_recorder.records/2",
         "label": "gradients-slow",
         "group": "gradients",
         "name": "slow",
@@ -57,16 +59,21 @@ def test_a_header_says_who_writes(tmp_path: Path) -> None:
 
 
 def test_a_record_is_a_line(tmp_path: Path) -> None:
-    """A record has its columns once, then the values of each site, null if missing, and extra statistics at the end."""
+    """A record has its columns, sites, numbers and histograms once each, and extra statistics apart."""
     writer = begun(tmp_path / "a.jsonl")
     bins = torch.zeros(2048, dtype=torch.int64)
-    bins[5] = 3
+    bins[[5, 7]] = torch.tensor([3, 300])
     sites = [
         SiteRecord("conv", "out", {"mean": 0.1, "max": math.inf}, bins, "float32", (2, 3)),
-        SiteRecord("", "out[1]", {"mean": math.nan, "skewness": -math.inf}),
+        SiteRecord("", "out[1]", {"mean": -0.0, "skewness": -math.inf}),
     ]
     writer.write({"step": 3, "epoch": 1, "stage": "train", "loader": None, "flush_ms": 0.5, "time": 7.0}, sites)
-    assert lines(tmp_path / "a.jsonl")[1] == {
+    line = lines(tmp_path / "a.jsonl")[1]
+    numbers = struct.unpack("<4d", base64.b64decode(line.pop("values")))
+    assert [repr(number) for number in numbers] == ["0.1", "inf", "-0.0", "nan"]
+    # gap 5, count 3, gap 1, count 300 = 44 + 2 * 128
+    assert zlib.decompress(base64.b64decode(line.pop("bins"))) == bytes([5, 3, 1, 172, 2])
+    assert line == {
         "time": 7.0,
         "step": 3,
         "epoch": 1,
@@ -74,11 +81,22 @@ def test_a_record_is_a_line(tmp_path: Path) -> None:
         "loader": None,
         "flush_ms": 0.5,
         "columns": ["mean", "max"],
-        "sites": [
-            ["conv", "out", "float32", [2, 3], [0.1, "inf"], pack_counts(bins)],
-            ["", "out[1]", None, None, ["nan", None], None, {"skewness": "-inf"}],
-        ],
+        "sizes": [5, None],
+        "further": {"1": {"skewness": "-inf"}},
+        "layout": [["conv", "out", "float32", [2, 3]], ["", "out[1]", None, None]],
     }
+
+
+def test_several_records_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that are written together are one line each, in order, with a single system call."""
+    writer = begun(tmp_path / "a.jsonl")
+    written: list[bytes] = []
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: written.append(data) or write(file, data))
+    tables = [SiteTable.of([SiteRecord("fc", "out", {"rms": 0.5 * step})]) for step in range(3)]
+    writer.write_all(({"step": step}, table) for step, table in enumerate(tables))
+    assert len(written) == 1
+    assert [line["step"] for line in lines(tmp_path / "a.jsonl")[1:]] == [0, 1, 2]
 
 
 def test_written_bytes_are_those_of_the_file(tmp_path: Path) -> None:
@@ -149,7 +167,7 @@ def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
     writer = begun(tmp_path / "a.jsonl")
     writer.write({"step": 0}, [SiteRecord("a\ud800b", "out", {"\udfff": 1.0})])
     line = lines(tmp_path / "a.jsonl")[1]
-    assert (line["sites"][0][0], line["columns"]) == ("a\ud800b", ["\udfff"])
+    assert (line["layout"][0][0], line["columns"]) == ("a\ud800b", ["\udfff"])
 
 
 def test_a_name_with_newlines_is_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,276 @@
+"""The histograms of many sites as arrays of their nonempty bins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.bins import BINS, BINS_PER_OCTAVE, FINITE_BINS
+from lightning_recorder.reductions.histogram import EDGES, Histogram, between_edges
+
+__all__ = ["CoarseHistograms", "SparseCounts", "TaggedHistograms"]
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+_HALF = BINS // 2
+_SHIFT = BINS.bit_length() - 1
+_CENTER = FINITE_BINS - BINS_PER_OCTAVE  # the bin between the edges that holds zero and the subnormals
+
+
+def _places_between_edges() -> Integers:
+    """Return the index of each bin among the bins between the edges, ``[2048]``; -1 for NaN and infinities."""
+    places = np.full(BINS, -1, dtype=np.int64)
+    further = np.arange(FINITE_BINS - BINS_PER_OCTAVE)
+    places[:BINS_PER_OCTAVE] = places[_HALF : _HALF + BINS_PER_OCTAVE] = _CENTER
+    places[BINS_PER_OCTAVE:FINITE_BINS] = _CENTER + 1 + further
+    places[_HALF + BINS_PER_OCTAVE : _HALF + FINITE_BINS] = _CENTER - 1 - further
+    return places
+
+
+_PLACES = _places_between_edges()
+
+
+class CoarseHistograms(NamedTuple):
+    """Histograms with at most a given number of bins, one after the other."""
+
+    limits: Floats
+    """The upper edge of each bin."""
+    counts: Floats
+    starts: Integers
+    """The first bin of each histogram, and the number of all bins, ``[histograms + 1]``."""
+
+    def take(self, rows: Integers) -> CoarseHistograms:
+        """Return the histograms of some rows, in this order."""
+        lengths = np.diff(self.starts)[rows]
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        places = np.arange(starts[-1]) + np.repeat(self.starts[rows] - starts[:-1], lengths)
+        return CoarseHistograms(self.limits[places], self.counts[places], starts)
+
+
+class SparseCounts:
+    """Several histograms, as their nonempty bins. Parts of it share its arrays and what is computed from them.
+
+    A typical histogram has about 100 nonempty bins, so it takes 1.6 KB instead of 16 KB.
+
+    Args:
+        counts: The counts of all bins, ``[histograms, 2048]`` of any dtype; see :class:`ExponentHistogram`.
+    """
+
+    def __init__(self, counts: NDArray[Any]) -> None:
+        self._entries = _Entries.of(counts)
+        self._rows = np.arange(len(counts))
+
+    def take(self, rows: Integers) -> SparseCounts:
+        """Return the histograms of some rows, in this order."""
+        found = object.__new__(SparseCounts)
+        found._entries, found._rows = self._entries, self._rows[rows]
+        return found
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def entries(self, row: int) -> tuple[Integers, Integers]:
+        """Return the nonempty bins of one histogram in ascending order, and their counts."""
+        starts, place = self._entries.starts, self._rows[row]
+        where = slice(starts[place], starts[place + 1])
+        return self._entries.bins[where], self._entries.counts[where]
+
+    def dense(self, row: int) -> Tensor:
+        """Return the counts of all bins of one histogram, ``[2048]`` int64."""
+        found = np.zeros(BINS, dtype=np.int64)
+        bins, counts = self.entries(row)
+        found[bins] = counts
+        return torch.from_numpy(found)
+
+    def packed(self) -> list[bytes]:
+        """Return each histogram as pairs of gap and count in LEB128: the encoding of record files, uncompressed."""
+        packed, ends = self._entries.packed
+        return [packed[ends[row] : ends[row + 1]] for row in self._rows.tolist()]
+
+    def coarsened(self, most: int) -> CoarseHistograms:
+        """Return the finite values of the histograms in at most ``most`` bins.
+
+        Each result equals that of :meth:`Histogram.coarsened`, except that a histogram without finite values has no
+        bins.
+        """
+        return self._entries.coarsened(most).take(self._rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _Entries:
+    """The nonempty bins of several histograms, one after the other.
+
+    Args:
+        starts: The first entry of each histogram, and the number of all entries, ``[histograms + 1]``.
+        bins: The bin of each entry, ascending within a histogram.
+        counts: The count of each entry.
+    """
+
+    starts: Integers
+    bins: Integers
+    counts: Integers
+
+    @classmethod
+    def of(cls, counts: NDArray[Any]) -> _Entries:
+        """Return the nonempty bins of dense counts."""
+        flat = np.flatnonzero(counts)
+        rows, bins = flat >> _SHIFT, flat & (BINS - 1)
+        starts = np.searchsorted(flat, np.arange(len(counts) + 1) << _SHIFT)
+        return cls(starts, bins, counts[rows, bins].astype(np.int64))
+
+    @cached_property
+    def packed(self) -> tuple[bytes, list[int]]:
+        """All histograms as pairs of gap and count in LEB128, and the first byte of each, with the number of bytes."""
+        gaps = np.diff(self.bins, prepend=-1) - 1
+        first = self.starts[:-1][np.diff(self.starts) > 0]
+        gaps[first] = self.bins[first]
+        numbers = np.empty(2 * len(gaps), dtype=np.int64)
+        numbers[::2], numbers[1::2] = gaps, self.counts
+        lengths = np.ones(len(numbers), dtype=np.int64)
+        longer = np.flatnonzero(numbers >> 7)
+        groups = []
+        while len(longer):
+            groups.append(longer)
+            lengths[longer] += 1
+            longer = longer[numbers[longer] >> (7 * (len(groups) + 1)) > 0]
+        ends = np.concatenate(([0], np.cumsum(lengths)))
+        packed = np.empty(ends[-1], dtype=np.uint8)
+        packed[ends[:-1]] = numbers & 127
+        for place, some in enumerate(groups):
+            packed[ends[some] + place] |= 128
+            packed[ends[some] + place + 1] = (numbers[some] >> (7 * (place + 1))) & 127
+        return packed.tobytes(), ends[2 * self.starts].tolist()
+
+    def coarsened(self, most: int) -> CoarseHistograms:
+        """Return all histograms in at most ``most`` bins."""
+        found = self._coarse.get(most)
+        if found is None:
+            found = self._coarse[most] = self._coarsened(most)
+        return found
+
+    @cached_property
+    def _coarse(self) -> dict[int, CoarseHistograms]:
+        return {}
+
+    def _coarsened(self, most: int) -> CoarseHistograms:
+        rows, counts, upper, lower = self._between_edges()
+        number = len(self.starts) - 1
+        if not len(rows):
+            return CoarseHistograms(upper, counts, np.zeros(number + 1, dtype=np.int64))
+        is_first = np.diff(rows, prepend=-1) > 0
+        sizes = np.bincount(rows, minlength=number)
+        if sizes.max() > most:
+            begins = np.flatnonzero(_kept_edges(rows, counts, upper, lower, is_first, most))
+            counts = np.add.reduceat(counts, begins)
+            upper = upper[np.append(begins[1:], len(rows)) - 1]
+            sizes = np.bincount(rows[begins], minlength=number)
+        return CoarseHistograms(upper, counts, np.concatenate(([0], np.cumsum(sizes))))
+
+    def _between_edges(self) -> tuple[Integers, Floats, Floats, Floats]:
+        """Return the row, the count and both edges of each bin in ascending order, with a bin for each gap."""
+        rows = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        is_negative = self.bins >= _HALF
+        negatives = np.bincount(rows, weights=is_negative, minlength=len(self.starts) - 1).astype(np.int64)
+        # The bins of negative values follow the others, by magnitude.
+        entries = np.arange(len(rows))
+        target = np.where(is_negative, (self.starts[:-1] + self.starts[1:] - 1)[rows] - entries, entries)
+        target[~is_negative] += negatives[rows[~is_negative]]
+        places, counts = np.empty_like(entries), np.empty(len(rows))
+        places[target], counts[target] = _PLACES[self.bins], self.counts
+        finite = places >= 0
+        if not finite.all():
+            rows, places, counts = rows[finite], places[finite], counts[finite]
+        if not len(rows):
+            return rows, counts, np.empty(0), np.empty(0)
+        # Several bins around zero are one bin here.
+        first = np.flatnonzero(np.diff(rows << _SHIFT | places, prepend=-1))
+        rows, places, counts = rows[first], places[first], np.add.reduceat(counts, first)
+        has_gap = np.append((rows[1:] == rows[:-1]) & (places[1:] > places[:-1] + 1), False)
+        repeats = 1 + has_gap
+        at = np.cumsum(repeats) - repeats
+        gaps = np.flatnonzero(has_gap)
+        upper, lower = (np.repeat(EDGES[places + side], repeats) for side in (1, 0))
+        upper[at[gaps] + 1], lower[at[gaps] + 1] = EDGES[places[gaps + 1]], EDGES[places[gaps] + 1]
+        spread = np.zeros(len(upper))
+        spread[at] = counts
+        return np.repeat(rows, repeats), spread, upper, lower
+
+
+def _kept_edges(
+    rows: Integers, counts: Floats, upper: Floats, lower: Floats, is_first: NDArray[np.bool_], most: int
+) -> NDArray[np.bool_]:
+    """Return True for each bin whose lower edge is kept, which is the first bin of a row or follows a large loss."""
+    losses = np.empty(len(rows))
+    losses[1:] = (counts[:-1] + counts[1:]) * (upper[1:] - lower[:-1])
+    inner = np.flatnonzero(~is_first)
+    sizes = np.bincount(rows[inner])
+    places = np.arange(len(inner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    # One row for each histogram, padded with -inf, which is below every loss.
+    table = np.full((len(sizes), max(int(sizes.max()), most)), -np.inf)
+    table[rows[inner], places] = losses[inner]
+    kth = table.shape[1] - (most - 1)
+    least = np.partition(table, kth, axis=1)[:, kth, None] if most > 1 else np.full((len(sizes), 1), np.inf)
+    kept = table > least
+    ties = table == least
+    room = (most - 1) - kept.sum(axis=1, keepdims=True)
+    # Of equal losses the later ones are kept, as after a stable sort.
+    kept |= ties & (ties[:, ::-1].cumsum(axis=1)[:, ::-1] <= room)
+    begins = is_first.copy()
+    begins[inner] = kept[rows[inner], places]
+    return begins
+
+
+class TaggedHistograms(Mapping[str, Histogram]):
+    """Histograms by tag, for :meth:`Sink.write_histograms`. As a mapping, it makes each histogram on access.
+
+    Args:
+        tags: The tags.
+        counts: The histograms of the tags.
+        columns: The statistics ``count``, ``mean``, ``rms``, ``min`` and ``max`` of the tags and, if the histograms are
+            samples, ``histogram_fraction``, ``[tags]`` each.
+    """
+
+    def __init__(self, tags: Sequence[str], counts: SparseCounts, columns: Mapping[str, Floats]) -> None:
+        self.tags = tuple(tags)
+        self._counts, self._columns = counts, columns
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {tag: place for place, tag in enumerate(self.tags)}
+
+    @override
+    def __getitem__(self, tag: str) -> Histogram:
+        place = self._places[tag]
+        edges, counts = between_edges(self._counts.dense(place).numpy())
+        fractions = self._columns.get("histogram_fraction")
+        fraction = 1.0 if fractions is None else float(fractions[place])
+        return Histogram(edges, counts, *self.sums[place].tolist(), fraction)
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tags)
+
+    @override
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    def coarsened(self, most: int) -> CoarseHistograms:
+        """Return the histograms in at most ``most`` bins; see :meth:`SparseCounts.coarsened`."""
+        return self._counts.coarsened(most)
+
+    @cached_property
+    def sums(self) -> Floats:
+        """The minimum, maximum, sum and sum of squares of the finite values, ``[tags, 4]``."""
+        count, mean, rms = (self._columns[name] for name in ("count", "mean", "rms"))
+        with np.errstate(over="ignore", invalid="ignore"):  # squares may exceed the range
+            sums, squares = (np.where(np.isnan(mean), 0.0, each) for each in (mean * count, rms * rms * count))
+        return np.stack((self._columns["min"], self._columns["max"], sums, squares), axis=1)
