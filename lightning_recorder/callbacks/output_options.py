@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch import Trainer
 
 from lightning_recorder.errors import check_bool, check_callable, check_integer, imported
 from lightning_recorder.outputs import (
+    DrawingTime,
     DumpFolder,
     Plotter,
     RecordConsumer,
@@ -21,7 +25,7 @@ from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.signatures import repr_of_changed, with_checked_arguments
 from lightning_recorder.statistics import SiteStatistics
 
-__all__ = ["Outputs", "consumers"]
+__all__ = ["Outputs", "consumers", "drawing_time_of"]
 
 
 @with_checked_arguments
@@ -33,8 +37,9 @@ class Outputs:
 
     Args:
         records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
-        plots: Draw plots of all records so far, after 10, 20, 40, … records and when the fit ends.
-        plot_every_n_records: Draw the plots after every n-th record instead.
+        plots: Draw plots of all records when the fit ends and, in a long fit, after 10, 20, 40, … records, in another
+            process. All drawings during a fit together take at most 2 % of its time.
+        plot_every_n_records: Draw the plots after every n-th record instead, whatever time it takes.
         max_images: The maximum number of plots that show a single module over time.
         max_tags: The maximum number of tags for the loggers. If there are more, only some modules are shown: first
             those with unusual statistics, then an even selection of the others. A module that becomes unusual later is
@@ -115,6 +120,7 @@ def consumers(
     called: str,
     ranks: int,
     shown: bool,
+    limit: DrawingTime,
 ) -> list[RecordConsumer]:
     """Return the consumers that receive the records of a run.
 
@@ -129,6 +135,7 @@ def consumers(
         called: The name of the recorder in warnings.
         ranks: The number of ranks that the records cover.
         shown: True if a sink can show pictures.
+        limit: The limit of the time for drawings.
     """
     folder = DumpFolder(
         label,
@@ -146,5 +153,23 @@ def consumers(
         found.append(RecordFile(directory, label, group=group, name=name, ranks=ranks))
     if outputs.plots and shown:
         every, images = outputs.plot_every_n_records, outputs.max_images
-        found.append(Plotter(group, label, every=every, max_images=images, show=results.show))
+        found.append(Plotter(group, label, every=every, max_images=images, show=results.show, limit=limit))
     return found
+
+
+_limits: WeakKeyDictionary[Trainer, tuple[DrawingTime, set[str]]] = WeakKeyDictionary()
+
+
+def drawing_time_of(trainer: Trainer, label: str) -> DrawingTime:
+    """Return the limit of the time for drawings that all recorders of a fit share.
+
+    Args:
+        trainer: The trainer.
+        label: The name of the recorder that begins.
+    """
+    limit, labels = _limits.get(trainer) or (DrawingTime(), set())
+    if label in labels:  # it is another fit
+        limit, labels = DrawingTime(), set()
+    labels.add(label)
+    _limits[trainer] = limit, labels
+    return limit

@@ -29,7 +29,7 @@ from lightning_recorder.callbacks.messages import (
     why_no_files,
     why_no_step,
 )
-from lightning_recorder.callbacks.output_options import Outputs, consumers
+from lightning_recorder.callbacks.output_options import Outputs, consumers, drawing_time_of
 from lightning_recorder.callbacks.resume import ResumingCallback
 from lightning_recorder.callbacks.trainer import LossScale, decline, logged_step, make_directory, merge_ranks, stepped
 from lightning_recorder.errors import ArgumentError, SelectionError, warn
@@ -187,6 +187,7 @@ class StatisticsCallback(ResumingCallback):
                 called=str(self),
                 ranks=trainer.world_size,
                 shown=self._sink is not None and bool(self._sink.sinks),
+                limit=drawing_time_of(trainer, label),
             )
             if self.outputs.findings and trainer.state.fn == "fit":
                 self._findings = findings_of(trainer, pl_module, directory, label, strict=self.strict)

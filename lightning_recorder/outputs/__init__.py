@@ -14,7 +14,7 @@ from lightning_recorder.outputs.findings import RunFindings
 from lightning_recorder.outputs.formatter import SinkFormatter, TagBudget
 from lightning_recorder.outputs.graph_output import GraphOutput
 from lightning_recorder.outputs.pipeline import RecordConsumer, RecordFile, RecordPipeline
-from lightning_recorder.outputs.plotter import Plotter
+from lightning_recorder.outputs.plotter import DrawingTime, Plotter
 from lightning_recorder.outputs.receipt import CoverageReport, write_receipt
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "TENSOR_DUMP_TIMES",
     "Coverage",
     "CoverageReport",
+    "DrawingTime",
     "DumpContent",
     "DumpFolder",
     "Event",

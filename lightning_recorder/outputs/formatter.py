@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.errors import warn
 from lightning_recorder.names import make_tag
-from lightning_recorder.reductions import TaggedHistograms
+from lightning_recorder.reductions import TaggedHistograms, sums_of
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record, SiteStatistics
 from lightning_recorder.statistics.table import StatisticsTable, TableSchema
@@ -213,7 +213,6 @@ def _log10(seen: SiteStatistics, size: str) -> float | None:
 
 
 _BAD = ("nan_count", "inf_count")
-_FOR_HISTOGRAMS = ("count", "mean", "rms", "min", "max", "histogram_fraction")
 
 
 class _Plan(NamedTuple):
@@ -221,9 +220,7 @@ class _Plan(NamedTuple):
 
     schema: TableSchema
     shown: NDArray[np.int64]
-    tags: tuple[str, ...]
-    rows: NDArray[np.int64]
-    columns: NDArray[np.int64]
+    scalars: Mapping[str, tuple[int, int]]
     histogram_tags: Sequence[str]
 
 
@@ -279,15 +276,17 @@ class SinkFormatter:
             self._write_overflow(sink, record, found)
             return
         plan = self._plan(record, found)
-        scalars = dict(zip(plan.tags, found.numbers[plan.rows, plan.columns].tolist(), strict=True))
+        numbers = found.numbers.tolist()
+        scalars = {tag: numbers[row][column] for tag, (row, column) in plan.scalars.items()}
         if record.overflow_steps:
             scalars[f"{self._label}/overflow_steps"] = float(record.overflow_steps)
         if scalars:
             sink.write_scalars(record.step, scalars)
         if self.histograms and found:
-            columns = {name: found.column(name)[plan.shown] for name in _FOR_HISTOGRAMS if name in found.columns}
+            names = found.columns
+            sums = [sums_of(dict(zip(names, numbers[row], strict=True))) for row in plan.shown.tolist()]
             counts = found.counts.take(plan.shown)
-            sink.write_histograms(record.step, TaggedHistograms(plan.histogram_tags, counts, columns))
+            sink.write_histograms(record.step, TaggedHistograms(plan.histogram_tags, counts, sums))
 
     def _plan(self, record: Record, found: StatisticsTable) -> _Plan:
         """Return the tags of a record. They are the same in nearly all records of a stage."""
@@ -319,10 +318,9 @@ class SinkFormatter:
             for name in dict.fromkeys(wanted):
                 if name in names:  # the statistics across ranks need several ranks
                     tags[self._tag(record, self.group, site, name)] = row, found.columns.index(name)
-        places = np.array(list(tags.values()), dtype=np.int64).reshape(-1, 2)
         # A histogram has the tag of its site, so that the page shows it next to the site's scalars.
         histograms = [self._tag(record, self.group, found.sites[row], "histogram") for row in shown]
-        return _Plan(found.schema, shown, tuple(tags), places[:, 0], places[:, 1], histograms)
+        return _Plan(found.schema, shown, tags, histograms)
 
     def _select(self, found: StatisticsTable) -> NDArray[np.int64]:
         """Return the rows of the sites that are shown."""

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_recorder.outputs.pipeline import RecordConsumer
-from lightning_recorder.plots import History, overview
+from lightning_recorder.plots import DrawingProcess, History, overview
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.statistics.sites import Record
-from lightning_recorder.statistics.table import StatisticsTable
+from lightning_recorder.statistics.table import StatisticsTable, TableSchema
 from lightning_recorder.taps import Site
 
-__all__ = ["Plotter"]
+__all__ = ["DrawingTime", "Plotter"]
 
-_FIRST = 10  # records; then at twice as many, and so on, to limit the drawing time of long runs
+_FIRST = 10  # records; then at twice as many, and so on, to limit the size of the event files
 
 _MOST_SITES = 1000
 _PICTURE_BYTES = 20_000  # an initial estimate; a plot of 6 layers takes 5 to 10 KB, one of 100 layers up to 75 KB
@@ -29,23 +35,81 @@ _HEAT_MAPS = {
 _FLOW = ("rms", "min", "max")
 
 
+_SHARE = 0.02
+_FIRST_COST_S = 4.0  # an initial estimate, most of which is the import of torch in the new process
+
+
+class DrawingTime:
+    """The processor time that the pictures of a run may take: at most 2 % of the time since the run began.
+
+    All recorders of a trainer share it. A drawing is allowed if the previous ones and its own expected time, which is
+    that of the previous one, are within the limit.
+
+    Args:
+        clock: A function that returns a time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._lock = threading.Lock()
+        self._expected_s = _FIRST_COST_S
+        self.spent_s = 0.0
+        """The processor time of the drawings so far, with the expected time of those that are not finished."""
+
+    def reserve(self) -> float | None:
+        """Return the expected time of another drawing, which counts as spent from now on; None if it is too much."""
+        with self._lock:
+            cost_s = self._expected_s
+            if self.spent_s + cost_s > _SHARE * (self._clock() - self._began):
+                return None
+            self.spent_s += cost_s
+            return cost_s
+
+    def settle(self, reserved_s: float, cost_s: float) -> None:
+        """Replace the expected time of a drawing by the measured one."""
+        with self._lock:
+            self.spent_s += cost_s - reserved_s
+            self._expected_s = cost_s
+
+
+class _Started(NamedTuple):
+    """A drawing that another process makes."""
+
+    process: DrawingProcess
+    reserved_s: float
+    step: int
+    records: int
+
+
+class _Columns(NamedTuple):
+    """The places of the values of a plot in the tables of a schema."""
+
+    sites: tuple[Site, ...]
+    rows: NDArray[np.int64]
+    columns: list[int]
+
+
 class Plotter(RecordConsumer):
     """Draw plots of the recorded history.
 
-    The plots are drawn after 10, 20, 40, … records, and once more at the end of the run.
+    The plots are drawn at the end of the run and, in a long run, after 10, 20, 40, … records, as far as
+    :class:`DrawingTime` allows. The drawings during a run are made by another process, whose start takes a few seconds
+    of processor time, so a run of less than two or three minutes has only those at its end.
 
     Args:
         group: The kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         tags: The first part of the tags, by default the group.
-        every: Draw after every ``every``-th record instead.
+        every: Draw after every ``every``-th record instead, in the thread that calls, whatever time it takes.
         max_images: The maximum number of plots of single sites over time.
         show: A callback that receives the step and the images by tag. It returns the number of bytes written, or None
             if they are not counted.
+        limit: The limit of the time for drawings, which other recorders may share.
 
     Note:
         The history holds scalars for at most 256 records, evenly spaced; see
         :class:`~lightning_recorder.plots.History`. If there are more than 1,000 sites, more than a plot has rows for,
-        every second, third, … site is kept. Drawing takes about 0.1 s per plot in the writer thread.
+        every second, third, … site is kept.
     """
 
     def __init__(
@@ -56,42 +120,65 @@ class Plotter(RecordConsumer):
         every: int | None = None,
         max_images: int = 8,
         show: Callable[[int, Mapping[str, Image]], int | None],
+        limit: DrawingTime | None = None,
     ) -> None:
         self._group = group
         self._tags = tags or group
         self._every = every
         self._max_images = max_images
         self._show = show
+        self._limit = DrawingTime() if limit is None else limit
         self._histories: dict[str, History] = {}
         self._left_out: set[Site] = set()
+        self._schema: TableSchema | None = None
+        self._places: dict[str, _Columns] = {}
         self._records = self._drawn = 0
+        self._due = _FIRST
         self._step = 0
         self._drawings = 0
         self._bytes: int | None = None
+        self._started: _Started | None = None
+        self._can_start = True
 
     def __str__(self) -> str:
         return "plots"
 
     @override
     def on_record(self, record: Record, found: StatisticsTable) -> None:
+        if self._started is not None and self._started.process.done():
+            self._show_started()
         if record.stage != "train" or record.overflowed or not found:
             return
-        schema = found.schema
-        sites = [schema.sites[row] for row in (schema.backward if self._group == "gradients" else schema.forward)]
-        for part, of_part in self._by_part(sites).items():
+        if found.schema is not self._schema:
+            self._schema = found.schema
+            self._places = dict(self._places_in(found.schema))
+        padded = np.column_stack((found.numbers, np.full(len(found), np.nan)))
+        for part, (sites, rows, columns) in self._places.items():
+            self._histories[part].add_table(record.step, sites, padded[rows][:, columns], found.counts.take(rows))
+        self._records += 1
+        self._step = record.step
+        if self._every is not None:
+            if self._records % self._every == 0:
+                self._draw()
+        elif self._records >= self._due and self._can_start and self._started is None:
+            self._start()
+
+    def _places_in(self, schema: TableSchema) -> Iterator[tuple[str, _Columns]]:
+        """Yield the plots with the places of their values; create the histories of new plots."""
+        order = schema.backward if self._group == "gradients" else schema.forward
+        for part, sites in self._by_part([schema.sites[row] for row in order]).items():
             if part not in self._histories:
                 self._histories[part] = History(
                     statistics=tuple(dict.fromkeys((*_HEAT_MAPS[part], *_FLOW))),
                     max_histograms=0 if part.endswith("_grad") else self._max_images,  # their histograms are not drawn
                 )
-                every = -(-len(of_part) // _MOST_SITES)
-                self._left_out |= set(of_part) - set(of_part[::every])
-            kept = [site for site in of_part if site not in self._left_out]
-            self._histories[part].add(record.step, {site: (found[site].scalars, found[site].bins) for site in kept})
-        self._records += 1
-        self._step = record.step
-        if self._is_due(self._records):
-            self._draw()
+                every = -(-len(sites) // _MOST_SITES)
+                self._left_out |= set(sites) - set(sites[::every])
+            kept = tuple(site for site in sites if site not in self._left_out)
+            # A statistic that is not recorded is in the column of NaN at the end.
+            places = {name: column for column, name in enumerate(schema.columns)}
+            columns = [places.get(name, len(places)) for name in self._histories[part].statistics]
+            yield part, _Columns(kept, np.array([schema.rows[site] for site in kept], dtype=np.int64), columns)
 
     def _by_part(self, sites: list[Site]) -> dict[str, list[Site]]:
         """Group the sites by plot: the values and the gradients of parameters are drawn separately."""
@@ -107,33 +194,82 @@ class Plotter(RecordConsumer):
                 parts.setdefault("parameters", []).append(site)
         return parts
 
-    def _is_due(self, records: int) -> bool:
-        if self._every is not None:
-            return records % self._every == 0
-        times, rest = divmod(records, _FIRST)
-        return rest == 0 and times & (times - 1) == 0
-
     @override
     def logged_bytes(self, records: int) -> int:
-        times = sum(map(self._is_due, range(1, records))) + 1
+        if self._every is not None:
+            times = -(-records // self._every)
+        else:
+            times = 1 + max(0, (max(records - 1, 1) // _FIRST).bit_length())
         if self._drawings:
             return times * (self._bytes or 0) // self._drawings
         groups = [group for group in _HEAT_MAPS if group.startswith(self._group)]
         pictures = sum(len(_HEAT_MAPS[group]) + 1 + self._max_images for group in groups)
         return times * pictures * _PICTURE_BYTES
 
-    def _draw(self) -> None:
-        self._drawn = self._records
-        images: dict[str, Image] = {}
+    def _work(self) -> list[tuple[History, dict[str, Any]]]:
+        """Return the arguments of :func:`overview` for each plot."""
+        found = []
         for part, history in self._histories.items():
             group = part.replace(self._group, self._tags, 1)
-            images |= overview(history, group=group, statistics=_HEAT_MAPS[part], max_images=self._max_images)
-        written = self._show(self._step, images)
+            found.append((history, {"group": group, "statistics": _HEAT_MAPS[part], "max_images": self._max_images}))
+        return found
+
+    def _start(self) -> None:
+        """Start to draw in another process, if the time allows."""
+        reserved_s = self._limit.reserve()
+        if reserved_s is None:
+            return
+        try:
+            process = DrawingProcess(_draw, self._work())
+        except Exception:  # noqa: BLE001 - without another process, everything is drawn at the end
+            self._can_start = False
+            self._limit.settle(reserved_s, 0.0)
+            return
+        self._started = _Started(process, reserved_s, self._step, self._records)
+        self._due = 2 * self._records
+
+    def wait(self) -> None:
+        """Wait for the drawing that another process makes. The next record shows it."""
+        if self._started is not None:
+            self._started.process.wait()
+
+    def _show_started(self) -> None:
+        started, self._started = self._started, None
+        if started is None:
+            return
+        cost_s = started.reserved_s
+        try:
+            images, cost_s = started.process.finish()
+        except OSError:
+            self._can_start = False
+        else:
+            self._show_images(started.step, images)
+            self._drawn = started.records
+        finally:
+            self._limit.settle(started.reserved_s, cost_s)
+
+    def _draw(self) -> None:
+        self._drawn = self._records
+        self._show_images(self._step, _draw(self._work()))
+
+    def _show_images(self, step: int, images: Mapping[str, Image]) -> None:
+        written = self._show(step, images)
         self._drawings += 1
         if written is not None:
             self._bytes = (self._bytes or 0) + written
 
     @override
     def finish(self) -> None:
+        started, self._started = self._started, None
+        if started is not None:  # the last drawing shows more
+            with suppress(OSError):
+                started.process.finish()
         if self._drawn < self._records:
             self._draw()
+
+
+def _draw(work: list[tuple[History, dict[str, Any]]]) -> dict[str, Image]:
+    images: dict[str, Image] = {}
+    for history, options in work:
+        images |= overview(history, **options)
+    return images

@@ -19,8 +19,8 @@ from lightning_recorder.reductions.scalars import (
     Tallies,
 )
 from lightning_recorder.reductions.shaped import ChannelMoments, DeadChannels, ShapedReduction
-from lightning_recorder.reductions.sparse import CoarseHistograms, SparseCounts, TaggedHistograms
-from lightning_recorder.reductions.statistics import Statistics, to_histogram
+from lightning_recorder.reductions.sparse import CoarseHistogram, SparseCounts, Sums, TaggedHistograms
+from lightning_recorder.reductions.statistics import Statistics, sums_of, to_histogram
 from lightning_recorder.reductions.values import Values
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "BatchSum",
     "Change",
     "ChannelMoments",
-    "CoarseHistograms",
+    "CoarseHistogram",
     "Collected",
     "Combined",
     "DeadChannels",
@@ -50,6 +50,7 @@ __all__ = [
     "SparseCounts",
     "StateBank",
     "Statistics",
+    "Sums",
     "TaggedHistograms",
     "Tallies",
     "Values",
@@ -57,5 +58,6 @@ __all__ = [
     "prepare",
     "prepare_device",
     "row_state",
+    "sums_of",
     "to_histogram",
 ]

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_recorder.bins import BINS, BINS_PER_OCTAVE, FINITE_BINS
 from lightning_recorder.reductions.histogram import EDGES, Histogram, between_edges
 
-__all__ = ["CoarseHistograms", "SparseCounts", "TaggedHistograms"]
+__all__ = ["CoarseHistogram", "SparseCounts", "Sums", "TaggedHistograms"]
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -39,21 +39,15 @@ def _places_between_edges() -> Integers:
 _PLACES = _places_between_edges()
 
 
-class CoarseHistograms(NamedTuple):
-    """Histograms with at most a given number of bins, one after the other."""
+class CoarseHistogram(NamedTuple):
+    """The bins of the finite values of one histogram."""
 
-    limits: Floats
-    """The upper edge of each bin."""
-    counts: Floats
-    starts: Integers
-    """The first bin of each histogram, and the number of all bins, ``[histograms + 1]``."""
-
-    def take(self, rows: Integers) -> CoarseHistograms:
-        """Return the histograms of some rows, in this order."""
-        lengths = np.diff(self.starts)[rows]
-        starts = np.concatenate(([0], np.cumsum(lengths)))
-        places = np.arange(starts[-1]) + np.repeat(self.starts[rows] - starts[:-1], lengths)
-        return CoarseHistograms(self.limits[places], self.counts[places], starts)
+    count: float
+    """The number of values."""
+    limits: bytes
+    """The upper edge of each bin, ``[bins]`` float64, little-endian."""
+    counts: bytes
+    """The number of values in each bin, ``[bins]`` float64, little-endian."""
 
 
 class SparseCounts:
@@ -96,13 +90,14 @@ class SparseCounts:
         packed, ends = self._entries.packed
         return [packed[ends[row] : ends[row + 1]] for row in self._rows.tolist()]
 
-    def coarsened(self, most: int) -> CoarseHistograms:
+    def coarsened(self, most: int) -> list[CoarseHistogram]:
         """Return the finite values of the histograms in at most ``most`` bins.
 
         Each result equals that of :meth:`Histogram.coarsened`, except that a histogram without finite values has no
         bins.
         """
-        return self._entries.coarsened(most).take(self._rows)
+        found = self._entries.coarsened(most)
+        return [found[row] for row in self._rows.tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +145,7 @@ class _Entries:
             packed[ends[some] + place + 1] = (numbers[some] >> (7 * (place + 1))) & 127
         return packed.tobytes(), ends[2 * self.starts].tolist()
 
-    def coarsened(self, most: int) -> CoarseHistograms:
+    def coarsened(self, most: int) -> list[CoarseHistogram]:
         """Return all histograms in at most ``most`` bins."""
         found = self._coarse.get(most)
         if found is None:
@@ -158,22 +153,27 @@ class _Entries:
         return found
 
     @cached_property
-    def _coarse(self) -> dict[int, CoarseHistograms]:
+    def _coarse(self) -> dict[int, list[CoarseHistogram]]:
         return {}
 
-    def _coarsened(self, most: int) -> CoarseHistograms:
+    def _coarsened(self, most: int) -> list[CoarseHistogram]:
         rows, counts, upper, lower = self._between_edges()
         number = len(self.starts) - 1
-        if not len(rows):
-            return CoarseHistograms(upper, counts, np.zeros(number + 1, dtype=np.int64))
-        is_first = np.diff(rows, prepend=-1) > 0
         sizes = np.bincount(rows, minlength=number)
-        if sizes.max() > most:
+        if sizes.max(initial=0) > most:
+            is_first = np.diff(rows, prepend=-1) > 0
             begins = np.flatnonzero(_kept_edges(rows, counts, upper, lower, is_first, most))
             counts = np.add.reduceat(counts, begins)
             upper = upper[np.append(begins[1:], len(rows)) - 1]
             sizes = np.bincount(rows[begins], minlength=number)
-        return CoarseHistograms(upper, counts, np.concatenate(([0], np.cumsum(sizes))))
+        starts = np.concatenate(([0], np.cumsum(sizes)))
+        below = np.concatenate(([0.0], np.cumsum(counts)))  # exact for integers
+        numbers = (below[starts[1:]] - below[starts[:-1]]).tolist()
+        limits, packed, ends = upper.astype("<f8").tobytes(), counts.astype("<f8").tobytes(), (8 * starts).tolist()
+        return [
+            CoarseHistogram(count, limits[first:last], packed[first:last])
+            for count, first, last in zip(numbers, ends, ends[1:], strict=False)
+        ]
 
     def _between_edges(self) -> tuple[Integers, Floats, Floats, Floats]:
         """Return the row, the count and both edges of each bin in ascending order, with a bin for each gap."""
@@ -229,19 +229,28 @@ def _kept_edges(
     return begins
 
 
+class Sums(NamedTuple):
+    """The summary numbers of a histogram; see :class:`Histogram`."""
+
+    min: float
+    max: float
+    sum: float
+    sum_squares: float
+    fraction: float = 1.0
+
+
 class TaggedHistograms(Mapping[str, Histogram]):
     """Histograms by tag, for :meth:`Sink.write_histograms`. As a mapping, it makes each histogram on access.
 
     Args:
         tags: The tags.
         counts: The histograms of the tags.
-        columns: The statistics ``count``, ``mean``, ``rms``, ``min`` and ``max`` of the tags and, if the histograms are
-            samples, ``histogram_fraction``, ``[tags]`` each.
+        sums: The summary numbers of the tags.
     """
 
-    def __init__(self, tags: Sequence[str], counts: SparseCounts, columns: Mapping[str, Floats]) -> None:
-        self.tags = tuple(tags)
-        self._counts, self._columns = counts, columns
+    def __init__(self, tags: Sequence[str], counts: SparseCounts, sums: Sequence[Sums]) -> None:
+        self.tags, self.sums = tags, sums
+        self._counts = counts
 
     @cached_property
     def _places(self) -> dict[str, int]:
@@ -250,10 +259,7 @@ class TaggedHistograms(Mapping[str, Histogram]):
     @override
     def __getitem__(self, tag: str) -> Histogram:
         place = self._places[tag]
-        edges, counts = between_edges(self._counts.dense(place).numpy())
-        fractions = self._columns.get("histogram_fraction")
-        fraction = 1.0 if fractions is None else float(fractions[place])
-        return Histogram(edges, counts, *self.sums[place].tolist(), fraction)
+        return Histogram(*between_edges(self._counts.dense(place).numpy()), *self.sums[place])
 
     @override
     def __iter__(self) -> Iterator[str]:
@@ -263,14 +269,6 @@ class TaggedHistograms(Mapping[str, Histogram]):
     def __len__(self) -> int:
         return len(self.tags)
 
-    def coarsened(self, most: int) -> CoarseHistograms:
+    def coarsened(self, most: int) -> list[CoarseHistogram]:
         """Return the histograms in at most ``most`` bins; see :meth:`SparseCounts.coarsened`."""
         return self._counts.coarsened(most)
-
-    @cached_property
-    def sums(self) -> Floats:
-        """The minimum, maximum, sum and sum of squares of the finite values, ``[tags, 4]``."""
-        count, mean, rms = (self._columns[name] for name in ("count", "mean", "rms"))
-        with np.errstate(over="ignore", invalid="ignore"):  # squares may exceed the range
-            sums, squares = (np.where(np.isnan(mean), 0.0, each) for each in (mean * count, rms * rms * count))
-        return np.stack((self._columns["min"], self._columns["max"], sums, squares), axis=1)

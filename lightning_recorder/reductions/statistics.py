@@ -15,9 +15,10 @@ from lightning_recorder.reductions.kernels.fused import add_statistics, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import add_statistics_on_device
 from lightning_recorder.reductions.kernels.host import add_statistics_on_host
 from lightning_recorder.reductions.row import COUNT, M2, MAX, MEAN, MIN, row_reductions
+from lightning_recorder.reductions.sparse import Sums
 from lightning_recorder.reductions.values import Values
 
-__all__ = ["Statistics", "to_histogram"]
+__all__ = ["Statistics", "sums_of", "to_histogram"]
 
 # Fast paths that compute all statistics together. Each returns True if it updated the state.
 _QUICK = (add_statistics, add_statistics_on_device, add_statistics_on_host)
@@ -96,12 +97,14 @@ def to_histogram(statistics: Mapping[str, float], bins: Tensor) -> Histogram:
             ``max`` and, if present, ``histogram_fraction``.
         bins: The ``histogram`` of the site, ``[2048]``.
     """
-    edges, counts = between_edges(bins.numpy())
+    return Histogram(*between_edges(bins.numpy()), *sums_of(statistics))
+
+
+def sums_of(statistics: Mapping[str, float]) -> Sums:
+    """Return the summary numbers of a histogram from the same statistics as :func:`to_histogram`."""
     count, mean, rms = (float(statistics[name]) for name in ("count", "mean", "rms"))
     empty = math.isnan(mean)
-    return Histogram(
-        edges=edges,
-        counts=counts,
+    return Sums(
         min=float(statistics["min"]),
         max=float(statistics["max"]),
         sum=0.0 if empty else mean * count,

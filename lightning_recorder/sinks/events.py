@@ -11,16 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_recorder.reductions import Histogram, TaggedHistograms
+from lightning_recorder.reductions import CoarseHistogram, Histogram, Sums, TaggedHistograms
 
 __all__ = ["ScalarTags", "event", "histogram_summary"]
 
-_DOUBLE = 8  # bytes
-_SUMS = np.dtype([(f"{kind}{number}", form) for number in range(5) for kind, form in (("key", "u1"), ("value", "<f8"))])
-# The keys of min, max, num, sum and sum_squares.
-_SUM_KEYS = (0x09, 0x11, 0x19, 0x21, 0x29)
+# The key and the value of min, max, num, sum and sum_squares.
+_NUMBERS = struct.Struct("<" + 5 * "Bd")
 
 
 @lru_cache(maxsize=1 << 14)
@@ -86,43 +83,23 @@ def histogram_summary(histograms: Mapping[str, Histogram], most: int) -> bytes:
         most: The maximum number of bins; see :meth:`Histogram.coarsened`.
     """
     pieces = []
-    parts = _all_parts(histograms, most) if isinstance(histograms, TaggedHistograms) else _parts(histograms, most)
-    for tag, sums, limits, counts in parts:
-        size = _varint(len(limits))
-        histogram = b"".join((sums, b"\x32", size, limits, b"\x3a", size, counts))
-        value = b"".join((tag, b"\x2a", _varint(len(histogram)), histogram))
-        pieces += [b"\x0a", _varint(len(value)), value]
+    if isinstance(histograms, TaggedHistograms):
+        parts = zip(histograms.tags, histograms.sums, histograms.coarsened(most), strict=True)
+    else:
+        parts = _one_by_one(histograms, most)
+    for tag, sums, (count, limits, counts) in parts:
+        if count:
+            numbers = _NUMBERS.pack(9, sums[0], 17, sums[1], 25, count, 33, sums[2], 41, sums[3])
+            size = _varint(len(limits))
+            histogram = b"".join((numbers, b"\x32", size, limits, b"\x3a", size, counts))
+            value = b"".join((_tag(tag), b"\x2a", _varint(len(histogram)), histogram))
+            pieces += [b"\x0a", _varint(len(value)), value]
     return b"".join(pieces)
 
 
-_Part = tuple[bytes, bytes, bytes, bytes]  # the tag, the five sums, the upper edges and the counts
-
-
-def _all_parts(histograms: TaggedHistograms, most: int) -> Iterator[_Part]:
-    limits, counts, starts = histograms.coarsened(most)
-    below = np.concatenate(([0.0], np.cumsum(counts)))
-    sums = np.insert(histograms.sums, 2, below[starts[1:]] - below[starts[:-1]], axis=1)
-    packed, edges, numbers = _packed_sums(sums), limits.astype("<f8").tobytes(), counts.astype("<f8").tobytes()
-    ends = (starts * _DOUBLE).tolist()
-    for place, tag in enumerate(histograms.tags):
-        first, last = ends[place], ends[place + 1]
-        if last > first:
-            of_tag = packed[place * _SUMS.itemsize : (place + 1) * _SUMS.itemsize]
-            yield _tag(tag), of_tag, edges[first:last], numbers[first:last]
-
-
-def _parts(histograms: Mapping[str, Histogram], most: int) -> Iterator[_Part]:
-    for tag, histogram in histograms.items():
-        if histogram.count:
-            drawn = histogram.coarsened(most)
-            sums = (histogram.min, histogram.max, histogram.count, histogram.sum, histogram.sum_squares)
-            limits, counts = drawn.edges[1:].astype("<f8"), drawn.counts.astype("<f8")
-            yield _tag(tag), _packed_sums(np.array([sums])), limits.tobytes(), counts.tobytes()
-
-
-def _packed_sums(sums: NDArray[np.float64]) -> bytes:
-    """Return the fields of min, max, num, sum and sum_squares, 45 bytes for each row of ``[tags, 5]``."""
-    packed = np.empty(len(sums), dtype=_SUMS)
-    for number, key in enumerate(_SUM_KEYS):
-        packed[f"key{number}"], packed[f"value{number}"] = key, sums[:, number]
-    return packed.tobytes()
+def _one_by_one(histograms: Mapping[str, Histogram], most: int) -> Iterator[tuple[str, Sums, CoarseHistogram]]:
+    for tag, each in histograms.items():
+        drawn = each.coarsened(most)
+        limits, counts = drawn.edges[1:].astype("<f8"), drawn.counts.astype("<f8")
+        sums = Sums(each.min, each.max, each.sum, each.sum_squares)
+        yield tag, sums, CoarseHistogram(float(each.count), limits.tobytes(), counts.tobytes())

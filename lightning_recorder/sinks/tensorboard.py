@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import mmap
 import os
@@ -24,7 +25,7 @@ from lightning_recorder.graph.renderers.graphdef import to_graph_def
 from lightning_recorder.reductions.histogram import Histogram
 from lightning_recorder.sinks.base import Image, Sink
 from lightning_recorder.sinks.events import ScalarTags, event, histogram_summary
-from lightning_recorder.sinks.files import SharedFiles
+from lightning_recorder.sinks.files import SharedFiles, to_pillow
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -244,6 +245,9 @@ def _masked(checksum: int) -> bytes:
 # TensorBoard draws a histogram in 30 bins. More than twice as many enlarge the event file and do not change the plot.
 _MAX_BINS = 64
 
+# The default level of 6 takes half as long again, for files that are smaller by an eighth.
+_PNG_LEVEL = 3
+
 # The overhead of an event in the file: a length and two checksums.
 _RECORD_BYTES = 16
 
@@ -333,10 +337,14 @@ class TensorBoardSink(Sink):
 
     @override
     def write_images(self, step: int, images: Mapping[str, Image]) -> bool:
-        from torch.utils.tensorboard.summary import image
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
         for tag, pixels in images.items():
-            self._add(step, image(tag, pixels, dataformats="HWC").SerializeToString())
+            height, width, _ = pixels.shape
+            file = io.BytesIO()
+            to_pillow(pixels).save(file, "png", compress_level=_PNG_LEVEL)
+            proto = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=file.getvalue())
+            self._add(step, Summary(value=[Summary.Value(tag=tag, image=proto)]).SerializeToString())
         return True
 
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +15,11 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_recorder import MemorySink, RecorderWarning, StatisticsRecorder, open_recording
-from lightning_recorder.outputs import Plotter, RecordConsumer, RecordFile, RecordPipeline, SinkFormatter
+from lightning_recorder.outputs import DrawingTime, Plotter, RecordConsumer, RecordFile, RecordPipeline, SinkFormatter
+from lightning_recorder.reductions import SparseCounts
 from lightning_recorder.sinks import MultiSink, for_any_thread
 from lightning_recorder.statistics import Record, SiteStatistics
+from lightning_recorder.statistics.table import StatisticsTable, make_schema
 from lightning_recorder.taps import Site
 
 
@@ -181,18 +184,90 @@ def plotted(records: int, **options: Any) -> list[tuple[int, list[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("records", "options", "steps"),
-    [
-        (3, {}, [2]),
-        (10, {}, [9]),
-        (45, {}, [9, 19, 39, 44]),
-        (7, {"every": 3}, [2, 5, 6]),
-        (0, {}, []),
-    ],
+    ("records", "options", "steps"), [(3, {}, [2]), (45, {}, [44]), (7, {"every": 3}, [2, 5, 6]), (0, {}, [])]
 )
 def test_when_pictures_are_drawn(records: int, options: dict[str, Any], steps: list[int]) -> None:
-    """Plots are drawn after 10, 20, 40, … records or every n-th, and at the end if there are new records."""
+    """Plots of a short run are drawn at its end if there are new records, or after every n-th on request."""
     assert [step for step, _ in plotted(records, max_images=0, **options)] == steps
+
+
+def test_pictures_take_two_percent_of_the_time() -> None:
+    """A drawing is allowed when its expected time and that of the previous ones are 2 % of the time that has passed."""
+    now = 1000.0
+    limit = DrawingTime(lambda: now)
+    now += 199.0
+    assert limit.reserve() is None
+    now += 1.0
+    assert limit.reserve() == 4.0
+    assert limit.reserve() is None
+    limit.settle(4.0, 2.5)
+    assert limit.spent_s == 2.5
+    now += 49.0  # 2 % of 249 s are 4.98 s
+    assert limit.reserve() is None
+    now += 1.0
+    assert limit.reserve() == 2.5
+
+
+def test_pictures_of_a_long_run_are_drawn_by_another_process() -> None:
+    """After 10, 20, 40, … records another process draws, if the time allows, and the next record shows the pictures."""
+    shown: list[tuple[int, dict[str, Any]]] = []
+    now = 0.0
+    limit = DrawingTime(lambda: now)
+    plotter = Plotter(
+        "activations", max_images=1, limit=limit, show=lambda step, images: shown.append((step, dict(images)))
+    )
+    processes = []
+    for step in range(15):
+        now += 1000.0
+        given = record(step, names=("a", "b", "c"))
+        plotter.on_record(given, given.snapshot.statistics())
+        if plotter._started is not None:
+            processes.append(plotter._started.process._process)
+            plotter.wait()
+    spent_s = limit.spent_s
+    plotter.finish()
+    assert [step for step, _ in shown] == [9, 14]
+    assert all(process.returncode == 0 for process in processes)
+    assert 0 < spent_s < 0.02 * now
+    # The same pictures as this process draws: step 9 is that of the first drawing.
+    again: list[dict[str, Any]] = []
+    other = Plotter("activations", max_images=1, every=10, show=lambda step, images: again.append(dict(images)))
+    for step in range(10):
+        given = record(step, names=("a", "b", "c"))
+        other.on_record(given, given.snapshot.statistics())
+    assert {tag: pixels.tolist() for tag, pixels in again[0].items()} == {
+        tag: pixels.tolist() for tag, pixels in shown[0][1].items()
+    }
+
+
+def test_a_run_that_ends_while_another_process_draws() -> None:
+    """The process is ended with the run, and the pictures of the whole run are drawn."""
+    shown: list[int] = []
+    now = 0.0
+    plotter = Plotter("activations", limit=DrawingTime(lambda: now), show=lambda step, images: shown.append(step))
+    for step in range(10):
+        now += 1000.0
+        given = record(step)
+        plotter.on_record(given, given.snapshot.statistics())
+    assert plotter._started is not None
+    process = plotter._started.process._process
+    plotter.finish()
+    assert process.returncode is not None
+    assert shown == [9]
+
+
+def test_without_another_process_pictures_are_drawn_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no process can be started, the pictures are drawn when the run ends."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    shown: list[int] = []
+    now = 0.0
+    plotter = Plotter("activations", limit=DrawingTime(lambda: now), show=lambda step, images: shown.append(step))
+    for step in range(25):
+        now += 1000.0
+        given = record(step)
+        plotter.on_record(given, given.snapshot.statistics())
+    plotter.finish()
+    assert shown == [24]
 
 
 def test_which_pictures_are_drawn() -> None:
@@ -211,8 +286,9 @@ def test_which_pictures_are_drawn() -> None:
 def test_of_very_many_sites_some_are_kept() -> None:
     """Every third of 2,500 sites is kept, in all records, so that memory is bounded."""
     plotter = Plotter("activations", show=lambda step, images: None)
-    seen = SiteStatistics({"rms": 1.0, "mean": 0.0, "zero_fraction": 0.0, "min": 0.0, "max": 1.0}, torch.zeros(2048))
-    found = {Site(f"m{number}", "out"): seen for number in range(2500)}
+    sites = tuple(Site(f"m{number}", "out") for number in range(2500))
+    schema = make_schema(sites, ("rms", "min"), ((torch.float32, (1,)),) * 2500, sites)
+    found = StatisticsTable(schema, np.ones((2500, 2)), SparseCounts(np.zeros((2500, 2048))))
     for step in range(2):
         plotter.on_record(record(step), found)
     (history,) = plotter._histories.values()
