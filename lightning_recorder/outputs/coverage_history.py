@@ -95,6 +95,16 @@ class PresenceHistory(Generic[Unit]):
             self._units[unit].has_stopped = True
         return started, stopped
 
+    @property
+    def is_steady(self) -> bool:
+        """True if another record with the same units changes nothing but the number of records."""
+        return self.records > 0 and not self._absent
+
+    def repeat(self, step: int) -> None:
+        """Add a record with the same units as the previous one; see :attr:`is_steady`."""
+        self.records += 1
+        self.last_step = step
+
     def finish(self) -> list[Unit]:
         """Return the units that count as stopped when the run ends."""
         stopped = [unit for unit in self._absent if self._has_stopped(self._units[unit], at_end=True)]
@@ -180,6 +190,7 @@ class CoverageHistory:
 
     def __init__(self) -> None:
         self._coverage = Coverage(nn.Module(), {}, ())
+        self._found: Iterable[Site] = ()
         self._sites: dict[Site, None] = {}
         self._modules: PresenceHistory[str] = PresenceHistory()
         self._gradients: PresenceHistory[Site] = PresenceHistory()
@@ -202,7 +213,13 @@ class CoverageHistory:
         Returns:
             The changes to report.
         """
-        self._coverage = coverage
+        histories = (self._modules, self._gradients)
+        is_same = coverage is self._coverage and found is self._found
+        if is_same and all(each.is_steady for each in histories):
+            for each in histories:
+                each.repeat(step)
+            return []
+        self._coverage, self._found = coverage, found
         self._called.update(coverage.called)
         sites = dict.fromkeys(found)
         self._sites.update(sites)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from typing_extensions import override
 
 from lightning_recorder.disk import attempt
@@ -31,14 +30,14 @@ FINDINGS = "findings.json"
 
 _MOST_LISTED = 3
 _FIRST_CHECK = 5  # records of each recorder
-_GROWTH = 1.5  # of the number of records between two checks, so that checks take a bounded part of the time
+_GROWTH = 2  # of the number of records between two checks, so that checks take a bounded part of the time
 _NOT_FINITE = [STATISTICS.index("nan_count"), STATISTICS.index("inf_count")]
 
 
 class RunFindings:
     """The findings from the records of all recorders of a run.
 
-    The records are checked each time that their number has grown by half, and soon after the first NaN or infinity. A
+    The records are checked each time that their number has doubled, and soon after the first NaN or infinity. A
     finding is logged once it is in two checks in a row, so that a start that settles is not reported. When the last
     recorder has ended, all findings are logged and written to ``findings.json``. An error in here gives one warning.
 
@@ -70,6 +69,7 @@ class RunFindings:
         self._has_failed = self._was_bad = False
         self._records = self._last_step = 0
         self._due = 0
+        self._written = b""
         self._before: set[tuple[str, str, str]] = set()
         self._said: set[tuple[str, str, str]] = set()
 
@@ -171,7 +171,10 @@ class RunFindings:
         if self._run is not None:
             path = self._run.directory / FINDINGS
             data = (json.dumps(findings_to_json(findings), indent=1) + "\n").encode()
-            attempt(path, len(data), partial(write_whole, path, lambda file: file.write(data)))
+            if data != self._written and attempt(
+                path, len(data), partial(write_whole, path, lambda file: file.write(data))
+            ):
+                self._written = data
 
 
 class ExaminedRecords(RecordConsumer):
@@ -200,7 +203,6 @@ class ExaminedRecords(RecordConsumer):
             self._schema = schema
             self._sites = tuple(schema.sites[row] for row in order)
             self._kinds = dtypes_and_shapes(schema.kinds[row] for row in order)
-        values = np.stack([found.column(name) for name in STATISTICS], axis=1)[order]
         dtypes, shapes = self._kinds
         self._findings.add(
             SiteRecords(
@@ -211,7 +213,7 @@ class ExaminedRecords(RecordConsumer):
                 sites=self._sites,
                 dtypes=dtypes,
                 shapes=shapes,
-                values=values,
+                values=found.part(order, STATISTICS),
                 histogram=lambda site: found[site].histogram,
             )
         )

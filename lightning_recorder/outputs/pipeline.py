@@ -71,18 +71,18 @@ class RecordConsumer(ABC):
 
 
 # Records are joined for at most so long. A killed process loses the records that have not been written.
-_JOIN_S = 0.2
-# The limits of the memory for waiting records: a site takes 16 KB.
-_MOST_JOINED_SITES = 256
+_JOIN_S = 0.5
+# The limits of the memory of waiting records. The states of a site take 16 KB.
+_MOST_JOINED_BYTES = 2**23
 _MOST_BATCHES = 4
 
 
 class _Batch:
-    """Records that are written together."""
+    """Records that are written together, with their facts and, if these are known, their statistics."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[Record, ReceiptFacts | None]] = []
-        self.sites = 0
+        self.records: list[tuple[Record, ReceiptFacts | None, StatisticsTable | None]] = []
+        self.nbytes = 0
         self.thread = threading.get_ident()
         self.is_sealed = threading.Event()
 
@@ -118,6 +118,8 @@ class RecordPipeline:
         """The selected modules of the run, or None before they are known."""
         self._name, self._log = name, log
         self._has_receipt = False
+        # The facts of the latest record and what they were made of. They rarely change.
+        self._known: tuple[Coverage | None, Mapping[str, Any], Coverage] | None = None
         self._interval: int | None = None
         self._derive = derive
         self._has_warned_of_divergence = False
@@ -202,16 +204,19 @@ class RecordPipeline:
         if record.stage == "train" and record.steps and run is not None and run.is_covered:
             self._has_receipt = True
             facts = self._facts(run, run.recorder.take_traces())
-        sites = sum(len(group.keys) for group in record.snapshot.groups[0]) if record.snapshot.groups else 0
+        nbytes, found = record.snapshot.nbytes, None
+        if nbytes > _MOST_JOINED_BYTES:  # many of these would wait, so the states are reduced to statistics at once
+            found = record.snapshot.statistics()
+            record.snapshot.release()
         with self._lock:
             batch = self._open
-            is_new = batch is None or batch.sites + sites > _MOST_JOINED_SITES
+            is_new = batch is None or batch.nbytes + nbytes > _MOST_JOINED_BYTES
             if batch is None or is_new:
                 if batch is not None:
                     batch.is_sealed.set()
                 batch = self._open = _Batch()
-            batch.records.append((record, facts))
-            batch.sites += sites
+            batch.records.append((record, facts, found))
+            batch.nbytes += nbytes
         if is_new:
             self._queue.submit(partial(self._write_batch, batch))
         else:
@@ -235,8 +240,10 @@ class RecordPipeline:
         self._queue.put(job)
 
     def _facts(self, run: RunRecorder, traces: Mapping[str, Any]) -> ReceiptFacts:
-        coverage = self.coverage or Coverage(nn.Module(), {}, ())
-        return coverage.having(**traces), run.sampling, run.reduce
+        if self._known is None or self._known[0] is not self.coverage or self._known[1] != traces:
+            coverage = self.coverage or Coverage(nn.Module(), {}, ())
+            self._known = self.coverage, traces, coverage.having(**traces)
+        return self._known[2], run.sampling, run.reduce
 
     def find_gradients(self) -> None:
         """Note the modules whose parameters have a gradient now, for the first receipt."""
@@ -298,13 +305,13 @@ class RecordPipeline:
         before = self._written_bytes
         tables = list(self._tables(batch))
         with nullcontext() if self.sink is None else self.sink.joined():
-            for (record, _), found in zip(batch.records, tables, strict=True):
+            for (record, _, _), found in zip(batch.records, tables, strict=True):
                 self._write(record, found)
         for consumer in list(self.consumers):
             self._contained(consumer, consumer.flush)
         written = self._written_bytes
         size = None if written is None else (written - (before or 0)) // len(batch.records)
-        for (record, facts), found in zip(batch.records, tables, strict=True):
+        for (record, facts, _), found in zip(batch.records, tables, strict=True):
             if facts is not None:
                 self.receipt.add(record, found, size, facts)
             if size is not None and record.stage == "train":
@@ -312,11 +319,13 @@ class RecordPipeline:
         self._written_s = time.monotonic()
 
     def _tables(self, batch: _Batch) -> Iterator[StatisticsTable]:
-        tables = statistics_of([record.snapshot for record, _ in batch.records])
-        for (record, _), found in zip(batch.records, tables, strict=True):
+        missing = iter(statistics_of([record.snapshot for record, _, found in batch.records if found is None]))
+        for record, _, found in batch.records:
+            table = next(missing) if found is None else found
+            record.snapshot.release()
             if record.snapshot.diverged:
-                self._warn_of_divergence(record, found)
-            yield found if self._derive is None else self._derive(found)
+                self._warn_of_divergence(record, table)
+            yield table if self._derive is None else self._derive(table)
 
     def _write(self, record: Record, found: StatisticsTable) -> None:
         (self.recorded if found else self.empty)[record.stage] += 1

@@ -82,12 +82,11 @@ class _Started(NamedTuple):
     records: int
 
 
-class _Columns(NamedTuple):
-    """The places of the values of a plot in the tables of a schema."""
+class _Rows(NamedTuple):
+    """The sites of a plot and their rows in the tables of a schema."""
 
     sites: tuple[Site, ...]
     rows: NDArray[np.int64]
-    columns: list[int]
 
 
 class Plotter(RecordConsumer):
@@ -131,7 +130,7 @@ class Plotter(RecordConsumer):
         self._histories: dict[str, History] = {}
         self._left_out: set[Site] = set()
         self._schema: TableSchema | None = None
-        self._places: dict[str, _Columns] = {}
+        self._places: dict[str, _Rows] = {}
         self._records = self._drawn = 0
         self._due = _FIRST
         self._step = 0
@@ -152,9 +151,9 @@ class Plotter(RecordConsumer):
         if found.schema is not self._schema:
             self._schema = found.schema
             self._places = dict(self._places_in(found.schema))
-        padded = np.column_stack((found.numbers, np.full(len(found), np.nan)))
-        for part, (sites, rows, columns) in self._places.items():
-            self._histories[part].add_table(record.step, sites, padded[rows][:, columns], found.counts.take(rows))
+        for part, (sites, rows) in self._places.items():
+            history = self._histories[part]
+            history.add_table(record.step, sites, found.part(rows, history.statistics), found.counts.take(rows))
         self._records += 1
         self._step = record.step
         if self._every is not None:
@@ -163,7 +162,7 @@ class Plotter(RecordConsumer):
         elif self._records >= self._due and self._can_start and self._started is None:
             self._start()
 
-    def _places_in(self, schema: TableSchema) -> Iterator[tuple[str, _Columns]]:
+    def _places_in(self, schema: TableSchema) -> Iterator[tuple[str, _Rows]]:
         """Yield the plots with the places of their values; create the histories of new plots."""
         order = schema.backward if self._group == "gradients" else schema.forward
         for part, sites in self._by_part([schema.sites[row] for row in order]).items():
@@ -175,10 +174,7 @@ class Plotter(RecordConsumer):
                 every = -(-len(sites) // _MOST_SITES)
                 self._left_out |= set(sites) - set(sites[::every])
             kept = tuple(site for site in sites if site not in self._left_out)
-            # A statistic that is not recorded is in the column of NaN at the end.
-            places = {name: column for column, name in enumerate(schema.columns)}
-            columns = [places.get(name, len(places)) for name in self._histories[part].statistics]
-            yield part, _Columns(kept, np.array([schema.rows[site] for site in kept], dtype=np.int64), columns)
+            yield part, _Rows(kept, np.array([schema.rows[site] for site in kept], dtype=np.int64))
 
     def _by_part(self, sites: list[Site]) -> dict[str, list[Site]]:
         """Group the sites by plot: the values and the gradients of parameters are drawn separately."""

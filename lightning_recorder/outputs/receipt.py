@@ -235,7 +235,7 @@ class ReceiptWriter:
         """
         is_first = self._history is None
         self._history = self._history or CoverageHistory()
-        changes = self._history.add(record.step, found, facts[0])
+        changes = self._history.add(record.step, found.sites, facts[0])
         if is_first:
             self._writefirst_few(record, found, written, facts)
             return

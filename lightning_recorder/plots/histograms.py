@@ -61,7 +61,7 @@ _SMALLEST = 1e-250  # dividing a count by a smaller width would overflow
 
 
 def to_histograms(histograms: Any) -> list[Histogram]:
-    """Return histograms unchanged, or build them from counts of the fixed bins.
+    """Return histograms with their limits as edges, or build them from counts of the fixed bins.
 
     Args:
         histograms: A sequence of :class:`~lightning_recorder.reductions.Histogram`, or counts, ``[n, 2048]``.
@@ -72,11 +72,13 @@ def to_histograms(histograms: Any) -> list[Histogram]:
     if not hasattr(histograms, "shape"):
         histograms = list(histograms)
         if all(isinstance(each, Histogram) for each in histograms):
-            return [_checked(each) for each in histograms]
+            return [_limited(_checked(each)) for each in histograms]
     counts = to_floats("histograms", histograms, f"[steps, {BINS}], or a sequence of Histogram", 2)
     if counts.shape[1] != BINS:
         raise ArgumentError(f"histograms must have the shape [steps, {BINS}], got {list(counts.shape)}")
-    return [histogram_of(row) for row in np.nan_to_num(counts, nan=0.0, posinf=0.0, neginf=0.0).clip(0, 2.0**52)]
+    return [
+        _limited(histogram_of(row)) for row in np.nan_to_num(counts, nan=0.0, posinf=0.0, neginf=0.0).clip(0, 2.0**52)
+    ]
 
 
 def histogram_of(counts: Floats | NDArray[np.int64], low: float = math.nan, high: float = math.nan) -> Histogram:
@@ -100,10 +102,27 @@ def _checked(histogram: Histogram) -> Histogram:
 
 def _limits(histogram: Histogram) -> Floats:
     """Return the edges, all finite, and clipped to the smallest and the largest value if these are known."""
+    if isinstance(histogram, _Limited):
+        return histogram.edges
     low = histogram.min if math.isfinite(histogram.min) else -_LARGEST
     high = histogram.max if math.isfinite(histogram.max) else _LARGEST
-    limits = np.clip(np.nan_to_num(histogram.edges, nan=0.0), max(low, -_LARGEST), min(high, _LARGEST))
-    return np.where(np.abs(limits) < _SMALLEST, 0.0, limits)
+    edges = histogram.edges
+    if not np.isfinite(edges).all():
+        edges = np.nan_to_num(edges, nan=0.0)
+    limits = np.minimum(np.maximum(edges, max(low, -_LARGEST)), min(high, _LARGEST))
+    limits[np.abs(limits) < _SMALLEST] = 0.0
+    return limits
+
+
+class _Limited(Histogram):
+    """A histogram whose edges are its limits, so that they are computed once."""
+
+
+def _limited(histogram: Histogram) -> Histogram:
+    return _Limited(_limits(histogram), histogram.counts, *_UNKNOWN)
+
+
+_UNKNOWN = (math.nan, math.nan, math.nan, math.nan)
 
 
 def rebin(histogram: Histogram, edges: Floats) -> Floats:

@@ -26,7 +26,7 @@ __all__ = ["SHOWN", "Found", "History", "overview"]
 
 AnySite = TypeVar("AnySite", bound=Hashable)
 
-_FEW_ROWS = 16
+_FEW = 16
 
 SHOWN = tuple(name for name in SCALAR_STATISTICS if name != "count")
 """The statistics that are kept by default."""
@@ -91,8 +91,8 @@ class History:
         self._added = 0
         self._latest_stays = True
         self._rows: dict[Hashable, int] = {}
-        self._values: Floats = np.full((len(self.statistics), _FEW_ROWS, max_steps), np.nan)
-        self._recorded = np.zeros((_FEW_ROWS, max_steps), dtype=bool)
+        self._values: Floats = np.full((len(self.statistics), _FEW, min(_FEW, max_steps)), np.nan)
+        self._recorded = np.zeros((_FEW, min(_FEW, max_steps)), dtype=bool)
         self._latest_counts: dict[Hashable, _Counts] = {}
         self._latest_table: tuple[Mapping[Any, int], SparseCounts] = ({}, SparseCounts(np.empty((0, BINS))))
         self._counts: dict[Hashable, list[_Counts | None]] = {}
@@ -154,7 +154,7 @@ class History:
             return
         column = self._next_column()
         self._steps[column:] = [step]
-        self._grow(sites)
+        self._grow(sites, column)
         self._values[:, :, column], self._recorded[:, column] = np.nan, False
         rows = [self._rows[site] for site in sites]
         self._recorded[rows, column] = True
@@ -190,14 +190,16 @@ class History:
         self._counts = {site: column[::2] for site, column in self._counts.items()}
         return held
 
-    def _grow(self, sites: Sequence[AnySite]) -> None:
+    def _grow(self, sites: Sequence[AnySite], column: int) -> None:
         for site in sites:
             self._rows.setdefault(site, len(self._rows))
-        more = len(self._rows) - len(self._recorded)
-        if more > 0:
-            more = max(more, len(self._recorded))
-            self._values = np.pad(self._values, ((0, 0), (0, more), (0, 0)), constant_values=np.nan)
-            self._recorded = np.pad(self._recorded, ((0, more), (0, 0)))
+        rows, columns = self._recorded.shape
+        more_rows = max(len(self._rows) - rows, rows if len(self._rows) > rows else 0)
+        more_columns = min(columns, self.max_steps - columns) if column >= columns else 0
+        if more_rows or more_columns:
+            more = ((0, more_rows), (0, more_columns))
+            self._values = np.pad(self._values, ((0, 0), *more), constant_values=np.nan)
+            self._recorded = np.pad(self._recorded, more)
 
     def table(self, statistic: str) -> Floats:
         """Return a statistic, ``[sites, steps]``; NaN if a site was not recorded.

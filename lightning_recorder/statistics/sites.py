@@ -68,6 +68,15 @@ class Snapshot:
     warned: set[int] = field(default_factory=set)
     strict: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the states of the default statistics in bytes."""
+        return sum(group.states.nbytes for group in self.groups[0]) if self.groups else 0
+
+    def release(self) -> None:
+        """Free the states. The snapshot has no statistics from then on."""
+        self.groups.clear()
+
     def statistics(self) -> StatisticsTable:
         """Return the statistics of every site that was seen, in module order."""
         return statistics_of([self])[0]

@@ -99,6 +99,18 @@ class TableSchema:
         """
         return self._rows_in(self.seen[::-1])
 
+    def places_of(self, names: tuple[str, ...]) -> NDArray[np.int64]:
+        """Return the column of each of these statistics; -1 for one that is not recorded."""
+        places = self._places.get(names)
+        if places is None:
+            found = [self.columns.index(name) if name in self.columns else -1 for name in names]
+            places = self._places[names] = np.array(found, dtype=np.int64)
+        return places
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, ...], NDArray[np.int64]]:
+        return {}
+
     def _rows_in(self, order: tuple[Site, ...]) -> NDArray[np.int64]:
         places = {site: place for place, site in enumerate(order)}
         rows = sorted(range(len(self.sites)), key=lambda row: places.get(self.sites[row], len(places)))
@@ -205,6 +217,14 @@ class StatisticsTable(Mapping[Site, SiteStatistics]):
         if name not in self.columns:
             return np.full(len(self.sites), np.nan)
         return self.numbers[:, self.columns.index(name)]
+
+    def part(self, rows: NDArray[np.int64], names: tuple[str, ...]) -> NDArray[np.float64]:
+        """Return some statistics of some rows, ``[rows, names]``; NaN where a site lacks one."""
+        places = self.schema.places_of(names)
+        found: NDArray[np.float64] = self.numbers[rows[:, None], places]
+        if (places < 0).any():
+            found[:, places < 0] = np.nan
+        return found
 
     def with_column(self, name: str, values: NDArray[np.float64], has: NDArray[np.bool_]) -> StatisticsTable:
         """Return the table with another statistic.
