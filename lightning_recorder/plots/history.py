@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
 from lightning_recorder.names import make_tag
 from lightning_recorder.plots.axes import Floats, to_floats
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.plots.frame import evenly
 from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.heat_map import heat_map
 from lightning_recorder.plots.histograms import histogram_of, histogram_over_time, ridge
@@ -61,17 +61,19 @@ class History:
     Args:
         max_steps: The maximum number of records, at least 2.
         statistics: The scalars to keep; others are ignored.
-        max_histograms: The number of sites with counts over time, evenly spaced among the sites of the first record
-            with histograms. The latest counts are kept for every site.
+        max_histograms: The number of sites with plots of their counts over time: those that stand out, and an even
+            selection of the others.
+        max_count_bytes: The memory for counts over time. They are kept for all sites, because any may become unusual.
+            When the memory is used up, every second record of the sites without such a plot is dropped.
 
     Raises:
         ArgumentError: If a number is too small.
 
     Note:
         :attr:`nbytes` is the memory in use. A site takes ``max_steps * (8 * statistics + 1)`` bytes, up to twice as
-        much because the arrays grow by doubling, and its latest counts. Each of ``max_histograms`` sites also takes the
-        counts of ``max_steps`` records. Counts take 3 to 10 bytes per non-empty bin: typically 1 KB, at most 20 KB. A
-        history can be pickled. It is not thread-safe.
+        much because the arrays grow by doubling, and its first and latest counts. Counts take 3 to 10 bytes per
+        non-empty bin: typically 1 KB, at most 20 KB. Beyond ``max_count_bytes``, only ``max_histograms`` sites take the
+        counts of ``max_steps`` records. A history can be pickled. It is not thread-safe.
 
     Example:
         >>> history = History(max_steps=4, statistics=("rms",))
@@ -81,10 +83,18 @@ class History:
         ([0, 4, 7], [[0.0, 2.0, 3.5]])
     """
 
-    def __init__(self, max_steps: int = 256, *, statistics: Sequence[str] = SHOWN, max_histograms: int = 12) -> None:
+    def __init__(
+        self,
+        max_steps: int = 256,
+        *,
+        statistics: Sequence[str] = SHOWN,
+        max_histograms: int = 12,
+        max_count_bytes: int = 2**22,
+    ) -> None:
         check_integer("max_steps", max_steps, 2)
         check_integer("max_histograms", max_histograms, 0)
-        self.max_steps, self.max_histograms = max_steps, max_histograms
+        check_integer("max_count_bytes", max_count_bytes, 0)
+        self.max_steps, self.max_histograms, self.max_count_bytes = max_steps, max_histograms, max_count_bytes
         self.statistics = tuple(statistics)
         self._steps: list[int] = []
         self._every = 1
@@ -94,7 +104,8 @@ class History:
         self._values: Floats = np.full((len(self.statistics), _FEW_ROWS, max_steps), np.nan)
         self._recorded = np.zeros((_FEW_ROWS, max_steps), dtype=bool)
         self._latest: dict[Hashable, _Counts] = {}
-        self._counts: dict[Hashable, list[_Counts | None]] = {}
+        self._counts: dict[Hashable, dict[int, _Counts]] = {}  # by site and step
+        self._count_bytes, self._thin_beyond = 0, max_count_bytes
 
     @property
     def sites(self) -> list[Hashable]:
@@ -109,8 +120,13 @@ class History:
     @property
     def nbytes(self) -> int:
         """The size of all arrays in bytes."""
-        counts = [*self._latest.values(), *(each for column in self._counts.values() for each in column if each)]
-        return self._values.nbytes + self._recorded.nbytes + sum(each.nbytes for each in counts)
+        others = [counts for site, counts in self._latest.items() if counts is not self._last_of(site)]
+        of_counts = self._count_bytes + sum(each.nbytes for each in others)
+        return self._values.nbytes + self._recorded.nbytes + of_counts
+
+    def _last_of(self, site: Hashable) -> _Counts | None:
+        by_step = self._counts.get(site)
+        return by_step[next(reversed(by_step))] if by_step else None
 
     def add(self, step: int, found: Mapping[AnySite, Found]) -> None:
         """Add a record.
@@ -122,6 +138,7 @@ class History:
         if self._steps and step <= self._steps[-1]:
             return
         column = self._next_column()
+        replaced = self._steps[column:]
         self._steps[column:] = [step]
         self._grow(found)
         self._values[:, :, column], self._recorded[:, column] = np.nan, False
@@ -129,7 +146,7 @@ class History:
             row = self._rows[site]
             self._recorded[row, column] = True
             self._values[:, row, column] = [scalars.get(name, np.nan) for name in self.statistics]
-        self._take_counts(column, found)
+        self._take_counts(step, replaced, found)
         self._latest_stays = self._added % self._every == 0
         self._added += 1
 
@@ -144,7 +161,7 @@ class History:
         held = len(self._steps)
         self._values[:, :, :held] = self._values[:, :, ::2].copy()
         self._recorded[:, :held] = self._recorded[:, ::2].copy()
-        self._counts = {site: column[::2] for site, column in self._counts.items()}
+        self._drop({site: by_step.keys() - set(self._steps) for site, by_step in self._counts.items()})
         return held
 
     def _grow(self, found: Mapping[AnySite, Found]) -> None:
@@ -156,14 +173,30 @@ class History:
             self._values = np.pad(self._values, ((0, 0), (0, more), (0, 0)), constant_values=np.nan)
             self._recorded = np.pad(self._recorded, ((0, more), (0, 0)))
 
-    def _take_counts(self, column: int, found: Mapping[AnySite, Found]) -> None:
+    def _take_counts(self, step: int, replaced: Sequence[int], found: Mapping[AnySite, Found]) -> None:
+        self._drop({site: by_step.keys() & set(replaced) for site, by_step in self._counts.items()})
         taken: dict[Hashable, _Counts] = {site: _counts(bins) for site, (_, bins) in found.items() if bins is not None}
         self._latest.update(taken)
-        if not self._counts and taken:
-            sites = list(taken)
-            self._counts = {sites[place]: [] for place in evenly(len(sites), self.max_histograms)}
-        for site, kept in self._counts.items():
-            kept[column:] = [None] * (column - len(kept)) + [taken.get(site)]
+        if self.max_histograms:
+            for site, counts in taken.items():
+                self._counts.setdefault(site, {})[step] = counts
+                self._count_bytes += counts.nbytes
+        if self._count_bytes > self._thin_beyond:
+            self._thin_counts()
+
+    def _thin_counts(self) -> None:
+        """Drop every second record of the sites without a plot, until the counts fit or only the ends are left."""
+        plotted = set(self.histogram_sites)
+        others = [site for site in self._counts if site not in plotted]
+        while self._count_bytes > self.max_count_bytes and any(len(self._counts[site]) > 2 for site in others):
+            self._drop({site: list(self._counts[site])[1:-1:2] for site in others})
+        # If the counts cannot be thinned that far, trying again in each record would be slow.
+        self._thin_beyond = max(self.max_count_bytes, self._count_bytes * 5 // 4)
+
+    def _drop(self, steps: Mapping[Hashable, Iterable[int]]) -> None:
+        for site, dropped in steps.items():
+            for step in dropped:
+                self._count_bytes -= self._counts[site].pop(step).nbytes
 
     def table(self, statistic: str) -> Floats:
         """Return a statistic, ``[sites, steps]``; NaN if a site was not recorded.
@@ -182,20 +215,41 @@ class History:
         return self._recorded[: len(self._rows), : len(self._steps)].copy()
 
     @property
+    def degrees(self) -> Floats:
+        """How unusual each site is, ``[sites]``, in the statistics that are kept; from 1 on it stands out."""
+        return unusualness(self.sites, {name: self.table(name) for name in compared(self.statistics)})
+
+    @property
     def histogram_sites(self) -> list[Hashable]:
-        """The sites with counts over time."""
-        return list(self._counts)
+        """The sites with plots of their counts over time: the unusual ones, and an even selection of the others."""
+        rows = [row for site, row in self._rows.items() if site in self._counts]
+        places = choose(self.degrees[rows], self.max_histograms) if rows else []
+        sites = self.sites
+        return [sites[rows[place]] for place in places]
 
     def counts(self, site: Hashable) -> NDArray[np.int64]:
-        """Return the counts of a site over time, ``[steps, 2048]``; zeros if it was not recorded.
+        """Return the counts of a site at :meth:`count_steps`, ``[count_steps, 2048]``; zeros if it was not recorded.
 
         Raises:
             ArgumentError: If no counts over time are kept for the site.
         """
+        kept = self._kept_counts(site)
+        return np.stack([kept[step].dense() if step in kept else _NONE for step in self.count_steps(site).tolist()])
+
+    def count_steps(self, site: Hashable) -> NDArray[np.int64]:
+        """Return the steps of :meth:`counts`: all :attr:`steps`, less those dropped to save memory, ``[count_steps]``.
+
+        Raises:
+            ArgumentError: If no counts over time are kept for the site.
+        """
+        kept, recorded = self._kept_counts(site), self._recorded[self._rows[site]]
+        steps = [step for column, step in enumerate(self._steps) if step in kept or not recorded[column]]
+        return np.array(steps, dtype=np.int64)
+
+    def _kept_counts(self, site: Hashable) -> Mapping[int, _Counts]:
         if site not in self._counts:
             raise ArgumentError(f"the history holds no counts of {site!r} over time; see histogram_sites")
-        rows = [_NONE if each is None else each.dense() for each in self._counts[site]]
-        return np.stack(rows)
+        return self._counts[site]
 
     def latest_counts(self) -> dict[Hashable, NDArray[np.int64]]:
         """Return the latest counts of each site that has any, ``[2048]``."""
@@ -224,9 +278,11 @@ def overview(
     """Draw the contents of a history; return images by tag.
 
     The tags are ``<group>_plots/heat_map/<statistic>`` for each statistic, ``<group>_plots/ridge`` for the latest
-    histograms, ``<group>_plots/over_time/<site>`` for some evenly spaced sites and, for gradients,
-    ``<group>_plots/flow`` for the latest step. Gradients of parameters have no plots over time, because their names
-    would collide with those of the parameters. Statistics and histograms that were never recorded have no plots.
+    histograms, ``<group>_plots/over_time/<site>`` for some sites and, for gradients, ``<group>_plots/flow`` for the latest
+    step. ``Unusual/<group>``, a heat map of 20 of more sites, comes first on a page that sorts tags. Gradients of
+    parameters have no plots over time, because their names would collide with those of the parameters. Statistics and
+    histograms that were never recorded have no plots. All images choose and mark the same sites: those that stand out in
+    any of the kept statistics, and an even selection of the others.
 
     Args:
         history: The recorded statistics.
@@ -246,25 +302,67 @@ def overview(
     of_parameters = group.endswith("_grad")
     # The suffix is redundant, because the group already says that these are gradients.
     names = [_name(site).removesuffix(".grad") if of_parameters else _name(site) for site in sites]
+    degrees = history.degrees
     for statistic in statistics:
         values = history.table(statistic)
         if not np.isnan(values).all():
-            found[make_tag(f"{group}_plots", "heat_map", statistic)] = heat_map(
-                steps, names, values, statistic=statistic, title=f"{group}: {statistic}", recorded=history.recorded
-            )
-    latest = {names[sites.index(site)]: histogram for site, histogram in _latest_histograms(history).items()}
+            tag = make_tag(f"{group}_plots", "heat_map", statistic)
+            found[tag] = _heat_map(history, names, statistic, f"{group}: {statistic}", degrees)
+    shown = _most_telling(history, degrees) if len(sites) > _FEW_LAYERS else None
+    if shown:
+        title = f"{group}: most unusual layers"
+        found[make_tag("Unusual", group, "out")] = _heat_map(history, names, shown, title, degrees, _FEW_LAYERS)
+    rows = {site: row for row, site in enumerate(sites)}
+    latest = {rows[site]: histogram for site, histogram in _latest_histograms(history).items()}
     if latest:
         found[make_tag(f"{group}_plots", "ridge", "")] = ridge(
-            list(latest), list(latest.values()), title=f"{group}: histograms", step=int(steps[-1])
+            [names[row] for row in latest],
+            list(latest.values()),
+            title=f"{group}: histograms",
+            step=int(steps[-1]),
+            degrees=degrees[list(latest)],
         )
     if (group.startswith("gradients") or of_parameters) and {"rms", "min", "max"} <= set(history.statistics):
-        found[make_tag(f"{group}_plots", "flow", "")] = _flow(history, names, group)
+        found[make_tag(f"{group}_plots", "flow", "")] = _flow(history, names, group, degrees)
     places = [] if of_parameters else history.histogram_sites
-    for place in evenly(len(places), max_images):
+    for place in choose(degrees[[rows[site] for site in places]], max_images):
         name = _name(places[place])
         tag = _free(make_tag(f"{group}_plots", "over_time", name), found)
-        found[tag] = histogram_over_time(steps, _over_time(history, places[place]), title=f"{group}: {name}")
+        title = f"{group}: {name}"
+        found[tag] = histogram_over_time(
+            history.count_steps(places[place]), _over_time(history, places[place]), title=title
+        )
     return found
+
+
+_FEW_LAYERS = 20  # a picture of that height fits on a screen
+
+
+def _heat_map(
+    history: History, names: list[str], statistic: str, title: str, degrees: Floats, max_layers: int = 260
+) -> Image:
+    return heat_map(
+        history.steps,
+        names,
+        history.table(statistic),
+        statistic=statistic,
+        title=title,
+        recorded=history.recorded,
+        degrees=degrees,
+        max_layers=max_layers,
+    )
+
+
+def _most_telling(history: History, degrees: Floats) -> str | None:
+    """Return the statistic in which the most unusual site is the most unusual; None without a size."""
+    sizes = [name for name in ("rms", "update_ratio", "zero_fraction") if name in history.statistics]
+    known = [name for name in sizes if not np.isnan(history.table(name)).all()]
+    first = standing_out(degrees)[:1]
+    if not first:
+        return next(iter(known), None)
+    return max(
+        known, key=lambda name: unusualness(history.sites, {name: history.table(name)})[first[0]], default=None
+    )
 
 
 def _name(site: Hashable) -> str:
@@ -303,11 +401,12 @@ def _latest_histograms(history: History) -> dict[Hashable, Histogram]:
 
 def _over_time(history: History, site: Hashable) -> list[Histogram]:
     row = history.sites.index(site)
-    low, high = (ends[row] for ends in _ends(history))
+    columns = np.searchsorted(history.steps, history.count_steps(site))
+    low, high = (ends[row, columns] for ends in _ends(history))
     return [histogram_of(*each) for each in zip(history.counts(site), low, high, strict=True)]
 
 
-def _flow(history: History, names: list[str], group: str) -> Image:
+def _flow(history: History, names: list[str], group: str, degrees: Floats) -> Image:
     """Draw the gradient flow of the sites recorded at the latest step, in order."""
     rows = np.flatnonzero(history.recorded[:, -1])
     low, high = (ends[rows, -1] for ends in _ends(history))
@@ -319,4 +418,5 @@ def _flow(history: History, names: list[str], group: str) -> Image:
         step=int(history.steps[-1]),
         statistic="rms",
         largest="largest magnitude",
+        degrees=degrees[rows],
     )
