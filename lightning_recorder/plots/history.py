@@ -104,7 +104,7 @@ class History:
         self._values: Floats = np.full((len(self.statistics), _FEW_ROWS, max_steps), np.nan)
         self._recorded = np.zeros((_FEW_ROWS, max_steps), dtype=bool)
         self._latest: dict[Hashable, _Counts] = {}
-        self._counts: dict[Hashable, dict[int, _Counts]] = {}  # by site and step
+        self._counts: dict[int, dict[Hashable, _Counts]] = {}  # by step; those of all sites or of those with a plot
         self._count_bytes, self._thin_beyond = 0, max_count_bytes
 
     @property
@@ -120,13 +120,9 @@ class History:
     @property
     def nbytes(self) -> int:
         """The size of all arrays in bytes."""
-        others = [counts for site, counts in self._latest.items() if counts is not self._last_of(site)]
-        of_counts = self._count_bytes + sum(each.nbytes for each in others)
-        return self._values.nbytes + self._recorded.nbytes + of_counts
-
-    def _last_of(self, site: Hashable) -> _Counts | None:
-        by_step = self._counts.get(site)
-        return by_step[next(reversed(by_step))] if by_step else None
+        over_time = {id(each) for found in self._counts.values() for each in found.values()}
+        latest = sum(each.nbytes for each in self._latest.values() if id(each) not in over_time)
+        return self._values.nbytes + self._recorded.nbytes + self._count_bytes + latest
 
     def add(self, step: int, found: Mapping[AnySite, Found]) -> None:
         """Add a record.
@@ -161,7 +157,7 @@ class History:
         held = len(self._steps)
         self._values[:, :, :held] = self._values[:, :, ::2].copy()
         self._recorded[:, :held] = self._recorded[:, ::2].copy()
-        self._drop({site: by_step.keys() - set(self._steps) for site, by_step in self._counts.items()})
+        self._drop_counts([*(self._counts.keys() - set(self._steps))])
         return held
 
     def _grow(self, found: Mapping[AnySite, Found]) -> None:
@@ -174,29 +170,32 @@ class History:
             self._recorded = np.pad(self._recorded, ((0, more), (0, 0)))
 
     def _take_counts(self, step: int, replaced: Sequence[int], found: Mapping[AnySite, Found]) -> None:
-        self._drop({site: by_step.keys() & set(replaced) for site, by_step in self._counts.items()})
+        self._drop_counts(replaced)
         taken: dict[Hashable, _Counts] = {site: _counts(bins) for site, (_, bins) in found.items() if bins is not None}
         self._latest.update(taken)
         if self.max_histograms:
-            for site, counts in taken.items():
-                self._counts.setdefault(site, {})[step] = counts
-                self._count_bytes += counts.nbytes
+            self._counts[step] = taken
+            self._count_bytes += sum(each.nbytes for each in taken.values())
         if self._count_bytes > self._thin_beyond:
             self._thin_counts()
 
     def _thin_counts(self) -> None:
-        """Drop every second record of the sites without a plot, until the counts fit or only the ends are left."""
+        """Drop the sites without a plot from every second record, until the counts fit or only the ends are left."""
         plotted = set(self.histogram_sites)
-        others = [site for site in self._counts if site not in plotted]
-        while self._count_bytes > self.max_count_bytes and any(len(self._counts[site]) > 2 for site in others):
-            self._drop({site: list(self._counts[site])[1:-1:2] for site in others})
+        whole = [step for step, counts in self._counts.items() if not plotted.issuperset(counts)]
+        while self._count_bytes > self.max_count_bytes and len(whole) > 2:
+            for step in whole[1:-1:2]:
+                kept = {site: counts for site, counts in self._counts[step].items() if site in plotted}
+                self._drop_counts([step])
+                self._counts[step] = kept
+                self._count_bytes += sum(each.nbytes for each in kept.values())
+            whole = [*whole[:-1:2], whole[-1]]
         # If the counts cannot be thinned that far, trying again in each record would be slow.
         self._thin_beyond = max(self.max_count_bytes, self._count_bytes * 5 // 4)
 
-    def _drop(self, steps: Mapping[Hashable, Iterable[int]]) -> None:
-        for site, dropped in steps.items():
-            for step in dropped:
-                self._count_bytes -= self._counts[site].pop(step).nbytes
+    def _drop_counts(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self._count_bytes -= sum(each.nbytes for each in self._counts.pop(step, {}).values())
 
     def table(self, statistic: str) -> Floats:
         """Return a statistic, ``[sites, steps]``; NaN if a site was not recorded.
@@ -222,10 +221,9 @@ class History:
     @property
     def histogram_sites(self) -> list[Hashable]:
         """The sites with plots of their counts over time: the unusual ones, and an even selection of the others."""
-        rows = [row for site, row in self._rows.items() if site in self._counts]
-        places = choose(self.degrees[rows], self.max_histograms) if rows else []
-        sites = self.sites
-        return [sites[rows[place]] for place in places]
+        sites = [site for site in self._rows if site in self._latest] if self.max_histograms else []
+        rows = [self._rows[site] for site in sites]
+        return [sites[place] for place in choose(self.degrees[rows], self.max_histograms)] if sites else []
 
     def counts(self, site: Hashable) -> NDArray[np.int64]:
         """Return the counts of a site at :meth:`count_steps`, ``[count_steps, 2048]``; zeros if it was not recorded.
@@ -233,8 +231,8 @@ class History:
         Raises:
             ArgumentError: If no counts over time are kept for the site.
         """
-        kept = self._kept_counts(site)
-        return np.stack([kept[step].dense() if step in kept else _NONE for step in self.count_steps(site).tolist()])
+        found = [self._counts.get(step, {}).get(site) for step in self.count_steps(site).tolist()]
+        return np.stack([_NONE if each is None else each.dense() for each in found])
 
     def count_steps(self, site: Hashable) -> NDArray[np.int64]:
         """Return the steps of :meth:`counts`: all :attr:`steps`, less those dropped to save memory, ``[count_steps]``.
@@ -242,14 +240,15 @@ class History:
         Raises:
             ArgumentError: If no counts over time are kept for the site.
         """
-        kept, recorded = self._kept_counts(site), self._recorded[self._rows[site]]
-        steps = [step for column, step in enumerate(self._steps) if step in kept or not recorded[column]]
-        return np.array(steps, dtype=np.int64)
-
-    def _kept_counts(self, site: Hashable) -> Mapping[int, _Counts]:
-        if site not in self._counts:
+        if not any(site in found for found in self._counts.values()):
             raise ArgumentError(f"the history holds no counts of {site!r} over time; see histogram_sites")
-        return self._counts[site]
+        recorded = self._recorded[self._rows[site]]
+        steps = [
+            step
+            for column, step in enumerate(self._steps)
+            if site in self._counts.get(step, ()) or not recorded[column]
+        ]
+        return np.array(steps, dtype=np.int64)
 
     def latest_counts(self) -> dict[Hashable, NDArray[np.int64]]:
         """Return the latest counts of each site that has any, ``[2048]``."""
