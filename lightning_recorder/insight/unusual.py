@@ -95,9 +95,7 @@ def choose(degrees: Floats, most: int) -> list[int]:
     if len(degrees) <= most:
         return list(range(len(degrees)))
     order = np.argsort(-degrees, kind="stable")
-    first = max(
-        min(int((degrees >= STANDS_OUT).sum()), most), min(int((degrees >= _WORTH_A_PLACE).sum()), most // 2)
-    )
+    first = max(min(int((degrees >= STANDS_OUT).sum()), most), min(int((degrees >= _WORTH_A_PLACE).sum()), most // 2))
     taken = {int(place) for place in order[:first]}
     rest = [place for place in range(len(degrees)) if place not in taken]
     spread = np.linspace(0, len(rest) - 1, most - first).round().astype(int)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from lightning_recorder.errors import warn
+from lightning_recorder.insight.unusual import standing_out, unusualness
 from lightning_recorder.names import make_tag
+from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record, SiteStatistics
 from lightning_recorder.taps import Site
@@ -17,34 +19,48 @@ from lightning_recorder.taps import Site
 __all__ = ["SinkFormatter", "TagBudget"]
 
 _RESERVE = 4  # a quarter of the tags is reserved for modules that become unusual later
-_MOSTLY_ZERO = 0.9
-_SIZES = ("rms", "abs_max", "update_ratio")
-# A size is unusual if its distance from the median, in powers of ten, exceeds this value and this multiple of the
-# median distance. In a healthy network, the weights differ by a power of ten or more.
-_LEAST_DISTANCE, _TIMES_MEDIAN_DISTANCE = 1.5, 6.0
-_FEWEST = 4  # the minimum number of sizes for a meaningful median
+_COMPARED = ("rms", "min", "max", "zero_fraction", "nan_count", "inf_count", "update_ratio")
+_REMEMBERED = 8  # records that are compared with the latest one
+
+# By default, everything is shown if a recorder has at most this number of tags. Otherwise a page is slow and the user's
+# own metrics are lost in it, so that only a selection is shown: the heat maps and the record files have the rest.
+_WHOLE = 400
+_SELECTION = 75
 
 
 class TagBudget:
     """Choose whole modules so that the tags of all their sites do not exceed a limit.
 
-    Modules with unusual statistics come first: values that are not finite, nearly all zeros, or a size far from that of
-    the other modules. The others are spread evenly over the model. A quarter of the tags is reserved for modules that
-    become unusual in a later record, which are shown from that record on. A module that is shown stays shown.
+    Modules with unusual statistics come first (see :func:`~lightning_recorder.insight.unusual.unusualness`): values
+    that are not finite, nearly all zeros, or a size far from that of the neighboring or equal modules or from their own
+    past. The others are spread evenly over the model. A quarter of the tags is reserved for modules that become unusual
+    in a later record, which are shown from that record on. A module that is shown stays shown.
 
     Args:
-        max_tags: The maximum number of tags.
-        name: The name of the recorder in the warning.
+        max_tags: The maximum number of tags. By default, all modules are shown if they have at most 400 tags. Otherwise
+            the budget :attr:`is_brief`: at most 75 tags of the main statistics are shown, and parameters are chosen
+            one by one instead of with their modules.
+        name: The name of the recorder in messages.
         stages: The number of stages with tags of their own.
-        by_path: Compare a site only with sites of the same path, such as ``weight.grad``, because weights and their
-            gradients differ in size.
+        log: A callback that receives the message that only a selection is shown, if ``max_tags`` was not given.
     """
 
-    def __init__(self, max_tags: int, name: str = "the recorder", *, stages: int = 1, by_path: bool = False) -> None:
-        self.max_tags = max_tags
+    def __init__(
+        self,
+        max_tags: int | None,
+        name: str = "the recorder",
+        *,
+        stages: int = 1,
+        log: Callable[[str], object] = warn,
+    ) -> None:
+        self.max_tags = _WHOLE if max_tags is None else max_tags
+        self.is_brief = False
+        """True if only the main statistics are shown, because there are too many tags and no limit was given."""
+        self._is_given = max_tags is not None
+        self._log = log
+        self._past: deque[tuple[tuple[Site, ...], np.ndarray[Any, Any]]] = deque(maxlen=_REMEMBERED)
         self._name = name
         self._stages = max(1, stages)
-        self._by_path = by_path
         self._sites: dict[Site, int] = {}  # the shown sites with their number of tags
         self._shown: set[str] = set()
         self._left_out: set[str] = set()
@@ -55,7 +71,24 @@ class TagBudget:
         self._sites.clear()
         self._shown.clear()
         self._left_out.clear()
+        self._past.clear()
         self._has_warned = False
+        if not self._is_given:
+            self.max_tags, self.is_brief = _WHOLE, False
+
+    def shorten(self, found: Collection[SiteStatistics], tags_of: Callable[[SiteStatistics], int]) -> None:
+        """Become brief if no limit was given and the sites of a record have too many tags."""
+        if not self._is_given and not self.is_brief and self._stages * sum(map(tags_of, found)) > _WHOLE:
+            self.is_brief, self.max_tags = True, _SELECTION
+            shown = [*self._sites]
+            self._sites.clear()
+            self._shown.clear()
+            self._left_out |= {self._key(site) for site in shown}
+
+    def _key(self, site: Site) -> str:
+        """Return the name of the module or, in a brief selection, that of the parameter, as ``fc weight``."""
+        path = site.path.removesuffix(".grad")
+        return f"{site.name} {path}" if self.is_brief and not path.startswith("out") else site.name
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice, for a checkpoint."""
@@ -66,7 +99,9 @@ class TagBudget:
         """Restore the choice from a checkpoint."""
         self.clear()
         self._sites.update((Site(name, path), tags) for name, path, tags in state.get("shown", ()))
-        self._shown.update(site.name for site in self._sites)
+        if not self._is_given and state.get("left_out"):
+            self.is_brief, self.max_tags = True, _SELECTION
+        self._shown.update(self._key(site) for site in self._sites)
         self._left_out.update(state.get("left_out", ()))
         self._has_warned = bool(self._left_out)
 
@@ -81,7 +116,7 @@ class TagBudget:
         """
         modules: dict[str, list[Site]] = {}
         for site in found:
-            modules.setdefault(site.name, []).append(site)
+            modules.setdefault(self._key(site), []).append(site)
         tags = {site: self._stages * tags_of(seen) for site, seen in found.items()}
         for name, sites in modules.items():
             if name in self._shown:  # it may have new sites
@@ -128,8 +163,8 @@ class TagBudget:
     def _show(self, sites: Iterable[Site], tags: Mapping[Site, int]) -> None:
         for site in sites:
             self._sites[site] = tags[site]
-            self._shown.add(site.name)
-            self._left_out.discard(site.name)
+            self._shown.add(self._key(site))
+            self._left_out.discard(self._key(site))
 
     def _add(self, sites: Iterable[Site], tags: Mapping[Site, int]) -> None:
         """Show new sites of modules that are already shown, as far as the limit allows."""
@@ -140,18 +175,25 @@ class TagBudget:
 
     def _unusual(self, found: Mapping[Site, SiteStatistics]) -> list[str]:
         """Return the modules with unusual statistics, the most unusual first."""
-        kinds: dict[str, list[Site]] = defaultdict(list)
-        for site in found:
-            kinds[site.path if self._by_path else ""].append(site)
-        degrees: dict[str, float] = {}
-        for sites in kinds.values():
-            for site, degree in zip(sites, _outlier_degrees([found[site] for site in sites]), strict=True):
-                degrees[site.name] = max(degree, degrees.get(site.name, 0.0))
-        return sorted((name for name, degree in degrees.items() if degree >= 1), key=lambda name: -degrees[name])
+        sites = tuple(found)
+        latest = np.array([[seen.scalars.get(name, np.nan) for name in _COMPARED] for seen in found.values()])
+        steps = [values for known, values in self._past if known == sites] + [latest]
+        self._past.append((sites, latest))
+        table = np.stack(steps, axis=-1)
+        degrees = unusualness(sites, {name: table[:, column] for column, name in enumerate(_COMPARED)})
+        return list(dict.fromkeys(self._key(sites[place]) for place in standing_out(degrees)))
 
     def _warn_once(self) -> None:
         if self._left_out and not self._has_warned:
             self._has_warned = True
+            if self.is_brief:
+                what = "parameters" if any(" " in key for key in self._left_out) else "modules"
+                self._log(
+                    f"{self._name} shows {len(self._shown)} of {len(self._shown) + len(self._left_out)} {what} as curves: "
+                    "those with unusual statistics, and the others evenly spread. The heat maps and "
+                    "<log_dir>/recorder/records have all of them, and Outputs(max_tags=…) shows more curves"
+                )
+                return
             if not self._shown:
                 warn(
                     f"{self._name} shows no module in the loggers, because each has more than max_tags={self.max_tags} "
@@ -177,32 +219,13 @@ def _evenly_spaced(names: Sequence[str], costs: Sequence[int], room: int) -> lis
     return []
 
 
-def _outlier_degrees(sites: Sequence[SiteStatistics]) -> list[float]:
-    """Return a degree for each of the comparable sites. A site is unusual if its degree is at least 1."""
-    degrees = [math.inf if seen.scalars["nan_count"] or seen.scalars["inf_count"] else 0.0 for seen in sites]
-    empty = [seen.scalars["zero_fraction"] >= _MOSTLY_ZERO for seen in sites]
-    if 2 * sum(empty) <= len(sites) or len(sites) < _FEWEST:  # the majority is not unusual: new biases are zero
-        degrees = [max(degree, float(is_empty)) for degree, is_empty in zip(degrees, empty, strict=True)]
-    for size in _SIZES:
-        logs = [_log10(seen, size) for seen in sites]
-        known = [each for each in logs if each is not None]
-        if len(known) < _FEWEST:
-            continue
-        middle = median(known)
-        far = max(_LEAST_DISTANCE, _TIMES_MEDIAN_DISTANCE * median(abs(each - middle) for each in known))
-        for place, each in enumerate(logs):
-            if each is not None:
-                degrees[place] = max(degrees[place], abs(each - middle) / far)
-    return degrees
-
-
-def _log10(seen: SiteStatistics, size: str) -> float | None:
-    """Return the common logarithm of a size, or None if the size is missing, zero or not finite."""
-    value = seen.abs_max if size == "abs_max" else seen.scalars.get(size, 0.0)
-    return math.log10(value) if 0 < value < math.inf else None
-
-
 _BAD = ("nan_count", "inf_count")
+
+
+def _is_main(site: Site, sites: Collection[Site]) -> bool:
+    """Return True for outputs, parameters and their gradients, and False for updates and the states of the optimizer."""
+    of, _, last = site.path.rpartition(".")
+    return last == "grad" or Site(site.name, of) not in sites
 
 
 class SinkFormatter:
@@ -217,14 +240,23 @@ class SinkFormatter:
         statistics: The scalars to show. Scalars of extra reductions are always shown.
         histograms: True to write histograms.
         budget: A limit on the number of tags, which chooses the sites to write.
+        numbered: Begin the name of each module in a tag with its position in the order of execution, as in
+            ``activations/017_blocks.2.fc/rms``, because TensorBoard sorts tags.
     """
 
     def __init__(
-        self, group: str, statistics: Sequence[str], *, histograms: bool = True, budget: TagBudget | None = None
+        self,
+        group: str,
+        statistics: Sequence[str],
+        *,
+        histograms: bool = True,
+        budget: TagBudget | None = None,
+        numbered: bool = False,
     ) -> None:
         self.group = group
         self._label = group
         self._budget = budget
+        self._numbers: dict[str, str] | None = {} if numbered else None
         self.statistics = tuple(statistics)
         self.histograms = histograms
         self.nonfinite: set[Site] = set()
@@ -237,15 +269,20 @@ class SinkFormatter:
             label: The first part of the tags that contain no module.
         """
         self._label = label
+        if self._numbers is not None:
+            self._numbers = {}
         if self._budget is not None:
             self._budget.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the modules that are shown, for a checkpoint."""
-        return {} if self._budget is None else self._budget.state_dict()
+        """Return the modules that are shown and their numbers, for a checkpoint."""
+        shown = {} if self._budget is None else self._budget.state_dict()
+        return {**shown, "numbers": dict(self._numbers)} if self._numbers else shown
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the modules that are shown from a checkpoint."""
+        """Restore the modules that are shown and their numbers from a checkpoint."""
+        if self._numbers is not None:
+            self._numbers = dict(state.get("numbers", {}))
         if self._budget is not None:
             self._budget.load_state_dict(state)
 
@@ -254,13 +291,14 @@ class SinkFormatter:
         if record.overflowed:
             self._write_overflow(sink, record, found)
             return
+        self._number(record, found)
         found = self._select(found)
         scalars: dict[str, float] = {}
         for site, seen in found.items():
             if any(seen.scalars[name] for name in _BAD):
                 self.nonfinite.add(site)
             further = [name for name in seen.scalars if name not in SHOWN_STATISTICS]
-            shown = [*self.statistics, *(_BAD if site in self.nonfinite else ()), *further]
+            shown = [*self._main_statistics, *(_BAD if site in self.nonfinite else ()), *further]
             scalars.update(self._scalars(record, self.group, site, seen, shown))
         if record.overflow_steps:
             scalars[f"{self._label}/overflow_steps"] = float(record.overflow_steps)
@@ -273,15 +311,35 @@ class SinkFormatter:
             }
             sink.write_histograms(record.step, histograms)
 
+    def _number(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
+        """Number the modules that have no number yet, in the order of execution."""
+        if self._numbers is None or all(site.name in self._numbers for site in found):
+            return
+        sites = record.in_order_of_execution(found, backward=self.group.startswith("gradients"))
+        names = [name for name in dict.fromkeys(site.name for site in sites) if name not in self._numbers]
+        first = len(self._numbers)
+        digits = max(3, len(str(first + len(names) - 1)))
+        self._numbers |= {name: f"{first + place:0{digits}}_{name}" for place, name in enumerate(names)}
+
     def _select(self, found: Mapping[Site, SiteStatistics]) -> Mapping[Site, SiteStatistics]:
         if self._budget is None or not found:
             return found
+        self._budget.shorten(found.values(), self._count_tags)
+        if self._budget.is_brief:
+            found = {site: seen for site, seen in found.items() if _is_main(site, found)}
         return self._budget.select(found, self._count_tags)
+
+    @property
+    def _main_statistics(self) -> tuple[str, ...]:
+        """The statistics to show: those that the user asked for, or the main ones in a brief selection."""
+        if self._budget is None or not self._budget.is_brief or self.statistics != DEFAULT_STATISTICS:
+            return self.statistics
+        return ("rms",) if self.group.startswith("parameters") else ("rms", "zero_fraction")
 
     def _count_tags(self, seen: SiteStatistics) -> int:
         """Return the number of tags of a site whose values are finite."""
         further = [name for name in seen.scalars if name not in SHOWN_STATISTICS]
-        return len({*(name for name in self.statistics if name in seen.scalars), *further}) + self.histograms
+        return len({*(name for name in self._main_statistics if name in seen.scalars), *further}) + self.histograms
 
     def _write_overflow(self, sink: Sink, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         """Write the overflow locations of a step that the optimizer skipped. Its other statistics are meaningless."""
@@ -300,8 +358,8 @@ class SinkFormatter:
             if name in seen.scalars  # the statistics across ranks need several ranks
         }
 
-    @staticmethod
-    def _tag(record: Record, group: str, site: Site, statistic: str) -> str:
+    def _tag(self, record: Record, group: str, site: Site, statistic: str) -> str:
         stage = "" if record.stage == "train" else f"_{record.stage}"
         loader = "" if record.loader is None else f"/dataloader_idx_{record.loader}"
-        return make_tag(group + stage, *site, statistic) + loader
+        name = site.name if self._numbers is None else self._numbers.get(site.name, site.name)
+        return make_tag(group + stage, name, site.path, statistic) + loader

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 from typing_extensions import override
 
+from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.plots import History, overview
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.statistics.sites import Record, SiteStatistics
+from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record, SiteStatistics
 from lightning_recorder.taps import Site
 
 __all__ = ["Plotter"]
@@ -25,7 +27,14 @@ _HEAT_MAPS = {
     "parameters": ("rms", "update_ratio"),
     "parameters_grad": ("rms",),
 }
-_FLOW = ("rms", "min", "max")
+_COMPARED = (
+    "rms",
+    "min",
+    "max",
+    "zero_fraction",
+    "nan_count",
+    "inf_count",
+)  # for the choice of sites, and for the flow
 
 
 class Plotter(RecordConsumer):
@@ -38,13 +47,15 @@ class Plotter(RecordConsumer):
         tags: The first part of the tags, by default the group.
         every: Draw after every ``every``-th record instead.
         max_images: The maximum number of plots of single sites over time.
+        statistics: The statistics to draw as heat maps, in addition to those of extra reductions. By default, a few.
         show: A callback that receives the step and the images by tag. It returns the number of bytes written, or None
             if they are not counted.
 
     Note:
         The history holds scalars for at most 256 records, evenly spaced; see
         :class:`~lightning_recorder.plots.History`. If there are more than 1,000 sites, more than a plot has rows for,
-        every second, third, … site is kept. Drawing takes about 0.1 s per plot in the writer thread.
+        1,000 are kept: those that stand out in the first record, and an even selection of the others. Sites that stand
+        out when plots are drawn are kept from then on. Drawing takes about 0.1 s per plot in the writer thread.
     """
 
     def __init__(
@@ -54,6 +65,7 @@ class Plotter(RecordConsumer):
         *,
         every: int | None = None,
         max_images: int = 8,
+        statistics: Sequence[str] = (),
         show: Callable[[int, Mapping[str, Image]], int | None],
     ) -> None:
         self._group = group
@@ -61,7 +73,9 @@ class Plotter(RecordConsumer):
         self._every = every
         self._max_images = max_images
         self._show = show
+        self._statistics = tuple(statistics)
         self._histories: dict[str, History] = {}
+        self._heat_maps: dict[str, tuple[str, ...]] = {}
         self._left_out: set[Site] = set()
         self._records = self._drawn = 0
         self._step = 0
@@ -76,20 +90,38 @@ class Plotter(RecordConsumer):
         if record.stage != "train" or record.overflowed or not found:
             return
         sites = record.in_order_of_execution(found, backward=self._group == "gradients")
+        is_due = self._is_due(self._records + 1)
         for part, of_part in self._by_part(sites).items():
-            if part not in self._histories:
+            is_new = part not in self._histories
+            if is_new:
+                self._heat_maps[part] = self._statistics_of(part, [found[site] for site in of_part])
                 self._histories[part] = History(
-                    statistics=tuple(dict.fromkeys((*_HEAT_MAPS[part], *_FLOW))),
+                    statistics=tuple(dict.fromkeys((*self._heat_maps[part], *_COMPARED))),
                     max_histograms=0 if part.endswith("_grad") else self._max_images,  # their histograms are not drawn
                 )
-                every = -(-len(of_part) // _MOST_SITES)
-                self._left_out |= set(of_part) - set(of_part[::every])
+            if len(of_part) > _MOST_SITES and (is_new or is_due):
+                self._leave_out(of_part, found, is_new=is_new)
             kept = [site for site in of_part if site not in self._left_out]
             self._histories[part].add(record.step, {site: (found[site].scalars, found[site].bins) for site in kept})
         self._records += 1
         self._step = record.step
-        if self._is_due(self._records):
+        if is_due:
             self._draw()
+
+    def _statistics_of(self, part: str, found: Sequence[SiteStatistics]) -> tuple[str, ...]:
+        """Return the statistics to draw as heat maps: those that the user asked for, and those of extra reductions."""
+        asked = self._statistics or _HEAT_MAPS[part]
+        further = (name for seen in found for name in seen.scalars if name not in SHOWN_STATISTICS)
+        return tuple(dict.fromkeys((*asked, *further)))
+
+    def _leave_out(self, sites: list[Site], found: Mapping[Site, SiteStatistics], *, is_new: bool) -> None:
+        """Choose the sites to keep in the first record; later, keep those that stand out as well."""
+        columns = {name: [found[site].scalars.get(name, np.nan) for site in sites] for name in compared(_COMPARED)}
+        degrees = unusualness(sites, {name: np.array(column)[:, None] for name, column in columns.items()})
+        if is_new:
+            kept = {sites[place] for place in choose(degrees, _MOST_SITES)}
+            self._left_out |= set(sites) - kept
+        self._left_out -= {sites[place] for place in standing_out(degrees)}
 
     def _by_part(self, sites: list[Site]) -> dict[str, list[Site]]:
         """Group the sites by plot: the values and the gradients of parameters are drawn separately."""
@@ -117,7 +149,7 @@ class Plotter(RecordConsumer):
         if self._drawings:
             return times * (self._bytes or 0) // self._drawings
         groups = [group for group in _HEAT_MAPS if group.startswith(self._group)]
-        pictures = sum(len(_HEAT_MAPS[group]) + 1 + self._max_images for group in groups)
+        pictures = sum(len(self._statistics or _HEAT_MAPS[group]) + 1 + self._max_images for group in groups)
         return times * pictures * _PICTURE_BYTES
 
     def _draw(self) -> None:
@@ -125,7 +157,8 @@ class Plotter(RecordConsumer):
         images: dict[str, Image] = {}
         for part, history in self._histories.items():
             group = part.replace(self._group, self._tags, 1)
-            images |= overview(history, group=group, statistics=_HEAT_MAPS[part], max_images=self._max_images)
+            statistics = self._heat_maps[part]
+            images |= overview(history, group=group, statistics=statistics, max_images=self._max_images)
         written = self._show(self._step, images)
         self._drawings += 1
         if written is not None:

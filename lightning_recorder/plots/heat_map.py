@@ -122,9 +122,7 @@ def _is_share(statistic: str, values: Floats) -> bool:
     return statistic.endswith("fraction") and bool(((finite >= 0) & (finite <= 1)).all())
 
 
-def _joined(
-    values: Floats, recorded: NDArray[np.bool_], columns: Columns
-) -> tuple[Floats, NDArray[np.bool_]]:
+def _joined(values: Floats, recorded: NDArray[np.bool_], columns: Columns) -> tuple[Floats, NDArray[np.bool_]]:
     """Return the values and the mask of the cells to draw, ``[layers, columns]``."""
     pairs = [_furthest(values[:, run], recorded[:, run]) for run in columns]
     cells, there = (np.stack(part, axis=1) for part in zip(*pairs, strict=True))

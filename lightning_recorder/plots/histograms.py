@@ -251,7 +251,9 @@ def _sizes(histograms: Sequence[Histogram]) -> dict[str, Floats]:
             largest = float(middles[counts > 0].max())
             sizes["largest"][row] = largest
             # In units of the largest magnitude, whose square may overflow float64.
-            sizes["rms"][row] = largest and largest * math.sqrt((counts * (middles / largest) ** 2).sum() / counts.sum())
+            sizes["rms"][row] = largest and largest * math.sqrt(
+                (counts * (middles / largest) ** 2).sum() / counts.sum()
+            )
     return {name: np.array(column)[:, None] for name, column in sizes.items()}
 
 

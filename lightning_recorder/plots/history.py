@@ -359,9 +359,7 @@ def _most_telling(history: History, degrees: Floats) -> str | None:
     first = standing_out(degrees)[:1]
     if not first:
         return next(iter(known), None)
-    return max(
-        known, key=lambda name: unusualness(history.sites, {name: history.table(name)})[first[0]], default=None
-    )
+    return max(known, key=lambda name: unusualness(history.sites, {name: history.table(name)})[first[0]], default=None)
 
 
 def _name(site: Hashable) -> str:

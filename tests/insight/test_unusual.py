@@ -17,7 +17,11 @@ PARTS = ("norm", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.act", "mlp.fc2")
 def blocks(depth: int = 24, steps: int = 6, seed: int = 0) -> tuple[list[tuple[str, str]], Any]:
     """Return the sites of a healthy transformer and their rms, which differ by part, block and step."""
     generator = np.random.default_rng(seed)
-    sites = [("embed", "out"), *((f"blocks.{i}.{part}", "out") for i in range(depth) for part in PARTS), ("head", "out")]
+    sites = [
+        ("embed", "out"),
+        *((f"blocks.{i}.{part}", "out") for i in range(depth) for part in PARTS),
+        ("head", "out"),
+    ]
     part = np.array([1.0, *([1.0, 0.6, 0.2, 0.7, 0.3, 0.05] * depth), 2.0])
     deeper = np.array([1.0, *np.repeat(1.05 ** np.arange(depth), len(PARTS)), 1.0])  # a trend over the blocks
     later = 0.9 ** np.arange(steps)  # a change that all share

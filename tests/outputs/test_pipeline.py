@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typing_extensions import override
 
 from lightning_recorder import MemorySink, RecorderWarning, StatisticsRecorder, open_recording
 from lightning_recorder.outputs import Plotter, RecordConsumer, RecordFile, RecordPipeline, SinkFormatter
+from lightning_recorder.reductions import Norms
 from lightning_recorder.sinks import MultiSink, for_any_thread
 from lightning_recorder.statistics import Record, SiteStatistics
 from lightning_recorder.taps import Site
@@ -205,14 +207,34 @@ def test_which_pictures_are_drawn() -> None:
 
 
 def test_of_very_many_sites_some_are_kept() -> None:
-    """Every third of 2,500 sites is kept, in all records, so that memory is bounded."""
-    plotter = Plotter("activations", show=lambda step, images: None)
-    seen = SiteStatistics({"rms": 1.0, "mean": 0.0, "zero_fraction": 0.0, "min": 0.0, "max": 1.0}, torch.zeros(2048))
-    found = {Site(f"m{number}", "out"): seen for number in range(2500)}
-    for step in range(2):
-        plotter.on_record(record(step), found)
+    """1,000 of 2,500 sites are kept, evenly spread with the unusual ones; one that becomes unusual later joins them."""
+    plotter = Plotter("activations", every=2, show=lambda step, images: None)
+    seen = {"rms": 1.0, "mean": 0.0, "zero_fraction": 0.0, "min": -1.0, "max": 1.0, "nan_count": 0.0, "inf_count": 0.0}
+    found = {Site(f"m{number}", "out"): SiteStatistics(seen, torch.zeros(2048)) for number in range(2500)}
+    found[Site("m1001", "out")] = SiteStatistics({**seen, "rms": 1e6}, torch.zeros(2048))
+    plotter.on_record(record(0), found)
     (history,) = plotter._histories.values()
-    assert history.sites == [Site(f"m{number}", "out") for number in range(0, 2500, 3)]
+    kept = [int(site.name[1:]) for site in history.sites]  # type: ignore[attr-defined]  # a Site
+    assert len(kept) == 1000
+    assert 1001 in kept
+    assert max(after - before for before, after in pairwise(kept)) <= 4
+    late = next(number for number in range(1500, 2500) if number not in kept)
+    found[Site(f"m{late}", "out")] = SiteStatistics({**seen, "nan_count": 1.0}, torch.zeros(2048))
+    plotter.on_record(record(1), found)
+    assert history.sites == [*(Site(f"m{number}", "out") for number in kept), Site(f"m{late}", "out")]
+
+
+def test_a_heat_map_for_each_statistic_that_was_asked_for() -> None:
+    """Statistics of the user, quantiles and those of extra reductions have heat maps; others have none."""
+    images: dict[str, Any] = {}
+    plotter = Plotter("activations", statistics=["std"], max_images=0, show=lambda step, found: images.update(found))
+    module = nn.Identity()
+    with StatisticsRecorder({"a": module}, extra=[Norms()], quantiles=[0.9]) as recorder:
+        module(torch.ones(3))
+    plotter.on_record(record(0), recorder.snapshot().statistics())
+    plotter.finish()
+    names = [tag.rpartition("/")[2] for tag in images if "heat_map" in tag]
+    assert names == ["std", "quantile_0.9", "abs_max", "l1_norm", "l2_norm"]
 
 
 @pytest.mark.parametrize("about", [{"stage": "validate"}, {"overflowed": True}])
