@@ -209,13 +209,14 @@ def _over_steps(degrees: Floats) -> Floats:
 
 
 def _against_the_past(logs: Floats) -> Floats:
-    """Return the degree of the last change of each site, relative to what most sites of its path do."""
+    """Return the degree of the last change of each site, by itself and relative to what most sites of its path do."""
     if logs.shape[1] <= _FEWEST:
         return np.zeros(len(logs))
     moved = logs - _median(logs[:, :-1], 1)[:, None]
-    if len(logs) >= _FEWEST:
-        moved = moved - _median(moved, 0)
-    return np.nan_to_num(_in_units(moved[:, -1], _median(np.abs(moved[:, :-1]), 1), _OVER_TIME))
+    relative = moved - _median(moved, 0) if len(logs) >= _FEWEST else moved
+    # A site that stays where it was while the others move is not unusual.
+    last = np.minimum(np.abs(moved[:, -1]), np.abs(relative[:, -1]))
+    return np.nan_to_num(_in_units(last, _median(np.abs(relative[:, :-1]), 1), _OVER_TIME))
 
 
 def _empty(zero_fraction: Floats, groups: _Groups) -> Floats:

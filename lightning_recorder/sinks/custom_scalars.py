@@ -120,9 +120,11 @@ class Dashboard:
             for title, chart in charts.items():
                 degrees = np.array([self._degrees.get((group, line.module), 0.0) for line in chart.lines])
                 places = choose(degrees, _MOST_LINES)
+                # The list of the lines below a chart is closed at first, so the title has the name that matters.
+                first = "".join(f": {chart.lines[place].module}" for place in standing_out(degrees)[:1])
                 part = f" ({len(places)} of {len(chart.lines)})" if len(places) < len(chart.lines) else ""
                 tags = [chart.lines[place].tag for place in places]
-                found[group][title + part] = [rf"^{re.escape(tag)}(/dataloader_idx_\d+)?$" for tag in tags]
+                found[group][title + first + part] = [rf"^{re.escape(tag)}(/dataloader_idx_\d+)?$" for tag in tags]
         return found
 
 
