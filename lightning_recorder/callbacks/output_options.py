@@ -43,7 +43,10 @@ class Outputs:
         max_images: The maximum number of plots that show a single module over time.
         max_tags: The maximum number of tags for the loggers. If there are more, only some modules are shown: first
             those with unusual statistics, then an even selection of the others. A module that becomes unusual later is
-            shown from then on. One warning is given. Record files contain all modules.
+            shown from then on. One warning is given. Record files and heat maps contain all modules. By default,
+            everything is shown up to 400 tags; if there are more, at most 75 tags of the main statistics.
+        numbered_tags: Begin the name of each module in a tag with its position in the order of execution, as in
+            ``activations/017_blocks.2.fc/rms``, because TensorBoard sorts tags.
         dumps: The times at which statistics are dumped to a file of tensors. ``"checkpoints"`` writes the latest record
             beside each checkpoint. ``"records"`` writes each record, and ``"epochs"`` the latest one at the end of each
             epoch, to ``<log_dir>/recorder/dumps``. True means ``"checkpoints"``.
@@ -72,7 +75,8 @@ class Outputs:
     plots: bool = True
     plot_every_n_records: int | None = None
     max_images: int = 4
-    max_tags: int = 5000
+    max_tags: int | None = None
+    numbered_tags: bool = False
     dumps: bool | str | Sequence[Literal["checkpoints", "records", "epochs"]] = True
     dump_when: Callable[[SiteStatistics], object] | str | None = None
     findings: bool = True
@@ -82,11 +86,11 @@ class Outputs:
     max_bytes: int = 2**28
 
     def __post_init__(self) -> None:
-        for flag in ("records", "plots", "findings", "upload"):
+        for flag in ("records", "plots", "numbered_tags", "findings", "upload"):
             check_bool(flag, getattr(self, flag))
-        for limit, least in (("max_images", 0), ("max_tags", 1), ("max_upload_bytes", 0), ("max_bytes", 1)):
+        for limit, least in (("max_images", 0), ("max_upload_bytes", 0), ("max_bytes", 1)):
             check_integer(limit, getattr(self, limit), least)
-        for limit, least in (("plot_every_n_records", 1), ("max_total_bytes", 0)):
+        for limit, least in (("plot_every_n_records", 1), ("max_tags", 1), ("max_total_bytes", 0)):
             if getattr(self, limit) is not None:
                 check_integer(limit, getattr(self, limit), least)
         if not isinstance(self.dumps, (bool, str)) and isinstance(self.dumps, Iterable):
@@ -152,8 +156,17 @@ def consumers(
     if outputs.records and directory is not None:
         found.append(RecordFile(directory, label, group=group, name=name, ranks=ranks))
     if outputs.plots and shown:
-        every, images = outputs.plot_every_n_records, outputs.max_images
-        found.append(Plotter(group, label, every=every, max_images=images, show=results.show, limit=limit))
+        found.append(
+            Plotter(
+                group,
+                label,
+                every=outputs.plot_every_n_records,
+                max_images=outputs.max_images,
+                statistics=results.formatter.statistics,
+                show=results.show,
+                limit=limit,
+            )
+        )
     return found
 
 

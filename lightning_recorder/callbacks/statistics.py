@@ -107,8 +107,14 @@ class StatisticsCallback(ResumingCallback):
     def _idle(self) -> dict[str, Any]:
         tags = "-".join(filter(None, [self.group, self.name]))
         by_path = self.group == "parameters"
-        budget = TagBudget(self.outputs.max_tags, str(self), stages=len(self.stages), by_path=by_path)
-        formatter = SinkFormatter(tags, self.statistics, histograms=self.histograms, budget=budget)
+        budget = TagBudget(self.outputs.max_tags, str(self), stages=len(self.stages), log=rank_zero_info)
+        formatter = SinkFormatter(
+            tags,
+            self.statistics,
+            histograms=self.histograms,
+            budget=budget,
+            numbered=self.outputs.numbered_tags,
+        )
         return {
             **super()._idle(),
             "loss_scale": LossScale(),

@@ -124,7 +124,7 @@ def _add_show(commands: Any) -> None:
     show = _add(
         commands,
         "show",
-        "Show the statistics of sites over the steps. Without SITE, list all sites with their latest statistics.",
+        "Show a line for each site with its last, smallest and largest value and its course, the most unusual first.",
         "show lightning_logs/version_0 'encoder.*' head --statistic rms",
         "which sites:\n"
         f"  {_PROGRAM} show lightning_logs/version_0 --where 'nan_count>0'\n\n"
@@ -140,7 +140,13 @@ def _add_show(commands: Any) -> None:
     )
     show.add_argument("--recorder", metavar="LABEL", help="show only this recorder, for example activations")
     show.add_argument("--stage", help="show this stage, for example validate; by default train")
-    show.add_argument("--statistic", action="append", help="show only this statistic; may be repeated")
+    show.add_argument("--statistic", action="append", help="show this statistic, by default rms; may be repeated")
+    show.add_argument(
+        "--all", action="store_true", help="list all sites, even if they are more than a screen has lines"
+    )
+    show.add_argument(
+        "--details", action="store_true", help="print all statistics of each site, with a line for each step"
+    )
     show.add_argument(
         "--where",
         metavar="CONDITION",

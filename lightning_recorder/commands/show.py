@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 import shutil
@@ -10,21 +11,22 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import NamedTuple, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_recorder.commands.terminal import module, number, printable, spark, table
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.insight.unusual import compared, standing_out, unusualness
 from lightning_recorder.names import closest_names, compile_glob
 from lightning_recorder.recordings import Run, Series, SiteSeries, open_recording
 
 __all__ = ["run"]
 
 _FEWEST_ROWS = 5
+_NARROWEST = 6  # characters of a bar chart
 _AROUND = 4  # lines around the rows: title, column names, prompt
 
-
-_SUMMARY = ("rms", "min", "max", "zero_fraction", "nan_count", "inf_count", "update_ratio")
 _OPERATORS: dict[str, Callable[[Tensor, float], Tensor]] = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -49,7 +51,7 @@ class _Condition(NamedTuple):
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
-    """Print the statistics of each matching site, or a list of the sites."""
+    """Print a line for each matching site, all records of them, or the sites that meet a condition."""
     conditions = [_condition(text) for text in arguments.where or ()]
     runs = open_recording(arguments.path).runs
     chosen = [(run, label, series) for run in runs.values() for label, series in _chosen(run, arguments)]
@@ -61,12 +63,12 @@ def run(arguments: Namespace, out: TextIO) -> int:
     if conditions:
         lines = _where(found, conditions, several=len(runs) > 1)
         out.write("\n".join(lines or [f"no site has {' and '.join(map(printable, arguments.where))}"]) + "\n")
-    elif not arguments.site:
-        out.write("\n".join(_summary(found, arguments.statistic, several=len(runs) > 1)) + "\n")
-    else:
+    elif arguments.details:
         for place, each in enumerate(found):
             lines = [_title(each, several=len(runs) > 1), *_lines(each.site, arguments.statistic, out)]
             out.write("\n" * bool(place) + "\n".join(lines) + "\n")
+    else:
+        out.write("\n".join(_summary(found, arguments, out, several=len(runs) > 1)) + "\n")
     return 0
 
 
@@ -142,25 +144,92 @@ def _matches(found: _Found, conditions: list[_Condition]) -> list[list[str]]:
     ]
 
 
-def _summary(found: list[_Found], wanted: list[str] | None, *, several: bool) -> list[str]:
-    """List all sites with their latest statistics, one table for each recorder."""
+class _Part(NamedTuple):
+    """The columns of a line for one of the tensors of a site."""
+
+    title: str
+    statistic: str
+    suffix: str
+
+
+_PARTS = (_Part("value", "rms", ""), _Part("gradient", "rms", ".grad"), _Part("update", "update_ratio", ""))
+"""The tensors of a parameter beside each other. The update is relative to the parameter."""
+
+
+def _summary(found: list[_Found], arguments: Namespace, out: TextIO, *, several: bool) -> list[str]:
+    """List the sites with one line each, the unusual ones first, one table for each recorder."""
     lines: list[str] = []
-    for (name, label), group in groupby(found, key=lambda each: (each.run.name, each.label)):
-        sites = [each.site for each in group]
-        series = sites[0].series
-        columns = wanted or [name for name in _SUMMARY if name in series.statistics]
-        for column in columns:
-            series.check_statistic(column)
-        rows = [["site", "records", "step", *map(printable, columns)]]
-        for site in sites:
-            last = site.scalars(site.steps[-1])
-            values = [number(value) if (value := last.get(column)) == value else "" for column in columns]
-            rows.append(
-                [f"{module(site.name)} {printable(site.path)}", str(len(site.steps)), str(site.steps[-1]), *values]
-            )
-        where = [*([printable(name)] if several else []), printable(label), printable(series.stage)]
-        lines += [*([""] if lines else []), ", ".join(where), *table(rows, right=range(1, len(rows[0])))]
+    tables = [list(group) for _, group in groupby(found, key=lambda each: (each.run.name, each.label))]
+    most = max(shutil.get_terminal_size().lines // len(tables) - _AROUND, _FEWEST_ROWS)
+    for group in tables:
+        (name, label), sites = (group[0].run.name, group[0].label), [each.site for each in group]
+        where = [*([printable(name)] if several else []), printable(label), printable(sites[0].series.stage)]
+        lines += [""] if lines else []
+        wanted = arguments.statistic
+        if wanted is None and label.partition("-")[0] == "parameters":
+            known = {(site.name, site.path) for site in sites}
+            sites = [site for site in sites if (site.name, site.path.rpartition(".")[0]) not in known]
+            parts = list(_PARTS)
+        else:
+            for statistic in wanted or ():
+                sites[0].series.check_statistic(statistic)
+            parts = [_Part(statistic, statistic, "") for statistic in wanted or _default_statistics(sites[0].series)]
+        lines += _lines_of(sites, parts, ", ".join(where), out, len(sites) if arguments.all else most)
     return lines
+
+
+def _default_statistics(series: Series) -> list[str]:
+    return ["rms"] if "rms" in series.statistics else series.statistics[:1]
+
+
+def _lines_of(sites: list[SiteSeries], parts: list[_Part], where: str, out: TextIO, most: int) -> list[str]:
+    """Return a table with a line for each of at most ``most`` sites of a series."""
+    series = sites[0].series
+    degrees = _degrees(series)
+    # A parameter is as unusual as the most unusual of its tensors.
+    paths = [[site.path + part.suffix for part in parts] for site in sites]
+    own = [max(degrees.get((site.name, path), 0.0) for path in some) for site, some in zip(sites, paths, strict=True)]
+    ranked = standing_out(np.array(own))
+    order = [*ranked, *(place for place in range(len(sites)) if place not in set(ranked))]
+    width = max((shutil.get_terminal_size().columns - 40) // len(parts) - 34, _NARROWEST)
+    heads = [f"{part.title} {end}" if len(parts) > 1 else end for part in parts for end in ("last", "min", "max", "")]
+    what = "" if len(parts) > 1 else f"{printable(parts[0].title)}, "
+    rows = [["", "site", *map(printable, heads)]]
+    for rank, place in enumerate(order[:most], 1):
+        site = sites[place]
+        cells = [cell for part in parts for cell in _cells(site, part, width, out)]
+        rows.append([str(rank) if rank <= len(ranked) else "", f"{module(site.name)} {printable(site.path)}", *cells])
+    numeric = [place for place in range(2, len(heads) + 2) if place % 4 != 1]
+    lines = [f"{where}: {what}{len(series.steps)} records, {_span(series.steps)}", *table(rows, right=[0, *numeric])]
+    if ranked:
+        lines.append(f"{len(ranked)} of {len(sites)} stand out: unlike neighboring or equal modules, or their own past")
+    if len(order) > most:
+        lines.append(f"{len(order) - most} more; --all lists them")
+    return lines
+
+
+def _cells(site: SiteSeries, part: _Part, width: int, out: TextIO) -> list[str]:
+    """Return the last value, the smallest, the largest and a bar chart; empty cells for a statistic that cannot exist."""
+    series, key = site.series, (site.name, site.path + part.suffix)
+    if key not in series or part.statistic not in series.statistics:
+        return [""] * 4
+    values = series[key].statistic(part.statistic).tolist()
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return [""] * 4
+    return [number(values[-1]), number(min(known)), number(max(known)), spark(values, width, out)]
+
+
+def _span(steps: list[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
+
+
+def _degrees(series: Series) -> dict[tuple[str, str], float]:
+    """Return how unusual each site of a series is."""
+    known = [name for name in compared(series.statistics) if name not in ("rank_mean_min", "rank_mean_max")]
+    values = {name: series.values(name).T.numpy() for name in known}
+    degrees = unusualness(series.sites, values)
+    return {(site.name, site.path): float(degree) for site, degree in zip(series.sites, degrees, strict=True)}
 
 
 def _chosen(run: Run, arguments: Namespace) -> Iterator[tuple[str, Series]]:
@@ -182,6 +251,9 @@ def _kind(site: SiteSeries) -> list[str]:
 def _lines(site: SiteSeries, wanted: list[str] | None, out: TextIO) -> list[str]:
     names = site.statistics if wanted is None else wanted
     columns = {name: site.statistic(name).tolist() for name in names}
+    if wanted is None:  # a statistic that cannot exist, such as the minimum of only NaN
+        columns = {name: values for name, values in columns.items() if not all(map(math.isnan, values))}
+        names = list(columns)
     steps = site.steps
     terminal = shutil.get_terminal_size()
     kept = _thinned(len(steps), max(terminal.lines - _AROUND - len(names), _FEWEST_ROWS))

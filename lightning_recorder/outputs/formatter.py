@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.errors import warn
+from lightning_recorder.insight.unusual import standing_out, unusualness
 from lightning_recorder.names import make_tag
 from lightning_recorder.reductions import TaggedHistograms, sums_of
+from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record, SiteStatistics
 from lightning_recorder.statistics.table import StatisticsTable, TableSchema
@@ -22,34 +22,48 @@ from lightning_recorder.taps import Site
 __all__ = ["SinkFormatter", "TagBudget"]
 
 _RESERVE = 4  # a quarter of the tags is reserved for modules that become unusual later
-_MOSTLY_ZERO = 0.9
-_SIZES = ("rms", "abs_max", "update_ratio")
-# A size is unusual if its distance from the median, in powers of ten, exceeds this value and this multiple of the
-# median distance. In a healthy network, the weights differ by a power of ten or more.
-_LEAST_DISTANCE, _TIMES_MEDIAN_DISTANCE = 1.5, 6.0
-_FEWEST = 4  # the minimum number of sizes for a meaningful median
+_COMPARED = ("rms", "min", "max", "zero_fraction", "nan_count", "inf_count", "update_ratio")
+_REMEMBERED = 8  # records that are compared with the latest one
+
+# By default, everything is shown if a recorder has at most this number of tags. Otherwise a page is slow and the user's
+# own metrics are lost in it, so that only a selection is shown: the heat maps and the record files have the rest.
+_WHOLE = 400
+_SELECTION = 75
 
 
 class TagBudget:
     """Choose whole modules so that the tags of all their sites do not exceed a limit.
 
-    Modules with unusual statistics come first: values that are not finite, nearly all zeros, or a size far from that of
-    the other modules. The others are spread evenly over the model. A quarter of the tags is reserved for modules that
-    become unusual in a later record, which are shown from that record on. A module that is shown stays shown.
+    Modules with unusual statistics come first (see :func:`~lightning_recorder.insight.unusual.unusualness`): values
+    that are not finite, nearly all zeros, or a size far from that of the neighboring or equal modules or from their own
+    past. The others are spread evenly over the model. A quarter of the tags is reserved for modules that become unusual
+    in a later record, which are shown from that record on. A module that is shown stays shown.
 
     Args:
-        max_tags: The maximum number of tags.
-        name: The name of the recorder in the warning.
+        max_tags: The maximum number of tags. By default, all modules are shown if they have at most 400 tags. Otherwise
+            the budget :attr:`is_brief`: at most 75 tags of the main statistics are shown, and parameters are chosen
+            one by one instead of with their modules.
+        name: The name of the recorder in messages.
         stages: The number of stages with tags of their own.
-        by_path: Compare a site only with sites of the same path, such as ``weight.grad``, because weights and their
-            gradients differ in size.
+        log: A callback that receives the message that only a selection is shown, if ``max_tags`` was not given.
     """
 
-    def __init__(self, max_tags: int, name: str = "the recorder", *, stages: int = 1, by_path: bool = False) -> None:
-        self.max_tags = max_tags
+    def __init__(
+        self,
+        max_tags: int | None,
+        name: str = "the recorder",
+        *,
+        stages: int = 1,
+        log: Callable[[str], object] = warn,
+    ) -> None:
+        self.max_tags = _WHOLE if max_tags is None else max_tags
+        self.is_brief = False
+        """True if only the main statistics are shown, because there are too many tags and no limit was given."""
+        self._is_given = max_tags is not None
+        self._log = log
+        self._past: deque[tuple[tuple[Site, ...], np.ndarray[Any, Any]]] = deque(maxlen=_REMEMBERED)
         self._name = name
         self._stages = max(1, stages)
-        self._by_path = by_path
         self._sites: dict[Site, int] = {}  # the shown sites with their number of tags
         self._shown: set[str] = set()
         self._left_out: set[str] = set()
@@ -60,7 +74,24 @@ class TagBudget:
         self._sites.clear()
         self._shown.clear()
         self._left_out.clear()
+        self._past.clear()
         self._has_warned = False
+        if not self._is_given:
+            self.max_tags, self.is_brief = _WHOLE, False
+
+    def shorten(self, found: Collection[SiteStatistics], tags_of: Callable[[SiteStatistics], int]) -> None:
+        """Become brief if no limit was given and the sites of a record have too many tags."""
+        if not self._is_given and not self.is_brief and self._stages * sum(map(tags_of, found)) > _WHOLE:
+            self.is_brief, self.max_tags = True, _SELECTION
+            shown = [*self._sites]
+            self._sites.clear()
+            self._shown.clear()
+            self._left_out |= {self._key(site) for site in shown}
+
+    def _key(self, site: Site) -> str:
+        """Return the name of the module or, in a brief selection, that of the parameter, as ``fc weight``."""
+        path = site.path.removesuffix(".grad")
+        return f"{site.name} {path}" if self.is_brief and not path.startswith("out") else site.name
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice, for a checkpoint."""
@@ -71,7 +102,9 @@ class TagBudget:
         """Restore the choice from a checkpoint."""
         self.clear()
         self._sites.update((Site(name, path), tags) for name, path, tags in state.get("shown", ()))
-        self._shown.update(site.name for site in self._sites)
+        if not self._is_given and state.get("left_out"):
+            self.is_brief, self.max_tags = True, _SELECTION
+        self._shown.update(self._key(site) for site in self._sites)
         self._left_out.update(state.get("left_out", ()))
         self._has_warned = bool(self._left_out)
 
@@ -86,7 +119,7 @@ class TagBudget:
         """
         modules: dict[str, list[Site]] = {}
         for site in found:
-            modules.setdefault(site.name, []).append(site)
+            modules.setdefault(self._key(site), []).append(site)
         tags = {site: self._stages * tags_of(seen) for site, seen in found.items()}
         for name, sites in modules.items():
             if name in self._shown:  # it may have new sites
@@ -138,8 +171,8 @@ class TagBudget:
     def _show(self, sites: Iterable[Site], tags: Mapping[Site, int]) -> None:
         for site in sites:
             self._sites[site] = tags[site]
-            self._shown.add(site.name)
-            self._left_out.discard(site.name)
+            self._shown.add(self._key(site))
+            self._left_out.discard(self._key(site))
 
     def _add(self, sites: Iterable[Site], tags: Mapping[Site, int]) -> None:
         """Show new sites of modules that are already shown, as far as the limit allows."""
@@ -150,18 +183,25 @@ class TagBudget:
 
     def _unusual(self, found: Mapping[Site, SiteStatistics]) -> list[str]:
         """Return the modules with unusual statistics, the most unusual first."""
-        kinds: dict[str, list[Site]] = defaultdict(list)
-        for site in found:
-            kinds[site.path if self._by_path else ""].append(site)
-        degrees: dict[str, float] = {}
-        for sites in kinds.values():
-            for site, degree in zip(sites, _outlier_degrees([found[site] for site in sites]), strict=True):
-                degrees[site.name] = max(degree, degrees.get(site.name, 0.0))
-        return sorted((name for name, degree in degrees.items() if degree >= 1), key=lambda name: -degrees[name])
+        sites = tuple(found)
+        latest = np.array([[seen.scalars.get(name, np.nan) for name in _COMPARED] for seen in found.values()])
+        steps = [values for known, values in self._past if known == sites] + [latest]
+        self._past.append((sites, latest))
+        table = np.stack(steps, axis=-1)
+        degrees = unusualness(sites, {name: table[:, column] for column, name in enumerate(_COMPARED)})
+        return list(dict.fromkeys(self._key(sites[place]) for place in standing_out(degrees)))
 
     def _warn_once(self) -> None:
         if self._left_out and not self._has_warned:
             self._has_warned = True
+            if self.is_brief:
+                what = "parameters" if any(" " in key for key in self._left_out) else "modules"
+                self._log(
+                    f"{self._name} shows {len(self._shown)} of {len(self._shown) + len(self._left_out)} {what} as curves: "
+                    "those with unusual statistics, and the others evenly spread. The heat maps and "
+                    "<log_dir>/recorder/records have all of them, and Outputs(max_tags=…) shows more curves"
+                )
+                return
             if not self._shown:
                 warn(
                     f"{self._name} shows no module in the loggers, because each has more than max_tags={self.max_tags} "
@@ -187,31 +227,6 @@ def _evenly_spaced(names: Sequence[str], costs: Sequence[int], room: int) -> lis
     return []
 
 
-def _outlier_degrees(sites: Sequence[SiteStatistics]) -> list[float]:
-    """Return a degree for each of the comparable sites. A site is unusual if its degree is at least 1."""
-    degrees = [math.inf if seen.scalars["nan_count"] or seen.scalars["inf_count"] else 0.0 for seen in sites]
-    empty = [seen.scalars["zero_fraction"] >= _MOSTLY_ZERO for seen in sites]
-    if 2 * sum(empty) <= len(sites) or len(sites) < _FEWEST:  # the majority is not unusual: new biases are zero
-        degrees = [max(degree, float(is_empty)) for degree, is_empty in zip(degrees, empty, strict=True)]
-    for size in _SIZES:
-        logs = [_log10(seen, size) for seen in sites]
-        known = [each for each in logs if each is not None]
-        if len(known) < _FEWEST:
-            continue
-        middle = median(known)
-        far = max(_LEAST_DISTANCE, _TIMES_MEDIAN_DISTANCE * median(abs(each - middle) for each in known))
-        for place, each in enumerate(logs):
-            if each is not None:
-                degrees[place] = max(degrees[place], abs(each - middle) / far)
-    return degrees
-
-
-def _log10(seen: SiteStatistics, size: str) -> float | None:
-    """Return the common logarithm of a size, or None if the size is missing, zero or not finite."""
-    value = seen.abs_max if size == "abs_max" else seen.scalars.get(size, 0.0)
-    return math.log10(value) if 0 < value < math.inf else None
-
-
 _BAD = ("nan_count", "inf_count")
 
 
@@ -222,6 +237,12 @@ class _Plan(NamedTuple):
     shown: NDArray[np.int64]
     scalars: Mapping[str, tuple[int, int]]
     histogram_tags: Sequence[str]
+
+
+def _is_main(site: Site, sites: Collection[Site]) -> bool:
+    """Return True for outputs, parameters and their gradients, and False for updates and the states of the optimizer."""
+    of, _, last = site.path.rpartition(".")
+    return last == "grad" or Site(site.name, of) not in sites
 
 
 class SinkFormatter:
@@ -236,19 +257,28 @@ class SinkFormatter:
         statistics: The scalars to show. Scalars of extra reductions are always shown.
         histograms: True to write histograms.
         budget: A limit on the number of tags, which chooses the sites to write.
+        numbered: Begin the name of each module in a tag with its position in the order of execution, as in
+            ``activations/017_blocks.2.fc/rms``, because TensorBoard sorts tags.
     """
 
     def __init__(
-        self, group: str, statistics: Sequence[str], *, histograms: bool = True, budget: TagBudget | None = None
+        self,
+        group: str,
+        statistics: Sequence[str],
+        *,
+        histograms: bool = True,
+        budget: TagBudget | None = None,
+        numbered: bool = False,
     ) -> None:
         self.group = group
         self._label = group
         self._budget = budget
+        self._numbers: dict[str, str] | None = {} if numbered else None
         self.statistics = tuple(statistics)
         self.histograms = histograms
         self.nonfinite: set[Site] = set()
         """The sites that have had NaN or infinities."""
-        self._plans: dict[tuple[str, int | None], _Plan] = {}
+        self._plans: dict[tuple[str, int | None, bool], _Plan] = {}
 
     def begin(self, label: str) -> None:
         """Begin a run.
@@ -258,15 +288,20 @@ class SinkFormatter:
         """
         self._label = label
         self._plans.clear()
+        if self._numbers is not None:
+            self._numbers = {}
         if self._budget is not None:
             self._budget.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the modules that are shown, for a checkpoint."""
-        return {} if self._budget is None else self._budget.state_dict()
+        """Return the modules that are shown and their numbers, for a checkpoint."""
+        shown = {} if self._budget is None else self._budget.state_dict()
+        return {**shown, "numbers": dict(self._numbers)} if self._numbers else shown
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the modules that are shown from a checkpoint."""
+        """Restore the modules that are shown and their numbers from a checkpoint."""
+        if self._numbers is not None:
+            self._numbers = dict(state.get("numbers", {}))
         if self._budget is not None:
             self._budget.load_state_dict(state)
 
@@ -291,7 +326,7 @@ class SinkFormatter:
     def _plan(self, record: Record, found: StatisticsTable) -> _Plan:
         """Return the tags of a record. They are the same in nearly all records of a stage."""
         is_new = self._note_nonfinite(found)
-        key, schema = (record.stage, record.loader), found.schema
+        key, schema = (record.stage, record.loader, self._is_brief), found.schema
         plan = self._plans.get(key)
         is_known = plan is not None and plan.schema is schema and found.lacking is None and not is_new
         if plan is not None and is_known and (self._budget is None or self._budget.is_complete):
@@ -309,12 +344,13 @@ class SinkFormatter:
         return len(self.nonfinite) > before
 
     def _new_plan(self, record: Record, found: StatisticsTable, shown: NDArray[np.int64]) -> _Plan:
+        self._number(found.schema)
         tags: dict[str, tuple[int, int]] = {}
         for row in shown.tolist():
             site = found.sites[row]
             names = found.names_of(row)
             further = [name for name in names if name not in SHOWN_STATISTICS]
-            wanted = [*self.statistics, *(_BAD if site in self.nonfinite else ()), *further]
+            wanted = [*self._main_statistics, *(_BAD if site in self.nonfinite else ()), *further]
             for name in dict.fromkeys(wanted):
                 if name in names:  # the statistics across ranks need several ranks
                     tags[self._tag(record, self.group, site, name)] = row, found.columns.index(name)
@@ -322,17 +358,43 @@ class SinkFormatter:
         histograms = [self._tag(record, self.group, found.sites[row], "histogram") for row in shown]
         return _Plan(found.schema, shown, tags, histograms)
 
+    def _number(self, schema: TableSchema) -> None:
+        """Number the modules that have no number yet, in the order of execution."""
+        if self._numbers is None:
+            return
+        order = schema.backward if self.group.startswith("gradients") else schema.forward
+        names = dict.fromkeys(schema.sites[row].name for row in order.tolist())
+        new = [name for name in names if name not in self._numbers]
+        first = len(self._numbers)
+        digits = max(3, len(str(first + len(new) - 1)))
+        self._numbers |= {name: f"{first + place:0{digits}}_{name}" for place, name in enumerate(new)}
+
     def _select(self, found: StatisticsTable) -> NDArray[np.int64]:
         """Return the rows of the sites that are shown."""
         if self._budget is None or not found:
             return np.arange(len(found))
-        chosen = self._budget.select(found.without_bins(), self._count_tags)
+        sites = found.without_bins()
+        self._budget.shorten(sites.values(), self._count_tags)
+        if self._is_brief:
+            sites = {site: seen for site, seen in sites.items() if _is_main(site, found)}
+        chosen = self._budget.select(sites, self._count_tags)
         return np.array([row for site, row in found.rows.items() if site in chosen], dtype=np.int64)
+
+    @property
+    def _is_brief(self) -> bool:
+        return self._budget is not None and self._budget.is_brief
+
+    @property
+    def _main_statistics(self) -> tuple[str, ...]:
+        """The statistics to show: those that the user asked for, or the main ones in a brief selection."""
+        if not self._is_brief or self.statistics != DEFAULT_STATISTICS:
+            return self.statistics
+        return ("rms",) if self.group.startswith("parameters") else ("rms", "zero_fraction")
 
     def _count_tags(self, seen: SiteStatistics) -> int:
         """Return the number of tags of a site whose values are finite."""
         further = [name for name in seen.scalars if name not in SHOWN_STATISTICS]
-        return len({*(name for name in self.statistics if name in seen.scalars), *further}) + self.histograms
+        return len({*(name for name in self._main_statistics if name in seen.scalars), *further}) + self.histograms
 
     def _write_overflow(self, sink: Sink, record: Record, found: StatisticsTable) -> None:
         """Write the overflow locations of a step that the optimizer skipped. Its other statistics are meaningless."""
@@ -343,8 +405,8 @@ class SinkFormatter:
                 scalars.update({self._tag(record, group, site, name): seen.scalars[name] for name in _BAD})
         sink.write_scalars(record.step, scalars)
 
-    @staticmethod
-    def _tag(record: Record, group: str, site: Site, statistic: str) -> str:
+    def _tag(self, record: Record, group: str, site: Site, statistic: str) -> str:
         stage = "" if record.stage == "train" else f"_{record.stage}"
         loader = "" if record.loader is None else f"/dataloader_idx_{record.loader}"
-        return make_tag(group + stage, *site, statistic) + loader
+        name = site.name if self._numbers is None else self._numbers.get(site.name, site.name)
+        return make_tag(group + stage, name, site.path, statistic) + loader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.plots import DrawingProcess, History, overview
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.statistics.sites import Record
+from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record
 from lightning_recorder.statistics.table import StatisticsTable, TableSchema
 from lightning_recorder.taps import Site
 
@@ -32,7 +33,8 @@ _HEAT_MAPS = {
     "parameters": ("rms", "update_ratio"),
     "parameters_grad": ("rms",),
 }
-_FLOW = ("rms", "min", "max")
+# For the choice of sites, and for the flow.
+_COMPARED = ("rms", "min", "max", "zero_fraction", "nan_count", "inf_count")
 
 
 _SHARE = 0.02
@@ -101,6 +103,7 @@ class Plotter(RecordConsumer):
         tags: The first part of the tags, by default the group.
         every: Draw after every ``every``-th record instead, in the thread that calls, whatever time it takes.
         max_images: The maximum number of plots of single sites over time.
+        statistics: The statistics to draw as heat maps, in addition to those of extra reductions. By default, a few.
         show: A callback that receives the step and the images by tag. It returns the number of bytes written, or None
             if they are not counted.
         limit: The limit of the time for drawings, which other recorders may share.
@@ -108,7 +111,8 @@ class Plotter(RecordConsumer):
     Note:
         The history holds scalars for at most 256 records, evenly spaced; see
         :class:`~lightning_recorder.plots.History`. If there are more than 1,000 sites, more than a plot has rows for,
-        every second, third, … site is kept.
+        1,000 are kept: those that stand out in the first record, and an even selection of the others. Sites that stand
+        out when plots are drawn are kept from then on.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class Plotter(RecordConsumer):
         *,
         every: int | None = None,
         max_images: int = 8,
+        statistics: Sequence[str] = (),
         show: Callable[[int, Mapping[str, Image]], int | None],
         limit: DrawingTime | None = None,
     ) -> None:
@@ -127,7 +132,9 @@ class Plotter(RecordConsumer):
         self._max_images = max_images
         self._show = show
         self._limit = DrawingTime() if limit is None else limit
+        self._statistics = tuple(statistics)
         self._histories: dict[str, History] = {}
+        self._heat_maps: dict[str, tuple[str, ...]] = {}
         self._left_out: set[Site] = set()
         self._schema: TableSchema | None = None
         self._places: dict[str, _Rows] = {}
@@ -148,33 +155,58 @@ class Plotter(RecordConsumer):
             self._show_started()
         if record.stage != "train" or record.overflowed or not found:
             return
+        is_due = self._is_due
         if found.schema is not self._schema:
             self._schema = found.schema
-            self._places = dict(self._places_in(found.schema))
+            self._places = {}
+        if not self._places or (is_due and self._left_out):
+            self._places = dict(self._places_in(found.schema, found))
         for part, (sites, rows) in self._places.items():
             history = self._histories[part]
             history.add_table(record.step, sites, found.part(rows, history.statistics), found.counts.take(rows))
         self._records += 1
         self._step = record.step
-        if self._every is not None:
-            if self._records % self._every == 0:
-                self._draw()
-        elif self._records >= self._due and self._can_start and self._started is None:
+        if is_due and self._every is not None:
+            self._draw()
+        elif is_due and self._can_start and self._started is None:
             self._start()
 
-    def _places_in(self, schema: TableSchema) -> Iterator[tuple[str, _Rows]]:
+    @property
+    def _is_due(self) -> bool:
+        """True if plots are to be drawn after the next record."""
+        records = self._records + 1
+        return records >= self._due if self._every is None else records % self._every == 0
+
+    def _places_in(self, schema: TableSchema, found: StatisticsTable) -> Iterator[tuple[str, _Rows]]:
         """Yield the plots with the places of their values; create the histories of new plots."""
         order = schema.backward if self._group == "gradients" else schema.forward
         for part, sites in self._by_part([schema.sites[row] for row in order]).items():
-            if part not in self._histories:
+            is_new = part not in self._histories
+            if is_new:
+                self._heat_maps[part] = self._statistics_of(part, found.columns)
                 self._histories[part] = History(
-                    statistics=tuple(dict.fromkeys((*_HEAT_MAPS[part], *_FLOW))),
+                    statistics=tuple(dict.fromkeys((*self._heat_maps[part], *_COMPARED))),
                     max_histograms=0 if part.endswith("_grad") else self._max_images,  # their histograms are not drawn
                 )
-                every = -(-len(sites) // _MOST_SITES)
-                self._left_out |= set(sites) - set(sites[::every])
+            if len(sites) > _MOST_SITES:
+                self._leave_out(sites, found, is_new=is_new)
             kept = tuple(site for site in sites if site not in self._left_out)
             yield part, _Rows(kept, np.array([schema.rows[site] for site in kept], dtype=np.int64))
+
+    def _statistics_of(self, part: str, columns: Sequence[str]) -> tuple[str, ...]:
+        """Return the statistics to draw as heat maps: those that the user asked for, and those of extra reductions."""
+        asked = self._statistics or _HEAT_MAPS[part]
+        further = (name for name in columns if name not in SHOWN_STATISTICS)
+        return tuple(dict.fromkeys((*asked, *further)))
+
+    def _leave_out(self, sites: list[Site], found: StatisticsTable, *, is_new: bool) -> None:
+        """Choose the sites to keep in the first record; later, keep those that stand out as well."""
+        rows = [found.rows[site] for site in sites]
+        degrees = unusualness(sites, {name: found.column(name)[rows, None] for name in compared(_COMPARED)})
+        if is_new:
+            kept = {sites[place] for place in choose(degrees, _MOST_SITES)}
+            self._left_out |= set(sites) - kept
+        self._left_out -= {sites[place] for place in standing_out(degrees)}
 
     def _by_part(self, sites: list[Site]) -> dict[str, list[Site]]:
         """Group the sites by plot: the values and the gradients of parameters are drawn separately."""
@@ -199,7 +231,7 @@ class Plotter(RecordConsumer):
         if self._drawings:
             return times * (self._bytes or 0) // self._drawings
         groups = [group for group in _HEAT_MAPS if group.startswith(self._group)]
-        pictures = sum(len(_HEAT_MAPS[group]) + 1 + self._max_images for group in groups)
+        pictures = sum(len(self._statistics or _HEAT_MAPS[group]) + 1 + self._max_images for group in groups)
         return times * pictures * _PICTURE_BYTES
 
     def _work(self) -> list[tuple[History, dict[str, Any]]]:
@@ -207,7 +239,8 @@ class Plotter(RecordConsumer):
         found = []
         for part, history in self._histories.items():
             group = part.replace(self._group, self._tags, 1)
-            found.append((history, {"group": group, "statistics": _HEAT_MAPS[part], "max_images": self._max_images}))
+            options = {"group": group, "statistics": self._heat_maps[part], "max_images": self._max_images}
+            found.append((history, options))
         return found
 
     def _start(self) -> None:

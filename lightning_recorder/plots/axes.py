@@ -17,6 +17,7 @@ __all__ = [
     "Columns",
     "Floats",
     "Scale",
+    "checked_degrees",
     "checked_names",
     "checked_steps",
     "columns_of",
@@ -81,6 +82,18 @@ def checked_names(names: Sequence[str], count: int, what: str) -> list[str]:
     if isinstance(names, str) or len(names) != count:
         raise ArgumentError(f"names must be one for each of the {count} {what}, got {names!r:.80}")
     return [str(name) or "(root)" for name in names]
+
+
+def checked_degrees(degrees: Any, count: int) -> Floats:
+    """Convert degrees of unusualness to float64, ``[layers]``.
+
+    Raises:
+        ArgumentError: If the number of degrees differs from ``count``.
+    """
+    found = to_floats("degrees", degrees, "[layers]", 1)
+    if len(found) != count:
+        raise ArgumentError(f"degrees must have the shape [{count}], got {list(found.shape)}")
+    return found
 
 
 _Kind = Literal["linear", "log", "symlog"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -203,6 +204,10 @@ def _font(px: int, bold: bool) -> FreeTypeFont:
 # The fractions of the kept characters that precede the ellipsis, in the order in which they are tried.
 _SPLITS = (0.3, 0.5, 0.1, 0.7, 0.9)
 
+_NUMBERED = re.compile(r"^(?:[^.\s]+\.)+?(?=[0-9]+(?:\.|\s|$))")  # the parts of a name before the number of a block
+# The lengths to which the parts of a name before and after the last number are shortened, in the order of the attempts.
+_PART_LENGTHS = ((99, 99), (6, 99), (4, 99), (3, 99), (3, 6), (3, 4), (2, 4), (1, 4), (1, 2), (1, 1))
+
 
 def shortened(name: str, room: float, *, px: int = DETAIL_PX, head: float = _SPLITS[0], ending: str = "") -> str:
     """Return a name that fits, shortened in the middle if it is too long, because names differ at their ends.
@@ -233,12 +238,64 @@ def _cut(name: str, kept: int, head: float) -> str:
 
 
 def fitted(names: Sequence[str], room: float, *, px: int = DETAIL_PX) -> list[str]:
-    """Return names that fit and stay distinct: if shortening makes two equal, move the ellipsis or append a number.
+    """Return names that fit and stay distinct.
+
+    If a name is too long, the parts that its neighbors share are left out, first those that all names begin with, then
+    those before the number of a block. If that is not enough, parts between the number and the last part are shortened.
+    As a last resort, the middle of a name is replaced by an ellipsis.
 
     Example:
-        >>> fitted(["encoder.layers.11.attention", "head"], 120)
-        ['encod….11.attention', 'head']
+        >>> fitted(["model.layers.11.attention.qkv", "model.layers.12.mlp", "model.head"], 120)
+        ['11.attention.qkv', '12.mlp', 'head']
+        >>> fitted(["encoder.layers.11.attention.qkv", "decoder.layers.11.attention.qkv"], 120)
+        ['enc.lay.11.attent.qkv', 'dec.lay.11.attent.qkv']
     """
+    names = [literal(name) for name in names]
+    if all(text_width(name, px) <= room for name in names):
+        return names
+    names = _without_numbered_prefix(_without_shared_parts(names))
+    shown = [_abbreviated(name, room, px) for name in names]
+    shown = [each if shown.count(each) == 1 else name for each, name in zip(shown, names, strict=True)]
+    return _distinct(shown, room, px)
+
+
+def _without_shared_parts(names: list[str]) -> list[str]:
+    """Leave out the parts that all names begin with; the last part stays."""
+    shared = [set(parts) for parts in zip(*(_module_parts(name)[:-1] for name in names), strict=False)]
+    count = next((place for place, parts in enumerate(shared) if len(parts) > 1), len(shared))
+    return [name.split(".", count)[-1] for name in names] if len(names) > 1 else names
+
+
+def _without_numbered_prefix(names: list[str]) -> list[str]:
+    """Leave out the parts before the number of a block, unless two names would become equal."""
+    short = [_NUMBERED.sub("", name) for name in names]
+    times = Counter(short)
+    unclear = {name[: -len(less)] for name, less in zip(names, short, strict=True) if times[less] > 1}
+    return [
+        less if less == name or name[: -len(less)] not in unclear else name
+        for name, less in zip(names, short, strict=True)
+    ]
+
+
+def _module_parts(name: str) -> list[str]:
+    return name.partition(" ")[0].split(".")
+
+
+def _abbreviated(name: str, room: float, px: int) -> str:
+    """Shorten the parts of a name other than numbers and the last one, those before a number more than the others."""
+    module, space, path = name.partition(" ")
+    *parts, last = module.split(".")
+    number = max((place for place, part in enumerate(parts) if part.isdigit()), default=-1)
+    for lengths in _PART_LENGTHS:
+        shorter = [part if part.isdigit() else part[: lengths[place > number]] for place, part in enumerate(parts)]
+        short = ".".join([*shorter, last]) + space + path
+        if text_width(short, px) <= room:
+            return short
+    return name
+
+
+def _distinct(names: list[str], room: float, px: int) -> list[str]:
+    """Shorten names in the middle; if that makes two equal, move the ellipsis or append a number."""
     shown = [shortened(name, room, px=px) for name in names]
     for head in (*_SPLITS[1:], None):
         same = {each for each, times in Counter(shown).items() if times > 1}

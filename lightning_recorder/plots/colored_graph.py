@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from lightning_recorder.graph.drawing import Drawing, draw
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.renderers.escape import dot_label
 from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler, Shapes
+from lightning_recorder.insight.unusual import standing_out, unusualness
+from lightning_recorder.insight.wiring import families
 from lightning_recorder.names import closest_names
 from lightning_recorder.plots.axes import number, scale_of
 from lightning_recorder.plots.canvas import literal
@@ -26,6 +30,10 @@ _STEPS = 5  # number of colors in the legend
 _NOT_RECORDED = "#f0f0f0"
 _NOT_FINITE = "#000000"
 _LIGHT, _DARK = "#ffffff", "#000000"
+_SIMILAR = 1 / 8  # the part of the legend within which colors are similar
+_NOISE = 1 / 4  # a value that differs less from the median, relative to it, is similar whatever the legend
+_LOOK_NOT_FINITE, _LOOK_STANDS_OUT = 99, 100
+_LOOK = "statistic"  # the name of an argument that keeps modules of other colors from being folded
 
 
 class StatisticStyler(GraphvizStyler):
@@ -33,7 +41,7 @@ class StatisticStyler(GraphvizStyler):
 
     Modules without a value are light grey. Functions and tensors keep their usual style. A legend below the title shows
     five values of the scale with their colors, and the meaning of grey and black. A box that represents several equal
-    modules shows the value of the first one, with a note.
+    modules has the color of their median and shows their smallest and largest value.
 
     Args:
         values: The values by fully-qualified module name. For a module drawn as a frame, the value appears in its
@@ -73,6 +81,30 @@ class StatisticStyler(GraphvizStyler):
         self.statistic = statistic
         self.caption = caption or statistic
         self.scale = scale_of(np.array([*self.values.values()], dtype=np.float64), log=log)
+        self._families = {name: group for group in families(dict.fromkeys(self.values), 2) for name in group}
+
+    def looks(self) -> dict[str, int]:
+        """Return a number for each module with a value; equal modules with the same number have similar colors.
+
+        The number is the distance of the value from the median of the modules at the same place of repeated blocks, in
+        units of an eighth of the legend; 0 if they differ by less than a quarter of the median. Modules that stand out differ from the others in any case.
+        """
+        found = dict.fromkeys(self.values, 0)
+        for group in {id(each): each for each in self._families.values()}.values():
+            values = np.array([self.values[name] for name in group])
+            places = self.scale.place(np.where(np.isfinite(values), values, np.nan))
+            if np.isfinite(places).any():
+                places = np.trunc((places - np.nanmedian(places)) / _SIMILAR)
+                middle = _middle(values.tolist())
+                # On a legend with a narrow range, noise has many colors.
+                places[np.abs(values - middle) <= _NOISE * abs(middle)] = 0
+            for name, each in zip(group, places.tolist(), strict=True):
+                found[name] = _LOOK_NOT_FINITE if math.isnan(each) else int(each)
+        what = self.statistic if self.statistic == "zero_fraction" else "size"
+        names = list(self.values)
+        for place in standing_out(unusualness(names, {what: np.array([*self.values.values()])[:, None]})):
+            found[names[place]] = found[names[place]] or _LOOK_STANDS_OUT
+        return found
 
     def color(self, value: float) -> str:
         """Return the color of a value, for example ``#21918c``; black if it is not finite."""
@@ -84,13 +116,12 @@ class StatisticStyler(GraphvizStyler):
 
     @override
     def style_node(self, node: Node, graph: Graph) -> dict[str, str]:
-        style = super().style_node(node, graph)
+        style = super().style_node(_unmarked(node), graph)
         if node.kind != "module":
             return style
         if node.name not in self.values:
             return {**style, "fillcolor": _NOT_RECORDED, **self.attributes}
-        value = self.values[node.name]
-        fill = self.color(value)
+        fill = self.color(_middle(self._values_of(node, graph)))
         text = legible_on(fill)
         # The grey details of a label would be illegible on a dark box.
         label = re.sub(r'(<font [^>]*color=)"#[0-9a-f]{6}"', rf'\1"{text}"', style["label"])
@@ -104,7 +135,7 @@ class StatisticStyler(GraphvizStyler):
 
     @override
     def style_frame(self, node: Node, graph: Graph) -> dict[str, str]:
-        style = super().style_frame(node, graph)
+        style = super().style_frame(_unmarked(node), graph)
         if node.name not in self.values or not node.name:
             return style
         return {
@@ -114,8 +145,21 @@ class StatisticStyler(GraphvizStyler):
 
     def _words(self, node: Node, graph: Graph) -> str:
         several = node.repeats * math.prod(call.repeats for call in graph.ancestors(node))
-        first = f" (first of {several})" if several > 1 else ""
-        return f"{self.statistic} {number(self.values[node.name])}{first}"
+        values = self._values_of(node, graph)
+        if several > 1 and len(values) == 1:
+            return f"{self.statistic} {number(values[0])} (first of {several})"
+        ends = dict.fromkeys((number(min(values)), number(max(values))))
+        return f"{self.statistic} {' to '.join(ends)}" + (f" (×{len(values)})" if len(values) > 1 else "")
+
+    def _values_of(self, node: Node, graph: Graph) -> list[float]:
+        """Return the values of the modules that a box represents; that of the first one if the others are unknown."""
+        several = [each.repeats for each in (node, *graph.ancestors(node)) if each.repeats > 1]
+        family = self._families.get(node.name, [])
+        if len(several) != 1 or node.name not in family:
+            return [self.values[node.name]]
+        place = family.index(node.name)
+        found = [self.values[name] for name in family[place : place + several[0]]]
+        return found if len(found) == several[0] else found[:1]
 
     @override
     def style_title(self, graph: Graph) -> dict[str, str]:
@@ -159,7 +203,8 @@ def color_graph(
         caption: As for :class:`StatisticStyler`.
         log: As for :class:`StatisticStyler`.
         options: As for :func:`~lightning_recorder.draw`, for example ``depth=2`` or ``max_nodes=60``. By default all
-            calls are expanded, because statistics are recorded for leaf modules.
+            calls are expanded, because statistics are recorded for leaf modules. Equal blocks are drawn once only if
+            their colors are similar: their values differ by less than an eighth of the legend from the median.
 
     Raises:
         ArgumentError: If an argument is invalid, or if the graph contains none of the modules; the message lists the
@@ -171,7 +216,30 @@ def color_graph(
         raise ArgumentError(f"the graph has no module {name!r} nor another of values; {closest_names(name, calls)}")
     shapes: Shapes = "nodes" if options.pop("show_shapes", True) else "none"
     styler = StatisticStyler(values, statistic=statistic, caption=caption, log=log, shapes=shapes)
-    return draw(graph, styler=styler, **{"depth": None, **options})
+    looks = {name: look for name, look in styler.looks().items() if look}
+    marked = replace(graph, nodes=tuple(_marked(node, looks) for node in graph.nodes))
+    drawing = draw(marked, styler=styler, **{"depth": None, **options})
+    view = replace(drawing.view, nodes=tuple(map(_unmarked, drawing.view.nodes)))
+    return replace(drawing, graph=graph, view=view)
+
+
+def _marked(node: Node, looks: Mapping[str, int]) -> Node:
+    """Return a node with its color among its arguments, so that it is only folded with those of the same color."""
+    if node.kind != "module" or node.name not in looks:
+        return node
+    return replace(node, arguments=(*node.arguments, (_LOOK, str(looks[node.name]))))
+
+
+def _unmarked(node: Node) -> Node:
+    if node.kind != "module":
+        return node
+    return replace(node, arguments=tuple(pair for pair in node.arguments if pair[0] != _LOOK))
+
+
+def _middle(values: list[float]) -> float:
+    """Return the median of the finite values; the first value if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return median(finite) if finite else values[0]
 
 
 def legible_on(color: str) -> str:

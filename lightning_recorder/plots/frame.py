@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.insight.unusual import choose, standing_out
 from lightning_recorder.plots.axes import Floats, Scale
 from lightning_recorder.plots.canvas import (
     DETAIL_PX,
@@ -39,6 +40,7 @@ __all__ = [
     "Table",
     "blank",
     "bottom_room",
+    "chosen_rows",
     "color_bar",
     "evenly",
     "fitting_ticks",
@@ -144,6 +146,8 @@ _TICK_PX = 3
 _AXIS_PX = 33  # height of the numbers and the title of the axis below the data
 _NOTE_PX = 15
 _MOST_ROOM = 134  # width of the names on the left; with margins this is two fifths of the image
+_LABEL_PX = DETAIL_PX + 1
+_BOLDER = 1.17  # bold letters are at most a sixth wider than regular ones
 _ROW_GAP = 6  # distance between a name and the data
 
 Area = tuple[int, int, int, int]
@@ -153,8 +157,7 @@ Area = tuple[int, int, int, int]
 def new_canvas(height: int, title: str) -> Canvas:
     """Return an empty image with a title."""
     canvas = Canvas(WIDTH, height)
-    # Bold letters are at most a sixth wider than regular ones.
-    room = (WIDTH - 2 * MARGIN) / 1.17
+    room = (WIDTH - 2 * MARGIN) / _BOLDER
     canvas.text(MARGIN, 14, shortened(title, room, px=TITLE_PX, head=0.6), px=TITLE_PX, bold=True)
     return canvas
 
@@ -215,18 +218,71 @@ def numbers_left(canvas: Canvas, area: Area, axis: Scale, title: str) -> None:
 
 def rows_room(names: Sequence[str]) -> int:
     """Return the width in pixels of the row names on the left."""
-    widest = max((text_width(name, DETAIL_PX) for name in names), default=0.0)
-    return int(min(widest, _MOST_ROOM)) + MARGIN + _ROW_GAP
+    widest = max((text_width(name, DETAIL_PX, bold=True) for name in _row_names(names)), default=0.0)
+    return int(widest) + MARGIN + _ROW_GAP
 
 
-def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float) -> None:
-    """Draw the names to the left of their rows, as many as fit."""
-    left, top, _, _ = area
-    shown = fitted(names, left - MARGIN - _ROW_GAP + 1)
-    for row in every_nth(len(names), distance, DETAIL_PX + 1):
-        y = top + (row + 0.5) * distance
-        canvas.line([(left - _TICK_PX, y), (left - 1, y)], GREY)
-        canvas.text(left - _ROW_GAP, y, shown[row], px=DETAIL_PX, anchor="rm")
+def _row_names(names: Sequence[str]) -> list[str]:
+    return fitted(names, _MOST_ROOM / _BOLDER)  # the names of rows that stand out are bold
+
+
+def row_names(canvas: Canvas, area: Area, names: Sequence[str], distance: float, marked: Sequence[int] = ()) -> None:
+    """Draw the names to the left of their rows, as many as fit.
+
+    Args:
+        canvas: The image.
+        area: The position of the data.
+        names: The names of all rows.
+        distance: The height of a row in pixels.
+        marked: The rows that stand out, the most unusual first. Their names are bold and are drawn in any case; if they
+            are too close to each other, they are moved apart, with lines to their rows.
+    """
+    left, top, _, height = area
+    shown = _row_names(names)
+    middles = [top + (row + 0.5) * distance for row in range(len(names))]
+    first = sorted(marked[: max(height // _LABEL_PX, 1)])
+    places = _apart([middles[row] for row in first], top + height - _LABEL_PX / 2)
+    for row, y in zip(first, places, strict=True):
+        canvas.line([(left - 2, middles[row]), (left - _ROW_GAP + 1, y)], INK)
+        canvas.text(left - _ROW_GAP, y, shown[row], px=DETAIL_PX, anchor="rm", bold=True)
+    for row in every_nth(len(names), distance, _LABEL_PX):
+        y = middles[row]
+        if all(abs(y - other) >= _LABEL_PX for other in places):
+            canvas.line([(left - _TICK_PX, y), (left - 1, y)], GREY)
+            canvas.text(left - _ROW_GAP, y, shown[row], px=DETAIL_PX, anchor="rm")
+
+
+def _apart(places: Sequence[float], last: float) -> list[float]:
+    """Move ascending places apart, such that labels at them do not touch, and none is beyond the last place."""
+    found: list[float] = []
+    for place in places:
+        found.append(max(place, found[-1] + _LABEL_PX) if found else place)
+    for row in reversed(range(len(found))):
+        found[row] = min(found[row], last - (len(found) - 1 - row) * _LABEL_PX)
+    return found
+
+
+def chosen_rows(degrees: Floats, most: int) -> tuple[list[int], list[int], list[str]]:
+    """Choose the layers to draw.
+
+    Args:
+        degrees: The degree of unusualness of each layer, ``[layers]``.
+        most: The maximum number of rows.
+
+    Returns:
+        The chosen layers in order, the rows among them that stand out, the most unusual first, and notes.
+    """
+    rows = choose(degrees, most)
+    marked = standing_out(degrees[rows])
+    notes = []
+    if len(rows) < len(degrees):
+        first = f"the {len(marked)} most unusual and others " if marked else ""
+        hidden = len(degrees) - len(rows)
+        notes.append(f"{len(rows)} of {len(degrees):,} layers: {first}evenly spread; {hidden:,} not shown")
+    if marked:
+        layers = "1 layer unlike its" if len(marked) == 1 else f"{len(marked)} layers unlike their"
+        notes.append(f"bold: {layers} neighbors or past")
+    return rows, marked, notes
 
 
 def color_bar(canvas: Canvas, area: Area, scale: Scale, table: Table, label: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from lightning_recorder.errors import ArgumentError
-from lightning_recorder.plots.axes import Floats, Scale, checked_names, to_floats
+from lightning_recorder.insight.unusual import unusualness
+from lightning_recorder.plots.axes import Floats, Scale, checked_degrees, checked_names, to_floats
 from lightning_recorder.plots.canvas import Canvas, Image, shortened
 from lightning_recorder.plots.frame import (
     MARGIN,
@@ -18,7 +19,7 @@ from lightning_recorder.plots.frame import (
     Mark,
     blank,
     bottom_room,
-    evenly,
+    chosen_rows,
     fitting_ticks,
     new_canvas,
     notes_below,
@@ -48,12 +49,14 @@ def gradient_flow(
     step: int | None = None,
     statistic: str = "mean |gradient|",
     largest: str = "max |gradient|",
+    degrees: Any = None,
 ) -> Image:
     """Draw two bars per layer on a logarithmic axis, from top to bottom in execution order.
 
     A layer whose gradients are all 0 has a hollow square at the left end. A bar whose value is not finite spans the
-    full width, striped for NaN and black for infinity. If there are more than 260 layers, 260 evenly spaced ones are
-    drawn, and a note says so.
+    full width, striped for NaN and black for infinity. Layers that stand out, because they are unlike the neighboring or
+    equal layers or their own past, have bold names. If there are more than 260 layers, those that stand out are drawn and
+    an even selection of the others, and a note says so.
 
     Args:
         names: The names of the layers in execution order.
@@ -64,6 +67,8 @@ def gradient_flow(
         step: The step at which the values were recorded.
         statistic: The name of the statistic in ``means``, with a unit if it has one.
         largest: The name of the statistic in ``maxima``.
+        degrees: How unusual each layer is, ``[layers]``, as :func:`overview` compares all statistics. By default, the
+            layers are compared by these magnitudes.
 
     Returns:
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
@@ -79,14 +84,23 @@ def gradient_flow(
     title = title if step is None else f"{title}, step {step:,}"
     if not names:
         return blank(title, "nothing was recorded")
-    rows = evenly(len(names), _MOST_ROWS)
-    notes = [] if len(rows) == len(names) else [f"{len(rows)} of {len(names):,} layers, evenly spread"]
+    if degrees is None:
+        sizes = {"average": means[:, None], "largest": maxima[:, None]}
+        bad = (~(np.isfinite(means) & np.isfinite(maxima))).astype(np.float64)[:, None]
+        degrees = unusualness(names, {**sizes, "nan_count": bad})
+    rows, marked, notes = chosen_rows(checked_degrees(degrees, len(names)), _MOST_ROWS)
     means, maxima = means[rows], maxima[rows]
-    return _drawn(title, [names[row] for row in rows], means, maxima, (statistic, largest), notes)
+    return _drawn(title, [names[row] for row in rows], means, maxima, (statistic, largest), notes, marked)
 
 
 def _drawn(
-    title: str, names: list[str], means: Floats, maxima: Floats, words: tuple[str, str], notes: list[str]
+    title: str,
+    names: list[str],
+    means: Floats,
+    maxima: Floats,
+    words: tuple[str, str],
+    notes: list[str],
+    marked: list[int],
 ) -> Image:
     axis = _axis(np.concatenate((means, maxima)))
     row_px = int(np.clip(min(_TALLEST_PX // len(names), max(260 // len(names), 14)), 5, 24))
@@ -98,7 +112,7 @@ def _drawn(
     canvas = new_canvas(top + area[3] + bottom_room(notes, marks), title)
     canvas.image(left, top, _bars(means, maxima, axis, row_px, area[2]))
     canvas.frame(*area)
-    row_names(canvas, area, names, row_px)
+    row_names(canvas, area, names, row_px, marked)
     numbers_below(canvas, area, axis, "magnitude (log scale)")
     _legend(canvas, words)
     notes_below(canvas, area, notes, marks)

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.insight.unusual import unusualness
 from lightning_recorder.plots.axes import (
     Columns,
     Floats,
     Scale,
+    checked_degrees,
     checked_names,
     checked_steps,
     columns_of,
@@ -28,6 +30,7 @@ from lightning_recorder.plots.frame import (
     WIDTH,
     blank,
     bottom_room,
+    chosen_rows,
     color_bar,
     cover,
     marks_of,
@@ -57,6 +60,8 @@ def heat_map(
     title: str,
     recorded: NDArray[np.bool_] | None = None,
     log: bool | None = None,
+    degrees: Any = None,
+    max_layers: int = _MOST_ROWS,
 ) -> Image:
     """Draw a statistic as colors, with layers from top to bottom and steps from left to right.
 
@@ -64,9 +69,11 @@ def heat_map(
     A statistic whose name ends with ``fraction`` has a scale from 0 to 1. Values that are not finite, that were not
     recorded, or that are 0 on a logarithmic scale are drawn as patterns with a legend below.
 
-    At most 260 rows and 97 columns are drawn. If several values share a cell, it shows a value that is not finite, if
-    there is one, and otherwise the value furthest from 0. This limits a PNG file to 300 KB for pure noise; a typical
-    training of 40 layers takes about 30 KB.
+    Layers that stand out, because they are unlike the neighboring or equal layers or their own past, have bold names. At
+    most 260 rows and 97 columns are drawn. If there are more layers, those that stand out are drawn and an even selection
+    of the others, and a note says so. If several steps share a cell, it shows a value that is not finite, if there is
+    one, and otherwise the value furthest from 0. This limits a PNG file to 300 KB for pure noise; a typical training of
+    40 layers takes about 30 KB.
 
     Args:
         steps: The steps in ascending order, ``[steps]``.
@@ -77,6 +84,9 @@ def heat_map(
         recorded: A mask of the recorded values, ``[layers, steps]``. By default all are recorded, so that a NaN is a
             recorded value.
         log: If True or False, force or forbid a logarithmic scale; by default the values decide.
+        degrees: How unusual each layer is, ``[layers]``, as :func:`overview` compares all statistics. By default, the
+            layers are compared by these values.
+        max_layers: The maximum number of rows, up to 260.
 
     Returns:
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
@@ -93,11 +103,18 @@ def heat_map(
             raise ArgumentError(f"{what} must have the shape [{len(names)}, {len(steps)}], got {list(shape)}")
     if not recorded.any():
         return blank(title, "nothing was recorded")
+    check_integer("max_layers", max_layers, 1)
+    if degrees is None:
+        bad = (recorded & ~np.isfinite(values)).astype(np.float64)
+        what = statistic if statistic == "zero_fraction" else "size"
+        degrees = unusualness(names, {what: np.where(recorded, values, np.nan), "nan_count": bad})
+    rows, marked, chosen = chosen_rows(checked_degrees(degrees, len(names)), min(max_layers, _MOST_ROWS))
+    names, values, recorded = [names[row] for row in rows], values[rows], recorded[rows]
     columns = columns_of(steps)
-    names, cells, there, joined = _joined(names, values, recorded, columns)
+    cells, there = _joined(values, recorded, columns)
     scale = Scale("linear", 0.0, 1.0) if _is_share(statistic, cells) else scale_of(cells[there], log=log)
-    notes = _notes(joined, columns.most, scale, cells[there])
-    return _drawn(title, statistic, names, cells, there, columns, scale, notes)
+    notes = [*chosen, *_notes(columns.most, scale, cells[there])]
+    return _drawn(title, statistic, names, cells, there, columns, scale, notes, marked)
 
 
 def _is_share(statistic: str, values: Floats) -> bool:
@@ -105,19 +122,11 @@ def _is_share(statistic: str, values: Floats) -> bool:
     return statistic.endswith("fraction") and bool(((finite >= 0) & (finite <= 1)).all())
 
 
-def _joined(
-    names: list[str], values: Floats, recorded: NDArray[np.bool_], columns: Columns
-) -> tuple[list[str], Floats, NDArray[np.bool_], int]:
-    """Return the names, values and mask of the cells to draw, and the number of layers per cell."""
+def _joined(values: Floats, recorded: NDArray[np.bool_], columns: Columns) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return the values and the mask of the cells to draw, ``[layers, columns]``."""
     pairs = [_furthest(values[:, run], recorded[:, run]) for run in columns]
     cells, there = (np.stack(part, axis=1) for part in zip(*pairs, strict=True))
-    joined = -(-len(names) // _MOST_ROWS)
-    if joined > 1:
-        starts = range(0, len(names), joined)
-        pairs = [_furthest(cells[row : row + joined].T, there[row : row + joined].T) for row in starts]
-        cells, there = (np.stack(part) for part in zip(*pairs, strict=True))
-        names = names[::joined]
-    return names, cells, there, joined
+    return cells, there
 
 
 def _furthest(values: Floats, recorded: NDArray[np.bool_]) -> tuple[Floats, NDArray[np.bool_]]:
@@ -140,11 +149,8 @@ def _furthest(values: Floats, recorded: NDArray[np.bool_]) -> tuple[Floats, NDAr
     return values[np.arange(len(values)), chosen], np.asarray(recorded.any(axis=-1))
 
 
-def _notes(layers: int, steps: int, scale: Scale, values: Floats) -> list[str]:
-    notes = []
-    shared = [f"{count:,} {what}" for count, what in ((layers, "layers"), (steps, "steps")) if count > 1]
-    if shared:
-        notes.append(f"each cell: the value furthest from 0 of up to {' × '.join(shared)}")
+def _notes(steps: int, scale: Scale, values: Floats) -> list[str]:
+    notes = [f"each cell: the value furthest from 0 of up to {steps:,} steps"] if steps > 1 else []
     if scale.kind == "symlog":
         notes.append(f"colors: logarithmic on both sides of 0, linear below {number(scale.threshold)}")
     if scale.kind == "log" and (values[values > 0] < scale.low).any():
@@ -161,6 +167,7 @@ def _drawn(
     columns: Columns,
     scale: Scale,
     notes: list[str],
+    marked: list[int],
 ) -> Image:
     row_px = int(np.clip(min(_TALLEST_PX // len(names), max(260 // len(names), _COMFORTABLE_PX)), *_ROW_PX))
     left, top = rows_room(names), TOP + BAR_ROOM
@@ -174,7 +181,7 @@ def _drawn(
     cover(pixels, marks)
     canvas.image(left, top, pixels)
     canvas.frame(*area)
-    row_names(canvas, area, names, row_px)
+    row_names(canvas, area, names, row_px, marked)
     numbers_below(canvas, area, columns.axis, "step")
     kind = {"linear": "", "log": " (log scale)", "symlog": " (symlog)"}[scale.kind]
     color_bar(canvas, area, scale, table_for(scale), statistic + kind)

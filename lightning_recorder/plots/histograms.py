@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.insight.unusual import unusualness
 from lightning_recorder.plots.axes import (
     Columns,
     Floats,
     Scale,
+    checked_degrees,
     checked_names,
     checked_steps,
     columns_of,
@@ -32,9 +34,9 @@ from lightning_recorder.plots.frame import (
     Mark,
     blank,
     bottom_room,
+    chosen_rows,
     color_bar,
     cover,
-    evenly,
     new_canvas,
     notes_below,
     numbers_below,
@@ -212,12 +214,14 @@ def ridge(
     step: int | None = None,
     value: str = "value",
     max_layers: int = 60,
+    degrees: Any = None,
 ) -> Image:
     """Draw one curve per layer, from top to bottom, on a common axis of values.
 
     The height is the square root of the fraction of values in each of 121 bins of equal width in the image, so that
-    rare values are visible next to a peak. All curves have the same maximum height. If there are more than
-    ``max_layers`` layers, evenly spaced ones are drawn, and a note says so.
+    rare values are visible next to a peak. All curves have the same maximum height. Layers that stand out, because they
+    are unlike the neighboring or equal layers or their own past, have bold names. If there are more than ``max_layers``
+    layers, those that stand out are drawn and an even selection of the others, and a note says so.
 
     Args:
         names: The names of the layers, in order.
@@ -227,6 +231,8 @@ def ridge(
         step: The step at which the histograms were recorded.
         value: The name of the values, with a unit if they have one.
         max_layers: The maximum number of curves, up to 80.
+        degrees: How unusual each layer is, ``[layers]``, as :func:`overview` compares all statistics. By default, the
+            layers are compared by the size of their values.
 
     Returns:
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
@@ -237,24 +243,42 @@ def ridge(
     check_integer("max_layers", max_layers, 1)
     found = to_histograms(histograms)
     names = checked_names(names, len(found), "histograms")
-    chosen = evenly(len(found), min(max_layers, _MOST_LAYERS))
+    degrees = unusualness(names, _sizes(found)) if degrees is None else checked_degrees(degrees, len(found))
+    chosen, marked, why = chosen_rows(degrees, min(max_layers, _MOST_LAYERS))
     axis = value_axis([found[row] for row in chosen])
     title = title if step is None else f"{title}, step {step:,}"
     if axis is None:
         return blank(title, "no finite value was recorded")
-    notes = ["height: root of the share, scaled for each layer"]
-    if len(chosen) < len(found):
-        notes.append(f"{len(chosen)} of {len(found):,} layers, evenly spread from the first to the last")
+    notes = [*why, "height: root of the share, scaled for each layer"]
     if axis.kind == "symlog":
         notes.append(f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}")
         notes.append("a bell that is wider than the linear part has two peaks")
     names = [names[row] if found[row].count else f"{names[row]} (none)" for row in chosen]
     edges = edges_along(axis, _RIDGE_BINS)
     parts = [shares(found[row], edges) for row in chosen]
-    return _draw_ridge(title, names, parts, axis, f"{value} (symlog)" if axis.kind == "symlog" else value, notes)
+    value = f"{value} (symlog)" if axis.kind == "symlog" else value
+    return _draw_ridge(title, names, parts, axis, value, notes, marked)
 
 
-def _draw_ridge(title: str, names: list[str], parts: list[Floats], axis: Scale, value: str, notes: list[str]) -> Image:
+def _sizes(histograms: Sequence[Histogram]) -> dict[str, Floats]:
+    """Return the typical and the largest magnitudes of histograms, ``[layers, 1]`` each; NaN for an empty one."""
+    sizes = {"rms": [math.nan] * len(histograms), "largest": [math.nan] * len(histograms)}
+    for row, each in enumerate(histograms):
+        if each.count:
+            limits, counts = _limits(each), each.counts.astype(np.float64)
+            middles = np.abs(limits[:-1] / 2 + limits[1:] / 2)
+            largest = float(middles[counts > 0].max())
+            sizes["largest"][row] = largest
+            # In units of the largest magnitude, whose square may overflow float64.
+            sizes["rms"][row] = largest and largest * math.sqrt(
+                (counts * (middles / largest) ** 2).sum() / counts.sum()
+            )
+    return {name: np.array(column)[:, None] for name, column in sizes.items()}
+
+
+def _draw_ridge(
+    title: str, names: list[str], parts: list[Floats], axis: Scale, value: str, notes: list[str], marked: list[int]
+) -> Image:
     distance = int(np.clip(300 // len(names), 14, 34))
     left, head = rows_room(names), round(distance * (_OVERLAP - 1))
     area = (left, TOP + head, WIDTH - RIGHT - left, len(names) * distance)
@@ -271,7 +295,7 @@ def _draw_ridge(title: str, names: list[str], parts: list[Floats], axis: Scale, 
     )
     canvas.frame(left, TOP, area[2], area[3] + head)
     # Each name stands next to the baseline of its curve.
-    row_names(canvas, (left, area[1] + distance // 2 - 5, *area[2:]), names, distance)
+    row_names(canvas, (left, area[1] + distance // 2 - 5, *area[2:]), names, distance, marked)
     numbers_below(canvas, area, axis, value)
     notes_below(canvas, area, notes)
     return canvas.pixels()

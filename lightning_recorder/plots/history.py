@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
 from lightning_recorder.names import make_tag
 from lightning_recorder.plots.axes import Floats, to_floats
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.plots.frame import evenly
 from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.heat_map import heat_map
 from lightning_recorder.plots.histograms import histogram_of, histogram_over_time, ridge
@@ -61,17 +61,19 @@ class History:
     Args:
         max_steps: The maximum number of records, at least 2.
         statistics: The scalars to keep; others are ignored.
-        max_histograms: The number of sites with counts over time, evenly spaced among the sites of the first record
-            with histograms. The latest counts are kept for every site.
+        max_histograms: The number of sites with plots of their counts over time: those that stand out, and an even
+            selection of the others.
+        max_count_bytes: The memory for counts over time. They are kept for all sites, because any may become unusual.
+            When the memory is used up, every second record of the sites without such a plot is dropped.
 
     Raises:
         ArgumentError: If a number is too small.
 
     Note:
         :attr:`nbytes` is the memory in use. A site takes ``max_steps * (8 * statistics + 1)`` bytes, up to twice as
-        much because the arrays grow by doubling, and its latest counts. Each of ``max_histograms`` sites also takes the
-        counts of ``max_steps`` records. Counts take 3 to 10 bytes per non-empty bin: typically 1 KB, at most 20 KB. A
-        history can be pickled. It is not thread-safe.
+        much because the arrays grow by doubling, and its first and latest counts. Counts take 3 to 10 bytes per
+        non-empty bin: typically 1 KB, at most 20 KB. Beyond ``max_count_bytes``, only ``max_histograms`` sites take the
+        counts of ``max_steps`` records. A history can be pickled. It is not thread-safe.
 
     Example:
         >>> history = History(max_steps=4, statistics=("rms",))
@@ -81,10 +83,18 @@ class History:
         ([0, 4, 7], [[0.0, 2.0, 3.5]])
     """
 
-    def __init__(self, max_steps: int = 256, *, statistics: Sequence[str] = SHOWN, max_histograms: int = 12) -> None:
+    def __init__(
+        self,
+        max_steps: int = 256,
+        *,
+        statistics: Sequence[str] = SHOWN,
+        max_histograms: int = 12,
+        max_count_bytes: int = 2**22,
+    ) -> None:
         check_integer("max_steps", max_steps, 2)
         check_integer("max_histograms", max_histograms, 0)
-        self.max_steps, self.max_histograms = max_steps, max_histograms
+        check_integer("max_count_bytes", max_count_bytes, 0)
+        self.max_steps, self.max_histograms, self.max_count_bytes = max_steps, max_histograms, max_count_bytes
         self.statistics = tuple(statistics)
         self._steps: list[int] = []
         self._every = 1
@@ -93,13 +103,9 @@ class History:
         self._rows: dict[Hashable, int] = {}
         self._values: Floats = np.full((len(self.statistics), _FEW, min(_FEW, max_steps)), np.nan)
         self._recorded = np.zeros((_FEW, min(_FEW, max_steps)), dtype=bool)
-        self._latest_counts: dict[Hashable, _Counts] = {}
-        self._latest_table: tuple[Mapping[Any, int], SparseCounts] = ({}, SparseCounts(np.empty((0, BINS))))
-        self._counts: dict[Hashable, list[_Counts | None]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        _ = self._latest  # takes the counts out of the table, which may contain many other histograms
-        return {**self.__dict__, "_latest_table": ({}, SparseCounts(np.empty((0, BINS))))}
+        self._latest: dict[Hashable, _Counts] = {}
+        self._counts: dict[int, dict[Hashable, _Counts]] = {}  # by step; those of all sites or of those with a plot
+        self._count_bytes, self._thin_beyond = 0, max_count_bytes
 
     @property
     def sites(self) -> list[Hashable]:
@@ -114,8 +120,9 @@ class History:
     @property
     def nbytes(self) -> int:
         """The size of all arrays in bytes."""
-        counts = [*self._latest.values(), *(each for column in self._counts.values() for each in column if each)]
-        return self._values.nbytes + self._recorded.nbytes + sum(each.nbytes for each in counts)
+        over_time = {id(each) for found in self._counts.values() for each in found.values()}
+        latest = sum(each.nbytes for each in self._latest.values() if id(each) not in over_time)
+        return self._values.nbytes + self._recorded.nbytes + self._count_bytes + latest
 
     def add(self, step: int, found: Mapping[AnySite, Found]) -> None:
         """Add a record.
@@ -126,8 +133,7 @@ class History:
         """
         values = [[scalars.get(name, np.nan) for name in self.statistics] for scalars, _ in found.values()]
         taken = {site: _counts(bins) for site, (_, bins) in found.items() if bins is not None}
-        self._add(step, tuple(found), np.array(values).reshape(len(found), -1), list(taken), taken.__getitem__)
-        self._latest.update(taken)
+        self._add(step, tuple(found), np.array(values).reshape(len(found), -1), taken)
 
     def add_table(self, step: int, sites: Sequence[AnySite], values: Floats, counts: SparseCounts) -> None:
         """Add a record of arrays, which takes much less time.
@@ -138,43 +144,22 @@ class History:
             values: The values of :attr:`statistics`, ``[sites, statistics]``; NaN if a site lacks one.
             counts: The histograms of the sites.
         """
-        rows = {site: row for row, site in enumerate(sites)}
-        self._add(step, sites, values, sites, lambda site: _compact(*counts.entries(rows[site])))
-        self._latest_table = (rows, counts)
+        self._add(step, sites, values, {site: _compact(*counts.entries(row)) for row, site in enumerate(sites)})
 
-    def _add(
-        self,
-        step: int,
-        sites: Sequence[AnySite],
-        values: Floats,
-        with_counts: Sequence[AnySite],
-        counts: Callable[[AnySite], _Counts],
-    ) -> None:
+    def _add(self, step: int, sites: Sequence[AnySite], values: Floats, taken: Mapping[AnySite, _Counts]) -> None:
         if self._steps and step <= self._steps[-1]:
             return
         column = self._next_column()
+        replaced = self._steps[column:]
         self._steps[column:] = [step]
         self._grow(sites, column)
         self._values[:, :, column], self._recorded[:, column] = np.nan, False
         rows = [self._rows[site] for site in sites]
         self._recorded[rows, column] = True
         self._values[:, rows, column] = values.T
-        if not self._counts and with_counts:
-            self._counts = {with_counts[place]: [] for place in evenly(len(with_counts), self.max_histograms)}
-        known = set(with_counts) if self._counts else set()
-        for site, kept in self._counts.items():
-            kept[column:] = [None] * (column - len(kept)) + [counts(site) if site in known else None]
+        self._take_counts(step, replaced, taken)
         self._latest_stays = self._added % self._every == 0
         self._added += 1
-
-    @property
-    def _latest(self) -> dict[Hashable, _Counts]:
-        """The latest counts of each site. Those of the latest table are taken out of it first."""
-        rows, counts = self._latest_table
-        if rows:
-            self._latest_counts.update({site: _compact(*counts.entries(row)) for site, row in rows.items()})
-            self._latest_table = ({}, counts)
-        return self._latest_counts
 
     def _next_column(self) -> int:
         """Return the column for the next record; drop every second record if there is no space."""
@@ -187,7 +172,7 @@ class History:
         held = len(self._steps)
         self._values[:, :, :held] = self._values[:, :, ::2].copy()
         self._recorded[:, :held] = self._recorded[:, ::2].copy()
-        self._counts = {site: column[::2] for site, column in self._counts.items()}
+        self._drop_counts([*(self._counts.keys() - set(self._steps))])
         return held
 
     def _grow(self, sites: Sequence[AnySite], column: int) -> None:
@@ -200,6 +185,33 @@ class History:
             more = ((0, more_rows), (0, more_columns))
             self._values = np.pad(self._values, ((0, 0), *more), constant_values=np.nan)
             self._recorded = np.pad(self._recorded, more)
+
+    def _take_counts(self, step: int, replaced: Sequence[int], taken: Mapping[Any, _Counts]) -> None:
+        self._drop_counts(replaced)
+        self._latest.update(taken)
+        if self.max_histograms:
+            self._counts[step] = dict(taken)
+            self._count_bytes += sum(each.nbytes for each in taken.values())
+        if self._count_bytes > self._thin_beyond:
+            self._thin_counts()
+
+    def _thin_counts(self) -> None:
+        """Drop the sites without a plot from every second record, until the counts fit or only the ends are left."""
+        plotted = set(self.histogram_sites)
+        whole = [step for step, counts in self._counts.items() if not plotted.issuperset(counts)]
+        while self._count_bytes > self.max_count_bytes and len(whole) > 2:
+            for step in whole[1:-1:2]:
+                kept = {site: counts for site, counts in self._counts[step].items() if site in plotted}
+                self._drop_counts([step])
+                self._counts[step] = kept
+                self._count_bytes += sum(each.nbytes for each in kept.values())
+            whole = [*whole[:-1:2], whole[-1]]
+        # If the counts cannot be thinned that far, trying again in each record would be slow.
+        self._thin_beyond = max(self.max_count_bytes, self._count_bytes * 5 // 4)
+
+    def _drop_counts(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self._count_bytes -= sum(each.nbytes for each in self._counts.pop(step, {}).values())
 
     def table(self, statistic: str) -> Floats:
         """Return a statistic, ``[sites, steps]``; NaN if a site was not recorded.
@@ -218,20 +230,41 @@ class History:
         return self._recorded[: len(self._rows), : len(self._steps)].copy()
 
     @property
+    def degrees(self) -> Floats:
+        """How unusual each site is, ``[sites]``, in the statistics that are kept; from 1 on it stands out."""
+        return unusualness(self.sites, {name: self.table(name) for name in compared(self.statistics)})
+
+    @property
     def histogram_sites(self) -> list[Hashable]:
-        """The sites with counts over time."""
-        return list(self._counts)
+        """The sites with plots of their counts over time: the unusual ones, and an even selection of the others."""
+        sites = [site for site in self._rows if site in self._latest] if self.max_histograms else []
+        rows = [self._rows[site] for site in sites]
+        return [sites[place] for place in choose(self.degrees[rows], self.max_histograms)] if sites else []
 
     def counts(self, site: Hashable) -> NDArray[np.int64]:
-        """Return the counts of a site over time, ``[steps, 2048]``; zeros if it was not recorded.
+        """Return the counts of a site at :meth:`count_steps`, ``[count_steps, 2048]``; zeros if it was not recorded.
 
         Raises:
             ArgumentError: If no counts over time are kept for the site.
         """
-        if site not in self._counts:
+        found = [self._counts.get(step, {}).get(site) for step in self.count_steps(site).tolist()]
+        return np.stack([_NONE if each is None else each.dense() for each in found])
+
+    def count_steps(self, site: Hashable) -> NDArray[np.int64]:
+        """Return the steps of :meth:`counts`: all :attr:`steps`, less those dropped to save memory, ``[count_steps]``.
+
+        Raises:
+            ArgumentError: If no counts over time are kept for the site.
+        """
+        if not any(site in found for found in self._counts.values()):
             raise ArgumentError(f"the history holds no counts of {site!r} over time; see histogram_sites")
-        rows = [_NONE if each is None else each.dense() for each in self._counts[site]]
-        return np.stack(rows)
+        recorded = self._recorded[self._rows[site]]
+        steps = [
+            step
+            for column, step in enumerate(self._steps)
+            if site in self._counts.get(step, ()) or not recorded[column]
+        ]
+        return np.array(steps, dtype=np.int64)
 
     def latest_counts(self) -> dict[Hashable, NDArray[np.int64]]:
         """Return the latest counts of each site that has any, ``[2048]``."""
@@ -263,9 +296,11 @@ def overview(
     """Draw the contents of a history; return images by tag.
 
     The tags are ``<group>_plots/heat_map/<statistic>`` for each statistic, ``<group>_plots/ridge`` for the latest
-    histograms, ``<group>_plots/over_time/<site>`` for some evenly spaced sites and, for gradients,
-    ``<group>_plots/flow`` for the latest step. Gradients of parameters have no plots over time, because their names
-    would collide with those of the parameters. Statistics and histograms that were never recorded have no plots.
+    histograms, ``<group>_plots/over_time/<site>`` for some sites and, for gradients, ``<group>_plots/flow`` for the latest
+    step. ``Unusual/<group>``, a heat map of 20 of more sites, comes first on a page that sorts tags. Gradients of
+    parameters have no plots over time, because their names would collide with those of the parameters. Statistics and
+    histograms that were never recorded have no plots. All images choose and mark the same sites: those that stand out in
+    any of the kept statistics, and an even selection of the others.
 
     Args:
         history: The recorded statistics.
@@ -285,25 +320,65 @@ def overview(
     of_parameters = group.endswith("_grad")
     # The suffix is redundant, because the group already says that these are gradients.
     names = [_name(site).removesuffix(".grad") if of_parameters else _name(site) for site in sites]
+    degrees = history.degrees
     for statistic in statistics:
         values = history.table(statistic)
         if not np.isnan(values).all():
-            found[make_tag(f"{group}_plots", "heat_map", statistic)] = heat_map(
-                steps, names, values, statistic=statistic, title=f"{group}: {statistic}", recorded=history.recorded
-            )
-    latest = {names[sites.index(site)]: histogram for site, histogram in _latest_histograms(history).items()}
+            tag = make_tag(f"{group}_plots", "heat_map", statistic)
+            found[tag] = _heat_map(history, names, statistic, f"{group}: {statistic}", degrees)
+    shown = _most_telling(history, degrees) if len(sites) > _FEW_LAYERS else None
+    if shown:
+        title = f"{group}: most unusual layers"
+        found[make_tag("Unusual", group, "out")] = _heat_map(history, names, shown, title, degrees, _FEW_LAYERS)
+    rows = {site: row for row, site in enumerate(sites)}
+    latest = {rows[site]: histogram for site, histogram in _latest_histograms(history).items()}
     if latest:
         found[make_tag(f"{group}_plots", "ridge", "")] = ridge(
-            list(latest), list(latest.values()), title=f"{group}: histograms", step=int(steps[-1])
+            [names[row] for row in latest],
+            list(latest.values()),
+            title=f"{group}: histograms",
+            step=int(steps[-1]),
+            degrees=degrees[list(latest)],
         )
     if (group.startswith("gradients") or of_parameters) and {"rms", "min", "max"} <= set(history.statistics):
-        found[make_tag(f"{group}_plots", "flow", "")] = _flow(history, names, group)
+        found[make_tag(f"{group}_plots", "flow", "")] = _flow(history, names, group, degrees)
     places = [] if of_parameters else history.histogram_sites
-    for place in evenly(len(places), max_images):
+    for place in choose(degrees[[rows[site] for site in places]], max_images):
         name = _name(places[place])
         tag = _free(make_tag(f"{group}_plots", "over_time", name), found)
-        found[tag] = histogram_over_time(steps, _over_time(history, places[place]), title=f"{group}: {name}")
+        title = f"{group}: {name}"
+        found[tag] = histogram_over_time(
+            history.count_steps(places[place]), _over_time(history, places[place]), title=title
+        )
     return found
+
+
+_FEW_LAYERS = 20  # a picture of that height fits on a screen
+
+
+def _heat_map(
+    history: History, names: list[str], statistic: str, title: str, degrees: Floats, max_layers: int = 260
+) -> Image:
+    return heat_map(
+        history.steps,
+        names,
+        history.table(statistic),
+        statistic=statistic,
+        title=title,
+        recorded=history.recorded,
+        degrees=degrees,
+        max_layers=max_layers,
+    )
+
+
+def _most_telling(history: History, degrees: Floats) -> str | None:
+    """Return the statistic in which the most unusual site is the most unusual; None without a size."""
+    sizes = [name for name in ("rms", "update_ratio", "zero_fraction") if name in history.statistics]
+    known = [name for name in sizes if not np.isnan(history.table(name)).all()]
+    first = standing_out(degrees)[:1]
+    if not first:
+        return next(iter(known), None)
+    return max(known, key=lambda name: unusualness(history.sites, {name: history.table(name)})[first[0]], default=None)
 
 
 def _name(site: Hashable) -> str:
@@ -342,11 +417,12 @@ def _latest_histograms(history: History) -> dict[Hashable, Histogram]:
 
 def _over_time(history: History, site: Hashable) -> list[Histogram]:
     row = history.sites.index(site)
-    low, high = (ends[row] for ends in _ends(history))
+    columns = np.searchsorted(history.steps, history.count_steps(site))
+    low, high = (ends[row, columns] for ends in _ends(history))
     return [histogram_of(*each) for each in zip(history.counts(site), low, high, strict=True)]
 
 
-def _flow(history: History, names: list[str], group: str) -> Image:
+def _flow(history: History, names: list[str], group: str, degrees: Floats) -> Image:
     """Draw the gradient flow of the sites recorded at the latest step, in order."""
     rows = np.flatnonzero(history.recorded[:, -1])
     low, high = (ends[rows, -1] for ends in _ends(history))
@@ -358,4 +434,5 @@ def _flow(history: History, names: list[str], group: str) -> Image:
         step=int(history.steps[-1]),
         statistic="rms",
         largest="largest magnitude",
+        degrees=degrees[rows],
     )

@@ -7,14 +7,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_recorder import MemorySink, RecorderWarning, StatisticsRecorder
 from lightning_recorder.outputs import SinkFormatter, TagBudget
-from lightning_recorder.reductions import Norms
+from lightning_recorder.reductions import Norms, SparseCounts
+from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.statistics import Record, SiteStatistics
+from lightning_recorder.statistics.table import StatisticsTable, make_schema
 from lightning_recorder.taps import Site
 
 
@@ -24,6 +27,16 @@ def record(*values: float, **about: Any) -> Record:
     with recorder:
         module(torch.tensor(values))
     return Record(7, 1, recorder.snapshot(), **about)
+
+
+def table_of(found: Mapping[Site, SiteStatistics]) -> StatisticsTable:
+    """Return statistics, each site with its own, as a table without histograms."""
+    columns = tuple(dict.fromkeys(name for each in found.values() for name in each.scalars))
+    numbers = np.array([[each.scalars.get(name, math.nan) for name in columns] for each in found.values()])
+    lacking = np.array([[name not in each.scalars for name in columns] for each in found.values()])
+    sites = tuple(found)
+    schema = make_schema(sites, columns, tuple((each.dtype, each.shape) for each in found.values()), sites)
+    return StatisticsTable(schema, numbers, SparseCounts(np.zeros((len(sites), 2048))), lacking=lacking)
 
 
 def written(*records: Record, **options: Any) -> MemorySink:
@@ -224,9 +237,9 @@ def test_parameters_are_compared_with_their_like() -> None:
         return {**values, **grads}
 
     with pytest.warns(RecorderWarning):
-        assert names(TagBudget(16, by_path=True).select(record(1e-6), each_has(2))) == ["a", "c", "f"]
+        assert names(TagBudget(16).select(record(1e-6), each_has(2))) == ["a", "c", "f"]
     with pytest.warns(RecorderWarning):
-        assert names(TagBudget(16, by_path=True).select(record(1.0), each_has(2))) == ["a", "g", "h"]
+        assert names(TagBudget(16).select(record(1.0), each_has(2))) == ["a", "g", "h"]
 
 
 def test_a_module_that_shows_a_further_tensor_shows_it_if_there_is_room() -> None:
@@ -268,3 +281,78 @@ def test_a_budget_for_less_than_one_module() -> None:
     """A module that exceeds the limit on its own is not shown in parts."""
     with pytest.warns(RecorderWarning, match="shows no module in the loggers, because each"):
         assert names(TagBudget(3).select(found("a"), each_has(4))) == []
+
+
+def quick(depth: int) -> dict[Site, SiteStatistics]:
+    """Return the sites of a large model: the parameters of each block with gradients, updates and optimizer states."""
+    paths = [f"{part}{suffix}" for part in ("weight", "bias") for suffix in ("", ".grad", ".update", ".exp_avg")]
+    return {
+        Site(f"blocks.{block}.fc", path): seen(mean=0.0, std=1.0, **({} if "." in path else {"update_ratio": 1e-3}))
+        for block in range(depth)
+        for path in paths
+    }
+
+
+def shown_by_default(found: Mapping[Site, SiteStatistics]) -> tuple[MemorySink, list[str]]:
+    messages: list[str] = []
+    formatter = SinkFormatter("parameters", DEFAULT_STATISTICS, budget=TagBudget(None, "Recorder", log=messages.append))
+    sink = MemorySink()
+    for _ in range(2):
+        formatter.write(sink, record(1.0), table_of(found))
+    return sink, messages
+
+
+def test_a_small_model_is_shown_in_full_by_default() -> None:
+    """Up to 400 tags, all statistics of all sites are shown, and there is no message."""
+    found = quick(6)
+    sink, messages = shown_by_default(found)
+    assert len(sink.scalars) + len(sink.histograms) == 6 * (8 * 7 + 2)
+    assert messages == []
+
+
+@pytest.mark.parametrize("place", [0, 11, 23])
+def test_a_selection_of_a_large_model_is_shown_by_default(place: int) -> None:
+    """Of a large model, at most 75 tags are shown: the main statistics of some parameters, the sick one among them."""
+    found = quick(24)
+    found[Site(f"blocks.{place}.fc", "bias.grad")] = seen(rms=0.0, zero_fraction=1.0, mean=0.0, std=0.0)
+    sink, messages = shown_by_default(found)
+    tags = [*sink.scalars, *sink.histograms]
+    assert len(tags) <= 75
+    assert {tag.split("/", 2)[2] for tag in tags} == {
+        f"{part}{name}"
+        for part in ("weight", "bias")
+        for name in ("/rms", "/update_ratio", "/histogram", ".grad/rms", ".grad/histogram")
+    }
+    assert f"parameters/blocks.{place}.fc/bias.grad/rms" in tags
+    assert f"parameters/blocks.{place}.fc/bias/rms" in tags
+    (message,) = messages
+    assert "Recorder shows 11 of 48 parameters as curves" in message
+
+
+def test_what_the_user_asks_for_is_shown() -> None:
+    """Statistics that were given are shown in a selection as well."""
+    formatter, sink = (
+        SinkFormatter("activations", ["std", "max"], budget=TagBudget(None, log=lambda _: None)),
+        MemorySink(),
+    )
+    found = {Site(f"m{place}", "out"): seen(mean=0.0, std=1.0) for place in range(200)}
+    formatter.write(sink, record(1.0), table_of(found))
+    assert {tag.rpartition("/")[2] for tag in sink.scalars} == {"std", "max"}
+    assert len(sink.scalars) + len(sink.histograms) <= 75
+
+
+def test_numbered_tags_are_in_the_order_of_execution() -> None:
+    """The names of modules begin with their position in the order of execution, and keep it after a resume."""
+    modules = {name: nn.Identity() for name in ("b", "a", "c")}
+    with StatisticsRecorder(modules) as recorder:
+        for name in ("c", "a", "b"):
+            modules[name](torch.ones(1))
+    given = Record(0, 0, recorder.snapshot())
+    formatter, sink = SinkFormatter("activations", ["rms"], numbered=True), MemorySink()
+    formatter.write(sink, given, given.snapshot.statistics())
+    assert sorted(sink.scalars) == ["activations/000_c/rms", "activations/001_a/rms", "activations/002_b/rms"]
+    other, later = SinkFormatter("activations", ["rms"], numbered=True), MemorySink()
+    other.load_state_dict(formatter.state_dict())
+    about = record(1.0)
+    other.write(later, about, table_of({Site(name, "out"): seen(mean=0.0) for name in "bm"}))
+    assert sorted(later.scalars) == ["activations/002_b/rms", "activations/003_m/rms"]

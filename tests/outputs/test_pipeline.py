@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from lightning_recorder import MemorySink, RecorderWarning, StatisticsRecorder, open_recording
 from lightning_recorder.outputs import DrawingTime, Plotter, RecordConsumer, RecordFile, RecordPipeline, SinkFormatter
-from lightning_recorder.reductions import SparseCounts
+from lightning_recorder.reductions import Norms, SparseCounts
 from lightning_recorder.sinks import MultiSink, for_any_thread
 from lightning_recorder.statistics import Record, SiteStatistics
 from lightning_recorder.statistics.table import StatisticsTable, make_schema
@@ -284,15 +285,37 @@ def test_which_pictures_are_drawn() -> None:
 
 
 def test_of_very_many_sites_some_are_kept() -> None:
-    """Every third of 2,500 sites is kept, in all records, so that memory is bounded."""
-    plotter = Plotter("activations", show=lambda step, images: None)
+    """1,000 of 2,500 sites are kept, evenly spread with the unusual ones; one that becomes unusual later joins them."""
+    plotter = Plotter("activations", every=2, show=lambda step, images: None)
+    names = ("rms", "mean", "zero_fraction", "min", "max", "nan_count", "inf_count")
     sites = tuple(Site(f"m{number}", "out") for number in range(2500))
-    schema = make_schema(sites, ("rms", "min"), ((torch.float32, (1,)),) * 2500, sites)
-    found = StatisticsTable(schema, np.ones((2500, 2)), SparseCounts(np.zeros((2500, 2048))))
-    for step in range(2):
-        plotter.on_record(record(step), found)
+    schema = make_schema(sites, names, ((torch.float32, (1,)),) * 2500, sites)
+    numbers = np.tile([1.0, 0.0, 0.0, -1.0, 1.0, 0.0, 0.0], (2500, 1))
+    found = StatisticsTable(schema, numbers, SparseCounts(np.zeros((2500, 2048))))
+    numbers[1001, 0] = 1e6
+    plotter.on_record(record(0), found)
     (history,) = plotter._histories.values()
-    assert history.sites == [Site(f"m{number}", "out") for number in range(0, 2500, 3)]
+    kept = [int(site.name[1:]) for site in history.sites]  # type: ignore[attr-defined]  # a Site
+    assert len(kept) == 1000
+    assert 1001 in kept
+    assert max(after - before for before, after in pairwise(kept)) <= 4
+    late = next(number for number in range(1500, 2500) if number not in kept)
+    numbers[late, names.index("nan_count")] = 1.0
+    plotter.on_record(record(1), found)
+    assert history.sites == [*(Site(f"m{number}", "out") for number in kept), Site(f"m{late}", "out")]
+
+
+def test_a_heat_map_for_each_statistic_that_was_asked_for() -> None:
+    """Statistics of the user, quantiles and those of extra reductions have heat maps; others have none."""
+    images: dict[str, Any] = {}
+    plotter = Plotter("activations", statistics=["std"], max_images=0, show=lambda step, found: images.update(found))
+    module = nn.Identity()
+    with StatisticsRecorder({"a": module}, extra=[Norms()], quantiles=[0.9]) as recorder:
+        module(torch.ones(3))
+    plotter.on_record(record(0), recorder.snapshot().statistics())
+    plotter.finish()
+    names = [tag.rpartition("/")[2] for tag in images if "heat_map" in tag]
+    assert names == ["std", "quantile_0.9", "abs_max", "l1_norm", "l2_norm"]
 
 
 @pytest.mark.parametrize("about", [{"stage": "validate"}, {"overflowed": True}])

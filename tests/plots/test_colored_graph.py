@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from lightning_recorder import ArgumentError
 from lightning_recorder.graph import Graph, capture_graph, draw, make_dot
 from lightning_recorder.plots import StatisticStyler, color_graph
+from lightning_recorder.plots.axes import number
 from lightning_recorder.plots.colored_graph import legible_on
 
 LOW, MIDDLE, HIGH = "#440154", "#21918c", "#fde725"
@@ -78,12 +82,44 @@ def test_a_frame_says_its_value(graph: Graph) -> None:
     assert 'bgcolor="#f6f6f6"' in line or 'bgcolor="#ededed"' in line
 
 
-def test_a_folded_box_says_whose_value_it_has() -> None:
-    """A box that represents six equal blocks shows the value of the first one, with a note."""
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(6)))
-    graph = capture_graph(net, torch.ones(1, 2))
-    source = color_graph(graph, {f"{i}.0": float(i) for i in range(6)}, statistic="rms", fold=True).visual_graph.source
-    assert "rms 0 (first of 6)" in source
+def blocks(depth: int) -> Graph:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(depth)))
+    return capture_graph(net, torch.ones(1, 2))
+
+
+def test_a_folded_box_has_the_range_of_its_values() -> None:
+    """A box that represents six equal blocks shows the smallest and the largest value, and has the median's color."""
+    values = {f"{i}.0": 1.0 + i / 50 for i in range(6)}
+    drawing = color_graph(blocks(6), values, statistic="rms", fold=True)
+    source = drawing.visual_graph.source
+    assert "rms 1 to 1.1 (×6)" in source
+    assert f'fillcolor="{StatisticStyler(values, statistic="rms").color(1.05)}"' in source
+    assert all(node.arguments == drawing.graph[node.id].arguments for node in drawing.view.nodes if node.name)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 23), st.sampled_from([1e4, 1e-4, 0.0, 8.0, float("nan")]))
+def test_a_sick_block_is_drawn_apart(place: int, factor: float) -> None:
+    """The one of 24 equal blocks that has another color is drawn with its own value, and the others are folded."""
+    values = {
+        f"{i}.{j}": (1.0 + i / 100) * (factor if (i, j) == (place, 0) else 1.0) for i in range(24) for j in (0, 1)
+    }
+    drawing = color_graph(BLOCKS, values, statistic="rms")
+    leaves = [node.name for node in drawing.view.module_calls() if node.name in values]
+    assert f"{place}.0" in leaves
+    assert len(leaves) <= 6
+    shown = f"rms {'NaN' if math.isnan(factor) else number(values[f'{place}.0'])}"
+    assert f">{shown}</font>" in drawing.visual_graph.source
+
+
+BLOCKS = blocks(24)
+
+
+def test_a_trend_over_the_blocks_is_drawn_in_few_parts() -> None:
+    """Blocks whose values grow over three decades are folded into parts of similar colors."""
+    values = {f"{i}.0": 10 ** (i / 8) for i in range(24)}
+    drawing = color_graph(BLOCKS, values, statistic="rms")
+    assert 4 <= len([node for node in drawing.view.module_calls() if node.name in values]) <= 10
 
 
 def test_it_is_a_styler_like_others(graph: Graph) -> None:

@@ -111,8 +111,8 @@ def test_every_row_has_its_name_while_there_is_room(rows: int, named: int, dista
 
 def test_names_leave_room_for_the_data() -> None:
     """Names with their margins take at most 144 of the 350 pixels, however long they are."""
-    assert rows_room(names_of(3)) == 144
-    assert data_in(picture(3)).shape[1] == 350 - 144 - 12
+    assert 110 <= rows_room([f"{letter}{'x' * 99}" for letter in "abc"]) <= 144
+    assert data_in(picture(3)).shape[1] >= 350 - 144 - 12
 
 
 @given(st.floats(-1e30, 1e30), st.floats(1e-30, 1e30), st.integers(150, 320))

@@ -101,6 +101,19 @@ def test_counts_are_held_of_some_sites() -> None:
     assert all((latest[site] == bins(500 + site).numpy()).all() for site in range(10))
 
 
+def test_a_site_that_becomes_unusual_has_its_past() -> None:
+    """If memory is short, ordinary sites lose every second record, but a layer that explodes late keeps earlier ones."""
+    history = History(64, statistics=("rms",), max_histograms=2, max_count_bytes=150_000)
+    for step in range(40):
+        sick = {7: 1e3} if step >= 30 else {}
+        history.add(step, {site: ({"rms": sick.get(site, 1.0)}, bins(100 * step + site)) for site in range(10)})
+    assert history.histogram_sites == [0, 7]
+    kept = history.count_steps(7).tolist()
+    assert len([step for step in kept if step < 30]) >= 3
+    expected = np.stack([bins(100 * step + 7).numpy() for step in kept])
+    assert (history.counts(7) == expected).all()
+
+
 def test_counts_that_are_missing_are_zeros() -> None:
     """Counts of a site are zeros at steps without a record, including the first step."""
     history = History(4)
@@ -123,13 +136,13 @@ def test_large_counts_are_exact() -> None:
 
 def test_memory_is_bounded() -> None:
     """The memory of a history stays below the documented limit and stops growing."""
-    history = History(16, statistics=("rms", "mean"), max_histograms=3)
+    history = History(16, statistics=("rms", "mean"), max_histograms=3, max_count_bytes=100_000)
     sizes = []
     for step in range(300):
         history.add(step, {site: ({"rms": 1.0}, bins(site, 2048)) for site in range(20)})
         sizes.append(history.nbytes)
     tables = 2 * 20 * 16 * (8 * 2 + 1)
-    counts = (20 + 3 * 16) * 20_480
+    counts = (17 * 3 + 3 * 16) * 20_480
     assert max(sizes) <= tables + counts
     assert max(sizes[:150]) == max(sizes[150:])
 

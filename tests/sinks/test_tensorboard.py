@@ -8,12 +8,13 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -327,9 +328,9 @@ def test_one_chart_for_each_statistic_of_a_group(tmp_path: Path) -> None:
         sink.write_scalars(0, dict.fromkeys(TAGS, 1.0))
     (layout,) = layouts(tmp_path)
     lines = {
-        (group, title): [tag for tag in TAGS if re.match(pattern, tag)]
+        (group, title): [tag for tag in TAGS if any(re.match(pattern, tag) for pattern in patterns)]
         for group, charts in layout.items()
-        for title, (pattern,) in charts.items()
+        for title, patterns in charts.items()
     }
     assert lines == {
         ("activations", "rms"): TAGS[:2],
@@ -340,6 +341,33 @@ def test_one_chart_for_each_statistic_of_a_group(tmp_path: Path) -> None:
         ("parameters", "grad rms"): TAGS[8:9],
         ("parameters", "exp_avg rms"): TAGS[9:10],
     }
+
+
+PARTS = ("norm", "mlp.fc1", "mlp.act")
+MANY = [f"activations/blocks.{block}.{part}" for block in range(24) for part in PARTS]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, len(MANY) - 1), st.sampled_from([0.0, 1e3, math.inf]), st.integers(0, 2))
+def test_an_outlier_is_in_every_chart(place: int, value: float, since: int) -> None:
+    """A chart of 72 modules has six lines, and a sick module is among them from the first step on that shows it."""
+    with TemporaryDirectory() as folder:
+        with TensorBoardSink(folder) as sink:
+            for step in range(3):
+                scalars = {
+                    f"{module}/{name}": 1.0 + row % 3 for row, module in enumerate(MANY) for name in ("rms", "std")
+                }
+                if step >= since:
+                    scalars[f"{MANY[place]}/rms"] = value
+                sink.write_scalars(step, scalars)
+        charts = layouts(Path(folder))[-1]["activations"]
+        sick = MANY[place].partition("/")[2]
+        assert list(charts) == [f"rms: {sick} (6 of 72)", f"std: {sick} (6 of 72)"]
+        for title, patterns in charts.items():
+            assert len(patterns) == 6
+            tag = f"{MANY[place]}/{title[:3]}"
+            assert sum(bool(re.match(pattern, tag)) for pattern in patterns) == 1
+        assert len(layouts(Path(folder))) == (1 if since == 0 else 2)
 
 
 def test_several_sinks_of_one_writer_have_one_layout(tmp_path: Path) -> None:

@@ -1,0 +1,239 @@
+"""The ranking of sites by how unusual they are, for everything that cannot show all of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recorder.insight.table import Floats
+from lightning_recorder.insight.wiring import families
+
+__all__ = ["STANDS_OUT", "choose", "compared", "standing_out", "unusualness"]
+
+STANDS_OUT = 1.0
+"""The degree from which on a site stands out."""
+
+_WORTH_A_PLACE = 0.5  # sites from this degree on come before evenly spread ones, as far as there is room for both
+
+_FEWEST = 4  # the smallest number of sites with a meaningful median
+_AROUND = 8  # the number of neighbors in depth that a block is compared with
+_MOST_STEPS = 64
+_MOSTLY_ZERO = 0.9
+
+# A size stands out if its distance from the median, in powers of ten, exceeds the first number and this multiple of the
+# median distance. Modules at the same place of repeated blocks resemble each other; any two modules of a healthy
+# network differ by a power of ten or more.
+_AMONG_EQUALS, _AMONG_ALL, _OVER_TIME = (0.6, 6.0), (1.5, 6.0), (0.6, 8.0)
+_AT_THE_END = 2.0  # the first and the last block have other neighbors, so twice the distance is normal there
+_EARLIER = 0.5  # the weight of earlier steps: a recovered layer ranks behind one that is unusual now
+_BELOW = 3.0  # zero counts as this many powers of ten below the smallest value
+
+_NOT_SIZES = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
+
+
+def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats]) -> Floats:
+    """Return how unusual each site is, ``[sites]`` float64; from 1 on it stands out.
+
+    The logarithm of each size is compared with that of the same tensor in the neighboring blocks (modules at the same
+    place of repeated blocks), with that of all sites of the same path, and with the site's own past. A distance counts
+    in units of the median distance of the compared values, so a noisy statistic needs a larger one. Values of earlier
+    steps count half. A change that most sites share is not unusual, and neither are zeros that most sites have. The
+    degree of a site with NaN or infinities is infinite.
+
+    Args:
+        sites: The sites in the order of execution: pairs of name and path, or display names such as ``"fc weight"``.
+        values: The statistics by name, ``[sites, steps]``; NaN if a site was not recorded. ``nan_count`` and
+            ``inf_count`` mark sites with such values. From ``min`` and ``max`` the largest magnitude is compared, and
+            the share of values other than 0 from ``zero_fraction``. All others that are positive are sizes.
+
+    Example:
+        >>> sites = [(f"blocks.{place}.fc", "out") for place in range(8)]
+        >>> rms = np.array([1.0, 1.1, 0.9, 30.0, 1.0, 1.2, 1.1, 0.9])
+        >>> unusualness(sites, {"rms": rms[:, None]}).round(1).tolist()
+        [0.0, 0.1, 0.1, 2.5, 0.1, 0.1, 0.1, 0.1]
+    """
+    degrees = np.zeros(len(sites))
+    tables = {name: _thinned(np.asarray(table, dtype=np.float64)) for name, table in values.items()}
+    if not sites or not tables:
+        return degrees
+    groups = _groups(tuple(map(_parts, sites)))
+    with np.errstate(all="ignore"):
+        for table in _sizes(tables):
+            degrees = np.maximum(degrees, _degrees(*_log10(table), groups))
+        if "zero_fraction" in tables:
+            degrees = np.maximum(degrees, _empty(tables["zero_fraction"][:, -1], groups))
+        for name in ("nan_count", "inf_count"):
+            if name in tables:
+                degrees[(tables[name] > 0).any(axis=1)] = np.inf
+    return degrees
+
+
+def compared(statistics: Collection[str]) -> tuple[str, ...]:
+    """Return those of some statistics that :func:`unusualness` reads."""
+    return tuple(name for name in statistics if name not in ("count", "mean", "std"))
+
+
+def standing_out(degrees: Floats) -> list[int]:
+    """Return the places of the sites that stand out, the most unusual first."""
+    order = np.argsort(-degrees, kind="stable")
+    return [int(place) for place in order if degrees[place] >= STANDS_OUT]
+
+
+def choose(degrees: Floats, most: int) -> list[int]:
+    """Return at most ``most`` places in ascending order: those that stand out, and an even selection of the others.
+
+    Sites that nearly stand out take up to half of the places.
+
+    Example:
+        >>> choose(np.array([0.0, 0.1, 3.0, 0.0, 0.0, 0.2, 0.0]), 4)
+        [0, 2, 3, 6]
+    """
+    if len(degrees) <= most:
+        return list(range(len(degrees)))
+    order = np.argsort(-degrees, kind="stable")
+    first = max(min(int((degrees >= STANDS_OUT).sum()), most), min(int((degrees >= _WORTH_A_PLACE).sum()), most // 2))
+    taken = {int(place) for place in order[:first]}
+    rest = [place for place in range(len(degrees)) if place not in taken]
+    spread = np.linspace(0, len(rest) - 1, most - first).round().astype(int)
+    return sorted({*taken, *(rest[place] for place in spread)})
+
+
+class _Groups:
+    """The sites to compare a site with.
+
+    Args:
+        names: The names and paths of the sites.
+    """
+
+    def __init__(self, names: tuple[tuple[str, str], ...]) -> None:
+        by_path: dict[str, dict[str, int]] = defaultdict(dict)
+        for place, (name, path) in enumerate(names):
+            by_path[path].setdefault(name, place)
+        self.paths = [np.array(list(places.values())) for places in by_path.values()]
+        """The sites of each path."""
+        self.equal = [
+            np.array([places[name] for name in group])
+            for places in by_path.values()
+            for group in families(dict.fromkeys(places), _FEWEST)
+        ]
+        """The sites at the same place of repeated blocks, in the order of depth."""
+
+
+@lru_cache(maxsize=64)  # the same sites recur in every record
+def _groups(names: tuple[tuple[str, str], ...]) -> _Groups:
+    return _Groups(names)
+
+
+def _parts(site: Hashable) -> tuple[str, str]:
+    if isinstance(site, tuple) and len(site) == 2:
+        return str(site[0]), str(site[1])
+    name, _, path = str(site).partition(" ")
+    return name, path
+
+
+def _thinned(table: Floats) -> Floats:
+    """Return at most 64 steps of a table, with the last one."""
+    table = table[:, None] if table.ndim == 1 else table
+    if table.shape[1] <= _MOST_STEPS:
+        return table
+    return table[:, np.linspace(0, table.shape[1] - 1, _MOST_STEPS).round().astype(int)]
+
+
+def _sizes(tables: Mapping[str, Floats]) -> list[Floats]:
+    """Return the sizes to compare, ``[sites, steps]`` each."""
+    found = [table for name, table in tables.items() if name not in _NOT_SIZES and not (table < 0).any()]
+    if "min" in tables and "max" in tables:
+        found.append(np.maximum(np.abs(tables["min"]), np.abs(tables["max"])))
+    if "zero_fraction" in tables:
+        found.append(1 - tables["zero_fraction"])
+    return found
+
+
+def _log10(sizes: Floats) -> tuple[Floats, float]:
+    """Return the common logarithms, in which zero is below all others, and that of zero; -inf if there is none."""
+    zero = sizes == 0
+    positive = sizes[(sizes > 0) & np.isfinite(sizes)]
+    floor = float(np.log10(positive.min())) - _BELOW if positive.size else 0.0
+    logs = np.where(zero, floor, np.log10(np.where(np.isfinite(sizes), sizes, np.nan)))
+    return logs, floor if zero.any() else -np.inf
+
+
+def _degrees(logs: Floats, floor: float, groups: _Groups) -> Floats:
+    """Return the largest degree of each site in one statistic, ``[sites]``."""
+    found = np.zeros(len(logs))
+    for group in groups.equal:
+        some = logs[group]
+        apart = _unless_common_zero(some, _around(some), floor)
+        each = _in_units(apart, _median(np.abs(apart), 0), _AMONG_EQUALS)
+        each[[0, -1]] /= _AT_THE_END
+        found[group] = np.maximum(found[group], _over_steps(each))
+    for group in groups.paths:
+        some = logs[group][:, -1:]
+        if np.isfinite(some).sum() >= _FEWEST:
+            apart = _unless_common_zero(some, _median(some, 0), floor)
+            each = _in_units(apart, _median(np.abs(apart), 0), _AMONG_ALL)
+            found[group] = np.maximum(found[group], _over_steps(each))
+        found[group] = np.maximum(found[group], _against_the_past(logs[group]))
+    return found
+
+
+def _in_units(apart: Floats, usual: Floats, least_and_times: tuple[float, float]) -> Floats:
+    least, times = least_and_times
+    return np.abs(apart) / np.maximum(least, times * np.nan_to_num(usual))
+
+
+def _unless_common_zero(values: Floats, middle: Floats, floor: float) -> Floats:
+    """Return the distances from the median; 0 where the median is zero itself."""
+    return np.where(middle <= floor + _BELOW / 2, 0.0, values - middle)
+
+
+def _around(values: Floats) -> Floats:
+    """Return the median of the nearest blocks of each block, ``[blocks, steps]``."""
+    count = len(values)
+    near = min(_AROUND, count - 1)
+    rows = np.arange(count)
+    start = np.clip(rows - near // 2, 0, count - 1 - near)
+    window = start[:, None] + np.arange(near + 1)
+    others = window[window != rows[:, None]].reshape(count, near)
+    return _median(values[others], 1)
+
+
+def _over_steps(degrees: Floats) -> Floats:
+    """Return the degree at the last step, or half of the largest one before it."""
+    known = np.nan_to_num(degrees)
+    return np.maximum(known[:, -1], _EARLIER * known.max(axis=1))
+
+
+def _against_the_past(logs: Floats) -> Floats:
+    """Return the degree of the last change of each site, by itself and relative to what most sites of its path do."""
+    if logs.shape[1] <= _FEWEST:
+        return np.zeros(len(logs))
+    moved = logs - _median(logs[:, :-1], 1)[:, None]
+    relative = moved - _median(moved, 0) if len(logs) >= _FEWEST else moved
+    # A site that stays where it was while the others move is not unusual.
+    last = np.minimum(np.abs(moved[:, -1]), np.abs(relative[:, -1]))
+    return np.nan_to_num(_in_units(last, _median(np.abs(relative[:, :-1]), 1), _OVER_TIME))
+
+
+def _empty(zero_fraction: Floats, groups: _Groups) -> Floats:
+    """Return 1 for sites of nearly all zeros, unless most sites of their path are."""
+    found = np.zeros(len(zero_fraction))
+    for group in groups.paths:
+        empty = zero_fraction[group] >= _MOSTLY_ZERO
+        if 2 * empty.sum() <= len(group) or len(group) < _FEWEST:  # the majority is not unusual: new biases are zero
+            found[group] = empty
+    return found
+
+
+def _median(values: Floats, axis: int) -> Floats:
+    """Return the median of the known values along an axis; NaN if there are none. Faster than ``nanmedian``."""
+    ordered = np.sort(values, axis=axis)  # NaN last
+    known = (~np.isnan(values)).sum(axis=axis, keepdims=True)
+    low, high = (np.maximum(part, 0) for part in ((known - 1) // 2, np.minimum(known // 2, known - 1)))
+    ends: list[NDArray[np.float64]] = [np.take_along_axis(ordered, part, axis) for part in (low, high)]
+    middle: Floats = np.squeeze((ends[0] + ends[1]) / 2, axis=axis)
+    return middle

@@ -1,0 +1,160 @@
+"""The layout of TensorBoard's Custom Scalars page."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_recorder.insight.table import Floats
+from lightning_recorder.insight.unusual import choose, standing_out, unusualness
+
+__all__ = ["Dashboard"]
+
+_TAG = b"custom_scalars__config__"  # TensorBoard looks for a layout under this tag
+_LOADER = re.compile(r"dataloader_idx_\d+")
+_NUMBER = re.compile(r"^[0-9]+_")  # the position of a module in the order of execution, if the tags have it
+
+
+# TensorBoard colors lines by run and tells those of one run apart by six symbols only.
+_MOST_LINES = 6
+
+
+class _Line(NamedTuple):
+    """A tag in a chart."""
+
+    tag: str
+    """The tag without the index of a data loader."""
+    module: str
+    """The module, or the module and the parameter."""
+    path: str
+
+
+class _Chart:
+    """The lines of one statistic in a group of tags."""
+
+    def __init__(self, statistic: str) -> None:
+        self.statistic = statistic
+        self.lines: list[_Line] = []
+
+    def degrees(self, values: Mapping[str, float]) -> Floats:
+        """Return how unusual the values of each line are, ``[lines]``."""
+        found = np.array([values.get(line.tag, math.nan) for line in self.lines], dtype=np.float64)
+        sites = [(line.module, line.path) for line in self.lines]
+        bad = np.isinf(found).astype(np.float64)
+        return unusualness(sites, {self.statistic: found[:, None], "inf_count": bad[:, None]})
+
+
+class Dashboard:
+    """The charts of a writer: one for each statistic in each group of tags.
+
+    A chart has at most six lines, because TensorBoard gives all lines of a run the same color and has six symbols. They
+    are those of the most unusual modules and of an even selection of the others. The layout is written again when a
+    new statistic or module appears, or when a module that is not shown becomes unusual.
+
+    Args:
+        directory: The folder of the event files if the writer is shared with other code. If that folder already has a
+            layout, that layout is kept and none is written.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self._directory = None if directory is None else Path(directory)
+        self._charts: dict[str, dict[str, _Chart]] = {}
+        self._degrees: dict[tuple[str, str], float] = {}  # of the modules that stand out, by group and module
+        self._seen: set[str] = set()
+        self._may_write: bool | None = None
+        self._is_changed = False
+        self._lock = threading.Lock()  # recorders write in their own threads, and the last layout wins
+
+    def update(self, scalars: Mapping[str, float], write: Callable[[dict[str, dict[str, list[str]]]], bool]) -> None:
+        """Write the layout if it has changed.
+
+        Args:
+            scalars: The scalars that were written, by tag.
+            write: A callback that writes a layout, group to title to tag patterns, and returns False if it failed.
+        """
+        with self._lock:
+            if not self._seen.issuperset(scalars):  # False in nearly every call
+                self._is_changed |= self._add_lines(tag for tag in scalars if tag not in self._seen)
+                self._seen.update(scalars)
+            self._is_changed |= self._note_unusual(scalars)
+            if self._is_changed and self._may_write:
+                self._is_changed = not write(self._layout())
+
+    def _add_lines(self, tags: Iterable[str]) -> bool:
+        """Add the lines of these tags. Return True if there are any."""
+        is_new = False
+        for tag in tags:
+            group, title, line = _parsed(tag)
+            if line is not None:
+                chart = self._charts.setdefault(group, {}).setdefault(title, _Chart(title.rpartition(" ")[2]))
+                is_new |= line not in chart.lines
+                chart.lines += [line] if line not in chart.lines else []
+        if is_new and self._may_write is None:
+            self._may_write = self._directory is None or not _has_layout(self._directory)
+        return is_new
+
+    def _note_unusual(self, scalars: Mapping[str, float]) -> bool:
+        """Note the modules that stand out. Return True if there is a new one."""
+        before = len(self._degrees)
+        for group, charts in self._charts.items():
+            for chart in charts.values():
+                if len(chart.lines) > _MOST_LINES and any(line.tag in scalars for line in chart.lines):
+                    degrees = chart.degrees(scalars)
+                    for place in standing_out(degrees):
+                        key = group, chart.lines[place].module
+                        self._degrees[key] = max(self._degrees.get(key, 0.0), float(degrees[place]))
+        return len(self._degrees) > before
+
+    def _layout(self) -> dict[str, dict[str, list[str]]]:
+        """Return the patterns of each chart, by group and title."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for group, charts in sorted(self._charts.items()):
+            found[group] = {}
+            for title, chart in charts.items():
+                degrees = np.array([self._degrees.get((group, line.module), 0.0) for line in chart.lines])
+                places = choose(degrees, _MOST_LINES)
+                # The list of the lines below a chart is closed at first, so the title has the name that matters.
+                first = "".join(f": {chart.lines[place].module}" for place in standing_out(degrees)[:1])
+                part = f" ({len(places)} of {len(chart.lines)})" if len(places) < len(chart.lines) else ""
+                tags = [chart.lines[place].tag for place in places]
+                found[group][title + first + part] = [rf"^{re.escape(tag)}(/dataloader_idx_\d+)?$" for tag in tags]
+        return found
+
+
+def _parsed(tag: str) -> tuple[str, str, _Line | None]:
+    """Return the group, the title of the chart and the line of a tag; None for a tag without a module."""
+    parts = tag.split("/")
+    if _LOADER.fullmatch(parts[-1]):
+        parts = parts[:-1]
+    if len(parts) <= 2 or parts[0] == "recorder":
+        return "", "", None
+    group, module, *paths, statistic = parts
+    module, path = _NUMBER.sub("", module), "/".join(paths)
+    if not group.startswith("parameters"):
+        return group, statistic, _Line("/".join(parts), module, path)
+    # A parameter such as weight has related tags: weight.grad, weight.update and the optimizer states.
+    of, _, part = path.rpartition(".")
+    of, part = (of, part) if of else (path, "")
+    return group, f"{part} {statistic}".strip(), _Line("/".join(parts), f"{module} {of}", path)
+
+
+def _has_layout(directory: Path) -> bool:
+    """Return True if an event file in the folder already has a layout."""
+    try:
+        return any(_holds_layout(path) for path in directory.glob("events.out.tfevents.*"))
+    except OSError:
+        return False
+
+
+def _holds_layout(path: Path) -> bool:
+    if not path.stat().st_size:
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(_TAG) >= 0

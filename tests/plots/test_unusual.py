@@ -1,0 +1,125 @@
+"""Tests that every picture that cannot show all layers shows and labels the sick one, wherever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_recorder.plots import History, gradient_flow, heat_map, overview, ridge
+from lightning_recorder.plots.canvas import Canvas, fitted
+from lightning_recorder.reductions import SCALAR_STATISTICS, Statistics, to_histogram
+
+DEPTH = 48
+PARTS = ("norm1", "attn.qkv", "attn.out_proj", "mlp.fc1", "mlp.act", "mlp.fc2")
+NAMES = [f"transformer.blocks.{block}.{part}" for block in range(DEPTH) for part in PARTS]
+LABELS = [name.removeprefix("transformer.blocks.") for name in NAMES]
+SICK = {"exploded": 50.0, "tiny": 1 / 50, "zero": 0.0}
+
+
+@contextmanager
+def drawn_texts() -> Iterator[tuple[list[str], list[str]]]:
+    """Collect the texts that are really drawn: all of them, and the bold ones."""
+    texts: list[str] = []
+    bold: list[str] = []
+    draw = Canvas.text
+
+    def text(self: Canvas, x: float, y: float, text: str, **options: object) -> None:
+        texts.append(text)
+        if options.get("bold"):
+            bold.append(text)
+        draw(self, x, y, text, **options)  # type: ignore[arg-type]  # passed on
+
+    with patch.object(Canvas, "text", text):
+        yield texts, bold
+
+
+def measured(values: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
+    statistics = Statistics()
+    statistics.update(values)
+    found = statistics.compute()
+    return {name: float(found[name]) for name in SCALAR_STATISTICS}, found["histogram"]
+
+
+USUAL = torch.randn(200, generator=torch.Generator().manual_seed(0))
+FOUND = {kind: measured(USUAL * factor) for kind, factor in SICK.items()}
+HEALTHY = [measured(USUAL * factor) for factor in (1.0, 1.1, 0.9, 1.05)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, len(NAMES) - 1), st.sampled_from(sorted(SICK)), st.integers(0, 4))
+def test_an_outlier_is_in_every_picture(place: int, kind: str, since: int) -> None:
+    """A sick layer among 288 has its bold label in each heat map, ridge and flow, and its histogram over time."""
+    history = History()
+    for step in range(5):
+        found = {(name, "out"): HEALTHY[(row + step) % 4] for row, name in enumerate(NAMES)}
+        if step >= since:
+            found[NAMES[place], "out"] = FOUND[kind]
+        history.add(step, found)
+    with drawn_texts() as (_, bold):
+        images = overview(history, group="gradients", statistics=("rms", "max"), max_images=2)
+    heat_maps = ["gradients_plots/heat_map/rms", "gradients_plots/heat_map/max", "Unusual/gradients"]
+    assert {*heat_maps, "gradients_plots/ridge", "gradients_plots/flow"} <= images.keys()
+    assert f"gradients_plots/over_time/{NAMES[place]}" in images
+    assert bold.count(LABELS[place]) == 5
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, len(NAMES) - 1), st.sampled_from(sorted(SICK)))
+def test_an_outlier_is_in_every_plot_of_arrays(place: int, kind: str) -> None:
+    """The public functions find the sick layer by the values that they draw."""
+    values = np.array([HEALTHY[row % 4][0]["rms"] for row in range(len(NAMES))])
+    values[place] = FOUND[kind][0]["rms"]
+    histograms = [to_histogram(*HEALTHY[row % 4]) for row in range(len(NAMES))]
+    histograms[place] = to_histogram(*FOUND[kind])
+    with drawn_texts() as (_, bold):
+        heat_map([0], NAMES, values[:, None], statistic="rms", title="", max_layers=30)
+        ridge(NAMES, histograms, title="")
+        gradient_flow(NAMES, values, 3 * values, title="")
+    assert bold.count(LABELS[place]) == 3
+
+
+def test_a_picture_says_what_it_leaves_out() -> None:
+    """A note has the numbers of layers that are drawn, that stand out, and that are not shown."""
+    values = np.ones((len(NAMES), 1))
+    values[100] = 99.0
+    with drawn_texts() as (texts, _):
+        heat_map([0], NAMES, values, statistic="rms", title="", max_layers=20)
+    said = " ".join(texts)
+    assert "20 of 288 layers: the 1 most unusual and others evenly spread; 268 not shown" in said
+    assert "bold: 1 layer unlike its neighbors or past" in said
+
+
+def test_rows_that_stand_out_side_by_side_have_all_their_labels() -> None:
+    """Three adjacent rows of five pixels have three labels that do not touch."""
+    values = np.ones((260, 1))
+    values[100:103] = 99.0
+    names = [f"blocks.{row}.fc" for row in range(260)]
+    with drawn_texts() as (_, bold):
+        image = heat_map([0], names, values, statistic="rms", title="")
+    assert bold[1:] == ["blocks.100.fc", "blocks.101.fc", "blocks.102.fc"]
+    assert image.shape[0] <= 1600
+
+
+def test_labels_keep_the_number_of_the_block_and_the_last_part() -> None:
+    """Labels are shortened by what their neighbors share, not in the middle."""
+    shown = fitted([*NAMES, "transformer.head"], 110)
+    assert shown[:3] == ["0.norm1", "0.attn.qkv", "0.attn.out_proj"]
+    assert shown[-1] == "head"
+    both = [f"{part}.layers.{block}.mlp.fc1" for part in ("encoder", "decoder") for block in range(24)]
+    shown = fitted(both, 100)
+    assert len(set(shown)) == 48
+    assert shown[17] == "en.la.17.mlp.fc1"
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_degrees_are_checked(most: int) -> None:
+    """The number of degrees must be that of the layers."""
+    with pytest.raises(ValueError, match=r"degrees must have the shape \[2\]"):
+        ridge(["a", "b"], [to_histogram(*HEALTHY[0])] * 2, title="", degrees=[0.0], max_layers=most)
