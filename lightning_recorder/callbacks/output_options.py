@@ -143,7 +143,8 @@ def consumers(
     dumps.begin(folder)
     found: list[RecordConsumer] = [dumps]
     if outputs.records and directory is not None:
-        found.append(RecordFile(directory, label, group=group, name=name, ranks=ranks))
+        file = RecordFile(directory, label, group=group, name=name, ranks=ranks, settings=results.settings)
+        found.append(file)
     if outputs.plots and shown:
         every, images = outputs.plot_every_n_records, outputs.max_images
         found.append(Plotter(group, label, every=every, max_images=images, show=results.show))

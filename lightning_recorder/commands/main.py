@@ -215,12 +215,30 @@ def _add_diff(commands: Any) -> None:
     diff = _add(
         commands,
         "diff",
-        "Find the first step and site at which two runs differ. The exit status is 0 if they are equal and 1 if not.",
+        "Say why runs differ, and at which step and site they differ first. The exit status is 0 if they are equal, "
+        "1 if they differ or have nothing in common, and 2 after an error.",
         "diff lightning_logs/version_0 lightning_logs/version_1",
         _TOLERANCE,
     )
-    diff.add_argument("one", metavar="RUN_A", help="the log_dir of a run")
-    diff.add_argument("other", metavar="RUN_B", help="the log_dir of the other run")
+    diff.add_argument("runs", metavar="RUN", nargs="+", help="the log_dir of a run; the first is the reference")
+    diff.add_argument(
+        "--map",
+        metavar="A=B",
+        action="append",
+        default=[],
+        help="map module names of the first run to those of the others, such as 'model.layers.*=blocks.*'; * stands "
+        "for any text; may be repeated",
+    )
+    diff.add_argument(
+        "--noise",
+        metavar="RUN",
+        nargs="+",
+        default=[],
+        help="further runs of the configuration of the first run, such as other seeds; differences within their "
+        "spread do not count",
+    )
+    diff.add_argument("--ranks", action="store_true", help="compare the ranks of one run with each other")
+    diff.add_argument("--all", action="store_true", help="print all sites that differ")
     diff.add_argument("--rtol", type=float, default=1e-3, help="relative tolerance; by default 1e-3")
     diff.add_argument("--atol", type=float, default=1e-7, help="absolute tolerance; by default 1e-7")
     diff.add_argument("--exact", action="store_true", help="compare bit by bit, including histograms")

@@ -106,6 +106,8 @@ class RecordPipeline:
         """The number of nonempty records of each stage. Read it only after :meth:`wait`."""
         self.empty: Counter[str] = Counter()
         """The number of empty records of each stage."""
+        self.settings: dict[str, Any] = {}
+        """The settings of the run for the record file, as JSON values. Set them before the first record."""
 
     def begin(
         self, sink: Sink | None, directory: Path | None, label: str, *, artifact_sinks: Sink | None = None
@@ -121,7 +123,7 @@ class RecordPipeline:
         self.sink, self.artifact_sinks, self.label = sink, artifact_sinks, label
         self.formatter.begin(label)
         self.receipt.begin(sink, directory, label)
-        self.consumers = []
+        self.consumers, self.settings = [], {}
         self.recorded, self.empty = Counter(), Counter()
         self._has_receipt, self._interval = False, None
 
@@ -309,11 +311,22 @@ class RecordFile(RecordConsumer):
         group: The kind of tensors that are recorded.
         name: The user-defined name of the recorder, or an empty string.
         ranks: The number of processes that record.
+        settings: The settings of the run, which are read with the first record.
     """
 
-    def __init__(self, directory: Path, label: str, *, group: str, name: str = "", ranks: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        label: str,
+        *,
+        group: str,
+        name: str = "",
+        ranks: int = 1,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self._writer = RecordWriter(records_path(directory, label))
         self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
+        self._settings = {} if settings is None else settings
         self._is_backward = group == "gradients"
         self._has_begun = False
         self._header_bytes = 0  # written once, so they are no part of the bytes per record
@@ -330,10 +343,14 @@ class RecordFile(RecordConsumer):
     def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         if not self._has_begun:  # with the first record, so that a run without any leaves no file
             self._has_begun = True
-            self._begin()
+            self._begin(settings=dict(self._settings))
             self._header_bytes = self._writer.written_bytes
         sites = record.in_order_of_execution(found, backward=self._is_backward)
         fields = {name: getattr(record, name) for name in _FIELDS}
+        if record.batch is not None:
+            fields["batch"] = record.batch.tolist()
+        if record.snapshot.diverged:
+            fields["diverged"] = sorted(map(list, record.snapshot.diverged))
         self._writer.write(fields, (_site_record(site, found[site]) for site in sites))
 
 

@@ -171,6 +171,7 @@ class Record:
         flush_ms: The time spent on copying and merging, in milliseconds.
         every_n_train_steps: The interval from now on, in steps.
         ranks: The number of merged ranks.
+        batch: The checksums of :func:`batch_fingerprint`, ``[2]`` int64 on any device; None if there are none.
     """
 
     step: int
@@ -185,6 +186,7 @@ class Record:
     flush_ms: float = 0.0
     every_n_train_steps: int = 1
     ranks: int = 1
+    batch: Tensor | None = None
 
     def in_order_of_execution(self, sites: Iterable[Site], *, backward: bool = False) -> list[Site]:
         """Return the sites in the order of the forward pass. Sites that only other ranks have seen come last.
