@@ -9,7 +9,7 @@ from typing import Any
 from lightning_recorder.errors import ArgumentError, check_number
 from lightning_recorder.recordings.bands import noise_bands, rounding_sites
 from lightning_recorder.recordings.call_order import CallOrder
-from lightning_recorder.recordings.divergence import Divergence, SeriesPair, SiteDivergence, Tolerance
+from lightning_recorder.recordings.divergence import SETTINGS, Divergence, SeriesPair, SiteDivergence, Tolerance
 from lightning_recorder.recordings.name_map import NameMap, suggest_rules
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.recordings.series import Series
@@ -272,7 +272,8 @@ def _differences(pair: SeriesPair, names: NameMap) -> Iterator[Difference]:
     yield from _only("step", label, map(str, one.steps), map(str, other.steps))
     mapped = [Site(names(site.name), site.path) for site in one.sites]
     yield from _only("site", label, map(_site_name, mapped), map(_site_name, other.sites))
-    yield from _only("statistic", label, one.statistics, other.statistics)
+    values = ([name for name in each.statistics if name not in SETTINGS] for each in (one, other))
+    yield from _only("statistic", label, *values)
     missing = pair.both.logical_not()
     for place, site in enumerate(pair.sites):
         mine, theirs = one[site], other[pair.counterparts[site]]

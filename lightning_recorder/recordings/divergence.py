@@ -15,13 +15,15 @@ from lightning_recorder.recordings.record_format import unpack_counts
 from lightning_recorder.recordings.series import Series
 from lightning_recorder.taps import Site
 
-__all__ = ["Divergence", "SeriesPair", "SiteDivergence", "Tolerance"]
+__all__ = ["SETTINGS", "Divergence", "SeriesPair", "SiteDivergence", "Tolerance"]
+
+SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
+"""Scalars of a site that are causes of differences, and are compared as such."""
 
 _OF_VALUES = ("mean", "std", "rms", "min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _HISTOGRAM = "histogram"
 _MADE = ("grad", "update")  # path suffixes of the tensors that a step computes for a parameter
 _FOLLOWING = ("sum", "variance")  # derived from other statistics, and on a different scale
-_SETTINGS = ("learning_rate", "weight_decay", "eval_mode")  # causes, not effects
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class SeriesPair:
         others = [self.counterparts[site] for site in self.sites]
         self._picks = [_picks(one, self.steps, self.sites), _picks(other, self.steps, others)]
         # rms comes first because it is the statistic users read first, and the first of equals is reported.
-        left_out = {*_FOLLOWING, *_SETTINGS, *without}
+        left_out = {*_FOLLOWING, *SETTINGS, *without}
         common = [name for name in one.statistics if name in other.statistics and name not in left_out]
         self.statistics = sorted(common, key=lambda name: name != "rms")
         """The compared statistics, which both series have."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_recorder import open_recording
-from lightning_recorder.recordings import Comparison, Tolerance, compare
+from lightning_recorder.recordings import Comparison, RecordWriter, SiteRecord, Tolerance, compare, records_path
 from lightning_recorder.recordings.explanation import explain
 from tests.recordings.runs import write_simple
 from tests.recordings.twins import Twin, train
@@ -219,3 +219,39 @@ def test_runs_with_nothing_in_common_are_not_the_same(tmp_path: Path) -> None:
         assert (found.same, found.compared) == (False, 0)
         assert explain(found).startswith("nothing to compare: ")
         assert reason in explain(found)
+
+
+def write_settings(log_dir: Path, groups: dict[int, list[dict[str, Any]]], *, in_eval: bool = False) -> None:
+    """Write records of an update with the settings of the parameter groups of each step, and of a module's mode."""
+    for label, site in (("activations", "drop"), ("parameters", "fc")):
+        writer = RecordWriter(records_path(log_dir / "recorder", label))
+        writer.begin(label=label, group=label)
+        for step, each in groups.items():
+            update = each[0]["lr"] * (1.0 + 0.5 * (len(each) - 1))
+            scalars = {"rms": 1.0} if label == "activations" else {"rms": 1.0, "update_ratio": update}
+            mode = {"eval_mode": 1.0} if in_eval and label == "activations" else {}
+            about = {"groups": each} if label == "parameters" else {}
+            paths = ["out"] if label == "activations" else ["weight"]
+            sites = [SiteRecord(site, path, {**scalars, **mode}) for path in paths]
+            update_site = [SiteRecord(site, "weight.update", {"rms": update})] if label == "parameters" else []
+            writer.write({"step": step, **about}, [*sites, *update_site])
+
+
+def test_settings_of_the_records_name_the_step_at_which_they_differ(tmp_path: Path) -> None:
+    """If records have the settings of the parameter groups, the first step with another one is named."""
+    write_settings(tmp_path / "a", {step: [{"optimizer": "SGD", "lr": 0.1}] for step in range(4)})
+    write_settings(tmp_path / "b", {step: [{"optimizer": "SGD", "lr": 0.1 if step < 2 else 0.01}] for step in range(4)})
+    text = explain(compared(tmp_path / "a", tmp_path / "b"))
+    assert text == "same until step 1, then lr 0.1 → 0.01 from step 2: fc weight is the first update that differs"
+    write_settings(tmp_path / "c", {step: [{"optimizer": "Adam", "lr": 0.2}] for step in range(4)})
+    assert explain(compared(tmp_path / "a", tmp_path / "c")).startswith("optimizer SGD → Adam: ")
+
+
+def test_a_module_in_eval_mode_is_named(tmp_path: Path) -> None:
+    """A module that only one run has in eval mode is a difference of the models."""
+    groups = {0: [{"optimizer": "SGD", "lr": 0.1}]}
+    write_settings(tmp_path / "a", groups)
+    write_settings(tmp_path / "b", groups, in_eval=True)
+    found = compared(tmp_path / "a", tmp_path / "b")
+    assert [str(each) for each in found.changes] == ["`drop`: training mode → eval mode"]
+    assert found.differences == []
