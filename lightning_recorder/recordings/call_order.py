@@ -25,6 +25,7 @@ class CallOrder:
 
     def __init__(self, graph: Graph | None = None, changed: Iterable[str] = ()) -> None:
         self._suspects = set(changed)
+        self._first_calls: set[Site] = set()  # the sites of first calls, if those of later calls are apart
         self._begins: dict[str, list[int]] = {}
         self._ends: dict[str, list[int]] = {}
         if graph is None:
@@ -52,13 +53,21 @@ class CallOrder:
         return site.name in self._begins
 
     def times(self, site: Site, *, is_backward: bool = False) -> Sequence[int]:
-        """Return the times at which a tensor is computed, ascending; those of the backward pass are negative."""
+        """Return the times at which a tensor is computed, ascending; those of the backward pass are negative.
+
+        A path that ends with ``#2`` is that of the second call, for a recorder that keeps calls apart.
+        """
         times = (self._begins if site.path.startswith("in") else self._ends).get(site.name, [])
+        number = _call_number(site)
+        if number > 1 or site in self._first_calls:
+            times = times[number - 1 : number] or times[-1:]
         return [-time for time in reversed(times)] if is_backward else times
 
     def sort(self, sites: Iterable[Site], *, is_backward: bool = False) -> list[Site]:
         """Sort sites by the time of their last call, since a record merges all calls of a module."""
         found = in_execution_order(sites, is_backward=is_backward)
+        further = {Site(site.name, site.path.rpartition("#")[0]) for site in found if _call_number(site) > 1}
+        self._first_calls.update(further)
         if not all(site in self for site in found):
             return found
         return sorted(found, key=lambda site: self.times(site, is_backward=is_backward)[-1])
@@ -88,6 +97,12 @@ class CallOrder:
             return calls[0] if len(calls) == 1 else next((time for time in calls if after < time), math.inf)
 
         return min(apart, key=first_call)
+
+
+def _call_number(site: Site) -> int:
+    """Return the number of the call that a path ends with; 1 if it ends with none."""
+    _, mark, number = site.path.rpartition("#")
+    return int(number) if mark and number.isdecimal() else 1
 
 
 def in_execution_order(sites: Iterable[Site], *, is_backward: bool = False) -> list[Site]:

@@ -57,3 +57,14 @@ def test_a_shared_dropout_may_be_the_cause() -> None:
     net.act = nn.Dropout()  # type: ignore[assignment]  # another activation
     order = CallOrder(capture_graph(net, torch.ones(1, 2)))
     assert order.first(sites("b", "c", "act"), sites("a")) == Site("act", "out")
+
+
+def test_calls_that_are_kept_apart_have_their_own_time() -> None:
+    """A path with the number of a call is ordered by that call, and the path without one by the first call."""
+    order = CallOrder(capture_graph(Shared(), torch.ones(1, 2)))
+    calls = [Site("act", path) for path in ("out", "out#2", "out#3")]
+    a, b, c = sites("a", "b", "c")
+    found = [a, calls[0], b, calls[1], c, calls[2]]
+    assert order.sort([*calls, c, b, a]) == found
+    assert order.first([b, calls[1], c, calls[2]], [a, calls[0]]) == b
+    assert order.first([calls[1], c, calls[2]], [a, calls[0], b]) == calls[1]
