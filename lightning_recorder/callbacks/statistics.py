@@ -45,6 +45,7 @@ from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import (
     BaseStatisticsRecorder,
     EvaluationRecorder,
+    EvaluationSampler,
     OverheadLimit,
     RankMergingRecorder,
     Record,
@@ -215,6 +216,13 @@ class StatisticsCallback(ResumingCallback):
                     device=pl_module.device,
                     **options,
                 )
+        if trainer.is_global_zero and self._samples_validation(trainer, pl_module):
+            recorder = self._make_recorder(modules, "validate")
+            self.sampler = EvaluationSampler(recorder, "validate", self._on_record, **options)
+
+    def _samples_validation(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Return True if the first batches of validations are recorded, to compare them with training."""
+        return False
 
     @property
     def _workers(self) -> list[RankMergingRecorder]:
@@ -260,7 +268,8 @@ class StatisticsCallback(ResumingCallback):
             self._checkpoints.end(trainer)
         run, self._run = self._run, None
         evaluations, self.evaluations = self.evaluations, {}
-        for evaluation in evaluations.values():
+        sampler, self.sampler = self.sampler, None
+        for evaluation in (*evaluations.values(), *([] if sampler is None else [sampler])):
             evaluation.interrupt()
         if run is not None:
             if trainer is None:

@@ -182,6 +182,8 @@ class ExaminedRecords(RecordConsumer):
         group: The kind of tensors.
     """
 
+    takes_samples = True
+
     def __init__(self, findings: RunFindings, label: str, group: str) -> None:
         self._findings, self._label, self._group = findings, label, group
 

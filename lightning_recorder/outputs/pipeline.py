@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from typing_extensions import override
@@ -30,6 +30,9 @@ class RecordConsumer(ABC):
 
     If it raises, it causes one warning and receives no further records. The run continues.
     """
+
+    takes_samples: ClassVar[bool] = False
+    """True to receive the records of the first batches of evaluations, too."""
 
     def __str__(self) -> str:
         """Return the name for warnings, such as ``"the file of records"``."""
@@ -233,6 +236,10 @@ class RecordPipeline:
             self._warn_of_divergence(record, found)
         if self._derive is not None:
             found = self._derive(found)
+        if record.is_sample:
+            for consumer in [each for each in self.consumers if each.takes_samples]:
+                self._contained(consumer, partial(consumer.on_record, record, found))
+            return
         (self.recorded if found else self.empty)[record.stage] += 1
         if found and not record.overflowed:
             self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
@@ -314,6 +321,8 @@ class RecordFile(RecordConsumer):
         settings: The settings of the run, which are read with the first record.
     """
 
+    takes_samples = True
+
     def __init__(
         self,
         directory: Path,
@@ -347,6 +356,8 @@ class RecordFile(RecordConsumer):
             self._header_bytes = self._writer.written_bytes
         sites = record.in_order_of_execution(found, backward=self._is_backward)
         fields = {name: getattr(record, name) for name in _FIELDS}
+        if record.is_sample:
+            fields["is_sample"] = True
         if record.batch is not None:
             fields["batch"] = record.batch.tolist()
         if record.snapshot.diverged:
