@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors",),
     ("wrapped",),
     ("outputs",),
-    ("callbacks", "commands"),
+    ("callbacks", "commands", "testing"),
     ("__main__", "entry_point"),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
@@ -12,6 +13,7 @@ from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.errors import check_some
+from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.reductions import Reduction
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.signatures import checked_arguments
@@ -49,7 +51,8 @@ class ActivationRecorder(StatisticsCallback):
             recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
             is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
-            recorded.
+            recorded. By default, the first batches of validations, at most one of a hundred, are recorded for the
+            findings and the record file.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
@@ -126,6 +129,11 @@ class ActivationRecorder(StatisticsCallback):
     @override
     def stages(self) -> tuple[str, ...]:
         return self._stages
+
+    @override
+    def _samples_validation(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        is_chosen = self.stages == ("train",) and trainer.state.fn == "fit" and self.outputs.findings
+        return is_chosen and not compiled_modules(pl_module)
 
     @override
     def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:

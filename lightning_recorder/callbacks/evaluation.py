@@ -13,7 +13,7 @@ from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import say_ran_eagerly
 from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.schedule import Sampling
-from lightning_recorder.statistics import EvaluationRecorder
+from lightning_recorder.statistics import EvaluationRecorder, EvaluationSampler
 
 __all__ = ["EvaluationCallback"]
 
@@ -31,6 +31,8 @@ def _start_hook(stage: str, name: str) -> Callable[..., None]:
     ) -> None:
         if self.evaluations:
             self._start_evaluation_batch(trainer, stage, dataloader_idx)
+        if self.sampler is not None and stage == self.sampler.stage:
+            self._start_sampled_batch(trainer, self.sampler, batch_idx, dataloader_idx)
 
     start.__name__, start.__qualname__ = name, f"EvaluationCallback.{name}"
     return guarded(start)
@@ -42,6 +44,8 @@ def _end_hook(stage: str, name: str) -> Callable[..., None]:
     def end(self: EvaluationCallback, trainer: Trainer, pl_module: LightningModule, *batch: Any, **more: Any) -> None:
         if stage in self.evaluations:
             self.evaluations[stage].end_batch()
+        if self.sampler is not None and stage == self.sampler.stage:
+            self.sampler.end_batch()
 
     end.__name__, end.__qualname__ = name, f"EvaluationCallback.{name}"
     return guarded(end)
@@ -53,10 +57,12 @@ class EvaluationCallback(RecorderCallback):
     sampling: Sampling
     evaluations: dict[str, EvaluationRecorder]
     """The evaluation recorders by stage. Contains recorded stages only."""
+    sampler: EvaluationSampler | None
+    """The recorder of the first batches of validations inside a fit, if the stage is not recorded anyway."""
 
     @override
     def _idle(self) -> dict[str, Any]:
-        return {**super()._idle(), "evaluations": {}}
+        return {**super()._idle(), "evaluations": {}, "sampler": None}
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -73,6 +79,15 @@ class EvaluationCallback(RecorderCallback):
             evaluation.enabled = self.enabled
             evaluation.start_batch(loader)
 
+    def _start_sampled_batch(self, trainer: Trainer, sampler: EvaluationSampler, batch_idx: int, loader: int) -> None:
+        if not self._is_due(trainer):
+            return
+        if batch_idx == 0 and loader == 0:
+            batches = trainer.num_val_batches
+            sampler.begin(batches[0] if isinstance(batches, Sequence) else batches)
+        sampler.enabled = self.enabled
+        sampler.start_batch(loader)
+
     def _is_due(self, trainer: Trainer) -> bool:
         """Return True if the evaluation is recorded. Inside a fit, only evaluations in recorded epochs are."""
         in_fit = trainer.state.fn == "fit"
@@ -84,6 +99,11 @@ class EvaluationCallback(RecorderCallback):
             loaders = len(batches) if isinstance(batches, Sequence) else 1
             evaluation.finish(logged_step(trainer), trainer.current_epoch, loaders)
             say_ran_eagerly(trainer, evaluation.recorder.ran_eagerly)
+        sampler = self.sampler
+        if sampler is not None and stage == sampler.stage and self._is_due(trainer):
+            sampler.finish(logged_step(trainer), trainer.current_epoch)
+            if sampler.recorder.ran_eagerly:  # running compiled code eagerly is not cheap
+                self.sampler = None
 
     on_validation_batch_start = _start_hook("validate", "on_validation_batch_start")
     on_validation_batch_end = _end_hook("validate", "on_validation_batch_end")

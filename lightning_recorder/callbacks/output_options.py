@@ -154,7 +154,8 @@ def consumers(
     dumps.begin(folder)
     found: list[RecordConsumer] = [dumps]
     if outputs.records and directory is not None:
-        found.append(RecordFile(directory, label, group=group, name=name, ranks=ranks))
+        file = RecordFile(directory, label, group=group, name=name, ranks=ranks, settings=results.settings)
+        found.append(file)
     if outputs.plots and shown:
         found.append(
             Plotter(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -31,6 +32,7 @@ from lightning_recorder.callbacks.messages import (
 )
 from lightning_recorder.callbacks.output_options import Outputs, consumers, drawing_time_of
 from lightning_recorder.callbacks.resume import ResumingCallback
+from lightning_recorder.callbacks.run_settings import BatchFingerprints, run_settings
 from lightning_recorder.callbacks.trainer import LossScale, decline, logged_step, make_directory, merge_ranks, stepped
 from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.outputs import Coverage, RecordPipeline, RunFindings, SinkFormatter, TagBudget
@@ -43,6 +45,7 @@ from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import (
     BaseStatisticsRecorder,
     EvaluationRecorder,
+    EvaluationSampler,
     OverheadLimit,
     RankMergingRecorder,
     Record,
@@ -68,6 +71,7 @@ class StatisticsCallback(ResumingCallback):
 
     loss_scale: LossScale
     _findings: RunFindings | None
+    _fingerprints: BatchFingerprints
 
     @checked_arguments
     def __init__(
@@ -119,6 +123,7 @@ class StatisticsCallback(ResumingCallback):
             **super()._idle(),
             "loss_scale": LossScale(),
             "_findings": None,
+            "_fingerprints": BatchFingerprints(),
             "_results": RecordPipeline(
                 formatter,
                 name=str(self),
@@ -218,6 +223,13 @@ class StatisticsCallback(ResumingCallback):
                     device=pl_module.device,
                     **options,
                 )
+        if trainer.is_global_zero and self._samples_validation(trainer, pl_module):
+            recorder = self._make_recorder(modules, "validate")
+            self.sampler = EvaluationSampler(recorder, "validate", self._on_record, **options)
+
+    def _samples_validation(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Return True if the first batches of validations are recorded, to compare them with training."""
+        return False
 
     @property
     def _workers(self) -> list[RankMergingRecorder]:
@@ -263,7 +275,8 @@ class StatisticsCallback(ResumingCallback):
             self._checkpoints.end(trainer)
         run, self._run = self._run, None
         evaluations, self.evaluations = self.evaluations, {}
-        for evaluation in evaluations.values():
+        sampler, self.sampler = self.sampler, None
+        for evaluation in (*evaluations.values(), *([] if sampler is None else [sampler])):
             evaluation.interrupt()
         if run is not None:
             if trainer is None:
@@ -287,6 +300,14 @@ class StatisticsCallback(ResumingCallback):
         if findings is not None and findings.end(self._results.label, self._sink):
             end_findings(findings)
 
+    @guarded
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._fingerprints.begin(trainer)
+        if trainer.is_global_zero:
+            self._results.settings.update(run_settings(trainer, pl_module))
+
     # Batches.
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
@@ -307,6 +328,9 @@ class StatisticsCallback(ResumingCallback):
         if not self._run.skip_batch(step, epoch):
             prepare = partial(self._prepare, trainer, pl_module, self._run.recorder)
             self._run.start_batch(step, epoch, prepare)
+            if self._run.phase is RunPhase.RECORDING:
+                with self._run.contained():
+                    self._fingerprints.add(trainer, batch, step, batch_idx, apart=self.reduce == "step")
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         self.loss_scale.begin_batch(trainer)
@@ -394,6 +418,8 @@ class StatisticsCallback(ResumingCallback):
         return self._results.latest_step
 
     def _on_record(self, record: Record) -> None:
+        if record.stage == "train":
+            record = replace(record, batch=self._fingerprints.take())
         self._results.add(record, self._run)
 
     def _announce(self, step: int, recording_ms: float) -> None:

@@ -1,4 +1,4 @@
-"""``diff``: the first divergence of two runs."""
+"""``diff``: why runs differ, and the first step and site at which they do."""
 
 from __future__ import annotations
 
@@ -9,64 +9,90 @@ from itertools import groupby
 from typing import Any, TextIO
 
 from lightning_recorder.commands.terminal import module, printable, table
+from lightning_recorder.errors import ArgumentError
 from lightning_recorder.recordings import Comparison, Difference, Divergence, Tolerance, compare, open_recording
+from lightning_recorder.recordings.explanation import explain, place, site_name, written_apart
+from lightning_recorder.recordings.rank_spread import RankComparison, compare_ranks
+from lightning_recorder.recordings.settings import Change
 
 __all__ = ["run"]
 
-_MOST_SITES = 30
+_MOST_LINES = 20  # the output fits on a screen
+_FEWEST_SITES = 3
 _FEW = 8
+_LONGEST = 600  # characters of a sentence
 
 
 def run(arguments: Namespace, out: TextIO) -> int:
     """Compare the runs and print the result; return 0 if they are the same and 1 otherwise."""
-    one, other = (open_recording(path).run for path in (arguments.one, arguments.other))
-    tolerance = Tolerance(arguments.rtol, arguments.atol, exact=arguments.exact)
-    found = compare(one, other, tolerance, recorder=arguments.recorder, stage=arguments.stage)
+    if arguments.ranks:
+        return _run_ranks(arguments, out)
+    if len(arguments.runs) < 2:
+        raise ArgumentError("diff compares two or more runs, or with --ranks, the ranks of one run")
+    found = _compared(arguments)
     if arguments.json:
-        out.write(json.dumps(_plain(found), indent=1) + "\n")
+        plain = {
+            path: _plain(each, exact=arguments.exact) for path, each in zip(arguments.runs[1:], found, strict=True)
+        }
+        several = {"same": all(each.same for each in found), "reference": arguments.runs[0], "runs": plain}
+        out.write(json.dumps(several if len(found) > 1 else next(iter(plain.values())), indent=1) + "\n")
+    elif len(found) > 1:
+        out.write("\n".join(_several(found, arguments)) + "\n")
     else:
-        names = [f"A  {printable(arguments.one)}", f"B  {printable(arguments.other)}"]
-        out.write("\n".join([*names, *_lines(found, exact=arguments.exact)]) + "\n")
-    return 0 if found.same else 1
+        names = [f"{letter}  {printable(path)}" for letter, path in zip("AB", arguments.runs, strict=True)]
+        lines = _lines(found[0], exact=arguments.exact, is_long=arguments.all)
+        out.write("\n".join([*names, *lines]) + "\n")
+    return 0 if all(each.same for each in found) else 1
 
 
-def _lines(found: Comparison, *, exact: bool) -> list[str]:
-    lines = [_headline(found, exact=exact)]
-    if found.differences:
-        lines += ["", *_differences(found.differences)]
+def _compared(arguments: Namespace) -> list[Comparison]:
+    """Compare the first run with each of the others."""
+    one, *others = (open_recording(path).run for path in arguments.runs)
+    tolerance = Tolerance(arguments.rtol, arguments.atol, exact=arguments.exact)
+    noise = [open_recording(path).run for path in arguments.noise]
+    options = {"recorder": arguments.recorder, "stage": arguments.stage, "names": arguments.map, "noise": noise}
+    return [compare(one, other, tolerance, **options) for other in others]
+
+
+def _several(found: list[Comparison], arguments: Namespace) -> list[str]:
+    """Format the comparisons of several runs with the first. The sentences call each of the others B."""
+    lines = [f"A  {printable(arguments.runs[0])}"]
+    for path, each in zip(arguments.runs[1:], found, strict=True):
+        lines += [f"B  {printable(path)}", f"   {printable(explain(each, exact=arguments.exact), _LONGEST)}"]
+        lines += [f"   {_first(each.first)}"] if each.first is not None else []
+    same = sum(each.same for each in found)
+    return [*lines, f"{same} of {len(found)} runs are the same as A"]
+
+
+def _lines(found: Comparison, *, exact: bool, is_long: bool) -> list[str]:
+    lines = [printable(explain(found, exact=exact), _LONGEST)]
+    if found.first is not None:
+        lines.append(_first(found.first))
+    facts = [*_differences(found.differences), *_changes(found.changes, lines[0])]
+    lines += ["", *facts] if facts else []
+    notes = [*map(printable, found.notes), *_rounding(found)]
     if found.sites:
-        lines += ["", *_table(found)]
-    return [*lines, *([""] if found.notes else []), *map(printable, found.notes)]
+        left = _MOST_LINES - len(lines) - len(notes) - 5  # blank lines, the names of the runs, the head of the table
+        lines += ["", *_table(found, len(found.sites) if is_long else max(_FEWEST_SITES, left))]
+    return [*lines, *([""] if notes else []), *notes]
 
 
-def _headline(found: Comparison, *, exact: bool) -> str:
-    if found.first is None:
-        if not found.steps:
-            return "they have no common step"
-        what = "the same" if found.first_bits is not None else "bitwise equal"
-        what += ", histograms too," if exact else ""
-        text = f"{what} in all {found.steps} steps" + (" that both have" if found.differences else "")
-        if found.first_bits is not None:
-            text += f", but not bitwise from step {found.first_bits.step}, {_place(found.first_bits)}"
-        return text
-    until = "" if found.last_same is None else f"same until step {found.last_same}, "
-    return f"{until}part at step {found.first.step} in {_place(found.first)}{_cause(found, found.first)}"
+def _first(first: Divergence) -> str:
+    return f"first difference: step {first.step}, {printable(place(first))}"
 
 
-def _place(divergence: Divergence) -> str:
-    one, other = _written_apart(divergence.one, divergence.other)
-    values = "" if divergence.statistic == "histogram" else f" {one} vs {other}"
-    stage = "" if divergence.stage == "train" else f" {_stage(divergence)}"
-    return f"{_site(divergence)} ({printable(divergence.recorder)}{stage}, {printable(divergence.statistic)}{values})"
+def _changes(changes: list[Change], sentence: str) -> list[str]:
+    """Format the differences of models and settings that the sentence does not have."""
+    texts = [text for text in (printable(str(each)) for each in changes) if text not in sentence]
+    more = f" and {len(texts) - _FEW} more" if len(texts) > _FEW else ""
+    return [f"also different: {', '.join(texts[:_FEW])}{more}"] if texts else []
 
 
-def _written_apart(one: float, other: float) -> tuple[str, str]:
-    """Format two numbers with enough digits to distinguish them."""
-    for digits in (3, 4, 6, 9, 17):
-        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
-        if texts[0] != texts[1]:
-            break
-    return texts
+def _rounding(found: Comparison) -> list[str]:
+    if not found.rounding:
+        return []
+    names = ", ".join(dict.fromkeys(printable(site_name(site)) for site in found.rounding[:1]))
+    return [f"{len(found.rounding)} sites are left out, which are only rounding noise, such as {names}"]
 
 
 def _stage(divergence: Divergence) -> str:
@@ -78,25 +104,18 @@ def _site(divergence: Divergence) -> str:
     return module(name) + ("" if path == "out" else f" {printable(path)}")
 
 
-def _cause(found: Comparison, first: Divergence) -> str:
-    """Return a note about the dtype of the first diverging site, if it differs between the runs."""
-    name, path = first.site
-    what = (name or "(root)") + ("" if path == "out" else f" {path}")
-    for each in found.differences:
-        if (each.kind, each.recorder, each.what) == ("dtype", first.recorder, what):
-            return f": its dtype is {printable(each.one)} in A and {printable(each.other)} in B"
-    return ""
-
-
-def _table(found: Comparison) -> list[str]:
+def _table(found: Comparison, most: int) -> list[str]:
     rows = [["site", "recorder", "stage", "from step", "steps", "distance", "at step", "statistic", "A", "B"]]
-    for each in found.sites[:_MOST_SITES]:
+    for each in found.sites[:most]:
         first, worst = each.first, each.furthest
         where = [_site(first), printable(first.recorder), _stage(first), str(first.step), str(each.steps)]
-        values = _written_apart(worst.one, worst.other)
+        values = written_apart(worst.one, worst.other)
         rows.append([*where, f"{worst.distance:.2g}", str(worst.step), printable(worst.statistic), *values])
-    more = len(found.sites) - _MOST_SITES
-    return [*table(rows, right=(3, 4, 5, 6, 8, 9)), *([f"and {more} more sites"] if more > 0 else [])]
+    more = len(found.sites) - most
+    return [
+        *table(rows, right=(3, 4, 5, 6, 8, 9)),
+        *([f"and {more} more sites; --all prints them"] if more > 0 else []),
+    ]
 
 
 def _differences(differences: list[Difference]) -> list[str]:
@@ -117,11 +136,42 @@ def _differences(differences: list[Difference]) -> list[str]:
     return lines
 
 
-def _plain(found: Comparison) -> dict[str, Any]:
+def _run_ranks(arguments: Namespace, out: TextIO) -> int:
+    if len(arguments.runs) != 1:
+        raise ArgumentError(f"--ranks compares the ranks of one run, got {len(arguments.runs)} runs")
+    found = compare_ranks(open_recording(arguments.runs[0]).run)
+    if arguments.json:
+        plain = {
+            "same": found.same,
+            "sentence": found.sentence,
+            "diverged": [_divergence(each) for each in found.diverged],
+            "spreads": [_divergence(each) for each in found.spreads],
+        }
+        out.write(json.dumps(plain, indent=1) + "\n")
+    else:
+        out.write("\n".join(_rank_lines(found, is_long=arguments.all)) + "\n")
+    return 0 if found.same else 1
+
+
+def _rank_lines(found: RankComparison, *, is_long: bool) -> list[str]:
+    lines = [printable(found.sentence, _LONGEST)]
+    spreads = found.spreads if is_long else found.spreads[:_FEW]
+    if spreads:
+        rows = [["site", "recorder", "at step", "distance", "lowest mean", "highest mean"]]
+        for each in spreads:
+            values = written_apart(each.one, each.other)
+            rows.append([_site(each), printable(each.recorder), str(each.step), f"{each.distance:.2g}", *values])
+        lines += ["", *table(rows, right=(2, 3, 4, 5))]
+    return lines
+
+
+def _plain(found: Comparison, *, exact: bool) -> dict[str, Any]:
     """Convert a comparison to JSON values; NaN and infinities become strings, as in the record files."""
     return {
         "same": found.same,
+        "sentence": explain(found, exact=exact),
         "steps": found.steps,
+        "compared": found.compared,
         "last_same": found.last_same,
         "first": _divergence(found.first),
         "first_bits": _divergence(found.first_bits),
@@ -130,6 +180,12 @@ def _plain(found: Comparison) -> dict[str, Any]:
             for each in found.sites
         ],
         "differences": [asdict(each) for each in found.differences],
+        "changes": [
+            {"what": each.what, "aspect": each.aspect, "one": each.one, "other": each.other, "others": each.others}
+            for each in found.changes
+        ],
+        "rounding": [list(site) for site in found.rounding],
+        "map": list(found.rules),
         "notes": found.notes,
     }
 

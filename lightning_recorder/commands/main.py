@@ -47,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The arguments without the program name; by default those of the process.
 
     Returns:
-        The exit status: 0 on success, 1 if ``diff`` or ``doctor`` finds something, 2 after an error, 130 after Ctrl-C,
-        141 if the reader of the output closes the pipe. ``run`` does not return: the program replaces the process.
+        The exit status: 0 on success, 1 if ``diff``, ``doctor`` or ``scale`` finds something, 2 after an error, 130
+        after Ctrl-C, 141 if the reader of the output closes the pipe. ``run`` does not return: the program replaces
+        the process.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_graph(commands)
     _add_diff(commands)
+    _add_scale(commands)
     return parser
 
 
@@ -221,15 +223,58 @@ def _add_diff(commands: Any) -> None:
     diff = _add(
         commands,
         "diff",
-        "Find the first step and site at which two runs differ. The exit status is 0 if they are equal and 1 if not.",
+        "Say why runs differ, and at which step and site they differ first. The exit status is 0 if they are equal, "
+        "1 if they differ or have nothing in common, and 2 after an error.",
         "diff lightning_logs/version_0 lightning_logs/version_1",
         _TOLERANCE,
     )
-    diff.add_argument("one", metavar="RUN_A", help="the log_dir of a run")
-    diff.add_argument("other", metavar="RUN_B", help="the log_dir of the other run")
+    diff.add_argument("runs", metavar="RUN", nargs="+", help="the log_dir of a run; the first is the reference")
+    diff.add_argument(
+        "--map",
+        metavar="A=B",
+        action="append",
+        default=[],
+        help="map module names of the first run to those of the others, such as 'model.layers.*=blocks.*'; * stands "
+        "for any text; may be repeated",
+    )
+    diff.add_argument(
+        "--noise",
+        metavar="RUN",
+        nargs="+",
+        default=[],
+        help="further runs of the configuration of the first run, such as other seeds; differences within their "
+        "spread do not count",
+    )
+    diff.add_argument("--ranks", action="store_true", help="compare the ranks of one run with each other")
+    diff.add_argument("--all", action="store_true", help="print all sites that differ")
     diff.add_argument("--rtol", type=float, default=1e-3, help="relative tolerance; by default 1e-3")
     diff.add_argument("--atol", type=float, default=1e-7, help="absolute tolerance; by default 1e-7")
     diff.add_argument("--exact", action="store_true", help="compare bit by bit, including histograms")
     diff.add_argument("--recorder", metavar="LABEL", help="compare only this recorder")
     diff.add_argument("--stage", help="compare only this stage")
     diff.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_scale(commands: Any) -> None:
+    scale = _add(
+        commands,
+        "scale",
+        "Check that the values of each site do not depend on the width of the model. The exit status is 0 if they do "
+        "not, 1 if they do, and 2 after an error.",
+        "scale runs/width_64 runs/width_128 runs/width_256",
+        "This is the coordinate check of maximal-update parametrization (Yang et al. 2022, arXiv:2203.03466): record\n"
+        "the first steps of the same training at several widths, with ActivationRecorder(every_n_train_steps=1).\n"
+        "The exponent of the mean absolute value is 0 at every site and step if the parametrization is right. The\n"
+        "output of the model may shrink as the root of the width at first. An exponent is off if it is further away\n"
+        "than the tolerance and three standard errors; more widths and seeds make the errors smaller.",
+    )
+    scale.add_argument("runs", metavar="RUN", nargs="+", help=_PATH)
+    scale.add_argument(
+        "--widths", metavar="N", type=float, nargs="+", default=[], help="the width of each run; by default from shapes"
+    )
+    scale.add_argument(
+        "--recorder", metavar="LABEL", default="activations", help="the recorder; by default activations"
+    )
+    scale.add_argument("--tolerance", type=float, default=0.15, help="the largest exponent that counts as 0; 0.15")
+    scale.add_argument("--all", action="store_true", help="print all sites")
+    scale.add_argument("--json", action="store_true", help="print JSON")

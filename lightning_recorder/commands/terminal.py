@@ -14,7 +14,7 @@ _PLAIN_BARS = "_.-=+*#@"  # fallback for a terminal that cannot encode block cha
 _LONGEST = 200  # characters
 
 
-def printable(text: str) -> str:
+def printable(text: str, longest: int = _LONGEST) -> str:
     r"""Escape every invisible character in a text: control characters, direction overrides, lone surrogates.
 
     A name read from a file can therefore neither move the cursor nor imitate another line. A long text is shortened in
@@ -24,7 +24,7 @@ def printable(text: str) -> str:
         >>> printable("conv" + chr(27) + "[31m")
         'conv\\x1b[31m'
     """
-    cut = text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 :]}"
+    cut = text if len(text) <= longest else f"{text[: longest // 2]}…{text[-longest // 2 :]}"
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in cut
     )

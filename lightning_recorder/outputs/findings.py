@@ -186,6 +186,8 @@ class ExaminedRecords(RecordConsumer):
         group: The kind of tensors.
     """
 
+    takes_samples = True
+
     def __init__(self, findings: RunFindings, label: str, group: str) -> None:
         self._findings, self._label, self._group = findings, label, group
         self._schema: TableSchema | None = None

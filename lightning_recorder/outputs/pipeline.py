@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,9 @@ class RecordConsumer(ABC):
 
     If it raises, it causes one warning and receives no further records. The run continues.
     """
+
+    takes_samples: ClassVar[bool] = False
+    """True to receive the records of the first batches of evaluations, too."""
 
     def __str__(self) -> str:
         """Return the name for warnings, such as ``"the file of records"``."""
@@ -138,6 +141,8 @@ class RecordPipeline:
         """The number of nonempty records of each stage. Read it only after :meth:`wait`."""
         self.empty: Counter[str] = Counter()
         """The number of empty records of each stage."""
+        self.settings: dict[str, Any] = {}
+        """The settings of the run for the record file, as JSON values. Set them before the first record."""
 
     def begin(
         self, sink: Sink | None, directory: Path | None, label: str, *, artifact_sinks: Sink | None = None
@@ -154,7 +159,7 @@ class RecordPipeline:
         self.sink, self.artifact_sinks, self.label = sink, artifact_sinks, label
         self.formatter.begin(label)
         self.receipt.begin(sink, directory, label)
-        self.consumers = []
+        self.consumers, self.settings = [], {}
         self.recorded, self.empty = Counter(), Counter()
         self._has_receipt, self._interval = False, None
 
@@ -312,7 +317,7 @@ class RecordPipeline:
         written = self._written_bytes
         size = None if written is None else (written - (before or 0)) // len(batch.records)
         for (record, facts, _), found in zip(batch.records, tables, strict=True):
-            if facts is not None:
+            if facts is not None and not record.is_sample:
                 self.receipt.add(record, found, size, facts)
             if size is not None and record.stage == "train":
                 self.receipt.add_size(size)
@@ -328,6 +333,10 @@ class RecordPipeline:
             yield table if self._derive is None else self._derive(table)
 
     def _write(self, record: Record, found: StatisticsTable) -> None:
+        if record.is_sample:
+            for consumer in [each for each in self.consumers if each.takes_samples]:
+                self._contained(consumer, partial(consumer.on_record, record, found))
+            return
         (self.recorded if found else self.empty)[record.stage] += 1
         if found and not record.overflowed:
             self._latest[record.stage + ("" if record.loader is None else f"/{record.loader}")] = found
@@ -396,11 +405,24 @@ class RecordFile(RecordConsumer):
         group: The kind of tensors that are recorded.
         name: The user-defined name of the recorder, or an empty string.
         ranks: The number of processes that record.
+        settings: The settings of the run, which are read with the first record.
     """
 
-    def __init__(self, directory: Path, label: str, *, group: str, name: str = "", ranks: int = 1) -> None:
+    takes_samples = True
+
+    def __init__(
+        self,
+        directory: Path,
+        label: str,
+        *,
+        group: str,
+        name: str = "",
+        ranks: int = 1,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self._writer = RecordWriter(records_path(directory, label))
         self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
+        self._settings = {} if settings is None else settings
         self._is_backward = group == "gradients"
         self._has_begun = False
         self._header_bytes = 0  # written once, so they are no part of the bytes per record
@@ -423,13 +445,20 @@ class RecordFile(RecordConsumer):
             self._layout = _layout(schema, self._order)
         values = np.ascontiguousarray(found.numbers[self._order], dtype="<f8")
         table = SiteTable(self._layout, values.tobytes(), found.counts.take(self._order).packed())
-        self._held.append(({name: getattr(record, name) for name in _FIELDS}, table))
+        fields = {name: getattr(record, name) for name in _FIELDS}
+        if record.is_sample:
+            fields["is_sample"] = True
+        if record.batch is not None:
+            fields["batch"] = record.batch.tolist()
+        if record.snapshot.diverged:
+            fields["diverged"] = sorted(map(list, record.snapshot.diverged))
+        self._held.append((fields, table))
 
     @override
     def flush(self) -> None:
         if self._held and not self._has_begun:  # with the first record, so that a run without any leaves no file
             self._has_begun = True
-            self._begin()
+            self._begin(settings=dict(self._settings))
             self._header_bytes = self._writer.written_bytes
         held, self._held = self._held, []
         self._writer.write_all(held)

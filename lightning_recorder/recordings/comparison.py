@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_recorder.errors import ArgumentError, check_number
-from lightning_recorder.recordings.divergence import Divergence, SeriesPair, SiteDivergence, Tolerance
+from lightning_recorder.recordings.bands import noise_bands, rounding_sites
+from lightning_recorder.recordings.call_order import CallOrder
+from lightning_recorder.recordings.divergence import SETTINGS, Divergence, SeriesPair, SiteDivergence, Tolerance
+from lightning_recorder.recordings.name_map import NameMap, suggest_rules
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.recordings.series import Series
+from lightning_recorder.recordings.settings import Change, distinct, graph_changes, series_changes, setting_changes
+from lightning_recorder.taps import Site
 
 __all__ = ["Comparison", "Difference", "compare"]
 
@@ -49,8 +55,14 @@ class Comparison:
         sites: The sites that diverge, sorted by descending distance.
         differences: The differences that are not numerical.
         steps: The number of steps that both runs have recorded.
+        compared: The number of records of single sites that were compared.
         first_bits: The first divergence at bit level, within the tolerance or not; ``None`` if every statistic agrees
             to the bit.
+        changes: The differences of the models and of the settings, which may explain why the runs differ.
+        rounding: The sites whose values are only rounding noise, and which are left out.
+        rules: The rules of the name map, and those found from the structure if there was none.
+        pairs: The compared series, in the order of execution.
+        classes: The classes of the modules of the first run, as far as its graph has them.
         notes: Possible causes that are not differences themselves: versions, number of ranks, damaged lines.
     """
 
@@ -59,26 +71,40 @@ class Comparison:
     sites: list[SiteDivergence] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     steps: int = 0
+    compared: int = 0
     first_bits: Divergence | None = None
+    changes: list[Change] = field(default_factory=list)
+    rounding: list[Site] = field(default_factory=list)
+    rules: tuple[str, ...] = ()
+    pairs: list[SeriesPair] = field(default_factory=list, repr=False, compare=False)
+    classes: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     notes: list[str] = field(default_factory=list)
 
     @property
     def same(self) -> bool:
-        """True if nothing differs beyond the tolerance."""
-        return self.first is None and not self.differences
+        """True if something was compared and nothing differs beyond the tolerance."""
+        return self.first is None and not self.differences and self.compared > 0
 
 
 def compare(
-    one: Run, other: Run, tolerance: Tolerance | None = None, *, recorder: str | None = None, stage: str | None = None
+    one: Run,
+    other: Run,
+    tolerance: Tolerance | None = None,
+    *,
+    recorder: str | None = None,
+    stage: str | None = None,
+    names: Iterable[str] = (),
+    noise: Sequence[Run] = (),
 ) -> Comparison:
     """Compare two runs step by step, in the order of execution.
 
     Within a step, training comes before evaluation. The values of parameters exist before the step, so they come first.
     Activations follow, then gradients from the last module to the first, then the parameter updates that the optimizer
-    makes at the end of the step.
+    makes at the end of the step. The order of the modules is that of their calls in the recorded graph.
 
-    Nothing has been computed before step 0, so the parameter values of that step must be equal whatever the tolerance.
-    A step that only one run has is reported as a difference; the comparison continues after it.
+    Nothing has been computed before step 0, so the parameter values of that step must be equal whatever the tolerance,
+    unless repeated runs are given. Parameters whose gradient is only rounding noise are left out, unless the tolerance
+    is exact. A step that only one run has is reported as a difference; the comparison continues after it.
 
     Args:
         one: The first run.
@@ -86,19 +112,33 @@ def compare(
         tolerance: The tolerance for numbers; by default ``Tolerance()``.
         recorder: The label of the only recorder to compare; by default all are compared.
         stage: The only stage to compare; by default all are compared.
+        names: Rules such as ``"model.layers.*=blocks.*"`` that map module names of the first run to those of the
+            second; see :class:`NameMap`. If the runs have no module in common, rules are found from the graphs.
+        noise: Further runs of the configuration of the first run. A difference within their spread is no difference.
 
     Raises:
-        ArgumentError: If neither run has the recorder or the stage, or if a tolerance is negative.
+        ArgumentError: If neither run has the recorder or the stage, if a tolerance is negative, or if a rule is wrong.
         DumpError: If a file cannot be read.
     """
     tolerance = tolerance or Tolerance()
     check_number("rtol", tolerance.rtol, 0)
     check_number("atol", tolerance.atol, 0)
-    differences: list[Difference] = []
-    pairs = list(_pairs(one, other, recorder, stage, differences))
+    name_map = _name_map(one, other, names)
+    differences: list[Difference] = [
+        Difference("module name", "", rule, "", "") for rule in name_map.rules if not names
+    ]
+    graph, changes = one.graph, graph_changes(one, other, name_map)
+    changed = {name for change in changes for name in (change.what, *change.others)}
+    options: dict[str, Any] = {"order": CallOrder(graph, changed), "names": name_map}
+    pairs = list(_pairs(one, other, recorder, stage, differences, noise, options))
     for pair in pairs:
-        differences += _differences(pair)
-    ordered = [(pair, [*_initial(pair), *pair.divergences(tolerance)]) for pair in pairs]
+        differences += _differences(pair, name_map)
+    dtypes = [_output_dtypes(pairs, place) for place in range(2)]
+    rounding = {} if tolerance.exact else {pair: rounding_sites(pair, dtypes) for pair in pairs}
+    starts = {} if noise else {pair: _initial(pair) for pair in pairs}
+    ordered = [
+        (pair, [*starts.get(pair, []), *pair.divergences(tolerance, rounding.get(pair, frozenset()))]) for pair in pairs
+    ]
     first = _earliest(ordered)
     bits = Tolerance(exact=True, histograms=False)
     steps = sorted({step for pair in pairs for step in pair.steps})
@@ -112,13 +152,51 @@ def compare(
         sites=sites,
         differences=differences,
         steps=len(steps),
+        compared=sum(pair.compared for pair in pairs),
         first_bits=first if tolerance.exact else _earliest([(pair, pair.divergences(bits)) for pair in pairs]),
+        changes=distinct([*changes, *series_changes(one, other, name_map), *setting_changes(one, other)]),
+        rounding=[site for found in rounding.values() for site in sorted(found)],
+        rules=name_map.rules,
+        pairs=pairs,
+        classes={} if graph is None else {node.name: node.type_name for node in graph.module_calls()},
         notes=list(_notes(one, other, pairs)),
     )
 
 
+def _output_dtypes(pairs: Iterable[SeriesPair], place: int) -> dict[str, str]:
+    """Return the dtype of the output of each module in one of the runs, by its name in the first run."""
+    found = {}
+    for pair in pairs:
+        for site in pair.sites if pair.group == "activations" else ():
+            dtype = pair.other[pair.counterparts[site]].dtype if place else pair.one[site].dtype
+            if site.path == "out" and dtype is not None:
+                found[site.name] = dtype
+    return found
+
+
+def _name_map(one: Run, other: Run, rules: Iterable[str]) -> NameMap:
+    """Return the map of the rules; without rules, one found from the graphs if no module has the same name."""
+    given = NameMap(rules)
+    if given.rules:
+        return given
+    names = [{site.name for label in run for site in run[label].sites if site.name} for run in (one, other)]
+    graphs = one.graph, other.graph
+    if graphs[0] is None or graphs[1] is None or not names[0] or not names[1]:
+        return given
+    found = NameMap(suggest_rules(graphs[0], graphs[1]))
+    left = [names[0] - names[1], names[1] - names[0]]
+    # A model that has lost or gained modules is not a renamed one: all modules of both must correspond.
+    return found if {found(name) for name in left[0]} == left[1] else given
+
+
 def _pairs(
-    one: Run, other: Run, recorder: str | None, stage: str | None, differences: list[Difference]
+    one: Run,
+    other: Run,
+    recorder: str | None,
+    stage: str | None,
+    differences: list[Difference],
+    noise: Sequence[Run],
+    options: Mapping[str, Any],
 ) -> Iterator[SeriesPair]:
     """Yield the series that both runs have, in execution order; append all others to ``differences``."""
     labels = [label for label in dict.fromkeys([*one, *other]) if recorder in (None, label)]
@@ -136,7 +214,10 @@ def _pairs(
         group = _group(one[label])
         for key in mine:
             if key in theirs:
-                pair = SeriesPair(label, one[label].of(*key), other[label].of(*key), group=group)
+                pair = SeriesPair(label, one[label].of(*key), other[label].of(*key), group=group, **options)
+                repeats = [run[label].of(*key) for run in noise if label in run and key in [*_keys(run[label], stage)]]
+                if noise:
+                    pair.bands = noise_bands(pair, pair.one, repeats)
                 rank = _GROUPS.index(group) if group in _GROUPS else len(_GROUPS)
                 found.append(((key[0] != "train", rank), pair))
     found.sort(key=lambda each: each[0])
@@ -161,7 +242,8 @@ def _initial(pair: SeriesPair) -> list[SiteDivergence]:
     """Return the parameters that differ at step 0, before any computation could introduce rounding."""
     if not pair.held or pair.steps[:1] != [0]:
         return []
-    values = SeriesPair(pair.recorder, pair.one, pair.other, group=pair.group, without=[_UPDATE_RATIO])
+    settings: dict[str, Any] = {"group": pair.group, "order": pair.order, "names": pair.names}
+    values = SeriesPair(pair.recorder, pair.one, pair.other, without=[_UPDATE_RATIO], **settings)
     return [each for each in values.divergences(_UNTOUCHED) if each.first.step == 0 and each.first.site in pair.held]
 
 
@@ -174,24 +256,27 @@ def _once(found: Iterable[SiteDivergence]) -> list[SiteDivergence]:
 
 
 def _earliest(ordered: Iterable[tuple[SeriesPair, list[SiteDivergence]]]) -> Divergence | None:
-    # Pairs, and the sites within them, are in execution order; min returns the first of equal keys.
-    firsts = [
-        (each.first.step, each.first.site not in pair.held or each.first.statistic == _UPDATE_RATIO, each.first)
-        for pair, found in ordered
-        for each in found
-    ]
-    return min(firsts, key=lambda each: each[:2], default=(0, True, None))[2]
+    """Return the first divergence: at the earliest step, values of parameters first, then in the order of the pairs."""
+    firsts = []
+    for pair, found in ordered:
+        held = [each for each in found if each.first.site in pair.held and each.first.statistic != _UPDATE_RATIO]
+        rest = [each for each in found if each not in held]
+        firsts += [(not is_held, pair.first(part)) for is_held, part in ((True, held), (False, rest)) if part]
+    # min returns the first of equal keys.
+    return min(firsts, key=lambda each: (each[1].step, each[0]), default=(True, None))[1]
 
 
-def _differences(pair: SeriesPair) -> Iterator[Difference]:
+def _differences(pair: SeriesPair, names: NameMap) -> Iterator[Difference]:
     one, other = pair.one, pair.other
     label = pair.recorder if one.stage == "train" else f"{pair.recorder} {_stage_name((one.stage, one.loader))}"
     yield from _only("step", label, map(str, one.steps), map(str, other.steps))
-    yield from _only("site", label, map(_site_name, one.sites), map(_site_name, other.sites))
-    yield from _only("statistic", label, one.statistics, other.statistics)
+    mapped = [Site(names(site.name), site.path) for site in one.sites]
+    yield from _only("site", label, map(_site_name, mapped), map(_site_name, other.sites))
+    values = ([name for name in each.statistics if name not in SETTINGS] for each in (one, other))
+    yield from _only("statistic", label, *values)
     missing = pair.both.logical_not()
     for place, site in enumerate(pair.sites):
-        mine, theirs = one[site], other[site]
+        mine, theirs = one[site], other[pair.counterparts[site]]
         for kind, a, b in (("dtype", mine.dtype, theirs.dtype), ("shape", mine.shape, theirs.shape)):
             if a != b and a is not None and b is not None:
                 yield Difference(kind, label, _site_name(site), _shown(a), _shown(b))

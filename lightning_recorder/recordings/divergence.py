@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lightning_recorder.recordings.call_order import CallOrder
+from lightning_recorder.recordings.name_map import NameMap
 from lightning_recorder.recordings.packed_counts import unpack_counts
 from lightning_recorder.recordings.series import Series
 from lightning_recorder.taps import Site
 
-__all__ = ["Divergence", "SeriesPair", "SiteDivergence", "Tolerance", "in_execution_order"]
+__all__ = ["SETTINGS", "Divergence", "SeriesPair", "SiteDivergence", "Tolerance"]
+
+SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
+"""Scalars of a site that are causes of differences, and are compared as such."""
 
 _OF_VALUES = ("mean", "std", "rms", "min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
 _HISTOGRAM = "histogram"
@@ -94,24 +99,46 @@ class SeriesPair:
         one: The series of the first run.
         other: The series of the second run.
         without: Statistics to leave out.
+        order: The order of the calls.
+        names: The map from names of the first run to those of the second. Results have names of the first run.
+        bands: For each statistic, the spread of repeated runs relative to the reference of the tolerance,
+            ``[steps, sites]``. A difference within it counts as equal.
     """
 
     def __init__(
-        self, recorder: str, one: Series, other: Series, *, group: str = "activations", without: Iterable[str] = ()
+        self,
+        recorder: str,
+        one: Series,
+        other: Series,
+        *,
+        group: str = "activations",
+        without: Iterable[str] = (),
+        order: CallOrder | None = None,
+        names: NameMap | None = None,
+        bands: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.recorder, self.group = recorder, group
         self.one, self.other = one, other
+        self.bands: Mapping[str, Tensor] = bands or {}
         theirs = set(other.steps)
         self.steps = [step for step in one.steps if step in theirs]
-        shared = [site for site in one.sites if site in other]
-        is_backward = group == "gradients"  # gradients reach the modules in reverse order
+        self.names = names or NameMap()
+        """The map of names."""
+        self.counterparts = self.names.sites(one.sites, other.sites)
+        """The site of the second run for each common site."""
+        self.is_backward = group == "gradients"  # gradients reach the modules in reverse order
+        self.order = order or CallOrder()
+        """The order of the calls."""
         # Parameters exist before any module runs, so they keep the order of their modules.
-        self.sites = shared if group == "parameters" else in_execution_order(shared, is_backward=is_backward)
-        self._picks = [_picks(series, self.steps, self.sites) for series in (one, other)]
+        shared = list(self.counterparts)
+        self.sites = shared if group == "parameters" else self.order.sort(shared, is_backward=self.is_backward)
+        """The common sites in the order of execution, with the names of the first run."""
+        others = [self.counterparts[site] for site in self.sites]
+        self._picks = [_picks(one, self.steps, self.sites), _picks(other, self.steps, others)]
         # rms comes first because it is the statistic users read first, and the first of equals is reported.
-        left_out = {*_FOLLOWING, *without}
-        names = [name for name in one.statistics if name in other.statistics and name not in left_out]
-        self.statistics = sorted(names, key=lambda name: name != "rms")
+        left_out = {*_FOLLOWING, *SETTINGS, *without}
+        common = [name for name in one.statistics if name in other.statistics and name not in left_out]
+        self.statistics = sorted(common, key=lambda name: name != "rms")
         """The compared statistics, which both series have."""
 
     @cached_property
@@ -145,8 +172,18 @@ class SeriesPair:
         one, other = self.values.get("rms", (unknown, unknown))
         return torch.where(one.isnan() | other.isnan(), torch.inf, torch.fmax(one, other))
 
-    def divergences(self, tolerance: Tolerance) -> list[SiteDivergence]:
-        """Return the sites that diverge beyond the tolerance, in execution order."""
+    @property
+    def compared(self) -> int:
+        """The number of records of single sites that both runs have."""
+        return int(self.both.sum())
+
+    def divergences(self, tolerance: Tolerance, without: Collection[Site] = ()) -> list[SiteDivergence]:
+        """Return the sites that diverge beyond the tolerance, in execution order.
+
+        Args:
+            tolerance: The tolerance.
+            without: Sites to leave out.
+        """
         with_histograms = tolerance.exact and tolerance.histograms
         shape = len(self.statistics) + with_histograms, len(self.steps), len(self.sites)
         excess, distance = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
@@ -162,7 +199,19 @@ class SeriesPair:
             excess[0] = torch.where(excess[0] > 0, torch.inf, 0.0)
         distance = torch.where(excess > 0, distance, -1.0)
         parted = excess.amax(0) > 0
-        return [self._site(place, excess, distance, parted[:, place]) for place in _places(parted.any(0))]
+        places = [place for place in _places(parted.any(0)) if self.sites[place] not in without]
+        return [self._site(place, excess, distance, parted[:, place]) for place in places]
+
+    def first(self, found: Iterable[SiteDivergence]) -> Divergence:
+        """Return the first of some divergences: at the earliest step, at the site that is called first in it."""
+        found = list(found)
+        step = min(each.first.step for each in found)
+        firsts = {each.first.site: each.first for each in found if each.first.step == step}
+        if self.group == "parameters":
+            return next(iter(firsts.values()))
+        known = self.both[self.steps.index(step)].tolist()
+        same = [site for site, is_known in zip(self.sites, known, strict=True) if is_known and site not in firsts]
+        return firsts[self.order.first(list(firsts), same, is_backward=self.is_backward)]
 
     def _site(self, place: int, excess: Tensor, distance: Tensor, parted: Tensor) -> SiteDivergence:
         first = _places(parted)[0]
@@ -183,26 +232,33 @@ class SeriesPair:
             one, other = (values[step, place].item() for values in self.values[name])
         else:
             name = _HISTOGRAM
-            one, other = (float(series[site].bins(self.steps[step]).sum()) for series in (self.one, self.other))
+            sites = (self.one, site), (self.other, self.counterparts[site])
+            one, other = (float(series[each].bins(self.steps[step]).sum()) for series, each in sites)
         return Divergence(*where, name, one, other, distance)
 
     def _difference(self, name: str, tolerance: Tolerance) -> tuple[Tensor, Tensor]:
         """Return the difference as a multiple of the tolerance and the relative one, ``[steps, sites]`` each."""
         one, other = self.values[name]
         same = (one == other) | (one.isnan() & other.isnan())
-        scale = self._scale(name, one, other)
+        scale = self.scale(name)
         difference = (one - other).abs()
         distance = torch.where(same, 0.0, _ratio(difference, scale))
         if tolerance.exact:
             same &= one.isnan() | (one.view(torch.int64) == other.view(torch.int64))  # 0.0 and -0.0 differ by a bit
             return torch.where(same, 0.0, torch.inf), distance
-        if name == "count" or name.endswith("_count"):
+        band = self.bands.get(name)
+        is_count = name == "count" or name.endswith("_count")
+        if is_count and band is None:
             return torch.where(same, 0.0, torch.inf), distance
-        bound = tolerance.rtol * scale + (tolerance.atol if _is_of_values(name) else 0.0)
+        bound = torch.zeros_like(scale) if is_count else tolerance.rtol * scale
+        bound = bound + tolerance.atol if _is_of_values(name) else bound
+        bound = bound if band is None else torch.fmax(bound, (band * scale).nan_to_num(nan=torch.inf))
         excess = torch.where(same, 0.0, _ratio(difference, bound))
         return torch.where(self._size <= tolerance.atol, 0.0, excess), distance
 
-    def _scale(self, name: str, one: Tensor, other: Tensor) -> Tensor:
+    def scale(self, name: str) -> Tensor:
+        """Return the reference of a statistic, ``[steps, sites]``; see :class:`Tolerance`."""
+        one, other = self.values[name]
         if name.endswith("_fraction"):
             return torch.ones_like(one)
         larger = torch.fmax(one.abs(), other.abs())
@@ -215,7 +271,8 @@ class SeriesPair:
         for index, step in enumerate(self.steps):
             ones, others = self.one.packed_counts(step), self.other.packed_counts(step)
             for place in _places(self.both[index]):
-                one, other = ones[self.sites[place]], others[self.sites[place]]
+                site = self.sites[place]
+                one, other = ones[site], others[self.counterparts[site]]
                 # Another release of zlib may compress equal counts to different bytes.
                 if one == other or one is None or other is None:
                     continue
@@ -234,27 +291,6 @@ def _ratio(number: Tensor, by: Tensor) -> Tensor:
 def _is_of_values(name: str) -> bool:
     """Return True if the reference of a statistic is the magnitude of the values."""
     return name in _OF_VALUES or name.startswith("quantile_")
-
-
-def in_execution_order(sites: Iterable[Site], *, is_backward: bool = False) -> list[Site]:
-    """Sort sites from the order of their modules into the order in which their tensors are computed.
-
-    A parent module receives its input before its children run, and returns its output after them.
-    """
-    sites = list(sites)
-    last: dict[str, int] = {}
-    for place, site in enumerate(sites):
-        parts = site.name.split(".") if site.name else []
-        last.update({".".join(parts[:depth]): place for depth in range(len(parts) + 1)})
-
-    def order(place: int) -> tuple[int, int, int]:
-        name, path = sites[place]
-        if path.startswith("in"):
-            return place, 0, place
-        return last[name], -name.count(".") - bool(name), place
-
-    found = [sites[place] for place in sorted(range(len(sites)), key=order)]
-    return found[::-1] if is_backward else found
 
 
 def _picks(series: Series, steps: list[int], sites: list[Site]) -> tuple[Tensor, Tensor]:

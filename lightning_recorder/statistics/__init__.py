@@ -1,6 +1,7 @@
 """Statistics of module tensors and of the optimizer, recorded step by step in any PyTorch loop."""
 
-from lightning_recorder.statistics.evaluation import EvaluationRecorder
+from lightning_recorder.statistics.evaluation import EvaluationRecorder, EvaluationSampler
+from lightning_recorder.statistics.fingerprint import batch_fingerprint
 from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
 from lightning_recorder.statistics.overhead import OverheadLimit
 from lightning_recorder.statistics.rank_merging import Exchange, Merged, RankMergingRecorder
@@ -21,6 +22,7 @@ __all__ = [
     "SHOWN_STATISTICS",
     "BaseStatisticsRecorder",
     "EvaluationRecorder",
+    "EvaluationSampler",
     "Exchange",
     "Merged",
     "OptimizerRecorder",
@@ -33,5 +35,6 @@ __all__ = [
     "SiteStatistics",
     "Snapshot",
     "StatisticsRecorder",
+    "batch_fingerprint",
     "with_update_ratios",
 ]

@@ -1,15 +1,18 @@
-"""A recorder of an evaluation: one record per data loader."""
+"""Recorders of evaluations: of all batches, with one record per data loader, or of the first batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+from typing_extensions import override
 
 from lightning_recorder.statistics.rank_merging import RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import Record, SiteStates
 
-__all__ = ["EvaluationRecorder"]
+__all__ = ["EvaluationRecorder", "EvaluationSampler"]
 
 
 class EvaluationRecorder(RankMergingRecorder):
@@ -71,3 +74,64 @@ class EvaluationRecorder(RankMergingRecorder):
         if loader not in self._states:
             self._states[loader] = self.recorder.states.new_empty()
         return self._states[loader]
+
+
+class EvaluationSampler(EvaluationRecorder):
+    """Record the first batches of evaluations, and in all at most one of a hundred batches.
+
+    Recording a batch takes about as long as the batch itself at most, so it takes about one percent of the time. The
+    first batch of the first evaluation is always recorded. The choice depends on the number of batches only, so that it
+    is the same in each repetition of a run. Only the first data loader is recorded, on rank zero.
+
+    Args:
+        recorder: The recorder that provides the tensors.
+        stage: The stage.
+        on_record: A callback that receives each record.
+        options: The arguments of :class:`RankMergingRecorder`.
+    """
+
+    SHARE = 0.01
+    """The largest share of the batches."""
+
+    def __init__(
+        self, recorder: BaseStatisticsRecorder, stage: str, on_record: Callable[[Record], None], **options: Any
+    ) -> None:
+        super().__init__(recorder, stage, self._on_sample, **options)
+        self._receive = on_record
+        self._batches = self._recorded = 0
+        self._left = 0  # of the batches to record in the current evaluation
+        self._has_record = False
+
+    def begin(self, batches: float) -> None:
+        """Begin an evaluation.
+
+        Args:
+            batches: The number of batches of its first data loader, possibly infinite.
+        """
+        known = int(batches) if batches < float("inf") else 1
+        self._batches += known
+        due = int(self.SHARE * self._batches) if self._recorded else max(1, int(self.SHARE * known))
+        self._left = max(0, min(known, due - self._recorded))
+        self._has_record = False
+
+    @override
+    def start_batch(self, loader: int = 0) -> None:
+        if loader or not self._left:
+            with self.contained():
+                self.recorder.remove()
+            return
+        self._left -= 1
+        self._recorded += 1
+        self._has_record = True
+        super().start_batch(loader)
+
+    @override
+    def finish(self, step: int, epoch: int, loaders: int = 1) -> None:
+        if self._has_record:
+            # All loaders share the number of the step, and readers take the first of several.
+            super().finish(step, epoch)
+        else:
+            self.interrupt()
+
+    def _on_sample(self, record: Record) -> None:
+        self._receive(replace(record, is_sample=True))

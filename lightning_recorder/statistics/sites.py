@@ -148,6 +148,8 @@ class Record:
         flush_ms: The time spent on copying and merging, in milliseconds.
         every_n_train_steps: The interval from now on, in steps.
         ranks: The number of merged ranks.
+        is_sample: True if the record has only the first batches of an evaluation, for the record file and findings.
+        batch: The checksums of :func:`batch_fingerprint`, ``[2]`` int64 on any device; None if there are none.
     """
 
     step: int
@@ -162,6 +164,8 @@ class Record:
     flush_ms: float = 0.0
     every_n_train_steps: int = 1
     ranks: int = 1
+    is_sample: bool = False
+    batch: Tensor | None = None
 
 
 class SiteStates:

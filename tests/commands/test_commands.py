@@ -260,18 +260,91 @@ def test_diff_of_one_weight(runs: Path) -> None:
     )
     assert logged.status == 1
     lines = logged.out.splitlines()
-    assert lines[2] == (f"same until step 1, part at step 2 in head (activations, rms {one:.3g} vs {other:.3g})")
-    assert lines[4].split()[:3] == ["site", "recorder", "stage"]
-    assert {line.split()[0] for line in lines[5:]} == {"head", "encoder.act", "encoder.fc"}
+    assert lines[2].startswith("same until step 1, then head is the first output that differs; its parameters are not ")
+    assert lines[3] == f"first difference: step 2, head (activations, rms {one:.3g} vs {other:.3g})"
+    assert lines[5].split()[:3] == ["site", "recorder", "stage"]
+    assert {line.split()[0] for line in lines[6:]} == {"head", "encoder.act", "encoder.fc"}
+    assert len(lines) <= 20
 
 
 def test_diff_of_dtypes(tmp_path: Path) -> None:
-    """If the dtype of the first diverging site differs, ``diff`` reports it as the cause."""
+    """If the dtype of the first site that differs is another, ``diff`` reports it as the cause."""
     record_run(tmp_path / "a")
     record_run(tmp_path / "b", dtype=torch.bfloat16)
-    first = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()[2]
-    assert first.startswith("part at step 0 in encoder.fc (activations, ")
-    assert first.endswith("): its dtype is float32 in A and bfloat16 in B")
+    sentence, first = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()[2:4]
+    assert sentence == "the dtype of encoder.fc is float32 in A and bfloat16 in B"
+    assert first.startswith("first difference: step 0, encoder.fc (activations, ")
+
+
+def test_diff_of_several_runs(runs: Path, tmp_path: Path) -> None:
+    """Several runs are compared with the first, each with its sentence; one that differs gives the exit status 1."""
+    paths = [runs / f"version_{number}" for number in (0, 0, 1)]
+    logged = run("diff", *paths)
+    lines = logged.out.splitlines()
+    assert (logged.status, lines[2], lines[-1]) == (
+        1,
+        "   bitwise equal in all 4 steps",
+        "1 of 2 runs are the same as A",
+    )
+    assert [line.strip()[:30] for line in lines[4:6]] == [
+        "same until step 1, then head i",
+        "first difference: step 2, head",
+    ]
+    found = json.loads(run("diff", *paths, "--json").out)
+    assert (found["same"], [each["same"] for each in found["runs"].values()]) == (False, [True, False])
+    assert run("diff", paths[0]).err == (
+        "lightning-recorder diff: diff compares two or more runs, or with --ranks, the ranks of one run\n"
+    )
+
+
+def test_diff_with_a_map_of_names(tmp_path: Path) -> None:
+    """``--map`` compares modules under different names, and a wrong rule is an error."""
+    write_simple(tmp_path / "a", {0: 1.0}, site="layers.0.fc")
+    write_simple(tmp_path / "b", {0: 1.0}, site="blocks.0.fc")
+    paths = tmp_path / "a", tmp_path / "b"
+    plain = run("diff", *paths)
+    assert (plain.status, plain.out.splitlines()[2][:19]) == (1, "nothing to compare:")
+    assert run("diff", *paths, "--map", "layers.*=blocks.*").status == 0
+    wrong = run("diff", *paths, "--map", "layers.*=blocks")
+    assert (wrong.status, "with as many * on both sides" in wrong.err) == (2, True)
+
+
+def test_diff_with_repeated_runs(tmp_path: Path) -> None:
+    """A difference within the spread of the runs of ``--noise`` is no difference."""
+    for name, value in {"a": 1.0, "n1": 1.1, "n2": 0.9, "b": 1.05, "c": 9.0}.items():
+        writer = RecordWriter(records_path(tmp_path / name / "recorder", "activations"))
+        writer.begin(label="activations", group="activations")
+        writer.write({"step": 0}, [SiteRecord(f"layers.{place}", "out", {"rms": value}) for place in range(8)])
+    noise = "--noise", tmp_path / "n1", tmp_path / "n2"
+    assert run("diff", tmp_path / "a", tmp_path / "b").status == 1
+    assert run("diff", tmp_path / "a", tmp_path / "b", *noise).status == 0
+    assert run("diff", tmp_path / "a", tmp_path / "c", *noise).status == 1
+
+
+def test_diff_of_the_ranks_of_a_run(tmp_path: Path) -> None:
+    """``--ranks`` names the replicated parameters that differ between ranks, and the sites with the largest spread."""
+    writer = RecordWriter(records_path(tmp_path / "a" / "recorder", "parameters"))
+    writer.begin(label="parameters", group="parameters", ranks=2)
+    spread = {"rms": 1.0, "std": 1.0, "rank_mean_min": 0.25, "rank_mean_max": 0.75}
+    sites = [SiteRecord("fc", "weight", {**spread, "rank_mean_min": 0.5}), SiteRecord("head", "weight", spread)]
+    writer.write({"step": 0, "ranks": 2}, sites)
+    logged = run("diff", tmp_path / "a", "--ranks")
+    assert (logged.status, logged.out.splitlines()[0].split("; ")) == (
+        0,
+        [
+            "the 2 ranks have equal replicated parameters and gradients in all 1 records",
+            "the means differ most in head weight, by 0.5 standard deviations",
+        ],
+    )
+    writer.write({"step": 9, "ranks": 2, "diverged": [["fc", "weight"]]}, sites)
+    logged = run("diff", tmp_path / "a", "--ranks")
+    assert (logged.status, logged.out.splitlines()[0]) == (
+        1,
+        "the 2 ranks have diverged: fc.weight differs between ranks from step 9",
+    )
+    assert json.loads(run("diff", tmp_path / "a", "--ranks", "--json").out)["diverged"][0]["step"] == 9
+    write_simple(tmp_path / "b", {0: 1.0})
+    assert run("diff", tmp_path / "b", "--ranks").err.endswith("has no records of several ranks\n")
 
 
 def test_diff_within_the_tolerance(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lightning_recorder.recordings import (
     open_recording,
     records_path,
 )
-from lightning_recorder.recordings.divergence import in_execution_order
+from lightning_recorder.recordings.call_order import in_execution_order
 from lightning_recorder.taps import ParameterGradientTap, Site
 from tests.recordings.runs import record_run, site_records, write_simple
 

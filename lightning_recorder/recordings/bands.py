@@ -1,0 +1,164 @@
+"""The differences between two runs that mean nothing: those between repeated runs, and rounding noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.recordings.divergence import SeriesPair
+from lightning_recorder.recordings.series import Series
+from lightning_recorder.taps import Site
+
+__all__ = ["noise_bands", "rounding_sites"]
+
+_NORMAL_QUANTILE = 5.0  # exceeded once in 1.7 million comparisons
+_LEAST_FRACTION = 0.05
+_EXTREMES = ("min", "max", "abs_max", "rank_mean_min", "rank_mean_max")
+_GRADIENT = ".grad"
+_ROUNDINGS = 64
+_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_LARGEST_SHARE = 0.02  # of the gradients of the module, for dtypes of low precision
+
+
+def noise_bands(pair: SeriesPair, reference: Series, repeats: Iterable[Series]) -> dict[str, Tensor]:
+    """Return the bands within which repeated runs of one configuration differ.
+
+    The band of a site at a step is a quantile of Student's distribution times the standard deviation of the repeated
+    runs, the largest until that step. Few repeats may agree by chance, so the deviation is at least that of all sites
+    of the same path and about the same size, which also give the degrees of freedom. The band is at least the
+    deviation of the median site. Extreme values are not compared, and the band of fractions is at least 0.05.
+
+    Args:
+        pair: The pair to which the bands apply, without bands.
+        reference: The series of the first run, which is one of the repeats.
+        repeats: The same series of further runs.
+
+    Returns:
+        For each statistic, the band relative to the reference of the tolerance, ``[steps, sites]`` float64; infinite
+        where the repeats tell nothing.
+    """
+    pairs = [SeriesPair(pair.recorder, reference, each, group=pair.group) for each in repeats]
+    families = _families(pair)
+    found: dict[str, Tensor] = {}
+    for name in pair.statistics:
+        values = [_placed(pair, each, name) for each in pairs if name in each.statistics]
+        if not values or not pair.steps:
+            continue
+        table = torch.stack([pair.values[name][0], *values])
+        if name in _EXTREMES or name.startswith("quantile_"):
+            found[name] = torch.full_like(table[0], torch.inf)
+            continue
+        variance = _variance(table) / pair.scale(name).square()
+        variance = variance.nan_to_num(nan=0.0, posinf=0.0).cummax(0).values
+        # Some values hardly vary, such as the first updates of Adam, until one of them does.
+        band = variance.median(1, keepdim=True).values.sqrt().expand_as(variance).clone()
+        for places in families:
+            least = variance[:, places].mean(1, keepdim=True)
+            # Two runs are compared, whose difference has twice the variance of one.
+            factor = math.sqrt(2) * _student(len(places) * len(values))
+            own = factor * torch.fmax(variance[:, places], least).sqrt()
+            band[:, places] = torch.fmax(band[:, places], own)
+        found[name] = band.clamp(min=_LEAST_FRACTION) if name.endswith("_fraction") else band
+    return found
+
+
+def _student(freedom: int) -> float:
+    """Return the quantile of Student's distribution for a normal quantile of five.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
+    """
+    x = _NORMAL_QUANTILE
+    terms = (
+        x,
+        (x**3 + x) / 4,
+        (5 * x**5 + 16 * x**3 + 3 * x) / 96,
+        (3 * x**7 + 19 * x**5 + 17 * x**3 - 15 * x) / 384,
+        (79 * x**9 + 776 * x**7 + 1482 * x**5 - 1920 * x**3 - 945 * x) / 92160,
+    )
+    return math.fsum(term / freedom**power for power, term in enumerate(terms))
+
+
+def _families(pair: SeriesPair) -> list[list[int]]:
+    """Return the places of sites of the same path and of about the same size."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for place, site in enumerate(pair.sites):
+        size = math.prod(pair.one[site].shape or (1,))
+        found.setdefault((site.path, size.bit_length() // 3), []).append(place)
+    return list(found.values())
+
+
+def _variance(table: Tensor) -> Tensor:
+    """Return the variance over the runs, without the runs that lack a value; 0 with less than two."""
+    known = ~table.isnan()
+    count = known.sum(0)
+    mean = table.nan_to_num(nan=0.0).sum(0) / count
+    squares = torch.where(known, (table - mean).square(), 0.0).sum(0)
+    return torch.where(count > 1, squares / (count - 1), 0.0)
+
+
+def _placed(pair: SeriesPair, repeat: SeriesPair, name: str) -> Tensor:
+    """Return a statistic of a repeated run at the steps and sites of a pair; NaN where it is unknown."""
+    found = torch.full((len(pair.steps), len(pair.sites)), torch.nan, dtype=torch.float64)
+    steps = {step: place for place, step in enumerate(repeat.steps)}
+    sites = {site: place for place, site in enumerate(repeat.sites)}
+    rows = [place for place, step in enumerate(pair.steps) if step in steps]
+    columns = [place for place, site in enumerate(pair.sites) if site in sites]
+    if rows and columns:
+        values = repeat.values[name][1]
+        picked = values[[steps[pair.steps[row]] for row in rows]][:, [sites[pair.sites[place]] for place in columns]]
+        found[torch.tensor(rows)[:, None], torch.tensor(columns)] = picked
+    return found
+
+
+def rounding_sites(pair: SeriesPair, dtypes: Sequence[Mapping[str, str]]) -> frozenset[Site]:
+    """Return the sites whose values are only rounding, or follow from it.
+
+    The gradient of some parameters is zero by construction, such as that of the key bias of an attention, which the
+    softmax cancels, and that of a bias before a normalization. What is computed is the rounding of its terms, and an
+    optimizer such as Adam divides it by itself. A gradient counts as rounding if it is smaller than 64 roundings of the
+    largest gradient of its module in all records of both runs.
+
+    Args:
+        pair: The series of parameters, or of gradients.
+        dtypes: For each run, the dtype of the output of each module. The gradients of a parameter in float32 have the
+            rounding of the dtype that the module computes in.
+    """
+    if "rms" not in pair.statistics or not pair.steps:
+        return frozenset()
+    suffix = _GRADIENT if pair.group == "parameters" else ""
+    sites = {
+        site: place
+        for place, site in enumerate(pair.sites)
+        if site.path.endswith(suffix) and (suffix or not site.path.startswith(("in", "out")))
+    }
+    found: set[str] = set()
+    by_module: dict[str, list[Site]] = {}
+    for site in sites:
+        by_module.setdefault(site.name, []).append(site)
+    for name, parts in by_module.items():
+        places = [sites[site] for site in parts]
+        sizes = torch.stack([values[:, places] for values in pair.values["rms"]])  # [2, steps, parts]
+        largest = sizes.amax(2)
+        for index, site in enumerate(parts):
+            own = (pair.one[site].dtype, dtypes[0]), (pair.other[pair.counterparts[site]].dtype, dtypes[1])
+            limits = torch.tensor([_limit(dtype, known.get(name)) for dtype, known in own], dtype=torch.float64)
+            is_small = sizes[..., index] <= limits[:, None] * largest
+            if bool(is_small.all()) and bool((largest > 0).any()):
+                found.add(f"{name}\n{site.path.removesuffix(suffix)}")
+    return frozenset(
+        site for site in pair.sites if any(f"{site.name}\n{path}" in found for path in _prefixes(site.path))
+    )
+
+
+def _limit(*dtypes: str | None) -> float:
+    """Return the largest share that is rounding, for the least precise of some dtypes; 0 if none is known."""
+    return min(_ROUNDINGS * max(_EPS.get(dtype or "", 0.0) for dtype in dtypes), _LARGEST_SHARE)
+
+
+def _prefixes(path: str) -> Iterable[str]:
+    """Yield a path and the paths of the parameters that it may belong to, such as ``weight`` for ``weight.update``."""
+    yield path
+    yield path.rpartition(".")[0]

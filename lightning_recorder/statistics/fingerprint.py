@@ -1,0 +1,82 @@
+"""A checksum that identifies a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.structure import iter_tensors
+
+__all__ = ["batch_fingerprint"]
+
+_MOST_SAMPLES = 1024
+_MOST_VALUES = 64  # of a sample
+_MOST_TENSORS = 8
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = 0x1E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 loses nothing
+_HALF = 31  # bits
+
+
+@torch.no_grad()
+def batch_fingerprint(batch: Any) -> Tensor | None:
+    """Return two checksums of the tensors in a batch, ``[2]`` int64 on the device of the first one; None without any.
+
+    The first checksum depends on the order of the samples, the second does not. Both are exact integer sums, so they do
+    not depend on the order in which the device adds. Of each tensor, at most 1024 samples with 64 values each are read,
+    at regular distances.
+
+    Note:
+        Does not synchronize the device, and leaves the batch and the random number generators unchanged.
+
+    Example:
+        >>> one = batch_fingerprint(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> other = batch_fingerprint(torch.tensor([[3.0, 4.0], [1.0, 2.0]]))
+        >>> (one == other).tolist()
+        [False, True]
+    """
+    with pause_recording():
+        found = None
+        for place, (_, tensor) in enumerate(iter_tensors(batch, unknown=_ignore)):
+            if place == _MOST_TENSORS:
+                break
+            if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or not tensor.numel():
+                continue
+            own = _of_tensor(tensor.detach())
+            # The place matters, so that two tensors that are exchanged give another checksum.
+            found = own if found is None else found * 31 + own.to(found.device)
+        return found
+
+
+def _ignore(path: str, value: object, error: Exception | None) -> None:
+    """Skip what cannot be searched for tensors."""
+
+
+def _of_tensor(tensor: Tensor) -> Tensor:
+    values = _integers(_some(tensor)).flatten(1)
+    samples, width = values.shape
+    places = torch.arange(max(samples, width), dtype=torch.int64, device=values.device) * 2 + 1
+    rows = (values * (places[:width] * _MIX)).sum(1)
+    rows = (rows ^ (rows >> _HALF)) * _MIX  # otherwise sums of rows would be equal for equal sums of values
+    return torch.stack([(rows * places[:samples]).sum(), rows.sum()])
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Return a regular selection of the samples and of their values."""
+    if not tensor.dim():
+        return tensor.reshape(1, 1)
+    inner = tensor.dim() - 1
+    most = max(1, int(_MOST_VALUES ** (1 / inner) + 1e-9)) if inner else 1
+    steps = [-(-size // most) for size in tensor.shape[1:]]
+    return tensor[tuple(slice(None, None, step) for step in (-(-len(tensor) // _MOST_SAMPLES), *steps))]
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """Return the bits of the values as int64."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_floating_point():
+        tensor = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+    return tensor.reshape(len(tensor), -1).to(torch.int64)

@@ -1,0 +1,88 @@
+"""Tests of the checksum of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_recorder.statistics import batch_fingerprint
+
+
+def values(batch: Any) -> list[int]:
+    found = batch_fingerprint(batch)
+    assert found is not None
+    numbers: list[int] = found.tolist()
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ],
+)
+def test_the_order_of_samples_changes_only_the_first_number(dtype: torch.dtype) -> None:
+    """For every dtype, exchanged samples keep the second number and change the first; equal batches keep both."""
+    torch.manual_seed(0)
+    batch = torch.rand(6, 3, 5).mul(8).sub(3).to(dtype) if dtype != torch.bool else torch.rand(6, 3, 5) < 0.5
+    one, other = values(batch), values(batch[[1, 0, 2, 3, 4, 5]])
+    assert one == values(batch.clone())
+    assert one[0] != other[0]
+    assert one[1] == other[1]
+
+
+def test_any_change_of_a_read_value_changes_both_numbers() -> None:
+    """A changed bit, an exchange of values within a sample, and exchanged tensors give other numbers."""
+    batch = torch.arange(12.0).reshape(3, 4)
+    known = values(batch)
+    for place in range(12):
+        changed = batch.clone()
+        changed.view(-1)[place] = torch.nextafter(changed.view(-1)[place], torch.tensor(99.0))
+        assert not set(values(changed)) & set(known)
+    assert not set(values(batch.flip(1))) & set(known)
+    assert values((batch, batch + 1)) != values((batch + 1, batch))
+
+
+def test_the_memory_layout_does_not_matter() -> None:
+    """A batch in channels-last memory has the numbers of the same batch in the usual layout."""
+    batch = torch.rand(4, 3, 16, 16)
+    assert values(batch) == values(batch.to(memory_format=torch.channels_last))
+
+
+def test_batches_without_tensors_have_none() -> None:
+    """Strings, numbers, empty and sparse tensors have no checksum."""
+    assert batch_fingerprint(["text", 1, torch.ones(0), torch.eye(2).to_sparse()]) is None
+    assert values({"x": torch.tensor(3.0), "text": "a"}) == values({"x": torch.tensor(3.0), "text": "b"})
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Fails if a value is copied to the host."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(func), func
+        assert not str(func).startswith(("aten.nonzero", "aten.equal")), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device_and_the_batch_is_unchanged() -> None:
+    """No value is read on the host, and neither the batch nor the random numbers change."""
+    batch = torch.rand(2000, 3, 32, 32)
+    before, state = batch.clone(), torch.get_rng_state()
+    with _NoWaiting():  # type: ignore[no-untyped-call]  # torch does not annotate it
+        found = batch_fingerprint((batch, torch.arange(2000)))
+    assert isinstance(found, Tensor)
+    assert torch.equal(batch, before)
+    assert torch.equal(torch.get_rng_state(), state)
