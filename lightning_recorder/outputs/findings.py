@@ -195,7 +195,14 @@ class ExaminedRecords(RecordConsumer):
         sites = record.in_order_of_execution(found, backward=self._group == "gradients")
         ordered = {site: found[site] for site in sites}
         self._findings.add(
-            SiteRecords.of(ordered, group=self._group, recorder=self._label, stage=record.stage, step=record.step)
+            SiteRecords.of(
+                ordered,
+                group=self._group,
+                recorder=self._label,
+                stage=record.stage,
+                step=record.step,
+                about=record.about,
+            )
         )
 
 

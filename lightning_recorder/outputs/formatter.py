@@ -11,13 +11,14 @@ from typing import Any
 from lightning_recorder.errors import warn
 from lightning_recorder.names import make_tag
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record, SiteStatistics
+from lightning_recorder.statistics.sites import SETTINGS, SHOWN_STATISTICS, Record, SiteStatistics
 from lightning_recorder.taps import Site
 
 __all__ = ["SinkFormatter", "TagBudget"]
 
 _RESERVE = 4  # a quarter of the tags is reserved for modules that become unusual later
 _MOSTLY_ZERO = 0.9
+_ON_REQUEST = frozenset((*SHOWN_STATISTICS, *SETTINGS))  # all others are those of extra reductions
 _SIZES = ("rms", "abs_max", "update_ratio")
 # A size is unusual if its distance from the median, in powers of ten, exceeds this value and this multiple of the
 # median distance. In a healthy network, the weights differ by a power of ten or more.
@@ -259,7 +260,7 @@ class SinkFormatter:
         for site, seen in found.items():
             if any(seen.scalars[name] for name in _BAD):
                 self.nonfinite.add(site)
-            further = [name for name in seen.scalars if name not in SHOWN_STATISTICS]
+            further = [name for name in seen.scalars if name not in _ON_REQUEST]
             shown = [*self.statistics, *(_BAD if site in self.nonfinite else ()), *further]
             scalars.update(self._scalars(record, self.group, site, seen, shown))
         if record.overflow_steps:
@@ -280,7 +281,7 @@ class SinkFormatter:
 
     def _count_tags(self, seen: SiteStatistics) -> int:
         """Return the number of tags of a site whose values are finite."""
-        further = [name for name in seen.scalars if name not in SHOWN_STATISTICS]
+        further = [name for name in seen.scalars if name not in _ON_REQUEST]
         return len({*(name for name in self.statistics if name in seen.scalars), *further}) + self.histograms
 
     def _write_overflow(self, sink: Sink, record: Record, found: Mapping[Site, SiteStatistics]) -> None:

@@ -333,7 +333,7 @@ class RecordFile(RecordConsumer):
             self._begin()
             self._header_bytes = self._writer.written_bytes
         sites = record.in_order_of_execution(found, backward=self._is_backward)
-        fields = {name: getattr(record, name) for name in _FIELDS}
+        fields = {**record.about, **{name: getattr(record, name) for name in _FIELDS}}
         self._writer.write(fields, (_site_record(site, found[site]) for site in sites))
 
 

@@ -12,7 +12,8 @@ from lightning_recorder.recordings.series import Series
 
 __all__ = ["Comparison", "Difference", "compare"]
 
-_UPDATE_RATIO = "update_ratio"  # the only statistic of a parameter's value that depends on the step itself
+# The scalars of a parameter's value that do not describe the value.
+_OF_THE_STEP = ("update_ratio", "learning_rate", "weight_decay", "eval_mode")
 _UNTOUCHED = Tolerance(rtol=1e-9, atol=0.0)  # absorbs rounding when the same values are reduced in another order
 _GROUPS = ("activations", "gradients", "parameters")  # in the order in which a step produces them
 
@@ -161,7 +162,7 @@ def _initial(pair: SeriesPair) -> list[SiteDivergence]:
     """Return the parameters that differ at step 0, before any computation could introduce rounding."""
     if not pair.held or pair.steps[:1] != [0]:
         return []
-    values = SeriesPair(pair.recorder, pair.one, pair.other, group=pair.group, without=[_UPDATE_RATIO])
+    values = SeriesPair(pair.recorder, pair.one, pair.other, group=pair.group, without=_OF_THE_STEP)
     return [each for each in values.divergences(_UNTOUCHED) if each.first.step == 0 and each.first.site in pair.held]
 
 
@@ -176,7 +177,7 @@ def _once(found: Iterable[SiteDivergence]) -> list[SiteDivergence]:
 def _earliest(ordered: Iterable[tuple[SeriesPair, list[SiteDivergence]]]) -> Divergence | None:
     # Pairs, and the sites within them, are in execution order; min returns the first of equal keys.
     firsts = [
-        (each.first.step, each.first.site not in pair.held or each.first.statistic == _UPDATE_RATIO, each.first)
+        (each.first.step, each.first.site not in pair.held or each.first.statistic in _OF_THE_STEP, each.first)
         for pair, found in ordered
         for each in found
     ]

@@ -8,6 +8,7 @@ from lightning_recorder.statistics.recorder import BaseStatisticsRecorder, Stati
 from lightning_recorder.statistics.run_recorder import RunPhase, RunRecorder
 from lightning_recorder.statistics.sites import (
     RANK_STATISTICS,
+    SETTINGS,
     SHOWN_STATISTICS,
     Record,
     SiteStates,
@@ -18,6 +19,7 @@ from lightning_recorder.statistics.sites import (
 __all__ = [
     "PARAMETER_PARTS",
     "RANK_STATISTICS",
+    "SETTINGS",
     "SHOWN_STATISTICS",
     "BaseStatisticsRecorder",
     "EvaluationRecorder",

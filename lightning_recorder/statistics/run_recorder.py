@@ -358,6 +358,9 @@ class RunRecorder(RankMergingRecorder):
             return None
         if self._window.is_merged:  # per-rank differences are meaningless
             snapshot = replace(snapshot, rank_means={}, diverged=frozenset())
+        of_step: dict[str, Any] = {}
+        with self.contained():
+            snapshot, of_step = replace(snapshot, settings=self.recorder.settings()), self.recorder.about()
         return Record(
             step,
             self._epoch,
@@ -366,6 +369,7 @@ class RunRecorder(RankMergingRecorder):
             overflow_steps=self.overflow_steps,
             every_n_train_steps=self.every_n_train_steps,
             ranks=merged.ranks,
+            about=of_step,
             **about,
         )
 

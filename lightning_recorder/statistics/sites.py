@@ -28,13 +28,16 @@ from lightning_recorder.reductions import (
 from lightning_recorder.reductions.row import DERIVED_STATISTICS
 from lightning_recorder.taps import Site
 
-__all__ = ["RANK_STATISTICS", "SHOWN_STATISTICS", "Record", "SiteStates", "SiteStatistics", "Snapshot"]
+__all__ = ["RANK_STATISTICS", "SETTINGS", "SHOWN_STATISTICS", "Record", "SiteStates", "SiteStatistics", "Snapshot"]
 
 RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
 """The smallest and the largest of the per-rank means, recorded if there are several ranks."""
 
 SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
 """The statistics that can be shown for any site."""
+
+SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
+"""The scalars of a site that are no statistics of its tensor. They are in the records and not shown by default."""
 
 _BINS = "histogram"
 
@@ -90,6 +93,7 @@ class Snapshot:
         rank_means: The smallest and the largest per-rank mean of the sites that several ranks have seen.
         diverged: The sites whose values should be equal on all ranks but differ.
         kinds: The dtype and shape of the latest tensor of each site, in the order in which the sites were first seen.
+        settings: Scalars of sites that are no statistics of a tensor, such as the learning rate of a parameter.
         warned: The indices of the reductions that have caused a warning because summarizing them failed. Updated in
             place.
         strict: Raise the errors of extra reductions instead of warning and skipping the reduction.
@@ -101,6 +105,7 @@ class Snapshot:
     rank_means: Mapping[Site, tuple[float, float]] = field(default_factory=dict)
     diverged: frozenset[Site] = frozenset()
     kinds: Mapping[Site, tuple[torch.dtype, torch.Size | None]] = field(default_factory=dict)
+    settings: Mapping[Site, Mapping[str, float]] = field(default_factory=dict)
     warned: set[int] = field(default_factory=set)
     strict: bool = False
 
@@ -114,6 +119,7 @@ class Snapshot:
                 if scalars["count"] or scalars["nan_count"] or scalars["inf_count"]:
                     if site in self.rank_means:
                         scalars |= zip(RANK_STATISTICS, self.rank_means[site], strict=True)
+                    scalars |= self.settings.get(site, {})
                     kind = self.kinds.get(site, (None, None))
                     found[site] = SiteStatistics(scalars, tensors[_BINS], {}, *kind)
         for place, groups in list(enumerate(self.groups))[1:]:
@@ -171,6 +177,7 @@ class Record:
         flush_ms: The time spent on copying and merging, in milliseconds.
         every_n_train_steps: The interval from now on, in steps.
         ranks: The number of merged ranks.
+        about: Facts about the step that belong to no site, such as ``groups``, the settings of the optimizer.
     """
 
     step: int
@@ -185,6 +192,7 @@ class Record:
     flush_ms: float = 0.0
     every_n_train_steps: int = 1
     ranks: int = 1
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def in_order_of_execution(self, sites: Iterable[Site], *, backward: bool = False) -> list[Site]:
         """Return the sites in the order of the forward pass. Sites that only other ranks have seen come last.
