@@ -18,6 +18,7 @@ from lightning_recorder.statistics import EvaluationRecorder, Exchange, RunRecor
 
 __all__ = [
     "LossScale",
+    "averaged_ranks",
     "decline",
     "exclusive_directory",
     "gradient_factor",
@@ -163,6 +164,17 @@ def gradient_factor(trainer: Trainer, pl_module: LightningModule, scale: float) 
     The factor undoes both. In manual optimization the user accumulates, so the factor only undoes the scale.
     """
     return (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1) / scale
+
+
+def averaged_ranks(trainer: Trainer) -> int:
+    """Return the number of ranks over whose losses the strategy takes the mean: those with batches of their own.
+
+    With tensor parallelism, several ranks share a batch, so it is smaller than the number of processes.
+    """
+    try:
+        return int(trainer.strategy.distributed_sampler_kwargs["num_replicas"])  # type: ignore[attr-defined]  # of ParallelStrategy
+    except (AttributeError, KeyError, TypeError):
+        return 1
 
 
 def running_function(trainer: Any) -> str:

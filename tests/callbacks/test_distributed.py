@@ -162,8 +162,11 @@ def scenario(function: Scenario) -> Scenario:
 def merged(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
     options: dict[str, Any] = {"every_n_train_steps": 1, "statistics": SHOWN_STATISTICS, "sinks": [sink]}
-    gradients, parameters = GradientRecorder("hidden", **options), ParameterRecorder(**options)
-    model: Any = train(folder, [watching(sink, "squash", "hidden"), gradients, parameters])
+    gradients = [
+        GradientRecorder("hidden", **options),
+        GradientRecorder("hidden", name="own", loss="rank", **options),
+    ]
+    model: Any = train(folder, [watching(sink, "squash", "hidden"), *gradients, ParameterRecorder(**options)])
     bare = train(folder, [])
     return {**written(sink), "kept": model.kept, "final": state_of(model), "bare": state_of(bare)}
 
@@ -745,10 +748,10 @@ PLACES = [("activations/squash", "squash"), ("activations/hidden", "hidden"), ("
 def test_merged_states_are_one_reduction_over_the_ranks(pair: Path, place: str, name: str, step: int) -> None:
     """Counts, extrema and bins are bitwise those of the tensors of both ranks; moments agree within their bounds.
 
-    Gradients are those of each rank's own loss, so the merged record is that of the tensors of both ranks.
+    Gradients are those of the mean of both losses, so each is half of the gradient of its rank's own loss.
     """
     results, warned = outcome(pair, "merged")
-    tensors = union(results, name, step)
+    tensors = [tensor / 2 if name == "gradient" else tensor for tensor in union(results, name, step)]
     scalars = at(results[0]["scalars"], place, step)
     values = values_of(tensors)
     Moments.of(values).assert_near(scalars)
@@ -782,14 +785,15 @@ def test_parameters_are_those_of_a_run_without_callbacks(pair: Path, name: str) 
 def test_two_processes_record_what_one_does_over_their_batches(pair: Path, tmp_path: Path) -> None:
     """One process over both ranks' batches gives equal records, up to a relative 1e-5 from matrix products.
 
-    A rank's own loss is the mean of half as many rows, so the gradients of its activations are twice as large; those of
-    the parameters are averaged over the ranks.
+    With ``loss="rank"``, the gradients of the activations are twice as large, since the loss is the mean of half as
+    many rows.
     """
     sink = MemorySink()
     options: dict[str, Any] = {"every_n_train_steps": 1, "sinks": [sink], "statistics": SHOWN_STATISTICS}
     recorders = [
         watching(sink, "squash", "hidden"),
         GradientRecorder("hidden", **options),
+        GradientRecorder("hidden", name="own", loss="rank", **options),
         ParameterRecorder(**options),
     ]
     train(tmp_path, recorders, loader=digits(STEPS, 2 * ROWS), devices=1, strategy="auto")
@@ -798,7 +802,7 @@ def test_two_processes_record_what_one_does_over_their_batches(pair: Path, tmp_p
     for tag, by_step in sink.scalars.items():
         place, _, statistic = tag.rpartition("/")
         is_size = statistic in ("mean", "std", "rms", "min", "max")
-        factor = 2 if place == "gradients/hidden" and is_size else 1
+        factor = 2 if place == "gradients-own/hidden" and is_size else 1
         for step, value in by_step.items():
             size = sink.scalars[f"{place.removesuffix('/update_ratio')}/rms"][step] if is_size else 1.0
             assert two["scalars"][tag][step] == pytest.approx(factor * value, rel=1e-5, abs=1e-5 * size), (tag, step)
