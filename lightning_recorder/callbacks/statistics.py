@@ -43,6 +43,7 @@ from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import (
     BaseStatisticsRecorder,
     EvaluationRecorder,
+    Exchange,
     OverheadLimit,
     RankMergingRecorder,
     Record,
@@ -68,6 +69,7 @@ class StatisticsCallback(ResumingCallback):
 
     loss_scale: LossScale
     _findings: RunFindings | None
+    _exchange: Exchange | None
 
     @checked_arguments
     def __init__(
@@ -113,6 +115,7 @@ class StatisticsCallback(ResumingCallback):
             **super()._idle(),
             "loss_scale": LossScale(),
             "_findings": None,
+            "_exchange": None,
             "_results": RecordPipeline(
                 formatter,
                 name=str(self),
@@ -154,7 +157,7 @@ class StatisticsCallback(ResumingCallback):
             raise
         except Exception as caught:  # noqa: BLE001 - raised below, after the other ranks know
             error, modules = caught, None
-        merge_ranks(
+        self._exchange = merge_ranks(
             trainer,
             pl_module,
             self._run,
@@ -256,6 +259,7 @@ class StatisticsCallback(ResumingCallback):
             self._checkpoints.end(trainer)
         run, self._run = self._run, None
         evaluations, self.evaluations = self.evaluations, {}
+        exchange, self._exchange = self._exchange, None
         for evaluation in evaluations.values():
             evaluation.interrupt()
         if run is not None:
@@ -265,6 +269,8 @@ class StatisticsCallback(ResumingCallback):
                 run.abort()
                 if trainer is not None:
                     self._keep_state(run, trainer)
+        if exchange is not None:
+            exchange.close(interrupted=trainer is None or trainer.interrupted)
         # After a failure, a second error is not reported.
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():

@@ -227,10 +227,10 @@ def merge_ranks(
     takes_part: bool,
     about: str,
     name: str,
-) -> None:
+) -> Exchange | None:
     """Let the recorders of a callback merge their records across ranks, if the ranks agree on it.
 
-    Warns on rank 0 if they do not. Must be called on every rank.
+    Warns on rank 0 if they do not. Must be called on every rank. Returns the exchange, which must be closed.
 
     Args:
         trainer: The trainer.
@@ -259,6 +259,7 @@ def merge_ranks(
         warn(f"{name}: evaluations are those of rank 0 only, because {_MAY_BE_EMPTY} is set")
     for evaluation in evaluations.values():
         evaluation.exchange = None if is_alone else exchange
+    return exchange
 
 
 def decline(trainer: Trainer) -> None:

@@ -226,6 +226,10 @@ class RecordPipeline:
         self._queue.submit(partial(self.receipt.write, receipt))
 
     def _write(self, record: Record, facts: ReceiptFacts | None) -> None:
+        complete = record.complete()
+        if complete is None:
+            return
+        record = complete
         found = record.snapshot.statistics()
         if record.snapshot.diverged:
             self._warn_of_divergence(record, found)

@@ -3,7 +3,7 @@
 from lightning_recorder.statistics.evaluation import EvaluationRecorder
 from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
 from lightning_recorder.statistics.overhead import OverheadLimit
-from lightning_recorder.statistics.rank_merging import Exchange, Merged, RankMergingRecorder
+from lightning_recorder.statistics.rank_merging import Exchange, Merged, PendingMerge, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.statistics.run_recorder import RunPhase, RunRecorder
 from lightning_recorder.statistics.sites import (
@@ -27,6 +27,7 @@ __all__ = [
     "Merged",
     "OptimizerRecorder",
     "OverheadLimit",
+    "PendingMerge",
     "RankMergingRecorder",
     "Record",
     "RunPhase",

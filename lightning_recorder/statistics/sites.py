@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -28,7 +28,16 @@ from lightning_recorder.reductions import (
 from lightning_recorder.reductions.row import DERIVED_STATISTICS
 from lightning_recorder.taps import Site
 
-__all__ = ["RANK_STATISTICS", "SETTINGS", "SHOWN_STATISTICS", "Record", "SiteStates", "SiteStatistics", "Snapshot"]
+__all__ = [
+    "NOTHING",
+    "RANK_STATISTICS",
+    "SETTINGS",
+    "SHOWN_STATISTICS",
+    "Record",
+    "SiteStates",
+    "SiteStatistics",
+    "Snapshot",
+]
 
 RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
 """The smallest and the largest of the per-rank means, recorded if there are several ranks."""
@@ -160,6 +169,10 @@ class Snapshot:
         }
 
 
+NOTHING = Snapshot((), [], [])
+"""No states, until those of all ranks are merged."""
+
+
 @dataclass(frozen=True)
 class Record:
     """The statistics of one or more steps with their metadata.
@@ -178,6 +191,8 @@ class Record:
         every_n_train_steps: The interval from now on, in steps.
         ranks: The number of merged ranks.
         about: Facts about the step that belong to no site, such as ``groups``, the settings of the optimizer.
+        pending: A function that waits until the ranks are merged, and returns the record with the merged states, or
+            None if there are none. None if the states are complete.
     """
 
     step: int
@@ -193,6 +208,11 @@ class Record:
     every_n_train_steps: int = 1
     ranks: int = 1
     about: Mapping[str, Any] = field(default_factory=dict)
+    pending: Callable[[Record], Record | None] | None = None
+
+    def complete(self) -> Record | None:
+        """Return the record with the states of all ranks, or None if there are none. May wait for other ranks."""
+        return self if self.pending is None else self.pending(replace(self, pending=None))
 
     def in_order_of_execution(self, sites: Iterable[Site], *, backward: bool = False) -> list[Site]:
         """Return the sites in the order of the forward pass. Sites that only other ranks have seen come last.
