@@ -78,6 +78,13 @@ def bench_writing(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_ranks(session: nox.Session) -> None:
+    """Measure the merging of records across 2, 4 and 8 processes, and predict it for more: tests.benchmarks.ranks."""
+    install(session, *group("test"), constraints=group("pins"))
+    session.run("python", "-m", "tests.benchmarks.ranks", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
 def findings(session: nox.Session) -> None:
     """Train the healthy and the faulty models of the corpus and print their findings, with precision and recall."""
     install(session, *group("test"), constraints=group("pins"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,14 @@ from lightning_recorder.callbacks.default_set import default_recorders
 from lightning_recorder.callbacks.guard import SET_BY_LIGHTNING
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.errors import ArgumentError, describe_error, did_you_mean, warn
+from lightning_recorder.internals.rendezvous import missing_ranks
+from lightning_recorder.statistics import Exchange
 from lightning_recorder.switch import VARIABLE, is_default_set, is_switched_off, setting
 
 __all__ = ["AttachRecorders"]
 
 _SUFFIXES = (".yaml", ".yml")
+_TIMEOUT_S = 30.0  # Lightning has just synchronized the processes
 
 # A program may make thousands of trainers, so each message is given once.
 _said: set[str] = set()
@@ -86,9 +91,43 @@ def _attach(trainer: Trainer, after: AttachRecorders) -> None:
         if getattr(trainer, flag):
             _say(rank_zero_info, f"Trainer({flag}=True) is not recorded")
             return
+    if not _is_set_everywhere(trainer):
+        return
     made = _new_recorders(present)
     place = next(index for index, each in enumerate(callbacks) if each is after) + 1
     callbacks[place:place] = made
+
+
+@dataclass
+class _Agreements:
+    """What the processes of a training have agreed on."""
+
+    number: int = 0
+    has_failed: bool = False
+
+
+_agreements = _Agreements()
+
+
+def _is_set_everywhere(trainer: Trainer) -> bool:
+    """Return True if all processes have the variable with the same value and the same configuration file.
+
+    The recorders use collectives. If only some processes had recorders, these would wait for the others forever.
+    """
+    if trainer.world_size == 1 or not Exchange.is_needed():
+        return True
+    if _agreements.has_failed:  # the environment of the other processes does not change
+        return False
+    _agreements.number += 1
+    path = Path(setting()).expanduser()
+    content = path.read_bytes() if path.is_file() else b""
+    digest = zlib.crc32(content, zlib.crc32(setting().encode()))
+    missing = missing_ranks(f"lightning_recorder/{_agreements.number}/{digest}", timeout_s=_TIMEOUT_S)
+    _agreements.has_failed = missing != []
+    if missing:
+        ranks = ", ".join(map(str, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        _say(warn, f"nothing is recorded, since rank {ranks} lacks this variable or has another value of it")
+    return not _agreements.has_failed
 
 
 def _new_recorders(present: list[RecorderCallback]) -> list[RecorderCallback]:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.statistics import StatisticsCallback
-from lightning_recorder.callbacks.trainer import gradient_factor
+from lightning_recorder.callbacks.output_options import Outputs
+from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
+from lightning_recorder.callbacks.trainer import averaged_ranks, gradient_factor
+from lightning_recorder.errors import ArgumentError, did_you_mean
+from lightning_recorder.reductions import Reduction
+from lightning_recorder.schedule import Schedule
+from lightning_recorder.signatures import checked_arguments
+from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.taps import OutputGradientTap
 
 __all__ = ["GradientRecorder"]
+
+LOSSES = ("global", "rank")
 
 
 class GradientRecorder(StatisticsCallback):
     """Records the gradients of the loss with respect to module outputs, on sampled training steps.
 
     The loss is the one that ``training_step`` returned: the scale of a ``GradScaler`` and the division by the number of
-    accumulated batches are undone. The tags are ``gradients/<module>/<statistic>``. A module whose output needs no
-    gradient is not recorded. If gradients overflow in half precision, the optimizer skips the step, and the step is not
-    recorded. ``gradients/overflow_steps`` counts these steps, and ``gradients_overflow/…`` shows the modules with NaN
-    or infinite gradients.
+    accumulated batches are undone. In distributed training, it is the mean of the losses of all ranks. The tags are
+    ``gradients/<module>/<statistic>``. A module whose output needs no gradient is not recorded. If gradients overflow
+    in half precision, the optimizer skips the step, and the step is not recorded. ``gradients/overflow_steps`` counts
+    these steps, and ``gradients_overflow/…`` shows the modules with NaN or infinite gradients.
 
     Afterwards, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` its step.
     :meth:`disable` and :meth:`enable` switch the recorder during a run.
@@ -51,6 +60,8 @@ class GradientRecorder(StatisticsCallback):
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
             and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
+        loss: The loss of distributed training. ``"global"``: the mean of the losses of all ranks, as DDP and FSDP
+            optimize it. ``"rank"``: each rank's own loss, whose gradients are N times as large with N ranks.
         name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
             names of dumps and in the tags, which then begin with ``<group>-<name>``.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
@@ -63,8 +74,10 @@ class GradientRecorder(StatisticsCallback):
     Note:
         Gradients are captured by hooks on the output tensors. In-place modules and outputs that are dictionaries or
         dataclasses are therefore supported, and the gradients stay bitwise identical. If a backward pass runs twice in
-        a step, both runs are counted. In distributed training, the gradients are those of each rank's own loss, before
-        DDP averages them. Everything else is the same as for :class:`~lightning_recorder.ActivationRecorder`.
+        a step, both runs are counted. With ``loss="global"``, N ranks record what one process does whose batch has the
+        batches of all ranks, if the loss is a mean over the batch and the ranks have batches of equal size. Otherwise
+        the gradients belong to the mean of the losses of the ranks, like those of the parameters. Everything else is
+        the same as for :class:`~lightning_recorder.ActivationRecorder`.
 
     Example::
 
@@ -72,6 +85,46 @@ class GradientRecorder(StatisticsCallback):
     """
 
     group = "gradients"
+
+    @checked_arguments
+    def __init__(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        types: str | type[nn.Module] | Sequence[str | type[nn.Module]] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        every_n_train_steps: int | None = None,
+        schedule: Schedule = Schedule(),
+        reduce: int | Literal["step", "epoch"] = "step",
+        statistics: str | Sequence[str] = DEFAULT_STATISTICS,
+        histograms: bool | int = True,
+        extra: Reduction | Sequence[Reduction] = (),
+        outputs: Outputs = Outputs(),
+        compiled: Literal["eager", "skip"] = "eager",
+        loss: Literal["global", "rank"] = "global",
+        name: str = "",
+        sinks: Iterable[Sink] = (),
+        strict: bool = False,
+    ) -> None:
+        if loss not in LOSSES:
+            raise ArgumentError(f"loss must be 'global' or 'rank', got {loss!r:.80}{did_you_mean(str(loss), LOSSES)}")
+        self.loss = loss
+        super().__init__(
+            names,
+            types=types,
+            exclude=exclude,
+            every_n_train_steps=every_n_train_steps,
+            schedule=schedule,
+            reduce=reduce,
+            statistics=statistics,
+            histograms=histograms,
+            extra=extra,
+            outputs=outputs,
+            compiled=compiled,
+            name=name,
+            sinks=sinks,
+            strict=strict,
+        )
 
     @override
     def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
@@ -82,7 +135,8 @@ class GradientRecorder(StatisticsCallback):
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         if isinstance(recorder, StatisticsRecorder):
-            recorder.factor = gradient_factor(trainer, pl_module, self.loss_scale.value)
+            ranks = averaged_ranks(trainer) if self.loss == "global" else 1
+            recorder.factor = gradient_factor(trainer, pl_module, self.loss_scale.value) / ranks
 
     @property
     @override

@@ -48,9 +48,14 @@ class ParameterRecorder(StatisticsCallback):
       clipping;
     - ``weight.update``: the change of the values in the step;
     - ``weight.exp_avg`` and so on: the optimizer state;
+    - ``running_mean`` and ``running_var``: the running statistics of a normalization layer whose parameters the
+      optimizer has, before the step, on the first rank;
     - ``weight/update_ratio``: the update-to-weight ratio ``rms(update) / rms(values)``.
 
     By default, it records all modules that have parameters of their own, including the LightningModule.
+
+    Each record also has ``learning_rate`` and ``weight_decay`` among the statistics of a parameter. The record file has
+    ``groups`` with all numeric settings of each parameter group, such as ``betas``, and ``gradient_clip_val``.
 
     Afterwards, :attr:`latest` has the statistics of the latest record by site, and :attr:`latest_step` its step.
     :meth:`disable` and :meth:`enable` switch the recorder during a run.
@@ -67,7 +72,8 @@ class ParameterRecorder(StatisticsCallback):
             :class:`~lightning_recorder.Schedule`.
         reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
             recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
-        parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
+        parts: The parts to record: any of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"`` and
+            ``"buffers"``, the running statistics.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
@@ -112,7 +118,7 @@ class ParameterRecorder(StatisticsCallback):
         every_n_train_steps: int | None = None,
         schedule: Schedule = Schedule(),
         reduce: int | Literal["step", "epoch"] = "step",
-        parts: str | Sequence[Literal["values", "gradients", "updates", "moments"]] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
+        parts: str | Sequence[Literal["values", "gradients", "updates", "moments", "buffers"]] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
         histograms: bool | int = True,
         extra: Reduction | Sequence[Reduction] = (),
@@ -183,6 +189,12 @@ class ParameterRecorder(StatisticsCallback):
         # Lightning does not see the steps of an optimizer that was unwrapped from LightningOptimizer.
         if isinstance(recorder, OptimizerRecorder) and not pl_module.automatic_optimization:
             recorder.optimizers = tuple(trainer.optimizers)
+        if isinstance(recorder, OptimizerRecorder) and isinstance(trainer.gradient_clip_val, (int, float)):
+            algorithm = trainer.gradient_clip_algorithm or "norm"
+            recorder.clipping = {
+                "gradient_clip_val": float(trainer.gradient_clip_val),
+                "gradient_clip_algorithm": str(getattr(algorithm, "value", algorithm)),
+            }
 
     @property
     @override

@@ -46,6 +46,7 @@ from lightning_recorder.statistics import (
     BaseStatisticsRecorder,
     EvaluationRecorder,
     EvaluationSampler,
+    Exchange,
     OverheadLimit,
     RankMergingRecorder,
     Record,
@@ -72,6 +73,7 @@ class StatisticsCallback(ResumingCallback):
     loss_scale: LossScale
     _findings: RunFindings | None
     _fingerprints: BatchFingerprints
+    _exchange: Exchange | None
 
     @checked_arguments
     def __init__(
@@ -124,6 +126,7 @@ class StatisticsCallback(ResumingCallback):
             "loss_scale": LossScale(),
             "_findings": None,
             "_fingerprints": BatchFingerprints(),
+            "_exchange": None,
             "_results": RecordPipeline(
                 formatter,
                 name=str(self),
@@ -165,7 +168,7 @@ class StatisticsCallback(ResumingCallback):
             raise
         except Exception as caught:  # noqa: BLE001 - raised below, after the other ranks know
             error, modules = caught, None
-        merge_ranks(
+        self._exchange = merge_ranks(
             trainer,
             pl_module,
             self._run,
@@ -276,6 +279,7 @@ class StatisticsCallback(ResumingCallback):
         run, self._run = self._run, None
         evaluations, self.evaluations = self.evaluations, {}
         sampler, self.sampler = self.sampler, None
+        exchange, self._exchange = self._exchange, None
         for evaluation in (*evaluations.values(), *([] if sampler is None else [sampler])):
             evaluation.interrupt()
         if run is not None:
@@ -285,6 +289,8 @@ class StatisticsCallback(ResumingCallback):
                 run.abort()
                 if trainer is not None:
                     self._keep_state(run, trainer)
+        if exchange is not None:
+            exchange.close(interrupted=trainer is None or trainer.interrupted)
         # After a failure, a second error is not reported.
         failed = trainer is None or (run is not None and run.failed)
         with suppress(Exception) if failed else nullcontext():

@@ -18,6 +18,7 @@ from lightning_recorder.statistics import EvaluationRecorder, Exchange, RunRecor
 
 __all__ = [
     "LossScale",
+    "averaged_ranks",
     "decline",
     "exclusive_directory",
     "gradient_factor",
@@ -165,6 +166,17 @@ def gradient_factor(trainer: Trainer, pl_module: LightningModule, scale: float) 
     return (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1) / scale
 
 
+def averaged_ranks(trainer: Trainer) -> int:
+    """Return the number of ranks over whose losses the strategy takes the mean: those with batches of their own.
+
+    With tensor parallelism, several ranks share a batch, so it is smaller than the number of processes.
+    """
+    try:
+        return int(trainer.strategy.distributed_sampler_kwargs["num_replicas"])  # type: ignore[attr-defined]  # of ParallelStrategy
+    except (AttributeError, KeyError, TypeError):
+        return 1
+
+
 def running_function(trainer: Any) -> str:
     """Return the function that a trainer runs: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
     return str(getattr(trainer.state.fn, "value", ""))
@@ -215,10 +227,10 @@ def merge_ranks(
     takes_part: bool,
     about: str,
     name: str,
-) -> None:
+) -> Exchange | None:
     """Let the recorders of a callback merge their records across ranks, if the ranks agree on it.
 
-    Warns on rank 0 if they do not. Must be called on every rank.
+    Warns on rank 0 if they do not. Must be called on every rank. Returns the exchange, which must be closed.
 
     Args:
         trainer: The trainer.
@@ -247,6 +259,7 @@ def merge_ranks(
         warn(f"{name}: evaluations are those of rank 0 only, because {_MAY_BE_EMPTY} is set")
     for evaluation in evaluations.values():
         evaluation.exchange = None if is_alone else exchange
+    return exchange
 
 
 def decline(trainer: Trainer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.insight import backward, comparisons, finiteness, forward, optimization
+from lightning_recorder.insight import backward, comparisons, finiteness, forward, optimization, settings
 from lightning_recorder.insight.finding import SEVERITIES, Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import SiteRecords, Table
@@ -19,7 +19,7 @@ __all__ = ["RULES", "Examination"]
 
 RULES: tuple[Rule, ...] = (
     *finiteness.RULES,
-    *(rule for part in (optimization, backward, forward, comparisons) for rule in part.RULES),
+    *(rule for part in (optimization, settings, backward, forward, comparisons) for rule in part.RULES),
 )
 """All rules."""
 
@@ -30,6 +30,7 @@ _ORDER = (
     "weights-too-large",
     "input-scale",
     "learning-rate-outlier",
+    "learning-rate-too-large",
     "constant-weight",
     "dead-output",
     "unused-parameter",
@@ -38,6 +39,8 @@ _ORDER = (
     "updates-lost",
     "frozen",
     "sudden-change",
+    "eval-mode",
+    "running-statistics",
     "norm-ineffective",
     "saturation",
     "weight-drift",
@@ -51,6 +54,8 @@ _ORDER = (
     "scale-jump",
     "barely-moves",
     "gradient-spike",
+    "always-clipped",
+    "decayed-norm",
 )
 
 
@@ -63,11 +68,11 @@ class Examination:
     Args:
         graph: The recorded graph, for the classes of the modules and their edges.
         coverage: The contents of ``receipt.json``.
-        types: The class names of the modules, in addition to those in the graph.
+        types: The class names of the modules, in addition to those in the coverage and in the graph.
         rules: The rules.
 
     Note:
-        Memory is bounded: at most 512 records of each kind of tensor are kept, 80 bytes per site and record.
+        Memory is bounded: at most 512 records of each kind of tensor are kept, 104 bytes per site and record.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class Examination:
             gradients=gradients,
             parameters=parameters,
             validation=self._tables.get(("activations", "validate"), Table()),
-            wiring=Wiring(names, self.graph, self.types),
+            wiring=Wiring(names, self.graph, {**_types(self.coverage), **self.types}),
             coverage=self.coverage,
         )
 
@@ -117,6 +122,18 @@ class Examination:
             for rule in self.rules:
                 found += rule.examine(rule, whole if rule.name == "non-finite" else evidence)
         return _merged(sorted(found, key=lambda each: _rank(each, evidence)), self.rules, evidence)
+
+
+def _types(coverage: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class names of the modules in the receipts."""
+    receipts = (receipt.get("modules") for receipt in coverage.values() if isinstance(receipt, Mapping))
+    modules = (each.items() for each in receipts if isinstance(each, Mapping))
+    return {
+        str(name): str(about["type"])
+        for items in modules
+        for name, about in items
+        if isinstance(about, Mapping) and "type" in about
+    }
 
 
 def _rank(finding: Finding, evidence: Evidence) -> tuple[int, int, int]:

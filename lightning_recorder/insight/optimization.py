@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,17 +16,13 @@ from lightning_recorder.taps import Site
 __all__ = ["RULES"]
 
 
-def _column(evidence: Evidence, site: Site | None, statistic: str) -> Floats:
-    return np.zeros(0) if site is None else evidence.parameters.column(site, statistic)[0]
-
-
 def _moving(evidence: Evidence) -> list[Parameter]:
     """Return the parameters that have a gradient other than zero."""
     lost = without_gradient(evidence)
     return [
         each
         for each in evidence.tensors
-        if each.site.name not in lost and (_column(evidence, each.gradient, "rms") > 0).any()
+        if each.site.name not in lost and (evidence.column(each.gradient, "rms") > 0).any()
     ]
 
 
@@ -34,7 +30,7 @@ def _does_not_move(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     stuck = []
     moving = _moving(evidence)
     for each in moving:
-        ratio = _column(evidence, each.site, "update_ratio")
+        ratio = evidence.column(each.site, "update_ratio")
         if len(ratio) >= rule.persistence and (ratio == 0).all():
             stuck.append(each)
     names = list(dict.fromkeys(each.site.name for each in stuck))
@@ -46,13 +42,15 @@ def _does_not_move(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     dtype = evidence.parameters.dtypes[evidence.parameters.places[first.site]]
     of = "no parameter" if whole else f"{first.name} does not"
     moves = f"{of} moves, although gradients are not zero" if whole else f"{of} move, although its gradient is not zero"
-    verdict = f"{moves} (dtype {dtype})"
+    rates = evidence.setting(first, "learning_rate")
+    rate = f"learning rate {np.median(rates):.3g}, " if len(rates) else ""
+    verdict = f"{moves} ({rate}dtype {dtype})"
     found = rule.found(evidence, evidence.parameters, first.site, verdict, statistic="update_ratio", update_ratio=0.0)
     yield replace(found, others=tuple(each for each in names if each != first.site.name))
 
 
 def _barely_moves(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
-    ratios = {each: _column(evidence, each.site, "update_ratio") for each in evidence.weights}
+    ratios = {each: evidence.column(each.site, "update_ratio") for each in evidence.weights}
     middles = [float(np.median(each)) for each in ratios.values() if len(each) >= rule.persistence]
     if middles and 0 < max(middles) < rule.thresholds["update_ratio"]:
         site = evidence.weights[0].site
@@ -64,8 +62,8 @@ def _barely_moves(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
 
 def _updates_lost(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for each in evidence.weights:
-        update = _column(evidence, each.update, "zero_fraction")
-        gradient = _column(evidence, each.gradient, "zero_fraction")
+        update = evidence.column(each.update, "zero_fraction")
+        gradient = evidence.column(each.gradient, "zero_fraction")
         if min(len(update), len(gradient)) < rule.persistence:
             continue
         lost, zero = float(np.median(update)), float(np.median(gradient))
@@ -111,7 +109,7 @@ def _is_decay(rule: Rule, evidence: Evidence, each: Parameter) -> bool:
     In long trainings, weights before a normalization shrink slowly, by updates in all directions.
     """
     values, steps = evidence.parameters.column(each.site, "rms")
-    updates = _column(evidence, each.update, "rms")
+    updates = evidence.column(each.update, "rms")
     if len(updates) != len(values):
         return True  # updates are not recorded
     end = int(np.argmax(values < 0.5 * values[0]))
@@ -129,11 +127,11 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         others = np.array([other for key, other in compared.items() if key is not each])
         factor = value / float(np.median(others))
         is_outlier = factor > rule.thresholds["factor"] * max(spread(others), 1.0) ** 0.5
-        sizes = _column(evidence, each.site, "update_ratio")
+        sizes = evidence.column(each.site, "update_ratio")
         if is_outlier and value > rule.thresholds["largest"] * others.max() and _is_large(rule, sizes):
             verdict = (
                 f"a step changes {each.name} by up to {sizes.max():.1%} of its size: {what} {factor:.3g} × the median "
-                "of the other layers"
+                f"of the other layers{_rates(evidence, each, compared)}"
             )
             yield rule.found(
                 evidence,
@@ -146,11 +144,18 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             )
 
 
+def _rates(evidence: Evidence, one: Parameter, others: Iterable[Parameter]) -> str:
+    """Return the learning rate of a parameter beside that of the others, if they differ."""
+    found = {each: rates.max() for each in others if len(rates := evidence.setting(each, "learning_rate"))}
+    usual = np.median([rate for each, rate in found.items() if each is not one]) if len(found) > 1 else np.nan
+    return f", and its learning rate {found[one]:.3g} instead of {usual:.3g}" if found.get(one, usual) > usual else ""
+
+
 def _step_sizes(rule: Rule, evidence: Evidence, adaptive: bool) -> dict[Parameter, float]:
     """Return what an optimizer keeps equal: for Adam the updates, for SGD the ratio of updates and gradients."""
     found: dict[Parameter, float] = {}
     for each in evidence.weights:
-        update, gradient = (_column(evidence, site, "rms") for site in (each.update, each.gradient))
+        update, gradient = (evidence.column(site, "rms") for site in (each.update, each.gradient))
         if min(len(update), len(gradient)) >= rule.persistence and np.median(gradient) > 0 and np.median(update) > 0:
             size, slope = float(np.median(update[1:])), float(np.median(gradient[1:]))
             if slope > 0:
@@ -167,7 +172,7 @@ def _is_large(rule: Rule, sizes: Floats) -> bool:
 
 def _constant(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     for each in evidence.weights:
-        values, spreads = _column(evidence, each.site, "rms"), _column(evidence, each.site, "std")
+        values, spreads = evidence.column(each.site, "rms"), evidence.column(each.site, "std")
         if len(values) < rule.persistence or np.prod(evidence.shape(each)) < 4:
             continue
         flat = spreads <= 1e-4 * values

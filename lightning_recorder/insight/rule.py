@@ -14,9 +14,12 @@ from lightning_recorder.insight.table import Floats, Table
 from lightning_recorder.insight.wiring import Wiring
 from lightning_recorder.taps import Site
 
-__all__ = ["Evidence", "Rule", "spread"]
+__all__ = ["RUNNING", "Evidence", "Parameter", "Rule", "spread"]
 
 _LONGEST_TRACE = 60
+
+RUNNING = ("running_mean", "running_var")
+"""The buffers of a normalization layer among the sites of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,8 @@ class Evidence:
         sites = self.parameters.places
         by_module: dict[str, list[str]] = {}
         for name, path in sites:
-            by_module.setdefault(name, []).append(path)
+            if path not in RUNNING:
+                by_module.setdefault(name, []).append(path)
         found = []
         for name, paths in by_module.items():
             # The sites "weight.grad" and "weight.exp_avg" belong to "weight".
@@ -176,6 +180,14 @@ class Evidence:
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
         """Return the shape of a parameter; empty if it is unknown."""
         return self.parameters.shapes[self.parameters.places[parameter.site]] or ()
+
+    def column(self, site: Site | None, statistic: str) -> Floats:
+        """Return the known values of a site of a parameter; none if there is no such site."""
+        return np.zeros(0) if site is None else self.parameters.column(site, statistic)[0]
+
+    def setting(self, parameter: Parameter, name: str) -> Floats:
+        """Return ``"learning_rate"`` or ``"weight_decay"`` of a parameter in each record, as far as they are known."""
+        return self.parameters.column(parameter.site, name)[0]
 
     def medians(self, table: Table, statistic: str) -> dict[Site, float]:
         """Return the median over the steps of each site; NaN if it is never known."""

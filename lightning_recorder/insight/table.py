@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,8 +29,11 @@ STATISTICS = (
     "nan_count",
     "inf_count",
     "update_ratio",
+    "learning_rate",
+    "weight_decay",
+    "eval_mode",
 )
-"""The statistics that the rules read; the columns of :attr:`SiteRecords.values`."""
+"""The statistics and settings that the rules read; the columns of :attr:`SiteRecords.values`."""
 
 _NAN, _INF = STATISTICS.index("nan_count"), STATISTICS.index("inf_count")
 _MOST_ROWS = 512
@@ -75,8 +78,9 @@ class SiteRecords:
         sites: The sites in the order of execution.
         dtypes: The dtype of each site, such as ``"float32"``; None if it is unknown.
         shapes: The shape of each site; None if it is unknown.
-        values: The values of :data:`STATISTICS`, ``[sites, 10]`` float64; NaN if a site lacks a statistic.
+        values: The values of :data:`STATISTICS`, ``[sites, 13]`` float64; NaN if a site lacks a statistic.
         histogram: A function that returns the histogram of a site, called at most for the last two records.
+        about: Facts that belong to no site, such as ``gradient_clip_val``.
     """
 
     group: str
@@ -88,9 +92,19 @@ class SiteRecords:
     shapes: tuple[tuple[int, ...] | None, ...]
     values: Floats
     histogram: Callable[[Site], Histogram | None] = no_histogram
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: Mapping[Site, Observed], *, group: str, recorder: str, stage: str, step: int) -> Self:
+    def of(
+        cls,
+        found: Mapping[Site, Observed],
+        *,
+        group: str,
+        recorder: str,
+        stage: str,
+        step: int,
+        about: Mapping[str, Any] | None = None,
+    ) -> Self:
         """Return the record of statistics in memory, in the order of execution."""
         values = np.array([[seen.scalars.get(name, np.nan) for name in STATISTICS] for seen in found.values()])
         return cls(
@@ -105,6 +119,7 @@ class SiteRecords:
             shapes=tuple(None if seen.shape is None else tuple(seen.shape) for seen in found.values()),
             values=values.reshape(len(found), len(STATISTICS)),
             histogram=lambda site: found[site].histogram,
+            about=about or {},
         )
 
 
@@ -131,6 +146,8 @@ class Table:
         """The label of the recorder of each site."""
         self.steps: list[int] = []
         """The steps of the rows, ascending."""
+        self.about: Mapping[str, Any] = {}
+        """The facts of the latest record that belong to no site."""
         self._rows: list[dict[str, _Cell]] = []
         self._known: dict[str, tuple[tuple[object, ...], NDArray[np.intp]]] = {}
         self._records: list[SiteRecords] = []
@@ -152,6 +169,7 @@ class Table:
             self.steps.insert(where, record.step)
             self._rows.insert(where, {})
         self._rows[where][record.recorder] = _Cell(places, record.values)
+        self.about = record.about or self.about
         same = [each for each in self._records if each.recorder == record.recorder and each.step != record.step]
         recent = sorted([*same, record], key=lambda each: each.step)[-_WITH_HISTOGRAMS:]
         self._records = [each for each in self._records if each.recorder != record.recorder] + recent
@@ -196,7 +214,7 @@ class Table:
 
     @property
     def values(self) -> Floats:
-        """All values, ``[steps, sites, 10]`` float64; NaN where a site was not recorded."""
+        """All values, ``[steps, sites, 13]`` float64; NaN where a site was not recorded."""
         if self._values is None or self._values.shape[:2] != (len(self.steps), len(self.places)):
             self._values = np.full((len(self.steps), len(self.places), len(STATISTICS)), np.nan)
             for row, cells in enumerate(self._rows):
@@ -226,7 +244,7 @@ class Table:
         part = Table()
         part.places, part.dtypes, part.shapes, part.recorders = self.places, self.dtypes, self.shapes, self.recorders
         rows = bisect_left(self.steps, step)
-        part.steps, part._rows = self.steps[:rows], self._rows[:rows]
+        part.steps, part._rows, part.about = self.steps[:rows], self._rows[:rows], self.about
         part._records = [each for each in self._records if each.step < step]
         return part
 

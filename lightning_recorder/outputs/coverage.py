@@ -71,6 +71,12 @@ class Coverage:
     ran_eagerly: Collection[str] = ()
     compiled_calls: Collection[str] = ()
 
+    @property
+    def types(self) -> dict[str, str]:
+        """The class names of the selected modules, including the skipped ones."""
+        skipped = {name: self.root.get_submodule(name) for name in self.skipped}
+        return {name: type(module).__name__ for name, module in {**self.modules, **skipped}.items()}
+
     def having(self, **known: Any) -> Coverage:
         """Return a copy with additional facts."""
         return replace(self, **known)

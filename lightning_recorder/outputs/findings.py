@@ -217,6 +217,7 @@ class ExaminedRecords(RecordConsumer):
                 shapes=shapes,
                 values=found.part(order, STATISTICS),
                 histogram=lambda site: found[site].histogram,
+                about=record.about,
             )
         )
 

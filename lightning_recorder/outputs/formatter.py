@@ -15,13 +15,14 @@ from lightning_recorder.names import make_tag
 from lightning_recorder.reductions import TaggedHistograms, sums_of
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record, SiteStatistics
+from lightning_recorder.statistics.sites import SETTINGS, SHOWN_STATISTICS, Record, SiteStatistics
 from lightning_recorder.statistics.table import StatisticsTable, TableSchema
 from lightning_recorder.taps import Site
 
 __all__ = ["SinkFormatter", "TagBudget"]
 
 _RESERVE = 4  # a quarter of the tags is reserved for modules that become unusual later
+_ON_REQUEST = frozenset((*SHOWN_STATISTICS, *SETTINGS))  # all others are those of extra reductions
 _COMPARED = ("rms", "min", "max", "zero_fraction", "nan_count", "inf_count", "update_ratio")
 _REMEMBERED = 8  # records that are compared with the latest one
 
@@ -349,7 +350,7 @@ class SinkFormatter:
         for row in shown.tolist():
             site = found.sites[row]
             names = found.names_of(row)
-            further = [name for name in names if name not in SHOWN_STATISTICS]
+            further = [name for name in names if name not in _ON_REQUEST]
             wanted = [*self._main_statistics, *(_BAD if site in self.nonfinite else ()), *further]
             for name in dict.fromkeys(wanted):
                 if name in names:  # the statistics across ranks need several ranks
@@ -393,7 +394,7 @@ class SinkFormatter:
 
     def _count_tags(self, seen: SiteStatistics) -> int:
         """Return the number of tags of a site whose values are finite."""
-        further = [name for name in seen.scalars if name not in SHOWN_STATISTICS]
+        further = [name for name in seen.scalars if name not in _ON_REQUEST]
         return len({*(name for name in self._main_statistics if name in seen.scalars), *further}) + self.histograms
 
     def _write_overflow(self, sink: Sink, record: Record, found: StatisticsTable) -> None:

@@ -307,6 +307,9 @@ class RecordPipeline:
         with self._lock:
             if self._open is batch:
                 self._open = None
+        self._complete(batch)
+        if not batch.records:
+            return
         before = self._written_bytes
         tables = list(self._tables(batch))
         with nullcontext() if self.sink is None else self.sink.joined():
@@ -322,6 +325,12 @@ class RecordPipeline:
             if size is not None and record.stage == "train":
                 self.receipt.add_size(size)
         self._written_s = time.monotonic()
+
+    @staticmethod
+    def _complete(batch: _Batch) -> None:
+        """Wait until the ranks of each record are merged. Drop the records that have no states."""
+        completed = [(record.complete(), facts, found) for record, facts, found in batch.records]
+        batch.records = [(record, facts, found) for record, facts, found in completed if record is not None]
 
     def _tables(self, batch: _Batch) -> Iterator[StatisticsTable]:
         missing = iter(statistics_of([record.snapshot for record, _, found in batch.records if found is None]))
@@ -445,7 +454,7 @@ class RecordFile(RecordConsumer):
             self._layout = _layout(schema, self._order)
         values = np.ascontiguousarray(found.numbers[self._order], dtype="<f8")
         table = SiteTable(self._layout, values.tobytes(), found.counts.take(self._order).packed())
-        fields = {name: getattr(record, name) for name in _FIELDS}
+        fields = {**record.about, **{name: getattr(record, name) for name in _FIELDS}}
         if record.is_sample:
             fields["is_sample"] = True
         if record.batch is not None:

@@ -16,7 +16,7 @@ from lightning_recorder.insight.unusual import choose, compared, standing_out, u
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.plots import DrawingProcess, History, overview
 from lightning_recorder.plots.canvas import Image
-from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record
+from lightning_recorder.statistics.sites import SETTINGS, SHOWN_STATISTICS, Record
 from lightning_recorder.statistics.table import StatisticsTable, TableSchema
 from lightning_recorder.taps import Site
 
@@ -196,7 +196,7 @@ class Plotter(RecordConsumer):
     def _statistics_of(self, part: str, columns: Sequence[str]) -> tuple[str, ...]:
         """Return the statistics to draw as heat maps: those that the user asked for, and those of extra reductions."""
         asked = self._statistics or _HEAT_MAPS[part]
-        further = (name for name in columns if name not in SHOWN_STATISTICS)
+        further = (name for name in columns if name not in (*SHOWN_STATISTICS, *SETTINGS))
         return tuple(dict.fromkeys((*asked, *further)))
 
     def _leave_out(self, sites: list[Site], found: StatisticsTable, *, is_new: bool) -> None:

@@ -57,6 +57,7 @@ class CoverageReport:
         without_gradient: The parameters that had no gradient in any recorded step.
         changes: The changes since the first recorded step.
         ran_eagerly: The names of the compiled functions that ran eagerly in recorded steps.
+        types: The class names of the modules.
     """
 
     step: int
@@ -74,6 +75,7 @@ class CoverageReport:
     without_gradient: Sequence[str] = ()
     changes: Sequence[Change] = ()
     ran_eagerly: Collection[str] = ()
+    types: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -115,9 +117,9 @@ class CoverageReport:
         return f"{first}" if first == last else f"{first} to {last}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data in which each module has a ``fired`` flag and its first and last recorded step."""
+        """Return plain data. Each module has a ``fired`` flag, its class and its first and last recorded step."""
         data = asdict(self)
-        steps = data.pop("steps")
+        steps, types = data.pop("steps"), data.pop("types")
         data["modules"] = {
             **{
                 name: {
@@ -129,6 +131,9 @@ class CoverageReport:
             },
             **{name: {"fired": False, "why": why} for name, why in data.pop("missing").items()},
         }
+        for name, module in data["modules"].items():
+            if name in types:
+                module["type"] = types[name]
         return data
 
     def write(self, directory: Path, label: str) -> None:
@@ -315,4 +320,5 @@ def _make_receipt(
         last_step=step,
         without_gradient=tuple(coverage.without_gradients(found)),
         ran_eagerly=tuple(coverage.ran_eagerly),
+        types=coverage.types,
     )

@@ -18,7 +18,8 @@ from lightning_recorder.taps import Site
 
 __all__ = ["Comparison", "Difference", "compare"]
 
-_UPDATE_RATIO = "update_ratio"  # the only statistic of a parameter's value that depends on the step itself
+# The scalars of a parameter's value that do not describe the value.
+_OF_THE_STEP = ("update_ratio", "learning_rate", "weight_decay", "eval_mode")
 _UNTOUCHED = Tolerance(rtol=1e-9, atol=0.0)  # absorbs rounding when the same values are reduced in another order
 _GROUPS = ("activations", "gradients", "parameters")  # in the order in which a step produces them
 
@@ -243,7 +244,7 @@ def _initial(pair: SeriesPair) -> list[SiteDivergence]:
     if not pair.held or pair.steps[:1] != [0]:
         return []
     settings: dict[str, Any] = {"group": pair.group, "order": pair.order, "names": pair.names}
-    values = SeriesPair(pair.recorder, pair.one, pair.other, without=[_UPDATE_RATIO], **settings)
+    values = SeriesPair(pair.recorder, pair.one, pair.other, without=_OF_THE_STEP, **settings)
     return [each for each in values.divergences(_UNTOUCHED) if each.first.step == 0 and each.first.site in pair.held]
 
 
@@ -259,7 +260,7 @@ def _earliest(ordered: Iterable[tuple[SeriesPair, list[SiteDivergence]]]) -> Div
     """Return the first divergence: at the earliest step, values of parameters first, then in the order of the pairs."""
     firsts = []
     for pair, found in ordered:
-        held = [each for each in found if each.first.site in pair.held and each.first.statistic != _UPDATE_RATIO]
+        held = [each for each in found if each.first.site in pair.held and each.first.statistic not in _OF_THE_STEP]
         rest = [each for each in found if each not in held]
         firsts += [(not is_held, pair.first(part)) for is_held, part in ((True, held), (False, rest)) if part]
     # min returns the first of equal keys.

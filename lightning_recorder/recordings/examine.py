@@ -56,6 +56,7 @@ def _records(label: str, series: Series) -> Iterator[SiteRecords]:
                 shapes=layout.shapes,
                 values=_values(entry.row, columns),
                 histogram=partial(_histogram, own, step),
+                about=entry.row.about,
             )
 
 

@@ -4,11 +4,12 @@ from lightning_recorder.statistics.evaluation import EvaluationRecorder, Evaluat
 from lightning_recorder.statistics.fingerprint import batch_fingerprint
 from lightning_recorder.statistics.optimizer import PARAMETER_PARTS, OptimizerRecorder, with_update_ratios
 from lightning_recorder.statistics.overhead import OverheadLimit
-from lightning_recorder.statistics.rank_merging import Exchange, Merged, RankMergingRecorder
+from lightning_recorder.statistics.rank_merging import Exchange, Merged, PendingMerge, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder, StatisticsRecorder
 from lightning_recorder.statistics.run_recorder import RunPhase, RunRecorder
 from lightning_recorder.statistics.sites import (
     RANK_STATISTICS,
+    SETTINGS,
     SHOWN_STATISTICS,
     Record,
     SiteStates,
@@ -19,6 +20,7 @@ from lightning_recorder.statistics.sites import (
 __all__ = [
     "PARAMETER_PARTS",
     "RANK_STATISTICS",
+    "SETTINGS",
     "SHOWN_STATISTICS",
     "BaseStatisticsRecorder",
     "EvaluationRecorder",
@@ -27,6 +29,7 @@ __all__ = [
     "Merged",
     "OptimizerRecorder",
     "OverheadLimit",
+    "PendingMerge",
     "RankMergingRecorder",
     "Record",
     "RunPhase",

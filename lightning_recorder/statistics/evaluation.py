@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
-from lightning_recorder.statistics.rank_merging import RankMergingRecorder
+from lightning_recorder.statistics.rank_merging import Merged, PendingMerge, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
-from lightning_recorder.statistics.sites import Record, SiteStates
+from lightning_recorder.statistics.sites import NOTHING, Record, SiteStates
 
 __all__ = ["EvaluationRecorder", "EvaluationSampler"]
 
@@ -62,13 +63,19 @@ class EvaluationRecorder(RankMergingRecorder):
         self.interrupt()
         for loader in range(loaders):
             self.recorder.states = self._states_of(loader)
-            merged = self.merged(scope=f"{self.stage} {loader}")
+            pending = self.submit(f"{self.stage} {loader}")
+            merged = self.merged(alone=True) if pending is None else Merged(NOTHING)
+            later = None if pending is None else partial(self._completed, pending)
             place = loader if loaders > 1 else None
             with self.contained():
                 self.recorder.states.reset_all()  # the next evaluation does not continue the stream of this one
-                if merged.snapshot is not None:
-                    record = Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, ranks=merged.ranks)
-                    self._on_record(record)
+                if merged.snapshot is not None and self._is_first:
+                    self._on_record(Record(step, epoch, merged.snapshot, stage=self.stage, loader=place, pending=later))
+
+    def _completed(self, pending: PendingMerge, record: Record) -> Record | None:
+        """Return a record with the merged states. Called in the writer thread."""
+        merged = self.finished(pending)
+        return None if merged.snapshot is None else replace(record, snapshot=merged.snapshot, ranks=merged.ranks)
 
     def _states_of(self, loader: int) -> SiteStates:
         if loader not in self._states:

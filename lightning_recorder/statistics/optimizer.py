@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -27,15 +28,17 @@ from lightning_recorder.taps import Site
 
 __all__ = ["PARAMETER_PARTS", "OptimizerRecorder", "with_update_ratios"]
 
-PARAMETER_PARTS = ("values", "gradients", "updates", "moments")
-"""The tensors of a parameter that can be recorded."""
+PARAMETER_PARTS = ("values", "gradients", "updates", "moments", "buffers")
+"""The tensors of a parameter, and of the module that has it, that can be recorded."""
 
 _UPDATE = ".update"
+_RUNNING = ("running_mean", "running_var")
+_SETTINGS = {"lr": "learning_rate", "weight_decay": "weight_decay"}  # those that a parameter's own site has
 
 
 class _Parameter(NamedTuple):
     site: Site
-    tensor: nn.Parameter
+    tensor: Tensor
     counts: bool
     """True if this rank's part is not a copy of another rank's part."""
 
@@ -53,8 +56,11 @@ class OptimizerRecorder(BaseStatisticsRecorder):
 
     The sites of a module's parameter ``weight`` are ``weight``, the values before the step; ``weight.grad``, the
     gradient used by the step; ``weight.update``, the change of the values by the step; and ``weight.exp_avg`` and
-    similar, the optimizer states after the step that have the shape of the parameter. :func:`with_update_ratios` adds
-    ``update_ratio`` to the statistics of ``weight``: ``rms(update) / rms(values)``, over the recorded steps.
+    similar, the optimizer states after the step that have the shape of the parameter. ``running_mean`` and
+    ``running_var`` are those of a normalization layer whose parameters the optimizer has, at the time of the step.
+    :func:`with_update_ratios` adds ``update_ratio`` to the statistics of ``weight``: ``rms(update) / rms(values)``,
+    over the recorded steps. :meth:`settings` has the learning rate and the weight decay of each parameter, and
+    :meth:`about` all numeric settings of the parameter groups.
 
     A parameter that several modules share is recorded for the first. A frozen parameter, or one that no
     recorded step updates, has no record.
@@ -63,7 +69,8 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         modules: The modules by name. Each module's own parameters are recorded, without those of its children.
         optimizers: The optimizers whose steps are recorded while this recorder is attached. For other optimizers, and
             if a closure computes the gradients inside the step, call :meth:`before_step`.
-        parts: Some of ``"values"``, ``"gradients"``, ``"updates"`` and ``"moments"``.
+        parts: Some of ``"values"``, ``"gradients"``, ``"updates"``, ``"moments"`` and ``"buffers"``, the running
+            statistics.
         extra: See :class:`~lightning_recorder.StatisticsRecorder`.
         sample: See :class:`~lightning_recorder.StatisticsRecorder`.
         quantiles: See :class:`~lightning_recorder.StatisticsRecorder`.
@@ -118,6 +125,10 @@ class OptimizerRecorder(BaseStatisticsRecorder):
         self._hooked: list[Optimizer] = []  # the optimizers with a post-step hook
         self._steps: list[_Step] = []
         self._failed: set[str] = set()
+        self._groups: dict[int, list[dict[str, Any]]] = {}  # by the id of the optimizer
+        self._settings: dict[Site, dict[str, float]] = {}
+        self.clipping: dict[str, Any] = {}
+        """Facts about the clipping of gradients, which :meth:`about` includes."""
 
     @property
     @override
@@ -146,6 +157,20 @@ class OptimizerRecorder(BaseStatisticsRecorder):
     @override
     def traces(self) -> dict[str, Any]:
         return {**super().traces(), "parts": self.parts}
+
+    @override
+    def settings(self) -> dict[Site, dict[str, float]]:
+        """Return ``learning_rate`` and ``weight_decay`` of each parameter at its latest recorded step."""
+        return dict(self._settings)
+
+    @override
+    def about(self) -> dict[str, Any]:
+        """Return ``groups``, the numeric settings of each parameter group at its latest recorded step.
+
+        Each group also has the class of its ``optimizer`` and the number of its ``parameters``, as tensors.
+        """
+        groups = [group for each in self._groups.values() for group in each]
+        return {**self.clipping, **({"groups": groups} if groups else {})}
 
     @property
     @override
@@ -187,6 +212,9 @@ class OptimizerRecorder(BaseStatisticsRecorder):
             return
         with pause_recording(), self._stopwatch or nullcontext():
             parameters = self._parameters_of(optimizer)
+            self._note_settings(optimizer, parameters)
+            for each in self._running_statistics(parameters):
+                self._add(each, "", each.tensor, wanted="buffers")
             for each in parameters:
                 self._add(each, "", each.tensor, wanted="values")
                 self._add(each, ".grad", each.tensor.grad, wanted="gradients", factor=factor)
@@ -223,8 +251,35 @@ class OptimizerRecorder(BaseStatisticsRecorder):
                 for name, kept in self._moments(step.optimizer, each.tensor):
                     self._add(each, f".{name}", kept, wanted="moments")
 
+    def _note_settings(self, optimizer: Optimizer, parameters: list[_Parameter]) -> None:
+        groups = [_numbers(group) for group in optimizer.param_groups]
+        kind = type(optimizer).__name__
+        self._groups[id(optimizer)] = [
+            {"optimizer": kind, "parameters": len(group["params"]), **numbers}
+            for group, numbers in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        by_parameter = {
+            id(tensor): {name: float(numbers[key]) for key, name in _SETTINGS.items() if key in numbers}
+            for group, numbers in zip(optimizer.param_groups, groups, strict=True)
+            for tensor in group["params"]
+        }
+        self._settings.update({each.site: by_parameter[id(each.tensor)] for each in parameters})
+
+    def _running_statistics(self, parameters: list[_Parameter]) -> list[_Parameter]:
+        """Return the running statistics of the modules that have the parameters, on the first rank.
+
+        DDP keeps those of the first rank: it sends them to the other ranks before each forward.
+        """
+        found = []
+        for name in dict.fromkeys(each.site.name for each in parameters if "buffers" in self.parts):
+            for path in _RUNNING:
+                tensor = getattr(self._modules[name], path, None)
+                if isinstance(tensor, Tensor) and tensor.is_floating_point() and is_own_part(tensor):
+                    found.append(_Parameter(Site(name, path), tensor, counts=True))
+        return found
+
     @staticmethod
-    def _moments(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
+    def _moments(optimizer: Optimizer, parameter: Tensor) -> list[tuple[str, Tensor]]:
         """Return the optimizer states that have the shape of the parameter."""
         kept: Any = optimizer.state.get(parameter)
         if not isinstance(kept, Mapping):
@@ -263,6 +318,19 @@ class OptimizerRecorder(BaseStatisticsRecorder):
                 raise RecordingError(message) from error
             self._failed.add(name)
             warn(f"{message}. The module is no longer recorded; strict=True raises instead.")
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numeric settings of a parameter group. A tensor is read on the CPU only, to not wait for a device."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+            value = value.item()
+        parts = value if isinstance(value, (tuple, list)) and key != "params" else (value,)
+        if parts and all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in parts):
+            numbers = [float(each) if math.isfinite(each) else repr(float(each)) for each in parts]
+            found[str(key)] = numbers if isinstance(value, (tuple, list)) else numbers[0]
+    return found
 
 
 def is_own_part(tensor: Tensor) -> bool:

@@ -1,241 +1,361 @@
-"""The packing of all site states for the exchange between ranks."""
+"""The states of one or several ranks as one message, and the merging of two of them."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_recorder.errors import describe_error
 from lightning_recorder.reductions import Collected, Reduction, Statistics
+from lightning_recorder.statistics.sites import Snapshot
 from lightning_recorder.taps import Site
 
-__all__ = ["Key", "MergedStates", "Packed", "SharedReduction", "StatePacking", "States"]
+__all__ = ["Contribution", "Decoder", "Encoder", "Key"]
 
 Key = tuple[int, Site]
 """The index of the reduction and the site."""
-States = Mapping[Key, tuple[Reduction, Tensor]]
-"""The reduction and the state, of shape ``[width]``, of each site of a rank."""
 
-# The status of a site on a rank: no state, a state, a copy of another rank's state, or skipped.
-_ABSENT, _COUNTS, _COPY, _LEFT_OUT = 0.0, 1.0, 2.0, 3.0
-
-
-class Packed(NamedTuple):
-    """The packed states of one rank."""
-
-    gathered: Tensor
-    """The data needed from each rank, 1-d float64: the status of each site, and the slots that are not additive."""
-    added: Tensor
-    """The additive slots, 1-d float64."""
-
-
-class MergedStates(NamedTuple):
-    """The merged states of all ranks, on the CPU."""
-
-    groups: dict[int, list[Collected[Site]]]
-    """The states by the index of the reduction."""
-    rank_means: dict[Site, tuple[float, float]]
-    """The smallest and the largest per-rank mean."""
-    diverged: frozenset[Site]
-    """The sites whose values should be equal on all ranks but differ."""
-
-
-class SharedReduction(NamedTuple):
-    """The description of a site's reduction that is shared between ranks."""
-
-    described: str
-    """The reduction as text."""
-    initial: Tensor
-    """The state of an empty stream, of shape ``[width]``."""
-    additive: Tensor
-    """A mask of the slots that are merged by addition, bool of shape ``[width]``."""
-    reduction: Reduction | None
-    """The reduction without a state, or None if it cannot be pickled."""
+# The flags of a site: a state that counts, and a copy of another rank's state.
+_COUNTS, _COPY = 1, 2
+_ALIGNMENT = 8  # bytes
 
 
 class _Kind(NamedTuple):
-    """A group of sites with the same reduction, stored together."""
+    """The sites with the same reduction."""
 
     bank: int
-    description: SharedReduction
-    sites: list[Site]
+    described: str
+    """The reduction as text, the same on all ranks."""
+    reduction: Reduction | None
+    """The reduction without a state, or None if it cannot be sent to this rank."""
+    additive: Tensor
+    """A mask of the slots that are merged by addition, bool of shape ``[width]``."""
+    sites: tuple[Site, ...]
+    flags: Tensor
+    """The flags of each site over the ranks, uint8 of shape ``[sites]``."""
+    states: Tensor
+    """The merged states, float64 of shape ``[sites, width]``. Those of the lowest rank if no rank counts."""
+    means: Tensor
+    """The smallest and the largest mean of any rank, float64 of shape ``[2, sites]``; NaN if unknown."""
+    diverged: Tensor
+    """True for sites whose copies differ, bool of shape ``[sites]``."""
 
-    @property
-    def additive(self) -> Tensor:
-        """A mask of the slots that are merged by addition, bool of shape ``[width]``."""
-        return self.description.additive
 
+@dataclass
+class Contribution:
+    """The merged states of some ranks.
 
-class StatePacking:
-    """The sites whose states are packed, in an order that is the same on all ranks."""
+    Args:
+        kinds: The states by the index and the text of their reduction.
+        absent: The ranks whose recorder has failed, or which cannot be reached.
+        left_out: The sites at which a reduction is skipped on some rank.
+        refused: The sites whose states cannot be merged, with the reason.
+        values: A pickled object of each rank.
+        error: The error on this rank while it packed its states.
+    """
 
-    def __init__(self) -> None:
-        self._known: dict[Key, SharedReduction] = {}
-        self._refused: set[Key] = set()
-        self._own: dict[str, Reduction] = {}  # this rank's reductions by description
+    kinds: dict[tuple[int, str], _Kind] = field(default_factory=dict)
+    absent: tuple[int, ...] = ()
+    left_out: frozenset[Key] = frozenset()
+    refused: dict[Key, str] = field(default_factory=dict)
+    values: dict[int, bytes] = field(default_factory=dict)
+    error: Exception | None = None
 
-    def unknown(self, own: States) -> list[tuple[Key, SharedReduction]]:
-        """Return a rank's sites that are not in the layout, with the description for the other ranks."""
-        found = []
-        for key, (reduction, _) in own.items():
-            if key not in self._known and key not in self._refused:
-                shared = _shared(reduction)
-                self._own.setdefault(shared.described, reduction)
-                found.append((key, shared))
+    @classmethod
+    def of(
+        cls, snapshot: Snapshot | None, rank: int, *, copies: Collection[Site] = (), value: object = None
+    ) -> Contribution:
+        """Return the states of one rank. If they cannot be packed, the rank counts as failed.
+
+        Args:
+            snapshot: The states on the CPU, or None if the recorder has failed.
+            rank: The rank.
+            copies: The sites that are copies of another rank's.
+            value: An object to send to the first rank; None to send nothing.
+        """
+        if snapshot is None:
+            return cls(absent=(rank,))
+        try:
+            found = cls(values={} if value is None else {rank: pickle.dumps(value)})
+            for bank, groups in enumerate(snapshot.groups):
+                for group in groups:
+                    found._add(_kind(bank, group, copies))
+            skipped = enumerate(snapshot.left_out)
+            found.left_out = frozenset((bank, site) for bank, sites in skipped for site in sites)
+        except Exception as error:  # noqa: BLE001 - the other ranks must not wait; the caller reports it
+            return cls(absent=(rank,), error=error)
         return found
 
-    def extend(self, shared: Sequence[Sequence[tuple[Key, SharedReduction]]]) -> list[tuple[Key, SharedReduction]]:
-        """Add sites to the layout.
+    @property
+    def is_empty(self) -> bool:
+        """True if there is no state."""
+        return not self.kinds
+
+    def merge(self, other: Contribution) -> None:
+        """Merge the states of higher ranks into these."""
+        self.absent += other.absent
+        self.left_out |= other.left_out
+        self.values |= other.values
+        for key, why in other.refused.items():
+            self.refused.setdefault(key, why)
+        for kind in other.kinds.values():
+            self._add(kind)
+
+    def _add(self, kind: _Kind) -> None:
+        for (bank, described), mine in self.kinds.items():
+            if bank == kind.bank and described != kind.described:
+                for site in set(mine.sites).intersection(kind.sites):
+                    self.refused[bank, site] = (
+                        f"{described.partition(' ')[0]}: the tensor has another shape on each rank"
+                    )
+        key = kind.bank, kind.described
+        mine = self.kinds.setdefault(key, kind)
+        if mine is kind:
+            return
+        try:
+            self.kinds[key] = _merged(mine, kind)
+        except Exception as error:  # noqa: BLE001 - a reduction of the user may raise anything
+            name = kind.described.partition(" ")[0]
+            self.refused |= {
+                (kind.bank, site): f"{name}: {describe_error(error)}" for site in (*mine.sites, *kind.sites)
+            }
+
+    def snapshot(self, own: Snapshot | None, refused: Collection[Key] = ()) -> Snapshot | None:
+        """Return the states in the format of the first rank's own.
 
         Args:
-            shared: The new sites of all ranks in rank order, the same on each rank.
-
-        Returns:
-            The rejected sites: those whose states differ in kind or size between ranks, and those that the first rank
-            has not seen and whose reduction cannot be sent to it.
+            own: The states of the first rank, or None if its recorder has failed.
+            refused: The sites to leave out.
         """
-        by_key: dict[Key, list[SharedReduction]] = {}
-        for key, description in itertools.chain.from_iterable(shared):
-            by_key.setdefault(key, []).append(description)
-        seen_by_first = {key for key, _ in shared[0]}
-        left_out = []
-        for key, descriptions in by_key.items():
-            known = self._known.get(key)
-            alike = {description.described for description in (*descriptions, *([] if known is None else [known]))}
-            sent = [description for description in descriptions if description.reduction is not None]
-            if len(alike) > 1 or (known is None and not sent and key not in seen_by_first):
-                self._refused.add(key)
-                self._known.pop(key, None)
-                left_out.append((key, descriptions[0]))
-            elif known is None:
-                self._known[key] = (sent or descriptions)[0]
-        return left_out
-
-    def pack(
-        self, own: States, device: torch.device, *, copies: Collection[Site] = (), left_out: Collection[Key] = ()
-    ) -> Packed:
-        """Pack a rank's states in the order of the layout.
-
-        Args:
-            own: The states of the rank.
-            device: The device of the result.
-            copies: The sites that are copies of another rank's.
-            left_out: The keys that this rank has skipped, so that they are not part of the record.
-        """
-        gathered, added = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64, device=device)]
-        parts = [torch.zeros(0, dtype=torch.float64, device=device)]
-        for kind in self._kinds():
-            there = torch.zeros(len(kind.sites), dtype=torch.float64)
-            states = kind.description.initial.repeat(len(kind.sites), 1).to(device)
-            places = [place for place, site in enumerate(kind.sites) if (kind.bank, site) in own]
-            for place in places:
-                there[place] = _COPY if kind.sites[place] in copies else _COUNTS
-            for place, site in enumerate(kind.sites):
-                if (kind.bank, site) in left_out:
-                    there[place] = _LEFT_OUT
-            if places:
-                rows = [own[kind.bank, kind.sites[place]][1] for place in places]
-                states[torch.tensor(places, device=device)] = torch.stack(rows).to(device)
-            gathered.append(there)
-            additive = kind.additive.to(device)
-            parts.append(states[:, ~additive].flatten())
-            added.append((states[:, additive] * (there == _COUNTS).to(device, torch.float64)[:, None]).flatten())
-        return Packed(torch.cat([torch.cat(gathered).to(device), *parts]), torch.cat(added))
-
-    def merge(self, gathered: Sequence[Tensor], added: Tensor) -> MergedStates:
-        """Merge the states of all ranks.
-
-        Args:
-            gathered: The ``gathered`` part of each rank, on the CPU.
-            added: The sum of the ``added`` parts across ranks, on the CPU.
-        """
-        kinds = self._kinds()
-        counts = [len(kind.sites) for kind in kinds]
-        singles = [int((~kind.additive).sum()) for kind in kinds]
-        sizes = [count * single for count, single in zip(counts, singles, strict=True)]
-        by_rank = [_split(each, counts, sizes) for each in gathered]
-        sums = added.split(
-            [count * len(kind.additive) - size for count, kind, size in zip(counts, kinds, sizes, strict=True)]
-        )
-        groups: dict[int, list[Collected[Site]]] = {}
+        if self.is_empty:
+            return own
+        banks = 1 + max(bank for bank, _ in self.kinds)
+        if own is None:  # the order of the sites is unknown
+            own = Snapshot((), [], [frozenset()] * banks)
+        groups: list[list[Collected[Site]]] = [[] for _ in range(max(banks, len(own.groups)))]
         means: dict[Site, tuple[float, float]] = {}
-        differing: set[Site] = set()
-        for place, kind in enumerate(kinds):
-            ranks = []
-            for there, slots in by_rank:
-                states = torch.zeros(counts[place], len(kind.additive), dtype=torch.float64)
-                states[:, ~kind.additive] = slots[place].view(counts[place], -1)
-                ranks.append((there[place], states))
-            reduction = kind.description.reduction or self._own[kind.description.described]
-            merged = _merged(reduction, ranks)
-            merged[:, kind.additive] = sums[place].view(counts[place], -1)
-            seen = torch.stack([there for there, _ in ranks]).amax(0)
-            rows = ((seen > _ABSENT) & (seen < _LEFT_OUT)).nonzero().flatten()
-            sites = [kind.sites[row] for row in rows.tolist()]
-            groups.setdefault(kind.bank, []).append(Collected(reduction, sites, merged[rows]))
-            if isinstance(reduction, Statistics):
-                means.update(_extreme_means(reduction, kind.sites, ranks))
-                differing.update(_differing(reduction, kind.sites, ranks))
-        return MergedStates(groups, means, frozenset(differing))
-
-    def _kinds(self) -> list[_Kind]:
-        """Group the sites by the kind of their states."""
-        kinds: dict[tuple[int, str], _Kind] = {}
-        for (bank, site), description in self._known.items():
-            kinds.setdefault((bank, description.described), _Kind(bank, description, [])).sites.append(site)
-        return list(kinds.values())
+        diverged: set[Site] = set()
+        dropped = self.left_out.union(refused)
+        for kind in self.kinds.values():
+            rows = [row for row, site in enumerate(kind.sites) if (kind.bank, site) not in dropped]
+            if kind.reduction is None:
+                continue
+            sites = [kind.sites[row] for row in rows]
+            whole = len(rows) == len(kind.sites)
+            groups[kind.bank].append(Collected(kind.reduction, sites, kind.states if whole else kind.states[rows]))
+            if isinstance(kind.reduction, Statistics):
+                means |= zip(kind.sites, zip(*kind.means.tolist(), strict=True), strict=True)
+                diverged.update(site for site, flag in zip(kind.sites, kind.diverged.tolist(), strict=True) if flag)
+        return Snapshot(
+            own.names,
+            groups,
+            own.left_out,
+            rank_means=means,
+            diverged=frozenset(diverged),
+            kinds=own.kinds,
+            warned=own.warned,
+            strict=own.strict,
+        )
 
 
-def _shared(reduction: Reduction) -> SharedReduction:
+def _kind(bank: int, group: Collected[Site], copies: Collection[Site]) -> _Kind:
+    reduction, states = group.reduction, group.states
+    flags = torch.tensor([_COPY if site in copies else _COUNTS for site in group.keys], dtype=torch.uint8)
     bare = copy.copy(reduction)
     bare._state = None
-    shared = SharedReduction(reduction.described, reduction.initial(), reduction.additive_slots(), bare)
-    try:
-        pickle.dumps(bare)
-    except Exception:  # noqa: BLE001 - a local class cannot be pickled, and its parts may raise anything
-        return shared._replace(reduction=None)
-    return shared
+    means = reduction.means(states) if isinstance(reduction, Statistics) else torch.full((len(states),), torch.nan)
+    return _Kind(
+        bank,
+        reduction.described,
+        bare,
+        reduction.additive_slots(),
+        tuple(group.keys),
+        flags,
+        states,
+        torch.stack([means, means]).double(),
+        torch.zeros(len(states), dtype=torch.bool),
+    )
 
 
-def _split(gathered: Tensor, counts: list[int], sizes: list[int]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Split a rank's data into the status and the slots of each kind."""
-    there, slots = gathered.split([sum(counts), sum(sizes)])
-    return there.split(counts), slots.split(sizes)
+def _merged(one: _Kind, other: _Kind) -> _Kind:
+    """Merge two kinds with the same reduction; ``one`` is of lower ranks."""
+    if one.sites != other.sites:
+        sites = tuple(dict.fromkeys((*one.sites, *other.sites)))
+        one, other = _spread(one, sites), _spread(other, sites)
+    reduction = one.reduction or other.reduction
+    if reduction is None:
+        raise TypeError("its class cannot be pickled")
+    states, counts, theirs = one.states.clone(), one.flags & _COUNTS, other.flags & _COUNTS
+    diverged = one.diverged | other.diverged
+    if isinstance(reduction, Statistics):
+        copied = ((one.flags | other.flags) & _COPY > 0) & (one.flags > 0) & (other.flags > 0)
+        if copied.any():
+            # Only these slots are compared, so that copies whose values differ in the last bits are not reported.
+            mask = ~one.additive
+            diverged = diverged | (copied & ~reduction.are_alike(states * mask, other.states * mask))
+    if bool(counts.all() & theirs.all()):
+        reduction.merge_states(states, other.states)
+    else:
+        both = (counts & theirs).nonzero().flatten()
+        part = states[both]
+        reduction.merge_states(part, other.states[both])
+        states[both] = part
+        new = ((theirs > 0) & (counts == 0) | (one.flags == 0)).nonzero().flatten()
+        states[new] = other.states[new]
+    means = torch.stack([torch.fmin(one.means[0], other.means[0]), torch.fmax(one.means[1], other.means[1])])
+    return one._replace(
+        reduction=reduction, flags=one.flags | other.flags, states=states, means=means, diverged=diverged
+    )
 
 
-def _merged(reduction: Reduction, ranks: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge the counted states of the ranks, each of shape ``[sites, width]``, in rank order."""
-    total = reduction.initial().repeat(len(ranks[0][1]), 1)
-    for there, states in ranks:
-        rows = (there == _COUNTS).nonzero().flatten()
-        part = total[rows]
-        reduction.merge_states(part, states[rows])
-        total[rows] = part
-    return total
+def _spread(kind: _Kind, sites: tuple[Site, ...]) -> _Kind:
+    """Return a kind with further sites that have no state."""
+    places = {site: place for place, site in enumerate(sites)}
+    rows = torch.tensor([places[site] for site in kind.sites], dtype=torch.long)
+    flags = torch.zeros(len(sites), dtype=torch.uint8)
+    states = torch.zeros(len(sites), kind.states.shape[1], dtype=kind.states.dtype)
+    means = torch.full((2, len(sites)), torch.nan, dtype=torch.float64)
+    diverged = torch.zeros(len(sites), dtype=torch.bool)
+    flags[rows], states[rows], means[:, rows], diverged[rows] = kind.flags, kind.states, kind.means, kind.diverged
+    return kind._replace(sites=sites, flags=flags, states=states, means=means, diverged=diverged)
 
 
-def _extreme_means(
-    reduction: Statistics, sites: Sequence[Site], ranks: Sequence[tuple[Tensor, Tensor]]
-) -> dict[Site, tuple[float, float]]:
-    """Return the smallest and the largest per-rank mean of each site, over the ranks that have seen it."""
-    means = torch.stack([torch.where(there > 0, reduction.means(states), torch.nan) for there, states in ranks])
-    low = means.nan_to_num(nan=torch.inf).amin(0)
-    high = means.nan_to_num(nan=-torch.inf).amax(0)
-    nowhere = means.isnan().all(0)
-    low, high = (torch.where(nowhere, torch.nan, each) for each in (low, high))
-    return dict(zip(sites, zip(low.tolist(), high.tolist(), strict=True), strict=True))
+class _Shape(NamedTuple):
+    """What two messages of a rank usually have in common."""
+
+    bank: int
+    described: str
+    reduction: bytes | None
+    additive: bytes
+    sites: tuple[Site, ...]
 
 
-def _differing(reduction: Statistics, sites: Sequence[Site], ranks: Sequence[tuple[Tensor, Tensor]]) -> list[Site]:
-    """Return the replicated sites whose copies differ between ranks."""
-    are_copies = torch.stack([there for there, _ in ranks]).amax(0) == _COPY
-    differ = torch.zeros(len(sites), dtype=torch.bool)
-    first, states = ranks[0]
-    for there, others in ranks[1:]:
-        differ |= (there > _ABSENT) & (first > _ABSENT) & ~reduction.are_alike(states, others)
-    return [site for site, flag in zip(sites, (differ & are_copies).tolist(), strict=True) if flag]
+class Encoder:
+    """Turns contributions into messages for one receiver, which decodes them in the same order.
+
+    The description of the sites is sent only if it has changed. Slots that are merged by addition, such as the bins of
+    a histogram, are mostly zero, so their indices and values are sent if that is shorter.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, bytes] = {}
+        self._pickled: dict[str, bytes | None] = {}
+
+    def encode(self, scope: str, contribution: Contribution) -> bytearray:
+        """Return a message.
+
+        Args:
+            scope: A name for the origin of the states.
+            contribution: The states.
+        """
+        kinds = list(contribution.kinds.values())
+        shapes = pickle.dumps([self._shape(kind) for kind in kinds])
+        is_known = self._known.get(scope) == shapes
+        self._known[scope] = shapes
+        parts: list[Tensor] = []
+        for kind in kinds:
+            parts += [kind.flags, kind.diverged, kind.means, kind.states[:, ~kind.additive]]
+            parts += _thinned(kind.states[:, kind.additive].flatten())
+        sizes = [part.numel() for part in parts]
+        about: dict[str, Any] = {
+            "absent": contribution.absent,
+            "left_out": contribution.left_out,
+            "refused": contribution.refused,
+            "values": contribution.values,
+            "shapes": None if is_known else shapes,
+            "sizes": sizes,
+        }
+        head = pickle.dumps(about)
+        message = bytearray(len(head).to_bytes(8, "little") + head)
+        for part in parts:
+            _pad(message)
+            message += part.contiguous().numpy().tobytes()
+        return message
+
+    def _shape(self, kind: _Kind) -> _Shape:
+        if kind.described not in self._pickled:
+            try:
+                self._pickled[kind.described] = pickle.dumps(kind.reduction)
+            except Exception:  # noqa: BLE001 - a local class cannot be pickled, and its parts may raise anything
+                self._pickled[kind.described] = None
+        additive = kind.additive.numpy().tobytes()
+        return _Shape(kind.bank, kind.described, self._pickled[kind.described], additive, kind.sites)
+
+
+class Decoder:
+    """Turns the messages of one sender into contributions."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[_Shape]] = {}
+
+    def decode(self, scope: str, message: bytearray, own: Contribution) -> Contribution:
+        """Return the contribution of a message.
+
+        Args:
+            scope: The name that the sender has used.
+            message: The message.
+            own: The states of this rank. A reduction that cannot be pickled is that of this rank.
+        """
+        end = 8 + int.from_bytes(message[:8], "little")
+        about = pickle.loads(message[8:end])
+        if about["shapes"] is not None:
+            self._known[scope] = pickle.loads(about["shapes"])
+        reader = _Reader(message, end, about["sizes"])
+        found = Contribution(
+            absent=about["absent"], left_out=about["left_out"], refused=about["refused"], values=about["values"]
+        )
+        for shape in self._known.get(scope, []):
+            mine = own.kinds.get((shape.bank, shape.described))
+            found.kinds[shape.bank, shape.described] = reader.kind(shape, None if mine is None else mine.reduction)
+        return found
+
+
+class _Reader:
+    """Reads the tensors of a message in order."""
+
+    def __init__(self, message: bytearray, start: int, sizes: list[int]) -> None:
+        self._message, self._start, self._sizes = message, start, iter(sizes)
+
+    def take(self, dtype: torch.dtype) -> Tensor:
+        size = next(self._sizes)
+        start = -(-self._start // _ALIGNMENT) * _ALIGNMENT
+        self._start = start + size * dtype.itemsize
+        if not size:
+            return torch.zeros(0, dtype=dtype)
+        return torch.frombuffer(self._message, dtype=dtype, count=size, offset=start)
+
+    def kind(self, shape: _Shape, own: Reduction | None) -> _Kind:
+        sites = len(shape.sites)
+        additive = torch.tensor(list(shape.additive), dtype=torch.bool)
+        flags, diverged, means = self.take(torch.uint8), self.take(torch.bool), self.take(torch.float64).view(2, sites)
+        states = torch.zeros(sites, len(additive), dtype=torch.float64)
+        states[:, ~additive] = self.take(torch.float64).view(sites, -1)
+        places, values = self.take(torch.int32), self.take(torch.float64)
+        added = values
+        if len(places):
+            added = torch.zeros(sites * int(additive.sum()), dtype=torch.float64)
+            added[places.long()] = values
+        if len(added):
+            states[:, additive] = added.view(sites, -1)
+        reduction = own if shape.reduction is None else pickle.loads(shape.reduction)
+        return _Kind(shape.bank, shape.described, reduction, additive, shape.sites, flags, states, means, diverged)
+
+
+def _pad(message: bytearray) -> None:
+    message += bytes(-len(message) % _ALIGNMENT)
+
+
+def _thinned(values: Tensor) -> list[Tensor]:
+    """Return the indices, int32, and the values that are not zero; no indices and all values if that is shorter."""
+    places = values.nonzero().flatten()
+    if 3 * len(places) < 2 * len(values) < 1 << 32:
+        # An empty list of indices would stand for all values.
+        places = places if len(places) else torch.zeros(min(len(values), 1), dtype=torch.long)
+        return [places.int(), values[places]]
+    return [torch.zeros(0, dtype=torch.int32), values]

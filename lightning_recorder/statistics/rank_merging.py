@@ -4,78 +4,117 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch import device as Device
 from torch import distributed as dist
 
 from lightning_recorder.errors import describe_error, warn
-from lightning_recorder.internals.pause_recording import pause_recording
-from lightning_recorder.statistics.packing import Key, MergedStates, SharedReduction, StatePacking, States
+from lightning_recorder.statistics.packing import Contribution, Key
+from lightning_recorder.statistics.rank_channel import WAIT_S, RankChannel
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import Snapshot
 from lightning_recorder.taps import Site
 
-__all__ = ["Exchange", "Merged", "RankMergingRecorder"]
-
-_FAILED, _UNKNOWN, _SEEN = range(3)  # the indices of the first numbers that a rank sends
+__all__ = ["Exchange", "Merged", "PendingMerge", "RankMergingRecorder"]
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of an exchange.
+    """The result of a merge.
 
     Args:
         snapshot: The merged states of all ranks, on the CPU; ``None`` on the other ranks, and if nothing was recorded.
-        numbers: The numbers passed by each rank, of shape ``[ranks][numbers]``.
-        absent: The ranks whose recorder has failed.
+        absent: The ranks whose recorder has failed, or which could not be reached.
         ranks: The number of merged ranks.
-        error: The error on this rank, if the ranks could nevertheless complete the exchange.
+        values: The pickled objects of the ranks by rank; on the first rank.
     """
 
     snapshot: Snapshot | None
-    numbers: list[list[float]] = field(default_factory=list)
     absent: tuple[int, ...] = ()
     ranks: int = 1
-    error: Exception | None = None
+    values: tuple[bytes, ...] = ()
+
+
+class PendingMerge:
+    """A merge in the background.
+
+    Args:
+        exchange: The exchange.
+        scope: The origin of the states.
+        own: The states of this rank.
+        result: The states that the channel merges.
+    """
+
+    def __init__(self, exchange: Exchange, scope: str, own: Snapshot | None, result: Future[Contribution]) -> None:
+        self._exchange, self._scope, self._own, self._future = exchange, scope, own, result
+
+    @property
+    def is_done(self) -> bool:
+        """True if :meth:`result` does not wait."""
+        return self._future.done()
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that kept the states of this rank out of a merge that is done."""
+        is_merged = self._future.done() and self._future.exception() is None
+        return self._future.result().error if is_merged else None
+
+    def result(self) -> Merged:
+        """Wait for the merge, and return it. If it fails, the first rank has its own states."""
+        exchange = self._exchange
+        try:
+            merged = self._future.result(timeout=WAIT_S)
+        except Exception as error:  # noqa: BLE001 - gloo raises RuntimeError, and the wait may time out
+            exchange.give_up(error)
+            return Merged(self._own if exchange.rank == 0 else None)
+        snapshot = None
+        if exchange.rank == 0:
+            refused = exchange.refused_by(self._scope, merged)
+            snapshot = merged.snapshot(self._own, refused)
+        values = tuple(merged.values[rank] for rank in sorted(merged.values))
+        absent = tuple(sorted(set(merged.absent)))
+        return Merged(snapshot, absent, exchange.ranks - len(absent), values)
 
 
 class Exchange:
-    """Merge the states of all ranks on rank zero, in two packed transfers.
+    """Merge the states of all ranks on rank zero, in the background.
 
-    The ranks agree on the layout of the transfers: a rank announces new sites to the others before it sends their
-    states, so a module that runs on only one rank does not cause a deadlock. Slots that are merged by addition are
-    summed across ranks. The others, a few numbers per site, are gathered and merged in rank order.
-
-    Every rank must call the same methods in the same order, even if its recorder has failed; it then sends a failure
-    flag and no states. If a transfer itself fails, :attr:`is_open` becomes False and nothing more is sent.
+    All exchanges of a process use one :class:`~lightning_recorder.statistics.rank_channel.RankChannel`. Every rank must
+    call the same methods in the same order, even if its recorder has failed; it then sends no states. A module may run
+    on only one rank. If this rank can no longer communicate, :attr:`is_open` becomes False.
 
     Args:
-        device: The device of the model's tensors, used if the backend communicates between GPUs.
+        device: The device of the model's tensors, for collectives of the training's process group.
 
     Note:
-        ``torch.distributed`` must be initialized. Every call waits for the other ranks.
+        ``torch.distributed`` must be initialized. :meth:`agree` and :meth:`from_first` wait for the other ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.device = torch.device("cpu") if dist.get_backend() == "gloo" else device
-        """The device that the states must be on."""
-        self.is_open = True
-        """True if the ranks have agreed to merge and no transfer has failed."""
-        self._layouts: dict[str, StatePacking] = {}
+        self._device = torch.device("cpu") if dist.get_backend() == "gloo" else device
+        self._channel: RankChannel | None = None
+        self._refused: dict[str, set[Key]] = {}
+        self._has_warned_of_loss = False
 
     @staticmethod
     def is_needed() -> bool:
         """Return True if there are several processes that can communicate."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
+    @property
+    def is_open(self) -> bool:
+        """True if the ranks have agreed to merge, and this one can communicate."""
+        return self._channel is not None and self._channel.is_open
+
     def agree(self, ready: bool, description: str) -> str:
-        """Find out if all ranks record, and with the same settings.
+        """Find out if all ranks record, and with the same settings. If so, open the channel. A collective.
 
         Args:
             ready: True if this rank records.
@@ -84,123 +123,90 @@ class Exchange:
         Returns:
             The reason for not merging the ranks, or an empty string.
         """
-        self.is_open = False
+        self.close()
         digest = float(zlib.crc32(description.encode()))
-        answers = self._gather(torch.tensor([float(ready), digest], dtype=torch.float64, device=self.device))
-        absent = [rank for rank, (is_ready, _) in enumerate(answers.tolist()) if not is_ready]
+        current = RankChannel.current
+        serial = current.serial if current is not None and current.is_open else 0
+        facts = torch.tensor([float(ready), digest, float(serial)], dtype=torch.float64, device=self._device)
+        answers = self._gather(facts)
+        absent = [rank for rank, each in enumerate(answers.tolist()) if not each[0]]
         if absent:
             return f"rank {', '.join(map(str, absent))} does not record"
-        if bool((answers != answers[0]).any()):
+        if bool((answers[:, :2] != answers[0, :2]).any()):
             return "the ranks record different modules, or with different settings"
-        self.is_open = True
+        # All ranks decide in the same way, because opening is a collective.
+        is_shared = serial > 0 and bool((answers[:, 2] == serial).all())
+        try:
+            channel = current if current is not None and is_shared else RankChannel.open()
+        except RuntimeError as error:
+            return f"their gloo process group cannot be created: {describe_error(error)}"
+        channel.users += 1
+        self._channel = channel
         return ""
 
-    def merge(
-        self,
-        snapshot: Snapshot | None,
-        *,
-        copies: Collection[Site] = (),
-        numbers: Sequence[float] = (),
-        scope: str = "",
-    ) -> Merged:
-        """Merge the states of all ranks.
+    def submit(
+        self, snapshot: Snapshot | None, *, copies: Collection[Site] = (), scope: str = "", value: object = None
+    ) -> PendingMerge:
+        """Begin to merge the states of all ranks.
 
         Args:
-            snapshot: The states of this rank on :attr:`device`, or ``None`` if its recorder has failed.
+            snapshot: The states of this rank on the CPU, or ``None`` if its recorder has failed.
             copies: The sites that are copies of another rank's. They are not counted.
-            numbers: Numbers to send to the other ranks, the same number on each rank.
             scope: A name for the origin of the states. The same site may have another shape in another scope.
+            value: An object to send to the first rank with the states; None to send nothing.
+        """
+        own = partial(Contribution.of, snapshot, self.rank, copies=frozenset(copies), value=value)
+        if self._channel is None:
+            failed: Future[Contribution] = Future()
+            failed.set_exception(ConnectionError("the ranks have not agreed to merge"))
+            return PendingMerge(self, scope, snapshot, failed)
+        return PendingMerge(self, scope, snapshot, self._channel.submit(scope, own))
+
+    def from_first(self, number: float) -> float:
+        """Return the number of the first rank. A collective of the channel's process group.
 
         Raises:
             RuntimeError: If the ranks can no longer communicate.
         """
-        with pause_recording(), torch.inference_mode(False), torch.no_grad():
-            return self._merge(snapshot, copies, numbers, self._layouts.setdefault(scope, StatePacking()))
+        if self._channel is None:
+            return number
+        found = torch.tensor([number], dtype=torch.float64)
+        dist.broadcast(found, 0, self._channel.group)
+        return float(found)
 
-    def _merge(
-        self, snapshot: Snapshot | None, copies: Collection[Site], numbers: Sequence[float], layout: StatePacking
-    ) -> Merged:
-        error: Exception | None = None
-        while True:
-            try:
-                own = _states(snapshot)
-                unknown = layout.unknown(own)
-                skipped = enumerate([] if snapshot is None else snapshot.left_out)
-                left_out = {(bank, site) for bank, sites in skipped for site in sites}
-                packed = layout.pack(own, self.device, copies=copies, left_out=left_out)
-            except Exception as caught:
-                if snapshot is None:  # even an empty contribution fails
-                    raise
-                error, snapshot = caught, None  # the caller reports it; the other ranks must not wait forever
-                continue
-            header = [float(snapshot is None), float(len(unknown)), float(bool(own)), *numbers]
-            head = torch.tensor(header, dtype=torch.float64, device=self.device)
-            answers = self._gather(torch.cat([head, packed.gathered])).cpu()
-            heads = answers[:, : len(header)].tolist()
-            if not any(each[_UNKNOWN] for each in heads):
-                break
-            self._share_unknown(layout, unknown)
-        sent = [each[_SEEN + 1 :] for each in heads]
-        absent = tuple(rank for rank, each in enumerate(heads) if each[_FAILED])
-        present = self.ranks - len(absent)
-        if not any(each[_SEEN] for each in heads):
-            return Merged(snapshot if self.rank == 0 else None, sent, absent, present, error)
-        with self._closing_on_error():
-            dist.reduce(packed.added, dst=0)
-        if self.rank != 0:
-            return Merged(None, sent, absent, present, error)
-        merged = None
-        try:
-            merged = _snapshot(snapshot, layout.merge(answers[:, len(header) :].unbind(), packed.added.cpu()))
-        except Exception as caught:  # noqa: BLE001 - the caller reports it
-            error = caught
-        return Merged(merged, sent, absent, present, error)
+    def refused_by(self, scope: str, merged: Contribution) -> set[Key]:
+        """Return the sites of a scope whose states could not be merged so far, and warn of the new ones."""
+        refused = self._refused.setdefault(scope, set())
+        for key, why in merged.refused.items():
+            if key not in refused:
+                refused.add(key)
+                what, _, reason = why.partition(": ")
+                warn(f"{what} is not recorded at {key[1].path!r} of module {key[1].name!r}, since {reason}")
+        return refused
 
-    def _share_unknown(self, layout: StatePacking, unknown: list[tuple[Key, SharedReduction]]) -> None:
-        """Send unknown sites to the other ranks."""
-        sent: list[list[tuple[Key, SharedReduction]]] = [[] for _ in range(self.ranks)]
-        with self._closing_on_error():
-            dist.all_gather_object(sent, unknown)
-        for (_, site), each in layout.extend(sent):
-            if self.rank == 0:
-                why = "the tensor has another shape on each rank" if each.reduction else "its class cannot be pickled"
-                what = each.described.partition(" ")[0]
-                warn(f"{what} is not recorded at {site.path!r} of module {site.name!r}, since {why}")
+    def give_up(self, error: Exception) -> None:
+        """Merge no more states, and warn on the first rank."""
+        if self._channel is not None:
+            self._channel.give_up(error)
+        if self.rank == 0 and not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
+            warn(f"the last records are those of rank 0 only: {describe_error(error)}")
+
+    def close(self, *, interrupted: bool = False) -> None:
+        """Wait until all merges are done, and close the channel if no other exchange uses it.
+
+        Args:
+            interrupted: True if the other ranks may not reach the same merges. Then wait for a short time only.
+        """
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close(interrupted=interrupted)
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, of shape ``[ranks, *shape]``."""
+        """Return the tensors of all ranks, of shape ``[ranks, *shape]``, on the CPU."""
         answers = [torch.empty_like(tensor) for _ in range(self.ranks)]
-        with self._closing_on_error():
-            dist.all_gather(answers, tensor)
-        return torch.stack(answers)
-
-    @contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        """Close the exchange if a transfer in the block fails."""
-        try:
-            yield
-        except BaseException:
-            self.is_open = False
-            raise
-
-
-def _states(snapshot: Snapshot | None) -> States:
-    """Return the states of a rank by key."""
-    return {
-        (bank, site): (group.reduction, state)
-        for bank, groups in enumerate([] if snapshot is None else snapshot.groups)
-        for group in groups
-        for site, state in zip(group.keys, group.states, strict=True)
-    }
-
-
-def _snapshot(own: Snapshot | None, merged: MergedStates) -> Snapshot:
-    """Return the merged states in the format of this rank's own."""
-    banks = [merged.groups.get(bank, []) for bank in range(1 + max(merged.groups, default=0))]
-    if own is None:  # this rank has failed, so the order of its sites is unknown
-        own = Snapshot((), [], [frozenset()] * len(banks))
-    banks += [[]] * (len(own.groups) - len(banks))
-    return replace(own, groups=banks, rank_means=merged.rank_means, diverged=merged.diverged)
+        dist.all_gather(answers, tensor)
+        return torch.stack(answers).cpu()
 
 
 class RankMergingRecorder:
@@ -239,6 +245,7 @@ class RankMergingRecorder:
         self._is_first = rank == 0
         self._clock = clock
         self._absent_ranks: set[int] = set()  # those that have caused a warning
+        self._pending: list[PendingMerge] = []  # those whose errors have not been reported
 
     @property
     def is_active(self) -> bool:
@@ -270,33 +277,53 @@ class RankMergingRecorder:
         with self.contained():
             self.recorder.remove()
 
-    def merged(self, *, alone: bool = False, numbers: tuple[float, ...] = (), scope: str = "") -> Merged:
+    def merged(self, *, alone: bool = False, scope: str = "") -> Merged:
         """Return the states of all ranks, or those of this rank if ranks are not merged.
 
         Args:
             alone: Do not communicate with other ranks, for example after a failure. Rank zero then returns its own
                 states.
-            numbers: See :meth:`Exchange.merge`.
-            scope: See :meth:`Exchange.merge`.
+            scope: See :meth:`Exchange.submit`.
         """
-        exchange = None if alone else self.exchange
-        if exchange is None or not exchange.is_open:
-            return Merged(self._snapshot("cpu") if self._is_first else None, [list(numbers)])
-        merged = exchange.merge(
-            self._snapshot(exchange.device), copies=self.recorder.replicated, numbers=numbers, scope=scope
-        )
-        if merged.error is not None:
-            with self.contained():
-                raise merged.error
+        pending = None if alone else self.submit(scope)
+        if pending is None:
+            return Merged(self._snapshot() if self._is_first else None)
+        return self.finished(pending)
+
+    def submit(self, scope: str = "") -> PendingMerge | None:
+        """Begin to merge the states of all ranks; return None if ranks are not merged.
+
+        Args:
+            scope: See :meth:`Exchange.submit`.
+        """
+        self._report_errors()
+        if self.exchange is None or not self.exchange.is_open:
+            return None
+        scope = f"{self.name} {scope}"
+        pending = self.exchange.submit(self._snapshot(), copies=self.recorder.replicated, scope=scope)
+        self._pending.append(pending)
+        return pending
+
+    def finished(self, pending: PendingMerge) -> Merged:
+        """Wait for a merge, and warn of the ranks that it lacks. May be called in any thread."""
+        merged = pending.result()
         new = set(merged.absent) - self._absent_ranks
         if new and self._is_first:
             warn(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
         self._absent_ranks |= new
         return merged
 
-    def _snapshot(self, device: Device | str) -> Snapshot | None:
+    def _report_errors(self) -> None:
+        """Report the errors of earlier merges on this rank, in the training thread."""
+        done = [each for each in self._pending if each.is_done]
+        self._pending = [each for each in self._pending if not each.is_done]
+        for error in filter(None, (each.error for each in done)):
+            with self.contained():
+                raise error
+
+    def _snapshot(self) -> Snapshot | None:
         snapshot = None
         if not self.failed:
             with self.contained():
-                snapshot = self.recorder.states.snapshot(self.recorder.modules, device)
+                snapshot = self.recorder.states.snapshot(self.recorder.modules)
         return snapshot

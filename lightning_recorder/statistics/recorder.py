@@ -99,6 +99,18 @@ class BaseStatisticsRecorder(ABC):
         """Return :meth:`traces` and start to collect them anew."""
         return self.traces()
 
+    def settings(self) -> dict[Site, dict[str, float]]:
+        """Return scalars of sites that are no statistics of a tensor.
+
+        These are ``eval_mode``, 1.0 at the sites of modules that are in eval mode. It is absent in training mode.
+        """
+        away = {name for name, module in self.modules.items() if not module.training}
+        return {site: {"eval_mode": 1.0} for site in self.states.sites if site.name in away} if away else {}
+
+    def about(self) -> dict[str, Any]:
+        """Return facts about the latest step that belong to no site, as JSON-serializable data."""
+        return {}
+
     @property
     def nbytes(self) -> int:
         """The size of the states on all devices, in bytes."""

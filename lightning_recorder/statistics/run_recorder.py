@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import device as Device
@@ -12,49 +12,12 @@ from torch import device as Device
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.schedule import Reduce, Sampling, ends_window
 from lightning_recorder.statistics.overhead import OverheadLimit, StepTiming
-from lightning_recorder.statistics.rank_merging import Merged, RankMergingRecorder
+from lightning_recorder.statistics.rank_merging import Merged, PendingMerge, RankMergingRecorder
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
-from lightning_recorder.statistics.sites import Record
+from lightning_recorder.statistics.run_phase import RunPhase, RunWindow
+from lightning_recorder.statistics.sites import NOTHING, Record, Snapshot
 
 __all__ = ["RunPhase", "RunRecorder"]
-
-
-class RunPhase(Enum):
-    """The phases of a :class:`RunRecorder`, which documents the transitions."""
-
-    IDLE = "idle"
-    """The current step is not recorded, and there are no unwritten statistics. :meth:`RunRecorder.end_batch` is not
-    needed.
-    """
-    WAITING = "waiting"
-    """No step is being recorded, and there are no hooks. :meth:`RunRecorder.end_batch` must still be called, because
-    the window may have unwritten statistics and end with this step.
-    """
-    ARMED = "armed"
-    """No step is being recorded, but the next one is due. The hooks may still be registered, but are paused."""
-    RECORDING = "recording"
-    """A step is being recorded. There are hooks if this rank records."""
-    ENDED = "ended"
-    """The run has ended, and its state is final."""
-
-
-@dataclass
-class _Window:
-    """The recorded steps since the last record."""
-
-    steps: int = 0
-    """The number of steps whose statistics are in the states. The same on all ranks."""
-    has_overflow: bool = False
-    """True if a step overflowed. The same on all ranks."""
-    is_covered: bool = False
-    """True if the hooks were registered in one of the steps."""
-    is_merged: bool = False
-    """True if this rank holds the statistics of all ranks, from a checkpoint."""
-
-    @property
-    def is_empty(self) -> bool:
-        """True if there is nothing to write in a record. The same on all ranks."""
-        return not self.steps and not self.has_overflow
 
 
 class RunRecorder(RankMergingRecorder):
@@ -128,7 +91,7 @@ class RunRecorder(RankMergingRecorder):
         self.recorder.watch(self._timing.stopwatch)
         self._step = 0  # the current step, or the next one between two steps
         self._epoch = 0
-        self._window = _Window()
+        self._window = RunWindow()
         self._savepoint: list[Any] | None = None  # the states before the current step; None if they were empty
         self._final_state: dict[str, Any] | None = None  # of a run that has ended
 
@@ -332,17 +295,23 @@ class RunRecorder(RankMergingRecorder):
         steps = self._window.steps + overflowed
         self._window.steps, self._window.has_overflow = 0, False
         with self._timing.flush():
-            wanted = self._timing.interval(self.every_n_train_steps)
-            merged = self.merged(numbers=(float(wanted),))
-            self._widen(int(merged.numbers[0][0]))
+            self._agree_on_interval()
+            pending = self.submit()
+            merged = Merged(NOTHING) if pending is not None else self.merged(alone=True)
             with self.contained():
                 self.recorder.states.reset()
-        about = {"recording_ms": self._timing.recording_ms, "flush_ms": self._timing.flush_ms, "overflowed": overflowed}
+        about: dict[str, Any] = {
+            "recording_ms": self._timing.recording_ms,
+            "flush_ms": self._timing.flush_ms,
+            "overflowed": overflowed,
+        }
+        if pending is not None:
+            about["pending"] = partial(self._completed, pending, self._window.is_merged)
         record = self._record(step, merged, steps, **about)
-        if record is not None:
+        if record is not None and self._is_first:
             with self._timing.delivery(), self.contained():
                 self._deliver(record)
-        self._window = _Window()
+        self._window = RunWindow()
         if self._timing.limit is None:
             self.recorder.watch(None)
 
@@ -356,8 +325,11 @@ class RunRecorder(RankMergingRecorder):
         snapshot = merged.snapshot
         if snapshot is None:
             return None
-        if self._window.is_merged:  # per-rank differences are meaningless
-            snapshot = replace(snapshot, rank_means={}, diverged=frozenset())
+        if self._window.is_merged:
+            snapshot = _without_ranks(snapshot)
+        of_step: dict[str, Any] = {}
+        with self.contained():
+            snapshot, of_step = replace(snapshot, settings=self.recorder.settings()), self.recorder.about()
         return Record(
             step,
             self._epoch,
@@ -366,8 +338,24 @@ class RunRecorder(RankMergingRecorder):
             overflow_steps=self.overflow_steps,
             every_n_train_steps=self.every_n_train_steps,
             ranks=merged.ranks,
+            about=of_step,
             **about,
         )
+
+    def _completed(self, pending: PendingMerge, is_merged: bool, record: Record) -> Record | None:
+        """Return a record with the merged states. Called in the writer thread."""
+        merged = self.finished(pending)
+        if merged.snapshot is None:
+            return None
+        snapshot = _without_ranks(merged.snapshot) if is_merged else merged.snapshot
+        return replace(record, snapshot=replace(snapshot, settings=record.snapshot.settings), ranks=merged.ranks)
+
+    def _agree_on_interval(self) -> None:
+        """Use the interval of the first rank on all ranks, if it can change."""
+        wanted = self._timing.interval(self.every_n_train_steps)
+        if self._timing.limit is not None and self.exchange is not None and self.exchange.is_open:
+            wanted = int(self.exchange.from_first(wanted))
+        self._widen(wanted)
 
     def _widen(self, every_n_train_steps: int) -> None:
         if every_n_train_steps != self.every_n_train_steps:
@@ -398,7 +386,7 @@ class RunRecorder(RankMergingRecorder):
         is_alone = self.exchange is None or not self.exchange.is_open
         if self._final_state is not None or not self.holds_states or is_alone:
             return self.state_dict()
-        snapshot = self.merged(numbers=(float(self.every_n_train_steps),)).snapshot
+        snapshot = self.merged().snapshot
         return self._state(None if snapshot is None else snapshot.state_dict())
 
     def _state(self, states: dict[str, Any] | None) -> dict[str, Any]:
@@ -444,3 +432,8 @@ class RunRecorder(RankMergingRecorder):
             warn(f"{self.name} starts without the saved statistics, which cannot be read: {describe_error(error)}")
             with self.contained():
                 self.recorder.states.reset_all()
+
+
+def _without_ranks(snapshot: Snapshot) -> Snapshot:
+    """Return the states of several ranks that one rank has loaded; differences between ranks are then meaningless."""
+    return replace(snapshot, rank_means={}, diverged=frozenset())

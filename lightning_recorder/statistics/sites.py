@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,13 +32,26 @@ from lightning_recorder.reductions.row import DERIVED_STATISTICS, HISTOGRAM
 from lightning_recorder.statistics.table import SiteStatistics, StatisticsTable, make_schema
 from lightning_recorder.taps import Site
 
-__all__ = ["RANK_STATISTICS", "SHOWN_STATISTICS", "Record", "SiteStates", "SiteStatistics", "Snapshot", "statistics_of"]
+__all__ = [
+    "NOTHING",
+    "RANK_STATISTICS",
+    "SETTINGS",
+    "SHOWN_STATISTICS",
+    "Record",
+    "SiteStates",
+    "SiteStatistics",
+    "Snapshot",
+    "statistics_of",
+]
 
 RANK_STATISTICS = ("rank_mean_min", "rank_mean_max")
 """The smallest and the largest of the per-rank means, recorded if there are several ranks."""
 
 SHOWN_STATISTICS = (*SCALAR_STATISTICS, *RANK_STATISTICS)
 """The statistics that can be shown for any site."""
+
+SETTINGS = ("learning_rate", "weight_decay", "eval_mode")
+"""The scalars of a site that are no statistics of its tensor. They are in the records and not shown by default."""
 
 _BINS = "histogram"
 
@@ -54,6 +67,7 @@ class Snapshot:
         rank_means: The smallest and the largest per-rank mean of the sites that several ranks have seen.
         diverged: The sites whose values should be equal on all ranks but differ.
         kinds: The dtype and shape of the latest tensor of each site, in the order in which the sites were first seen.
+        settings: Scalars of sites that are no statistics of a tensor, such as the learning rate of a parameter.
         warned: The indices of the reductions that have caused a warning because summarizing them failed. Updated in
             place.
         strict: Raise the errors of extra reductions instead of warning and skipping the reduction.
@@ -65,6 +79,7 @@ class Snapshot:
     rank_means: Mapping[Site, tuple[float, float]] = field(default_factory=dict)
     diverged: frozenset[Site] = frozenset()
     kinds: Mapping[Site, tuple[torch.dtype, torch.Size | None]] = field(default_factory=dict)
+    settings: Mapping[Site, Mapping[str, float]] = field(default_factory=dict)
     warned: set[int] = field(default_factory=set)
     strict: bool = False
 
@@ -88,6 +103,11 @@ class Snapshot:
             for place, name in enumerate(RANK_STATISTICS):
                 means = [self.rank_means.get(site, (math.nan, math.nan))[place] for site in table.sites]
                 table = table.with_column(name, np.array(means), has)
+        for name in dict.fromkeys(name for settings in self.settings.values() for name in settings):
+            given = [self.settings.get(site, {}).get(name) for site in table.sites]
+            has = np.array([value is not None for value in given], dtype=bool)
+            if has.any():
+                table = table.with_column(name, np.array([math.nan if each is None else each for each in given]), has)
         for place, groups in list(enumerate(self.groups))[1:]:
             found = {
                 site: (scalars, tensors)
@@ -131,6 +151,10 @@ class Snapshot:
         }
 
 
+NOTHING = Snapshot((), [], [])
+"""No states, until those of all ranks are merged."""
+
+
 @dataclass(frozen=True)
 class Record:
     """The statistics of one or more steps with their metadata.
@@ -150,6 +174,9 @@ class Record:
         ranks: The number of merged ranks.
         is_sample: True if the record has only the first batches of an evaluation, for the record file and findings.
         batch: The checksums of :func:`batch_fingerprint`, ``[2]`` int64 on any device; None if there are none.
+        about: Facts about the step that belong to no site, such as ``groups``, the settings of the optimizer.
+        pending: A function that waits until the ranks are merged, and returns the record with the merged states, or
+            None if there are none. None if the states are complete.
     """
 
     step: int
@@ -166,6 +193,12 @@ class Record:
     ranks: int = 1
     is_sample: bool = False
     batch: Tensor | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+    pending: Callable[[Record], Record | None] | None = None
+
+    def complete(self) -> Record | None:
+        """Return the record with the states of all ranks, or None if there are none. May wait for other ranks."""
+        return self if self.pending is None else self.pending(replace(self, pending=None))
 
 
 class SiteStates:

@@ -139,7 +139,7 @@ CASES: dict[type[Any], list[tuple[str, Any, Any, Any]]] = {
         ("stages", ["validate", "train"], plain("stages"), ("train", "validate")),
         *STATISTICS,
     ],
-    GradientRecorder: STATISTICS,
+    GradientRecorder: [("loss", "rank", plain("loss"), "rank"), *STATISTICS],
     ParameterRecorder: [
         ("parts", "updates", plain("parts"), ("updates",)),
         ("parts", ["values", "moments"], plain("parts"), ("values", "moments")),
@@ -345,6 +345,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "extra": [(3, "takes a list"), ([Norms], r"write Norms\(\)"), ("norms", "extra")],
     "histograms": [("yes", "True, False or the number"), (0, "integer of at least 1"), (2.5, "True, False or")],
     "compiled": [("both", "'eager' or 'skip'"), (None, "'eager' or 'skip'")],
+    "loss": [("sum", "'global' or 'rank'"), (None, "'global' or 'rank'")],
     "tensors": [("weights", "'inputs', 'outputs'"), ([], "'inputs'"), (3, "'inputs'")],
     "at": [("batches", "'checkpoints', 'steps', 'epochs'"), (3, "'checkpoints'")],
     "samples": [(0, "integer of at least 1"), ("all", "integer of at least 1")],

@@ -14,9 +14,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ from lightning_recorder import (
     open_recording,
     read_dump,
 )
+from lightning_recorder.callbacks import attach
+from lightning_recorder.callbacks.attach import AttachRecorders
 from lightning_recorder.reductions import Change, Reduction, Statistics, Values, to_histogram
 from lightning_recorder.statistics import SHOWN_STATISTICS, BaseStatisticsRecorder
 from tests.callbacks.models import LEAVES, Classifier, digits
@@ -162,8 +165,11 @@ def scenario(function: Scenario) -> Scenario:
 def merged(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
     options: dict[str, Any] = {"every_n_train_steps": 1, "statistics": SHOWN_STATISTICS, "sinks": [sink]}
-    gradients, parameters = GradientRecorder("hidden", **options), ParameterRecorder(**options)
-    model: Any = train(folder, [watching(sink, "squash", "hidden"), gradients, parameters])
+    gradients = [
+        GradientRecorder("hidden", **options),
+        GradientRecorder("hidden", name="own", loss="rank", **options),
+    ]
+    model: Any = train(folder, [watching(sink, "squash", "hidden"), *gradients, ParameterRecorder(**options)])
     bare = train(folder, [])
     return {**written(sink), "kept": model.kept, "final": state_of(model), "bare": state_of(bare)}
 
@@ -181,12 +187,13 @@ COLLECTIVES = [
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count the calls of functions that wait for other ranks."""
+    """Count the calls of functions that wait for other ranks, in this thread."""
     calls: Counter[str] = Counter()
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
+            if threading.current_thread() is threading.main_thread():
+                calls[name] += 1
             return function(*args, **kwargs)
 
         return wrapper
@@ -403,6 +410,35 @@ def switched_off(folder: Path) -> dict[str, Any]:
     finally:
         os.environ.pop("LIGHTNING_RECORDER", None)
     return written(sink)
+
+
+def attached_on(folder: Path, ranks: Collection[int]) -> dict[str, Any]:
+    """Train with the variable set on some ranks only."""
+    attach._TIMEOUT_S = 2.0
+    value = os.environ.pop("LIGHTNING_RECORDER", None)
+    if this_rank() in ranks:
+        os.environ["LIGHTNING_RECORDER"] = "on"
+    try:
+        model: Any = train(folder, [AttachRecorders()])
+    finally:
+        os.environ.pop("LIGHTNING_RECORDER", None)
+        os.environ.update({} if value is None else {"LIGHTNING_RECORDER": value})
+    return {"trained": len(model.kept["squash"])}
+
+
+@scenario
+def attached_on_all(folder: Path) -> dict[str, Any]:
+    return attached_on(folder, (0, 1))
+
+
+@scenario
+def attached_on_0(folder: Path) -> dict[str, Any]:
+    return attached_on(folder, (0,))
+
+
+@scenario
+def attached_on_1(folder: Path) -> dict[str, Any]:
+    return attached_on(folder, (1,))
 
 
 @scenario
@@ -745,10 +781,10 @@ PLACES = [("activations/squash", "squash"), ("activations/hidden", "hidden"), ("
 def test_merged_states_are_one_reduction_over_the_ranks(pair: Path, place: str, name: str, step: int) -> None:
     """Counts, extrema and bins are bitwise those of the tensors of both ranks; moments agree within their bounds.
 
-    Gradients are those of each rank's own loss, so the merged record is that of the tensors of both ranks.
+    Gradients are those of the mean of both losses, so each is half of the gradient of its rank's own loss.
     """
     results, warned = outcome(pair, "merged")
-    tensors = union(results, name, step)
+    tensors = [tensor / 2 if name == "gradient" else tensor for tensor in union(results, name, step)]
     scalars = at(results[0]["scalars"], place, step)
     values = values_of(tensors)
     Moments.of(values).assert_near(scalars)
@@ -782,14 +818,15 @@ def test_parameters_are_those_of_a_run_without_callbacks(pair: Path, name: str) 
 def test_two_processes_record_what_one_does_over_their_batches(pair: Path, tmp_path: Path) -> None:
     """One process over both ranks' batches gives equal records, up to a relative 1e-5 from matrix products.
 
-    A rank's own loss is the mean of half as many rows, so the gradients of its activations are twice as large; those of
-    the parameters are averaged over the ranks.
+    With ``loss="rank"``, the gradients of the activations are twice as large, since the loss is the mean of half as
+    many rows.
     """
     sink = MemorySink()
     options: dict[str, Any] = {"every_n_train_steps": 1, "sinks": [sink], "statistics": SHOWN_STATISTICS}
     recorders = [
         watching(sink, "squash", "hidden"),
         GradientRecorder("hidden", **options),
+        GradientRecorder("hidden", name="own", loss="rank", **options),
         ParameterRecorder(**options),
     ]
     train(tmp_path, recorders, loader=digits(STEPS, 2 * ROWS), devices=1, strategy="auto")
@@ -798,7 +835,7 @@ def test_two_processes_record_what_one_does_over_their_batches(pair: Path, tmp_p
     for tag, by_step in sink.scalars.items():
         place, _, statistic = tag.rpartition("/")
         is_size = statistic in ("mean", "std", "rms", "min", "max")
-        factor = 2 if place == "gradients/hidden" and is_size else 1
+        factor = 2 if place == "gradients-own/hidden" and is_size else 1
         for step, value in by_step.items():
             size = sink.scalars[f"{place.removesuffix('/update_ratio')}/rms"][step] if is_size else 1.0
             assert two["scalars"][tag][step] == pytest.approx(factor * value, rel=1e-5, abs=1e-5 * size), (tag, step)
@@ -828,12 +865,10 @@ def test_tags_name_modules_as_the_model_does(pair: Path, name: str) -> None:
     assert not [tag for tag in scalars if "module" in tag]
 
 
-def test_a_flush_takes_two_transfers(pair: Path) -> None:
-    """Each record takes one gather and one sum on both ranks; the first one also shares the sites."""
+def test_a_record_takes_no_transfer_in_the_training_thread(pair: Path) -> None:
+    """The training thread calls no function that waits for other ranks, with and without recorders."""
     for result in outcome(pair, "transfers")[0]:
-        assert result["bare"] == [{}] * STEPS
-        assert result["recorded"][1:] == [{"all_gather": 1, "reduce": 1}] * (STEPS - 1)
-        assert result["recorded"][0] == {"all_gather": 2, "all_gather_object": 1, "reduce": 1}
+        assert result == {"bare": [{}] * STEPS, "recorded": [{}] * STEPS}
 
 
 def test_a_module_of_one_rank_has_its_record(pair: Path) -> None:
@@ -915,7 +950,8 @@ def test_shards_of_a_parameter_are_merged(pair: Path) -> None:
         assert counted_values(scalars, "parameters/hidden/weight.grad")[step] == 448
         assert counted_values(scalars, "parameters/hidden/weight.update")[step] == 448
         for place, name in PLACES[1:]:
-            Moments.of(values_of(union(results, name, step))).assert_near(at(scalars, place, step))
+            tensors = [tensor / 2 if name == "gradient" else tensor for tensor in union(results, name, step)]
+            Moments.of(values_of(tensors)).assert_near(at(scalars, place, step))
     assert warned == [[], []]
 
 
@@ -967,7 +1003,7 @@ def test_a_recorder_that_fails_on_one_rank_costs_its_share(pair: Path, rank: int
     ]
     own = "ActivationRecorder is off for the rest of the run: ValueError: injected"
     assert [message for each in warned for message in each if "without" not in message] == [own]
-    assert [result["calls"][1:] for result in results] == [[{"all_gather": 1, "reduce": 1}] * (STEPS - 1)] * 2
+    assert [result["calls"] for result in results] == [[{}] * STEPS] * 2
 
 
 @pytest.mark.parametrize(
@@ -983,6 +1019,28 @@ def test_ranks_that_do_not_record_the_same_are_not_merged(pair: Path, name: str,
     assert warned == [[f"ActivationRecorder: statistics are those of rank 0 only, because {reason}"], []]
     assert counted_values(results[0]["scalars"], "activations/squash") == dict.fromkeys(range(STEPS), ROWS * 64)
     assert not [tag for tag in results[0]["scalars"] if "rank_mean" in tag]
+
+
+@pytest.mark.parametrize("name", ["attached_on_0", "attached_on_1"])
+def test_a_variable_that_one_rank_lacks_hangs_nobody(name: str, tmp_path: Path) -> None:
+    """If only one rank has ``LIGHTNING_RECORDER=on``, nothing is recorded, and that rank warns; training continues."""
+    code, log = go(tmp_path, name)
+    assert code == 0, log[-2000:]
+    results, warned = outcome(tmp_path, name)
+    assert [result["trained"] for result in results] == [STEPS, STEPS]
+    here = int(name[-1])
+    assert [len(each) for each in warned] == [int(rank == here) for rank in (0, 1)]
+    assert f"nothing is recorded, since rank {1 - here} lacks this variable" in warned[here][0]
+    assert not list((tmp_path / name).rglob("*.jsonl"))
+
+
+def test_a_variable_on_all_ranks_records(tmp_path: Path) -> None:
+    """If all ranks have ``LIGHTNING_RECORDER=on``, their records are merged."""
+    code, log = go(tmp_path, "attached_on_all")
+    assert code == 0, log[-2000:]
+    assert outcome(tmp_path, "attached_on_all")[1] == [[], []]
+    series = open_recording(tmp_path / "attached_on_all")["activations"]
+    assert series["squash"].statistic("count")[0] == 2 * ROWS * 64
 
 
 def test_a_checkpoint_holds_what_all_ranks_have_seen(pair: Path) -> None:

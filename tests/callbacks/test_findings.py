@@ -200,3 +200,26 @@ def test_an_error_of_the_rules_gives_one_warning(
     assert texts == ["records are no longer examined for findings: ValueError: planted"]
     run = open_recording(tmp_path).run
     assert {label: len(run[label].steps) for label in run} == dict.fromkeys(run.recorders, STEPS // 2 + 1)
+
+
+@pytest.mark.filterwarnings("ignore:Found 1 module")  # of Lightning, about the module in eval mode
+def test_files_hold_the_settings_that_the_rules_need(tmp_path: Path) -> None:
+    """Without a graph, a file has the learning rate, the clipping, the classes, and the modules in eval mode."""
+    model = Net()
+    dropout = nn.Dropout(0.1)
+    model.act = nn.Sequential(nn.ReLU(), dropout.eval())  # type: ignore[assignment]  # any module does
+    kinds: tuple[Callable[..., Callback], ...] = (ActivationRecorder, ParameterRecorder)
+    trainer = make_trainer(
+        tmp_path, [kind(every_n_train_steps=2, outputs=QUIET) for kind in kinds], gradient_clip_val=2
+    )
+    trainer.fit(model, batches())
+    run = open_recording(tmp_path).run
+    assert run.receipt is not None
+    assert run.receipt["activations"]["modules"]["act.1"]["type"] == "Dropout"
+    series = run["parameters"]
+    (entry,) = [each.entries[series.steps[-1]] for each in series.parts.values()]
+    assert entry.row.about["gradient_clip_val"] == 2.0
+    assert [group["betas"] for group in entry.row.about["groups"]] == [[0.9, 0.999]]
+    assert series["head", "weight"].scalars(series.steps[-1])["learning_rate"] == 3e-3
+    assert run["activations"]["act.1"].scalars(series.steps[-1])["eval_mode"] == 1.0
+    assert [(each.rule, each.module) for each in run.findings if not each.is_note] == [("eval-mode", "act.1")]

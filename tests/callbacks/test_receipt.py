@@ -460,7 +460,13 @@ def test_a_resumed_run_has_a_receipt_of_its_own(tmp_path: Path) -> None:
     go(tmp_path, [ActivationRecorder(every_n_train_steps=1)], ckpt=tmp_path / "saved.ckpt")
     about = receipt(tmp_path, "activations")
     assert (about["step"], about["last_step"]) == (4, 7)
-    assert about["modules"]["head"] == {"fired": True, "sites": ["out"], "first_step": 4, "last_step": 7}
+    assert about["modules"]["head"] == {
+        "fired": True,
+        "sites": ["out"],
+        "first_step": 4,
+        "last_step": 7,
+        "type": "Linear",
+    }
 
 
 def test_steps_in_which_a_recorder_is_disabled_change_nothing(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def record(
     dtype: str = "float32",
     histograms: Mapping[tuple[str, str], Histogram] | None = None,
     recorder: str | None = None,
+    about: Mapping[str, object] | None = None,
 ) -> SiteRecords:
     """Return one record; a rms without other statistics stands for values around zero."""
     rows = []
@@ -56,6 +57,7 @@ def record(
         shapes=tuple((shapes or {}).get(site, (16, 16)) for site in sites),
         values=np.array(rows, dtype=np.float64),
         histogram=lambda site: (histograms or {}).get((site.name, site.path)),
+        about=about or {},
     )
 
 
@@ -72,6 +74,7 @@ def run(
     shapes: Mapping[tuple[str, str], tuple[int, ...]] | None = None,
     dtype: str = "float32",
     histograms: Mapping[tuple[str, str], Histogram] | None = None,
+    about: Mapping[str, object] | None = None,
 ) -> list[Finding]:
     """Return the findings of a run given by the statistics of each module; a parameter is ``"fc/weight"``."""
     examination = Examination(graph, coverage)
@@ -84,8 +87,8 @@ def run(
     for group, stage, sites in groups:
         for row in range(records if sites else 0):
             values = {site: {name: _at(value, row) for name, value in each.items()} for site, each in sites.items()}
-            about = {"shapes": shapes, "dtype": dtype, "histograms": histograms}
-            examination.add(record(group, row * every, values, stage=stage, **about))  # type: ignore[arg-type]  # mixed
+            options = {"shapes": shapes, "dtype": dtype, "histograms": histograms, "about": about}
+            examination.add(record(group, row * every, values, stage=stage, **options))  # type: ignore[arg-type]  # mixed
     return examination.findings()
 
 

@@ -200,7 +200,7 @@ def test_a_fault_costs_its_statistic_and_strict_raises() -> None:
     [
         (
             {"parts": ["weights"]},
-            "parts must be one or more of 'values', 'gradients', 'updates', 'moments'; got 'weights'",
+            "parts must be one or more of 'values', 'gradients', 'updates', 'moments', 'buffers'; got 'weights'",
         ),
         ({"parts": []}, "got none"),
         ({"optimizers": ["adam"]}, "optimizers takes torch.optim.Optimizer instances, got 'adam'"),
@@ -225,3 +225,48 @@ def test_an_optimizer_can_be_copied_in_a_step() -> None:
         optimizer.register_step_pre_hook(copy_it)
         step(net, optimizer, 0)
     copies[0].step()
+
+
+def test_settings_are_those_of_the_step() -> None:
+    """The settings of a step are known after a scheduler has changed them, for each group and each parameter."""
+    net = small_net()
+    groups: list[dict[str, Any]] = [
+        {"params": net.first[0].parameters(), "lr": 0.5},
+        {"params": net.last[0].parameters()},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.25), betas=(0.8, 0.9), weight_decay=0.125)
+    with OptimizerRecorder({"0": net[0], "2": net[2]}, [optimizer]) as recorder:
+        step(net, optimizer, 0)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+    settings = recorder.settings()
+    assert settings[Site("0", "weight")] == {"learning_rate": 0.5, "weight_decay": 0.125}
+    assert settings[Site("2", "bias")] == {"learning_rate": 0.25, "weight_decay": 0.125}
+    first, last = recorder.about()["groups"]
+    assert (first["optimizer"], first["parameters"], first["lr"], first["betas"]) == ("AdamW", 2, 0.5, [0.8, 0.9])
+    assert (last["lr"], last["eps"], "amsgrad" in last) == (0.25, 1e-8, False)
+
+
+def test_running_statistics_are_those_before_the_step() -> None:
+    """The running statistics of a BatchNorm are recorded with its parameters."""
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with OptimizerRecorder({"1": net[1], "2": net[2]}, [optimizer], parts=["buffers"]) as recorder:
+        step(net, optimizer, 0)
+    found = recorder.collect()
+    assert set(found) == {Site("1", "running_mean"), Site("1", "running_var")}
+    for path in ("running_mean", "running_var"):
+        expected = moments([getattr(net[1], path)])
+        scalars = found[Site("1", path)].scalars
+        assert {name: scalars[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_eval_mode_of_modules_is_known() -> None:
+    """Only the sites of modules in eval mode have the setting."""
+    from lightning_recorder import StatisticsRecorder
+
+    net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    net[1].eval()
+    with StatisticsRecorder({"0": net[0], "1": net[1]}) as recorder:
+        net(torch.ones(2, 4))
+    assert recorder.settings() == {Site("1", "out"): {"eval_mode": 1.0}}

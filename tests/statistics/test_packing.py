@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_recorder.reductions import BatchSum, ChannelMoments, Norms, Reduction, RunningMoments, Statistics, Values
-from lightning_recorder.statistics.packing import Key, MergedStates, StatePacking
+from lightning_recorder.reductions import (
+    BatchSum,
+    ChannelMoments,
+    Collected,
+    Norms,
+    Reduction,
+    RunningMoments,
+    Statistics,
+    Values,
+)
+from lightning_recorder.statistics.packing import Contribution, Decoder, Encoder, Key
+from lightning_recorder.statistics.sites import Snapshot
 from lightning_recorder.taps import Site
 
-CPU = torch.device("cpu")
 A, B, C = (Site(name, "out") for name in "abc")
 
 Rank = Mapping[Key, tuple[Reduction, Tensor]]
+
+
+class Merged(NamedTuple):
+    """The merged states of some ranks, as the first rank uses them."""
+
+    groups: dict[int, list[Collected[Site]]]
+    rank_means: Mapping[Site, tuple[float, float]]
+    diverged: frozenset[Site]
+    refused: Mapping[Key, str]
 
 
 def state_of(reduction: Reduction, *tensors: Tensor) -> tuple[Reduction, Tensor]:
@@ -31,24 +50,35 @@ def rank_of(**tensors: Tensor) -> dict[Key, tuple[Reduction, Tensor]]:
     return {(0, Site(name, "out")): state_of(Statistics(), tensor) for name, tensor in tensors.items()}
 
 
-def layouts(ranks: Sequence[Rank]) -> list[StatePacking]:
-    """Return the layout of each rank after all have announced their sites."""
-    found = [StatePacking() for _ in ranks]
-    warned = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
-    for layout in found:
-        layout.extend(warned)
-    return found
+def contribution(own: Rank, rank: int, copies: Collection[Site] = ()) -> Contribution:
+    """Return the contribution of a rank."""
+    groups: list[list[Collected[Site]]] = [[] for _ in range(1 + max((bank for bank, _ in own), default=-1))]
+    for (bank, site), (reduction, state) in own.items():
+        alike = next((each for each in groups[bank] if each.reduction.described == reduction.described), None)
+        if alike is not None:
+            groups[bank].remove(alike)
+        keys, states = ([], state[None][:0]) if alike is None else (alike.keys, alike.states)
+        groups[bank].append(Collected(reduction, [*keys, site], torch.cat([states, state[None]])))
+    return Contribution.of(Snapshot((), groups, [frozenset()] * len(groups)), rank, copies=copies)
 
 
-def merge(ranks: Sequence[Rank], copies: Sequence[Collection[Site]] = ()) -> MergedStates:
-    """Return the states that the first rank merges after each rank has packed its own."""
-    found = layouts(ranks)
-    owned = zip(found, ranks, copies or [()] * len(ranks), strict=True)
-    packed = [layout.pack(own, CPU, copies=its) for layout, own, its in owned]
-    return found[0].merge([each.gathered for each in packed], torch.stack([each.added for each in packed]).sum(0))
+def sent(each: Contribution, own: Contribution) -> Contribution:
+    """Return a contribution after it was sent to another rank."""
+    return Decoder().decode("scope", Encoder().encode("scope", each), own)
 
 
-def by_site(merged: MergedStates, bank: int = 0) -> dict[Site, Tensor]:
+def merge(ranks: Sequence[Rank], copies: Sequence[Collection[Site]] = ()) -> Merged:
+    """Return the states that the first rank has after it has received those of the others in order."""
+    its = copies or [()] * len(ranks)
+    first, *others = (contribution(own, rank, each) for rank, (own, each) in enumerate(zip(ranks, its, strict=True)))
+    for other in others:
+        first.merge(sent(other, first))
+    snapshot = first.snapshot(None, first.refused) or Snapshot((), [], [])
+    groups = {bank: found for bank, found in enumerate(snapshot.groups) if found}
+    return Merged(groups, snapshot.rank_means, snapshot.diverged, first.refused)
+
+
+def by_site(merged: Merged, bank: int = 0) -> dict[Site, Tensor]:
     groups = merged.groups.get(bank, [])
     return {site: state for each in groups for site, state in zip(each.keys, each.states, strict=True)}
 
@@ -69,29 +99,59 @@ def test_merged_states_are_those_of_one_stream() -> None:
 
 
 def test_a_site_of_one_rank_is_there_as_it_was() -> None:
-    """A site of a single rank keeps its exact state, and a site that no rank has seen is absent."""
+    """A site of a single rank keeps its exact state."""
     first, second = rank_of(a=random(0)), rank_of(b=random(1), c=random(2))
     found = by_site(merge([first, second]))
     assert set(found) == {A, B, C}
     for site, rank in (A, first), (B, second), (C, second):
         assert torch.equal(found[site], rank[0, site][1])
-    layout = layouts([first, second])[0]
-    nothing = layout.pack({}, CPU)
-    assert by_site(layout.merge([nothing.gathered] * 2, nothing.added)) == {}
 
 
 def test_ranks_without_anything_merge_to_nothing() -> None:
-    """An empty layout packs to empty tensors and merges to nothing."""
-    merged = merge([{}, {}])
-    assert (merged.groups, merged.rank_means, merged.diverged) == ({}, {}, frozenset())
+    """Ranks without states merge to nothing."""
+    assert merge([{}, {}]) == ({}, {}, frozenset(), {})
 
 
 def test_the_order_in_which_a_rank_has_seen_its_sites_does_not_matter() -> None:
-    """The order in which a rank has seen its sites does not affect the packing."""
+    """The order in which a rank has seen its sites does not affect the merged states."""
     tensors = {"a": random(0), "b": random(1)}
-    ranks = [rank_of(**tensors), rank_of(**dict(reversed(tensors.items())))]
-    packed = [layout.pack(own, CPU) for layout, own in zip(layouts(ranks), ranks, strict=True)]
-    assert all(torch.equal(one, other) for one, other in zip(*packed, strict=True))
+    same = merge([rank_of(**tensors), rank_of(**tensors)])
+    other = merge([rank_of(**tensors), rank_of(**dict(reversed(tensors.items())))])
+    assert all(torch.equal(by_site(same)[site], by_site(other)[site]) for site in (A, B))
+
+
+@pytest.mark.parametrize("ranks", [4, 5, 8])
+def test_a_tree_gives_what_a_row_of_merges_gives(ranks: int) -> None:
+    """Merging pairs of ranks first gives equal counts, extrema and bins, and equal moments up to rounding."""
+    own = [rank_of(a=random(rank, 10 + rank), **({"b": random(rank)} if rank % 3 else {})) for rank in range(ranks)]
+    row = merge(own)
+    found = [contribution(each, rank) for rank, each in enumerate(own)]
+    step = 1
+    while step < ranks:
+        for rank in range(0, ranks - step, 2 * step):
+            found[rank].merge(sent(found[rank + step], found[rank]))
+        step *= 2
+    tree = found[0].snapshot(None)
+    assert tree is not None
+    for group in tree.groups[0]:
+        for site, state in zip(group.keys, group.states, strict=True):
+            torch.testing.assert_close(state, by_site(row)[site], rtol=1e-12, atol=1e-12)
+    assert tree.rank_means == row.rank_means
+
+
+def test_a_message_is_short_if_most_bins_are_empty() -> None:
+    """A second message of the same sites has neither their names nor their empty bins, and gives the same states."""
+    encoder, decoder = Encoder(), Decoder()
+    sites = {f"layers.{number}": torch.ones(5) for number in range(50)}
+    first, second = (contribution(rank_of(**sites), rank) for rank in (0, 1))
+    long, short = (encoder.encode("scope", second) for _ in range(2))
+    assert len(short) < len(long)
+    assert len(short) < 50 * 200  # 2 bins of 2048, and 8 other numbers
+    for message in long, short:
+        (kind,) = decoder.decode("scope", message, first).kinds.values()
+        (expected,) = second.kinds.values()
+        assert kind.sites == expected.sites
+        assert torch.equal(kind.states, expected.states)
 
 
 def test_a_copy_counts_once() -> None:
@@ -162,28 +222,23 @@ def test_further_reductions_have_banks_of_their_own() -> None:
 
 
 def test_states_of_another_size_on_each_rank_are_refused() -> None:
-    """States of different sizes are rejected on all ranks, reported once, and not requested again."""
+    """States of different sizes are left out, with the reason."""
     ranks: list[Rank] = [
         {(0, A): state_of(BatchSum(), torch.ones(2, size)), (0, B): state_of(BatchSum(), torch.ones(2, 4))}
         for size in (3, 5)
     ]
-    found = [StatePacking() for _ in ranks]
-    warned = [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)]
-    refused = [[key for key, _ in layout.extend(warned)] for layout in found]
-    assert refused == [[(0, A)]] * 2
-    assert [layout.unknown(own) for layout, own in zip(found, ranks, strict=True)] == [[], []]
-    packed = [layout.pack(own, CPU) for layout, own in zip(found, ranks, strict=True)]
-    merged = found[0].merge([each.gathered for each in packed], packed[0].added + packed[1].added)
+    merged = merge(ranks)
     assert list(by_site(merged)) == [B]
+    assert merged.refused == {(0, A): "BatchSum: the tensor has another shape on each rank"}
 
 
-def test_the_metadata_of_a_site_has_no_state() -> None:
-    """An announced reduction has its settings but no state, and the original keeps its state."""
+def test_a_sent_reduction_has_no_state() -> None:
+    """A reduction that is sent has its settings but no state, and the original keeps its state."""
     reduction, state = state_of(RunningMoments(correction=1), torch.ones(3))
-    ((key, warned),) = StatePacking().unknown({(0, A): (reduction, state)})
-    assert (key, repr(warned.reduction)) == ((0, A), repr(reduction))
-    assert warned.reduction is not None
-    assert not warned.reduction.state.any()
+    (kind,) = sent(contribution({(0, A): (reduction, state)}, 1), Contribution()).kinds.values()
+    assert repr(kind.reduction) == repr(reduction)
+    assert kind.reduction is not None
+    assert not kind.reduction.state.any()
     assert torch.equal(reduction.state, state)
 
 
@@ -203,17 +258,30 @@ class Sum(Reduction):
         return {"sum": state[..., 0]}
 
 
-def test_a_reduction_that_cannot_be_sent_is_that_of_the_first_rank() -> None:
-    """A reduction that cannot be pickled is merged if the first rank has it; otherwise its site is skipped on all."""
+def test_a_reduction_that_cannot_be_sent_is_that_of_the_receiver() -> None:
+    """A reduction that cannot be pickled is merged if the receiver has it; otherwise its site is left out."""
 
     class Local(Sum):
         """A reduction of a class that cannot be pickled."""
 
     own = {(0, A): state_of(Local(1), torch.ones(2))}
     assert by_site(merge([own, own]))[A].tolist() == [4.0]
-    found = [StatePacking(), StatePacking()]
-    warned = [[], found[1].unknown(own)]
-    assert [[key for key, _ in layout.extend(warned)] for layout in found] == [[(0, A)]] * 2
+    assert by_site(merge([{}, own])) == {}
+
+
+def test_a_reduction_whose_merge_fails_is_refused() -> None:
+    """An error in ``merge_states`` leaves out the sites of the reduction, with the error as the reason."""
+
+    class Failing(Sum):
+        """A sum that cannot be merged."""
+
+        def merge_states(self, state: Tensor, other: Tensor) -> None:
+            raise ValueError("these do not merge")
+
+    ranks = [{**rank_of(a=torch.ones(2)), (1, A): state_of(Failing(1), torch.ones(2))} for _ in range(2)]
+    merged = merge(ranks)
+    assert (list(by_site(merged)), list(by_site(merged, 1))) == ([A], [])
+    assert "these do not merge" in merged.refused[1, A]
 
 
 def test_settings_without_a_text_of_their_own_are_the_same_on_all_ranks() -> None:

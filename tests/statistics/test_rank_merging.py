@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import threading
 import time
 import warnings
 from collections import Counter
@@ -17,6 +20,7 @@ from torch.multiprocessing.spawn import spawn
 
 from lightning_recorder import RecorderWarning
 from lightning_recorder.reductions import BatchSum, Norms, Reduction, Statistics
+from lightning_recorder.statistics.rank_channel import RankChannel
 from lightning_recorder.statistics.rank_merging import Exchange, Merged
 from lightning_recorder.statistics.sites import SiteStates, Snapshot
 from lightning_recorder.taps import Site
@@ -24,7 +28,7 @@ from lightning_recorder.taps import Site
 pytestmark = pytest.mark.slow
 
 A, B, C = (Site(name, "out") for name in "abc")
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def tensor_of(rank: int) -> Tensor:
@@ -41,81 +45,100 @@ def snapshot_of(extra: Collection[Reduction] = (), **tensors: Tensor) -> Snapsho
 
 
 def seen(merged: Merged) -> Any:
-    """Return the result of an exchange as plain data."""
+    """Return the result of a merge as plain data."""
     found = None
     if merged.snapshot is not None:
         found = {site: (dict(each.scalars), each.bins) for site, each in merged.snapshot.statistics().items()}
-    return {"found": found, "numbers": merged.numbers, "absent": merged.absent}
+    values = [pickle.loads(value) for value in merged.values]
+    return {"found": found, "absent": merged.absent, "ranks": merged.ranks, "values": values}
+
+
+def opened() -> Exchange:
+    exchange = Exchange(torch.device("cpu"))
+    assert exchange.agree(True, "same") == ""
+    return exchange
 
 
 # The work of the processes. Each function runs on every rank and returns the data to check.
 
 
 def merged_twice(rank: int, calls: Counter[str]) -> Any:
-    exchange = Exchange(torch.device("cpu"))
-    results = []
-    for number in 1, 2:
-        calls.clear()
-        merged = exchange.merge(snapshot_of(a=tensor_of(rank)), numbers=(float(number), float(rank)))
-        results.append({**seen(merged), "calls": dict(calls)})
+    exchange = opened()
+    calls.clear()
+    pending = [exchange.submit(snapshot_of(a=tensor_of(rank)), value=(number, rank)) for number in (1, 2)]
+    results = [{**seen(each.result()), "calls": dict(calls)} for each in pending]
+    exchange.close()
     return results
 
 
 def seen_later(rank: int, calls: Counter[str]) -> Any:
     """The last rank sees an additional site in the second of three merges only."""
-    exchange = Exchange(torch.device("cpu"))
+    exchange = opened()
     tensors = {"a": tensor_of(rank)}
-    results = []
+    pending = []
     for number in range(3):
-        calls.clear()
         last = rank == exchange.ranks - 1
         own = {**tensors, **({"b": torch.ones(4)} if last and number == 1 else {})}
-        results.append({**seen(exchange.merge(snapshot_of(**own))), "calls": dict(calls)})
+        pending.append(exchange.submit(snapshot_of(**own)))
+    results = [seen(each.result()) for each in pending]
+    exchange.close()
     return results
 
 
 def one_failed(rank: int, calls: Counter[str]) -> Any:
     """Merge with a failed recorder on each rank in turn."""
-    exchange = Exchange(torch.device("cpu"))
-    ranks = range(exchange.ranks)
-    return [
-        seen(exchange.merge(None if rank == failed else snapshot_of(a=tensor_of(rank)), numbers=(1.0,)))
-        for failed in ranks
+    exchange = opened()
+    results = [
+        seen(exchange.submit(None if rank == failed else snapshot_of(a=tensor_of(rank))).result())
+        for failed in range(exchange.ranks)
     ]
+    exchange.close()
+    return results
 
 
 def all_failed(rank: int, calls: Counter[str]) -> Any:
-    result = seen(Exchange(torch.device("cpu")).merge(None))
-    return {**result, "calls": dict(calls)}
+    exchange = opened()
+    result = seen(exchange.submit(None).result())
+    exchange.close()
+    return result
 
 
 def nothing_seen(rank: int, calls: Counter[str]) -> Any:
-    result = seen(Exchange(torch.device("cpu")).merge(snapshot_of()))
-    return {**result, "calls": dict(calls)}
+    exchange = opened()
+    result = seen(exchange.submit(snapshot_of()).result())
+    exchange.close()
+    return result
 
 
 def copied(rank: int, calls: Counter[str]) -> Any:
     """All ranks but the first have copies of a site, and each a part of another one."""
+    exchange = opened()
     snapshot = snapshot_of(a=torch.full((5,), 2.0), b=torch.full((5,), 2.0))
-    return seen(Exchange(torch.device("cpu")).merge(snapshot, copies={A} if rank else ()))
+    result = seen(exchange.submit(snapshot, copies={A} if rank else ()).result())
+    exchange.close()
+    return result
 
 
 def in_inference_mode(rank: int, calls: Counter[str]) -> Any:
     with torch.inference_mode():
-        return seen(Exchange(torch.device("cpu")).merge(snapshot_of([Norms()], a=tensor_of(rank))))
+        exchange = opened()
+        result = seen(exchange.submit(snapshot_of([Norms()], a=tensor_of(rank))).result())
+        exchange.close()
+    return result
 
 
 def of_other_shapes(rank: int, calls: Counter[str]) -> Any:
-    exchange = Exchange(torch.device("cpu"))
+    exchange = opened()
     warned, places = [], []
     for _ in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             snapshot = snapshot_of([BatchSum()], a=torch.ones(2, 3 + rank), b=torch.ones(2, 3))
-            merged = exchange.merge(snapshot)
+            merged = exchange.submit(snapshot).result()
         warned.append([str(each.message) for each in caught if issubclass(each.category, RecorderWarning)])
         if merged.snapshot is not None:
             places.append({site: sorted(each.tensors) for site, each in merged.snapshot.statistics().items()})
+    exchange.close()
     return {"warned": warned, "places": places}
 
 
@@ -124,57 +147,88 @@ def agreed(rank: int, calls: Counter[str]) -> Any:
     exchange = Exchange(torch.device("cpu"))
     last = exchange.ranks - 1
     questions = [(True, "same"), (rank != last, "same"), (True, f"{rank}"), (True, "same")]
-    return [(exchange.agree(ready, about), exchange.is_open) for ready, about in questions]
+    answers = [(exchange.agree(ready, about), exchange.is_open) for ready, about in questions]
+    exchange.close()
+    return answers
 
 
-def lost(rank: int, calls: Counter[str]) -> Any:
-    """A transfer fails on all ranks."""
-    exchange = Exchange(torch.device("cpu"))
-    plain, found = dist.all_gather, ""
+def shared(rank: int, calls: Counter[str]) -> Any:
+    """Two exchanges merge in turn, and one is closed before the other."""
+    one, other = opened(), opened()
+    pending = [each.submit(snapshot_of(a=tensor_of(rank)), scope=scope) for each, scope in ((one, "1"), (other, "2"))]
+    one.close()
+    pending.append(other.submit(snapshot_of(b=tensor_of(rank)), scope="2"))
+    results = [seen(each.result())["found"] for each in pending]
+    other.close()
+    return [None if found is None else list(found) for found in results], RankChannel.current is None
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("connection lost")
 
-    dist.all_gather = failing
-    try:
-        exchange.merge(snapshot_of(a=tensor_of(rank)))
-    except RuntimeError as error:
-        found = str(error)
-    finally:
-        dist.all_gather = plain
-    return found, exchange.is_open
+def other_order(rank: int, calls: Counter[str]) -> Any:
+    """The last rank submits two merges in another order than the others."""
+    exchange = opened()
+    scopes = ("1", "2") if rank < exchange.ranks - 1 else ("2", "1")
+    pending = [exchange.submit(snapshot_of(a=tensor_of(rank)), scope=scope) for scope in (*scopes, "3")]
+    results = [seen(each.result())["absent"] for each in pending]
+    exchange.close()
+    return results
+
+
+def interrupted(rank: int, calls: Counter[str]) -> Any:
+    """Only the first rank has submitted a merge when it is interrupted, and the others live on for a while."""
+    exchange = opened()
+    if rank:
+        time.sleep(4.0)  # longer than the first rank waits for them
+    pending = exchange.submit(snapshot_of(a=tensor_of(rank))) if rank == 0 else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exchange.close(interrupted=True)
+        result = None if pending is None else seen(pending.result())
+    return result, [str(each.message) for each in caught]
+
+
+def dies(rank: int, calls: Counter[str]) -> Any:
+    """The last rank ends between two merges."""
+    exchange = opened()
+    results = [seen(exchange.submit(snapshot_of(a=tensor_of(rank))).result())]
+    if rank == exchange.ranks - 1:
+        os._exit(0)
+    results += [seen(exchange.submit(snapshot_of(a=tensor_of(rank))).result()) for _ in range(2)]
+    exchange.close()
+    return results
 
 
 Act = Callable[[int, Counter[str]], Any]
 ACTS: tuple[Act, ...] = (
     merged_twice, seen_later, one_failed, all_failed, nothing_seen, copied, in_inference_mode, of_other_shapes, agreed,
-    lost,
+    shared, other_order, interrupted, dies,
 )  # fmt: skip
 
 
 def work(rank: int, ranks: int, folder: Path) -> None:
     """Run all cases as one of several processes."""
     calls: Counter[str] = Counter()
-    for name in "all_gather", "reduce", "all_gather_object", "all_reduce", "broadcast", "barrier", "gather":
+    for name in "all_gather", "reduce", "all_gather_object", "all_reduce", "broadcast", "barrier", "send", "recv":
         setattr(dist, name, _counting(name, getattr(dist, name), calls))
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
     found = {}
     for act in ACTS:
         calls.clear()
+        torch.save(found, folder / f"{rank}.pt")
         found[act.__name__] = act(rank, calls)
     torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    os._exit(0)  # the rank that has ended cannot destroy its process group
 
 
 def _counting(name: str, function: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        calls[name] += 1
+        if threading.current_thread() is threading.main_thread():
+            calls[name] += 1
         return function(*args, **kwargs)
 
     return wrapper
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, 3, 8])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the results of each process."""
     folder = tmp_path_factory.mktemp("exchange")
@@ -204,28 +258,41 @@ def check_statistics(found: tuple[dict[str, float], Tensor], tensors: Sequence[T
     assert scalars["mean"] == pytest.approx(mean, rel=0, abs=1e-12 * rms)
     assert scalars["std"] ** 2 == pytest.approx(variance, rel=0, abs=1e-12 * (variance + 2e-4 * mean**2))
     means = [float(each.double().mean()) for each in tensors]
+    if len(tensors) == 1:
+        return
     extremes = [scalars["rank_mean_min"], scalars["rank_mean_max"]]
     assert extremes == pytest.approx([min(means), max(means)], rel=1e-12)
 
 
 def test_rank_zero_has_what_one_reduction_gives(ranks: list[dict[str, Any]]) -> None:
-    """Rank zero has the merged states of all ranks, the others have none, and every rank has the numbers of all."""
+    """Rank zero has the merged states and the objects of all ranks, the others have none."""
     tensors = [tensor_of(rank) for rank in range(len(ranks))]
     for number, result in enumerate(ranks[0]["merged_twice"], start=1):
         check_statistics(result["found"][A], tensors)
-        for rank in ranks:
-            other = rank["merged_twice"][number - 1]
-            assert other["numbers"] == [[float(number), float(each)] for each in range(len(ranks))]
-            assert other["absent"] == ()
+        assert result["values"] == [(number, rank) for rank in range(len(ranks))]
+        assert (result["absent"], result["ranks"]) == ((), len(ranks))
     assert [result["found"] for rank in ranks[1:] for result in rank["merged_twice"]] == [None] * 2 * (len(ranks) - 1)
 
 
-def test_two_transfers_merge_what_is_known(ranks: list[dict[str, Any]]) -> None:
-    """A merge takes one gather and one sum on any number of ranks; announcing sites takes two more transfers."""
-    known, new = {"all_gather": 1, "reduce": 1}, {"all_gather": 2, "all_gather_object": 1, "reduce": 1}
-    for rank in ranks:
-        assert [result["calls"] for result in rank["merged_twice"]] == [new, known]
-        assert [result["calls"] for result in rank["seen_later"]] == [new, new, known]
+def test_two_ranks_give_the_bits_of_a_merge_in_one_process(ranks: list[dict[str, Any]]) -> None:
+    """The merged states of two ranks are bitwise those of merging the two states."""
+    if len(ranks) > 2:
+        pytest.skip("the order of the merges is that of the tree")
+    one, other = Statistics(), Statistics()
+    one.update(tensor_of(0))
+    other.update(tensor_of(1))
+    one.merge(other)
+    expected = one.compute()
+    scalars, bins = ranks[0]["merged_twice"][0]["found"][A]
+    assert {name: scalars[name] for name in ("mean", "std", "rms")} == {
+        name: float(expected[name]) for name in ("mean", "std", "rms")
+    }
+    assert torch.equal(bins, expected["histogram"].long())
+
+
+def test_the_training_thread_waits_for_no_transfer(ranks: list[dict[str, Any]]) -> None:
+    """Merges take no transfer in the thread that submits them."""
+    assert [result["calls"] for rank in ranks for result in rank["merged_twice"]] == [{}] * 2 * len(ranks)
 
 
 def test_a_site_that_one_rank_sees_later_hangs_nobody(ranks: list[dict[str, Any]]) -> None:
@@ -237,23 +304,21 @@ def test_a_site_that_one_rank_sees_later_hangs_nobody(ranks: list[dict[str, Any]
 
 
 def test_a_rank_that_has_failed_costs_its_share(ranks: list[dict[str, Any]]) -> None:
-    """If a rank has failed, even rank zero, the result has the other ranks, and all ranks know which failed."""
+    """If a rank has failed, even rank zero, the result has the other ranks, and rank zero knows which failed."""
     for failed in range(len(ranks)):
         others = [tensor_of(rank) for rank in range(len(ranks)) if rank != failed]
         check_statistics(ranks[0]["one_failed"][failed]["found"][A], others)
-        for rank in ranks:
-            result = rank["one_failed"][failed]
-            assert (result["absent"], result["numbers"]) == ((failed,), [[1.0]] * len(ranks))
+        result = ranks[0]["one_failed"][failed]
+        assert (result["absent"], result["ranks"]) == ((failed,), len(ranks) - 1)
 
 
 @pytest.mark.parametrize("act", ["all_failed", "nothing_seen"])
-def test_nothing_takes_one_transfer(ranks: list[dict[str, Any]], act: str) -> None:
-    """If no rank has a state, the result is empty, and there is no sum."""
-    for place, rank in enumerate(ranks):
-        # The first rank has states of its own, which are empty.
-        assert rank[act]["found"] == ({} if act == "nothing_seen" and place == 0 else None)
-        assert rank[act]["calls"] == {"all_gather": 1}
-        assert rank[act]["absent"] == (tuple(range(len(ranks))) if act == "all_failed" else ())
+def test_nothing_merges_to_nothing(ranks: list[dict[str, Any]], act: str) -> None:
+    """If no rank has a state, the result is empty."""
+    # The first rank has states of its own, which are empty.
+    assert ranks[0][act]["found"] == ({} if act == "nothing_seen" else None)
+    assert [rank[act]["found"] for rank in ranks[1:]] == [None] * (len(ranks) - 1)
+    assert ranks[0][act]["absent"] == (tuple(range(len(ranks))) if act == "all_failed" else ())
 
 
 def test_copies_count_once(ranks: list[dict[str, Any]]) -> None:
@@ -292,9 +357,35 @@ def test_all_ranks_come_to_the_same_agreement(ranks: list[dict[str, Any]]) -> No
     assert [rank["agreed"] for rank in ranks] == [expected] * len(ranks)
 
 
-def test_after_a_transfer_that_failed_nothing_more_is_sent(ranks: list[dict[str, Any]]) -> None:
-    """A failed transfer raises its error and closes the exchange."""
-    assert [rank["lost"] for rank in ranks] == [("connection lost", False)] * len(ranks)
+def test_exchanges_share_a_channel(ranks: list[dict[str, Any]]) -> None:
+    """Several exchanges use one process group until the last one is closed."""
+    expected = [[[A], [A], [B]], True]
+    assert list(ranks[0]["shared"]) == expected
+    assert [rank["shared"] for rank in ranks[1:]] == [([None] * 3, True)] * (len(ranks) - 1)
+
+
+def test_a_rank_with_other_records_hangs_nobody(ranks: list[dict[str, Any]]) -> None:
+    """A rank that merges its records in another order is absent from these, and in the next one again."""
+    last = len(ranks) - 1
+    assert ranks[0]["other_order"] == [(last,), (last,), ()]
+
+
+def test_an_interrupted_run_waits_for_nobody(ranks: list[dict[str, Any]]) -> None:
+    """If other ranks do not reach a merge, the first rank has its own states, and warns."""
+    result, warned = ranks[0]["interrupted"]
+    check_statistics(result["found"][A], [tensor_of(0)])
+    assert result["ranks"] == 1
+    assert [message.partition(":")[0] for message in warned] == ["the last records are those of rank 0 only"]
+
+
+def test_the_others_merge_without_a_rank_that_has_died(ranks: list[dict[str, Any]]) -> None:
+    """After the sudden end of a process, the records have the other ranks."""
+    last = len(ranks) - 1
+    before, *after = ranks[0]["dies"]
+    assert (before["absent"], before["ranks"]) == ((), last + 1)
+    for result in after:
+        assert (result["absent"], result["ranks"]) == ((last,), last)
+        check_statistics(result["found"][A], [tensor_of(rank) for rank in range(last)])
 
 
 def test_without_processes_there_is_nothing_to_merge() -> None:

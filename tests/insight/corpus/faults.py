@@ -297,6 +297,11 @@ def learning_rate_of_one_convolution(task: Any) -> None:
     task.schedule = None
 
 
+@fault("mlp_adam", "fc1 fc2 fc3 head", "learning-rate-too-large")
+def learning_rate_of_all_layers(task: Any) -> None:
+    task.optimizer = adam(0.3)
+
+
 @fault("vision_transformer", "head", "weight-drift")
 def weight_decay_of_the_head(task: Any) -> None:
     with_slow_group(task, task.net.head, weight_decay=80.0)
@@ -344,14 +349,20 @@ def clipped_to_nothing(task: Any) -> None:
 # Normalization.
 
 
-@fault("cnn_cosine", "bn2", "norm-ineffective")
+@fault("cnn_cosine", "bn2", "eval-mode norm-ineffective")
 def batchnorm_in_eval(task: Any) -> None:
     scale(task.net.conv2, 6.0)
     task.net.bn2.train = lambda mode=True: task.net.bn2
     task.net.bn2.training = False
 
 
-@fault("resnet_sgd", "blocks.1.norm1", "train-differs")
+@fault("mlp_dropout_onecycle", "drop1 drop2 drop3", "eval-mode")
+def everything_in_eval(task: Any) -> None:
+    task.net.eval()
+    task.net.train = lambda mode=True: task.net
+
+
+@fault("resnet_sgd", "blocks.1.norm1", "running-statistics train-differs")
 def running_statistics_frozen(task: Any) -> None:
     task.net.blocks[1].norm1.momentum = 0.0
     scale(task.net.blocks[1].conv1, 5.0)

@@ -1,0 +1,247 @@
+"""Rules about settings: learning rate, weight decay, clipping, and the mode and running statistics of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_recorder.insight.finding import Finding
+from lightning_recorder.insight.rule import RUNNING, Evidence, Parameter, Rule
+from lightning_recorder.insight.table import Floats
+from lightning_recorder.insight.wiring import INPUT
+from lightning_recorder.taps import Site
+
+__all__ = ["RULES"]
+
+_MODAL = ("BatchNorm", "Dropout", "DropPath", "InstanceNorm")  # parts of the names of classes that depend on the mode
+
+
+def _eval_mode(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    table = evidence.activations
+    if len(table) < rule.persistence:
+        return
+    trained = {each.site.name for each in evidence.tensors if each.gradient is not None}
+    frozen = {name for name, why in evidence.missing("parameters") if why.startswith("frozen")}
+    last = table.get("eval_mode")[-rule.persistence :] == 1.0
+    found = [
+        site.name
+        for site, place in table.places.items()
+        if last[:, place].all() and any(part in evidence.type_of(site.name) for part in _MODAL)
+    ]
+    found = [name for name in dict.fromkeys(found) if _is_trained(evidence, name, trained, frozen)]
+    if found:
+        first = next(site for site in table.places if site.name == found[0])
+        many = f" and {len(found) - 1} other modules are" if len(found) > 1 else " is"
+        verdict = f"{found[0]}{many} in eval mode in training steps"
+        since = int(table.column(first, "eval_mode")[1][0])
+        finding = rule.found(evidence, table, first, verdict, since=since, modules=len(found))
+        yield replace(finding, others=tuple(found[1:]))
+
+
+def _is_trained(evidence: Evidence, name: str, trained: set[str], frozen: set[str]) -> bool:
+    """Return True if the module, or the last module with parameters before it, is trained.
+
+    A frozen backbone belongs into eval mode.
+    """
+    seen, todo = {name}, [name]
+    while todo:
+        each = todo.pop()
+        if each in trained:
+            return True
+        if each not in frozen:
+            new = [other for other in evidence.wiring.inputs.get(each, ()) if other not in seen]
+            seen.update(new)
+            todo += new
+    return False
+
+
+def _running_statistics(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Compare the running statistics with the mean and the std of what feeds the layer."""
+    for site in evidence.parameters.places:
+        feeds = evidence.wiring.inputs.get(site.name, []) if site.path == "running_var" else []
+        if len(feeds) != 1 or feeds[0] == INPUT:
+            continue
+        distances = _distances(rule, evidence, site.name, Site(feeds[0], "out"))
+        if distances is None:
+            continue
+        # In the beginning the running statistics follow from 0 and 1, so the distance shrinks.
+        first, last = distances[0], distances[-rule.persistence :]
+        if last.min() > np.log(rule.thresholds["factor"]) and last[-1] > 0.8 * first:
+            verdict = (
+                f"the running statistics of {site.name} are not those of its inputs: they differ "
+                f"{np.exp(last[-1]):.3g}-fold"
+            )
+            yield rule.found(evidence, evidence.parameters, site, verdict, statistic="mean", factor=np.exp(last[-1]))
+
+
+def _distances(
+    rule: Rule, evidence: Evidence, name: str, feed: Site
+) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
+    """Return the distance of the logarithms of the rms that the running statistics and the inputs have."""
+    table, inputs = evidence.parameters, evidence.activations
+    mean, variance = (Site(name, path) for path in RUNNING)
+    if mean not in table.places or feed not in inputs.places:
+        return None
+    columns = [table.column(mean, "rms"), table.column(variance, "mean"), inputs.column(feed, "rms")]
+    steps = sorted(set.intersection(*(set(at.tolist()) for _, at in columns)))
+    if len(steps) < 2 * rule.persistence or steps[-1] < rule.thresholds["steps"]:
+        return None
+    mean_rms, variances, rms = (values[np.isin(at, steps)] for values, at in columns)
+    known = np.sqrt(mean_rms**2 + variances)
+    return np.abs(np.log(known / rms)) if (rms > 0).all() and (known > 0).all() else None
+
+
+def _rate_too_large(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if most weights are replaced by the first step, or by a few steps over most of the run."""
+    sizes = {
+        each.site: found
+        for each in evidence.weights
+        if len(found := evidence.column(each.site, "update_ratio")) >= rule.persistence
+        and not _shrinks(evidence.column(each.site, "rms"))
+    }
+    rates = [rate for each in evidence.weights for rate in evidence.setting(each, "learning_rate")]
+    if not sizes or not rates:
+        return
+    later = {site: float(np.median(found[1:])) for site, found in sizes.items()}
+    first = {site: float(found[0]) for site, found in sizes.items() if np.isfinite(found[0])}
+    for when, values, limit in (
+        ("a step changes", later, rule.thresholds["update_ratio"]),
+        ("the first step changes", first, rule.thresholds["first"]),
+    ):
+        middle = float(np.median(list(values.values()) or [0.0]))
+        if middle > limit:
+            largest = max(values, key=lambda site: values[site])
+            numbers = {"update_ratio": middle, "learning_rate": max(rates)}
+            verdict = f"{when} the weights by {middle:.1%} of their size (learning rate {max(rates):.3g})"
+            yield rule.found(evidence, evidence.parameters, largest, verdict, statistic="update_ratio", **numbers)
+            return
+
+
+def _shrinks(values: Floats) -> bool:
+    """Return True if a weight loses half of its size. The cause is weight decay, not the learning rate."""
+    return bool(values[-1] < 0.5 * values[0])
+
+
+def _decayed_norm(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a note if weight decay has pulled the weights of normalization layers towards zero."""
+    found: dict[Parameter, float] = {}
+    for each in evidence.tensors:
+        values, steps = evidence.parameters.column(each.site, "mean")
+        decay, rates = (evidence.setting(each, name) for name in ("weight_decay", "learning_rate"))
+        is_norm = "Norm" in evidence.type_of(each.site.name) and each.site.path == "weight"
+        if not is_norm or min(len(values), len(decay), len(rates)) < rule.persistence or not decay.max() > 0:
+            continue
+        expected = float(np.exp(-np.mean(rates * decay) * (steps[-1] - steps[0])))
+        if values[0] > 0 and values[-1] / values[0] < rule.thresholds["shrink"] and expected < 0.9:
+            found[each] = values[-1] / values[0]
+    if found:
+        worst = min(found, key=lambda each: found[each])
+        decay = evidence.setting(worst, "weight_decay")[-1]
+        verdict = f"weight decay {decay:.3g} has shrunk {worst.name} to {found[worst]:.0%} of its initial mean"
+        note = rule.found(evidence, evidence.parameters, worst.site, verdict, statistic="mean", weight_decay=decay)
+        yield replace(note, others=tuple(each.site.name for each in found if each is not worst))
+
+
+def _always_clipped(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield a note if clipping shrinks the gradient of every record by a large factor."""
+    table, limit = evidence.parameters, evidence.parameters.about.get("gradient_clip_val")
+    places = [table.places[each.gradient] for each in evidence.tensors if each.gradient is not None]
+    by_norm = table.about.get("gradient_clip_algorithm") == "norm"
+    if (
+        not isinstance(limit, (int, float))
+        or not limit > 0
+        or not by_norm
+        or not places
+        or len(table) < rule.persistence
+    ):
+        return
+    norms = np.sqrt(np.nansum(table.get("rms")[:, places] ** 2 * table.get("count")[:, places], axis=1))
+    factor = float(norms.min() / limit)
+    if factor > rule.thresholds["factor"]:
+        site = evidence.weights[0].site if evidence.weights else evidence.tensors[0].site
+        verdict = f"clipping to a norm of {limit:.3g} shrinks the gradient of every step, at least {factor:.3g}-fold"
+        yield replace(rule.found(evidence, table, site, verdict, factor=factor, limit=limit), module="", path="")
+
+
+RULES = (
+    Rule(
+        name="learning-rate-too-large",
+        severity="warning",
+        statistic="median update_ratio of the weights, if the learning rate is known",
+        thresholds={"update_ratio": 0.15, "first": 0.5},
+        persistence=3,
+        usual="1e-4 to 0.02",
+        why="The learning rate is far too high for the size of the weights.",
+        next="Lower the learning rate of all groups, or warm it up.",
+        false_alarms="Weights that begin at zero, and weights that a strong weight decay shrinks, do not count.",
+        examine=_rate_too_large,
+        explains=dict.fromkeys(
+            (
+                "weight-drift",
+                "unlike-siblings",
+                "scale-jump",
+                "saturation",
+                "sudden-change",
+                "dead-output",
+                "train-differs",
+                "vanishing-gradient",
+                "exploding-gradient",
+                "gradient-spike",
+                "running-statistics",
+            ),
+            ("any",),
+        ),
+    ),
+    Rule(
+        name="decayed-norm",
+        severity="note",
+        statistic="mean of the weight of a normalization layer with weight decay, last against first record",
+        thresholds={"shrink": 0.7},
+        persistence=3,
+        usual="0.9 to 1.2",
+        why="The optimizer decays all parameters in one group.",
+        next="Put the parameters of normalization layers and biases into a group with weight_decay=0.",
+        false_alarms="Weights that training shrinks by itself: the decay alone must explain a tenth.",
+        examine=_decayed_norm,
+    ),
+    Rule(
+        name="always-clipped",
+        severity="note",
+        statistic="smallest norm of all recorded gradients, against gradient_clip_val",
+        thresholds={"factor": 50.0},
+        persistence=3,
+        usual="below 10",
+        why="gradient_clip_val is far below the usual norm, so it acts as a factor of the learning rate.",
+        next="Compare gradient_clip_val with the norm of the gradients.",
+        false_alarms="Adam is not affected by a constant factor.",
+        examine=_always_clipped,
+    ),
+    Rule(
+        name="eval-mode",
+        severity="warning",
+        statistic="training flag of normalization and dropout layers in recorded training steps",
+        thresholds={},
+        persistence=2,
+        usual="all layers whose neighbors are trained are in training mode",
+        why="eval() without train() after it, or a pretrained model that was loaded in eval mode: Lightning keeps it.",
+        next="Call train() on the module in on_train_start, unless its dropout and statistics are meant to be off.",
+        false_alarms="Frozen layers do not count; detection models keep BatchNorm in eval mode on purpose.",
+        examine=_eval_mode,
+        explains={"running-statistics": ("any",), "norm-ineffective": ("same",), "train-differs": ("any",)},
+    ),
+    Rule(
+        name="running-statistics",
+        severity="warning",
+        statistic="root of the mean square of the inputs that the running statistics of a BatchNorm stand for",
+        thresholds={"factor": 4.0, "steps": 50},
+        persistence=3,
+        usual="within a factor of 1.5",
+        why="A momentum that is too small, or a BatchNorm whose statistics are not updated.",
+        next="Look at momentum and track_running_stats of the module; validation uses these statistics.",
+        false_alarms="The statistics begin at 0 and 1 and follow: the distance must not shrink.",
+        examine=_running_statistics,
+        explains={"train-differs": ("any",)},
+    ),
+)
