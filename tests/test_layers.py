@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("statistics",),
     ("tensors",),
     ("wrapped",),
-    ("outputs",),
+    ("outputs", "watch"),
     ("callbacks", "commands"),
     ("__main__", "entry_point"),
 )

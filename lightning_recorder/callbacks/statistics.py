@@ -32,6 +32,7 @@ from lightning_recorder.callbacks.messages import (
 from lightning_recorder.callbacks.output_options import Outputs, consumers
 from lightning_recorder.callbacks.resume import ResumingCallback
 from lightning_recorder.callbacks.trainer import LossScale, decline, logged_step, make_directory, merge_ranks, stepped
+from lightning_recorder.callbacks.watch import add_watch
 from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.outputs import Coverage, RecordPipeline, RunFindings, SinkFormatter, TagBudget
 from lightning_recorder.reductions import Reduction
@@ -280,7 +281,19 @@ class StatisticsCallback(ResumingCallback):
         if findings is not None and findings.end(self._results.label, self._sink):
             end_findings(findings)
 
+    @guarded
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.outputs.findings and trainer.state.fn == "fit":
+            add_watch(trainer, self)
+
     # Batches.
+
+    def record_step(self, step: int) -> None:
+        """Also record this step, unless the recorder is disabled or merges several steps into a record."""
+        if self._run is not None and self._enabled and self.reduce == "step":
+            self._run.requested_step = step
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         """Prepare the recorder for a recorded batch."""

@@ -27,6 +27,7 @@ __all__ = [
     "FORMAT",
     "RECORDER",
     "RECORDS",
+    "WATCH",
     "RecordSchema",
     "Row",
     "SiteRecord",
@@ -45,6 +46,9 @@ RECORDER = "recorder"
 
 RECORDS = "records"
 """The name of the folder, inside :data:`RECORDER`, that holds the record files."""
+
+WATCH = "watch"
+"""The label of the loss and the gradient norm of every step."""
 
 _LONGEST_NAME = 80  # characters; file systems allow 255 bytes, and a character can take four
 

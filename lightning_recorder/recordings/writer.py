@@ -92,7 +92,21 @@ class RecordWriter:
             ArgumentError: If the bins of a site are not valid counts.
             OSError: If the file cannot be written.
         """
-        if self._append(self._header + record_line({"time": time.time(), **about}, sites)):
+        self.write_all([(about, sites)])
+
+    def write_all(self, records: Iterable[tuple[Mapping[str, Any], Iterable[SiteRecord]]]) -> None:
+        """Write several records with a single append.
+
+        Args:
+            records: The arguments of :meth:`write` for each record.
+
+        Raises:
+            ArgumentError: If the bins of a site are not valid counts.
+            OSError: If the file cannot be written.
+        """
+        now = time.time()
+        lines = b"".join(record_line({"time": now, **about}, sites) for about, sites in records)
+        if self._append(self._header + lines):
             self._header = b""
 
     def _append(self, lines: bytes) -> bool:
