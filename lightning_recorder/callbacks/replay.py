@@ -122,7 +122,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 def _run(
     trainer: Trainer, pl_module: LightningModule, kept: KeptBatch, parameters: list[nn.Parameter], steps: int | None
 ) -> Origin | None:
-    known = {f"parameter {name}": each for name, each in pl_module.named_parameters()}
+    known: dict[str, Tensor] = {f"parameter {name}": each for name, each in pl_module.named_parameters()}
     known |= {f"buffer {name}": each for name, each in pl_module.named_buffers()}
     batch = own_copies({"batch": kept.batch})["batch"]
     known |= dict(iter_tensors(batch, "batch"))

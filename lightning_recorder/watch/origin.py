@@ -150,13 +150,13 @@ class OriginTrace(TorchDispatchMode):
                 leave = module.register_forward_hook(_Leave(self, name), always_call=True)
                 self._resources.callback(enter.remove)
                 self._resources.callback(leave.remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
         return self
 
     @override
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            super().__exit__(kind, error, trace)
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch has no annotations there
         finally:
             self._resources.close()
 
@@ -316,10 +316,12 @@ class OriginTrace(TorchDispatchMode):
 
     def _check_output(self, output: Any) -> None:
         for _, tensor in iter_tensors(output):
-            if _is_checkable(tensor) and _address(tensor) not in self._bad and _bad_count(tensor)[0]:
-                if self._known_event(tensor) is None:
-                    count, is_nan = _bad_count(tensor)
-                    self._add(tensor, _Event(self._stack[-1], False, "", "", count, is_nan, False, ()))
+            address = _address(tensor)
+            if not _is_checkable(tensor) or address in self._bad or address in self._known:
+                continue
+            count, is_nan = _bad_count(tensor)
+            if count:
+                self._add(tensor, _Event(self._stack[-1], False, "", "", count, is_nan, False, ()))
 
 
 class _Enter(ModuleHook):
