@@ -86,7 +86,7 @@ def _numpy_state() -> Any:
 
 def _numpy_memory() -> bytes:
     """Return the memory of NumPy's global generator; empty if it is not a Mersenne twister."""
-    generator: Any = np.random.get_bit_generator()
+    generator: Any = getattr(np.random, "get_bit_generator", lambda: None)()
     if not isinstance(generator, np.random.MT19937):
         return b""
     return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)

@@ -38,6 +38,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _UNFILLED = ("empty", "new_empty", "resize", "set_")  # memory that nothing has been written to may hold anything
+# With an infinity as an argument, these make a mask.
+_FILLING = ("full", "full_like", "new_full", "fill", "masked_fill", "index_fill", "where", "constant_pad_nd", "scatter")
 
 
 class CommunicationError(RecorderError, RuntimeError):
@@ -80,6 +82,8 @@ class _Place:
     line: str = ""
     node: str = ""
     """The operation whose backward pass runs."""
+    number: int = -1
+    """The sequence number of the node of the operation."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ class OriginTrace(TorchDispatchMode):
         self._calls: Counter[str] = Counter()
         self._repeated: Counter[str] = Counter()
         self._nodes: dict[int, _Place] = {}
+        self._results: dict[int, int] = {}  # the event of the forward pass of a node, by its sequence number
         self._resources = ExitStack()
         self.errors: list[Exception] = []
         """The errors of the trace itself. An operation whose check failed counts as finite."""
@@ -187,6 +192,10 @@ class OriginTrace(TorchDispatchMode):
         roots = [each for each in events if not each.causes and not each.is_explicit]
         made_nan = [each for each in events if each.is_nan]
         event = next(iter(roots or made_nan or events))
+        # A function may hide an infinity from the loss, such as tanh, but not from the gradient.
+        earlier = self._results.get(event.place.number) if event.backward else None
+        if earlier is not None and not self._events[earlier].is_explicit and not self._events[earlier].causes:
+            event = self._events[earlier]
         kind = "NaN" if event.is_nan else "inf"
         place = event.place
         # The values of a batch belong to no module.
@@ -235,9 +244,11 @@ class OriginTrace(TorchDispatchMode):
                 continue
             if causes is None:
                 causes = self._causes(args, kwargs)
-            explicit = not is_nan and not causes and _has_infinity((args, kwargs))
+            explicit = not is_nan and not causes and name.strip("_") in _FILLING and _has_infinity((args, kwargs))
             backward = in_backward() and not self._stack
-            self._add(tensor, _Event(place, backward, name.strip("_"), "", count, is_nan, explicit, causes))
+            index = self._add(tensor, _Event(place, backward, name.strip("_"), "", count, is_nan, explicit, causes))
+            if not backward:
+                self._results.setdefault(place.number, index)
 
     def _causes(self, args: Any, kwargs: Any) -> tuple[int, ...]:
         """Return the events that made the bad ones among the inputs."""
@@ -278,9 +289,9 @@ class OriginTrace(TorchDispatchMode):
             place = replace(self._behind(node), node=_operation_of(node)) if node is not None else _Place()
         else:
             inner = self._stack[-1] if self._stack else _Place()
-            place = _Place(inner.module, inner.call, _line())
-        if torch.is_grad_enabled():
             # Autograd makes the node of an operation before it runs the operation.
+            place = _Place(inner.module, inner.call, _line(), number=sequence_number() - 1)
+        if torch.is_grad_enabled():
             self._nodes.setdefault(sequence_number() - 1, place)
         return place
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from itertools import islice
 
 __all__ = ["SpikeDetector"]
 
 _LEAST = 20  # values before the first spike
 _WINDOW = 101  # values of the running median
+_RECENT = 10  # values that a spike must exceed by far
+_JUMP = 3.0
+_DEVIATIONS = 5.0
+_NORMAL = 0.6745  # the median absolute deviation of a normal distribution of unit variance
+_SMALLEST = 1e-12
 
 
 class SpikeDetector:
     """Finds values above a multiple of the running median of a series.
 
     The median is that of the last 101 values, so single spikes do not move it. There is no spike among the first 20
-    values. A loss near its minimum has a small median that rounding or a hard batch exceeds many times, so a value must
-    also exceed everything that was seen in the window, and the noise of the series: the median plus 10 × the median
-    absolute deviation.
+    values. A noisy or growing series often exceeds a multiple of its median. A spike must therefore also exceed three
+    times the largest of the last 10 values, and five standard deviations of the logarithm of the series, estimated by
+    the median absolute deviation.
 
     Args:
         factor: A spike is at least this many times the median.
@@ -54,8 +60,10 @@ class SpikeDetector:
 
     def _is_spike(self, value: float) -> bool:
         middle = self.median
-        if len(self._sorted) < _LEAST or value < self.factor * middle or middle <= 0 or value <= self._sorted[-1]:
+        if len(self._sorted) < _LEAST or value < self.factor * middle or middle <= 0:
             return False
         # Computed only for candidates.
-        deviation = sorted(abs(each - middle) for each in self._sorted)[len(self._sorted) // 2]
-        return value > middle + 10 * deviation
+        recent = max(islice(reversed(self._values), _RECENT))
+        logs = [math.log(max(each / middle, _SMALLEST)) for each in self._sorted]
+        deviation = sorted(map(abs, logs))[len(logs) // 2] / _NORMAL
+        return value > _JUMP * recent and math.log(value / middle) > _DEVIATIONS * deviation
