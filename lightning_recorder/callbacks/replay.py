@@ -33,6 +33,10 @@ class ReplayError(RecorderError, RuntimeError):
     """A step cannot be run again exactly."""
 
 
+class _NeedsBackward(BaseException):
+    """Ends a replay whose gradients cannot be computed by ``torch.autograd.grad``."""
+
+
 class _StepEnds(BaseException):
     """Ends a replay at the optimizer step before which the bad value was found."""
 
@@ -73,8 +77,13 @@ def replay(trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptB
     device = pl_module.device
     for index, kept in enumerate(batches):
         is_last = index == len(batches) - 1
-        with _unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
-            origin = _run(trainer, pl_module, kept, parameters, steps if is_last else None)
+        run = partial(_run, trainer, pl_module, kept, parameters, steps if is_last else None)
+        try:
+            with _unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
+                origin = run(by_backward=False)
+        except _NeedsBackward:
+            with _unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
+                origin = run(by_backward=True)
         if origin is not None:
             return Replay(origin, kept)
     return Replay(None, None)
@@ -120,14 +129,20 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def _run(
-    trainer: Trainer, pl_module: LightningModule, kept: KeptBatch, parameters: list[nn.Parameter], steps: int | None
+    trainer: Trainer,
+    pl_module: LightningModule,
+    kept: KeptBatch,
+    parameters: list[nn.Parameter],
+    steps: int | None,
+    *,
+    by_backward: bool,
 ) -> Origin | None:
     known: dict[str, Tensor] = {f"parameter {name}": each for name, each in pl_module.named_parameters()}
     known |= {f"buffer {name}": each for name, each in pl_module.named_buffers()}
     batch = own_copies({"batch": kept.batch})["batch"]
     known |= dict(iter_tensors(batch, "batch"))
     modules = dict(named_submodules(pl_module))
-    gradients = _Gradients(trainer, parameters)
+    gradients = _Gradients(trainer, parameters, by_backward=by_backward)
     with OriginTrace(modules, known) as trace:
         if pl_module.automatic_optimization:
             _run_automatic(trainer, pl_module, batch, kept, gradients)
@@ -153,10 +168,18 @@ def _is_close(one: float, other: float) -> bool:
 
 
 class _Gradients:
-    """Computes the gradients of losses without the hooks that communicate or step an optimizer."""
+    """Computes the gradients of losses without the hooks that communicate or step an optimizer.
 
-    def __init__(self, trainer: Trainer, parameters: list[nn.Parameter]) -> None:
-        self._trainer, self._parameters = trainer, parameters
+    Args:
+        trainer: The trainer.
+        parameters: The parameters.
+        by_backward: Run a backward pass that ends in the parameters, as reentrant checkpointing needs.
+    """
+
+    def __init__(self, trainer: Trainer, parameters: list[nn.Parameter], *, by_backward: bool) -> None:
+        if by_backward and (trainer.world_size > 1 or any(map(has_accumulate_hooks, parameters))):
+            raise ReplayError("reentrant checkpointing would run the hooks of the parameters")
+        self._parameters, self._by_backward = parameters, by_backward
         self.losses: list[Tensor] = []
         self.symptoms: list[Tensor | None] = []
 
@@ -167,24 +190,20 @@ class _Gradients:
         wanted = [each for each in self._parameters if each.requires_grad]
         if not loss.requires_grad or not wanted:
             return
+        if self._by_backward:
+            loss.backward(**options)
+            self.symptoms += [each.grad for each in wanted]
+            return
         try:
             found = torch.autograd.grad(loss, wanted, allow_unused=True, **options)
         except RuntimeError as error:
-            if "checkpoint" not in str(error).lower():
-                raise
-            self._add_by_backward(loss, wanted, **options)
-            return
+            if "checkpoint" in str(error).lower():
+                raise _NeedsBackward from error
+            raise
         self.symptoms += found
         for parameter, gradient in zip(wanted, found, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-    def _add_by_backward(self, loss: Tensor, wanted: list[nn.Parameter], **options: Any) -> None:
-        """Compute them where reentrant checkpointing needs a backward pass that ends in the parameters."""
-        if self._trainer.world_size > 1 or any(map(has_accumulate_hooks, wanted)):
-            raise ReplayError("reentrant checkpointing would run the hooks of the parameters")
-        loss.backward(**options)
-        self.symptoms += [each.grad for each in wanted]
 
 
 def _run_automatic(
