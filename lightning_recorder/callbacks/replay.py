@@ -148,14 +148,13 @@ def _run(
             _run_automatic(trainer, pl_module, batch, kept, gradients)
         else:
             _run_manual(trainer, pl_module, batch, kept, gradients, steps)
-    _check_losses(kept, gradients.losses)
+    _check_losses(kept.losses[gradients.begin :], gradients.losses[gradients.begin :])
     return trace.origin(gradients.symptoms)
 
 
-def _check_losses(kept: KeptBatch, losses: list[Tensor]) -> None:
+def _check_losses(before: list[Tensor], now: list[Tensor]) -> None:
     """Raise if a loss differs from the one that the step had."""
-    had = [float(each) for each in kept.losses]
-    have = [float(each) for each in losses]
+    had, have = ([float(each) for each in losses] for losses in (before, now))
     same = len(had) <= len(have) and all(map(_is_close, had, have))
     if not same:
         raise ReplayError("the loss was not the same as before: the step depends on more than its batch and torch")
@@ -181,7 +180,14 @@ class _Gradients:
             raise ReplayError("reentrant checkpointing would run the hooks of the parameters")
         self._parameters, self._by_backward = parameters, by_backward
         self.losses: list[Tensor] = []
+        self.begin = 0
+        """The number of losses before the optimizer step of which parameters are already updated."""
         self.symptoms: list[Tensor | None] = []
+
+    def end_step(self) -> None:
+        """End a step of an optimizer that has really stepped before. What led to it was finite, and differs now."""
+        self.begin = len(self.losses)
+        self.symptoms.clear()
 
     def add(self, loss: Tensor, **options: Any) -> None:
         """Compute the gradients of a loss, and add them to the gradients of the parameters."""
@@ -250,7 +256,7 @@ def _run_manual(
         if steps is not None and done >= steps:
             raise _StepEnds
         done += 1
-        gradients.symptoms.clear()  # the values before an earlier step were finite
+        gradients.end_step()
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         gradients.add(_scaled(trainer, loss))

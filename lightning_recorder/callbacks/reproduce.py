@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_recorder.callbacks.base import RecorderCallback
@@ -196,8 +198,10 @@ def reproduce(folder: str | Path, model: LightningModule, *, checkpoint: str | P
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        setattr(model, name, _same_batch)  # the batch of the incident was transferred before it was written
     with suppress(_Done):
-        trainer.fit(model, [None])
+        trainer.fit(model, DataLoader(_Single(), batch_size=None))
     if again.found is None:
         raise RecorderError("the step was not run")
     print(_verdict(again.found, incident))  # noqa: T201 - the output of the script
@@ -222,6 +226,20 @@ def _verdict(found: Replay, incident: Incident) -> str:
     return finding_of_origin(found.origin, reading, about["batch_idx"]).line
 
 
+def _same_batch(batch: Any, *args: Any) -> Any:
+    return batch
+
+
+class _Single(Dataset[int]):
+    """One item, for the loop to run a batch."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class _Done(BaseException):
     """Ends the fit after the replay."""
 
@@ -241,7 +259,7 @@ class _Again(Callback):
             loop.epoch_progress.current.processed = about["epoch"]
             progress = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
             progress.total.completed = about["global_step"]
-        batch = pl_module.transfer_batch_to_device(incident.batch, pl_module.device, 0)
+        batch = move_data_to_device(incident.batch, pl_module.device)
         kept = KeptBatch(batch, about["batch_idx"], about["step"], about["epoch"], incident.random, [], [])
         pl_module.train()
         for name in about["eval"]:
