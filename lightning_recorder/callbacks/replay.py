@@ -258,8 +258,9 @@ def _run_manual(
         done += 1
         gradients.end_step()
 
-    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         gradients.add(_scaled(trainer, loss))
+        return loss
 
     found: Any = pl_module.optimizers()
     optimizers = found if isinstance(found, (list, tuple)) else [found]
@@ -267,8 +268,8 @@ def _run_manual(
     with ExitStack() as stack:
         for each in (*optimizers, *inner):
             stack.enter_context(_replaced(each, "step", step))
-        # The model restores its own attributes.
-        pl_module.manual_backward = backward  # type: ignore[method-assign]
+        # manual_backward calls it, and the model may override that.
+        stack.enter_context(_replaced(trainer.strategy, "backward", backward))
         pl_module.lr_schedulers = partial(_idle_schedulers, pl_module.lr_schedulers())  # type: ignore[method-assign]
         try:
             with trainer.precision_plugin.train_step_context():
