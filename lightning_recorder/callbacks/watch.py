@@ -25,7 +25,7 @@ from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import Exchange
-from lightning_recorder.watch import StepSeries
+from lightning_recorder.watch import NON_FINITE, StepSeries
 from lightning_recorder.watch.incident import write_finding
 
 __all__ = ["StepWatch", "add_watch"]
@@ -224,6 +224,8 @@ class StepWatch(RecorderCallback):
         try:
             if run is not None:
                 run.end()
+            if run is not None and run.unnamed is not None and self._findings is not None:
+                self._findings.report(run.unnamed)
         finally:
             findings, self._findings = self._findings, None
             if findings is not None and findings.end(self.group, self._sink):
@@ -294,9 +296,10 @@ class StepWatch(RecorderCallback):
         gathered: list[list[Finding]] = [[] for _ in range(trainer.world_size)]
         torch.distributed.all_gather_object(gathered, self._found)
         if self._findings is not None:
-            for rank, findings in enumerate(gathered):
-                for each in findings if rank else ():
-                    self._findings.report(each)
+            for each in (each for findings in gathered[1:] for each in findings):
+                self._findings.report(each)
+        if self._run is not None and any(each.rule == NON_FINITE for findings in gathered for each in findings):
+            self._run.unnamed = None
 
     def __getstate__(self) -> dict[str, Any]:
         act = self.on_finding if isinstance(self.on_finding, str) else Portable(self.on_finding, "on_finding")

@@ -5,9 +5,10 @@ from lightning_recorder.watch.origin import CommunicationError, Origin, OriginTr
 from lightning_recorder.watch.readings import Reading, ReadingQueue
 from lightning_recorder.watch.series import StepSeries
 from lightning_recorder.watch.spikes import SpikeDetector
-from lightning_recorder.watch.verdict import finding_of_origin, finding_of_spike, finding_without_origin
+from lightning_recorder.watch.verdict import NON_FINITE, finding_of_origin, finding_of_spike, finding_without_origin
 
 __all__ = [
+    "NON_FINITE",
     "CommunicationError",
     "KeptBatch",
     "Origin",

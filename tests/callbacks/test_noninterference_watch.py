@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_recorder import StepWatch, open_recording
 from lightning_recorder.callbacks.watched_run import WatchedRun
+from tests.callbacks.models import Classifier
 from tests.callbacks.test_noninterference import (
     Checkpointed,
-    Classifier,
     Gan,
     Gpt2,
     LanguageModel,
@@ -106,7 +105,7 @@ def test_options_for_devices_change_nothing(option: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(WatchedRun, "_is_host", staticmethod(lambda device: False))
     make = spoiled(Classifier)
     bare = run(make, tmp_path / "bare", [], {})
-    watch = StepWatch(strict=True, **{option: True})
+    watch = StepWatch(strict=True, wait=option == "wait", keep_parameters=option == "keep_parameters")
     assert_same(run(make, tmp_path / "watched", [watch], {}), bare)
     assert "backward of sqrt" in watch.found[0].verdict
 
@@ -139,7 +138,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_the_rank_is_named_and_nothing_changes_under_ddp(tmp_path: Path) -> None:
-    """With a fault on rank 1, rank 0 reports that rank's finding, each rank ends bitwise as without it, or both stop."""
+    """Rank 0 reports the finding of rank 1, and each rank ends bitwise as without the watch, or both stop."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     root = Path(__file__).parents[2]

@@ -202,7 +202,7 @@ class Manual(Planted):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         parts = {"net": self.net, "other": self.other}
-        for (name, part), optimizer in zip(parts.items(), self.optimizers(), strict=True):  # type: ignore[arg-type]  # a list
+        for (name, part), optimizer in zip(parts.items(), self.optimizers(), strict=True):
             self.toggle_optimizer(optimizer)
             hidden = part(batch[0] + torch.rand(()))
             if name == self.part and batch_idx == self.at:
@@ -236,7 +236,7 @@ class LanguageModel(LightningModule):
             vocab_size=16, n_positions=16, n_embd=8, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
         )
         self.model, self.at, self.batch_idx = GPT2LMHeadModel(config), at, -1
-        self.model.transformer.h[2].mlp.act.register_forward_hook(self.spoil)
+        self.model.get_submodule("transformer.h.2.mlp.act").register_forward_hook(self.spoil)
 
     def spoil(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         return output / 0 if self.batch_idx == self.at else None
@@ -308,7 +308,7 @@ def test_a_step_that_changes_its_batch_is_replayed_with_a_copy(at: int, tmp_path
 class FailsAgain(Planted):
     """A net whose step cannot run twice."""
 
-    seen: set[int]
+    seen: set[tuple[int, int]]
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         if (self.current_epoch, batch_idx) in self.seen:
@@ -378,7 +378,12 @@ def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
     model, watch = Planted("convolutions", -1), GuardedWatch(strict=True)
     watch.hooks = set()
     fit(model, tmp_path, watch)
-    assert watch.hooks >= {"on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_before_optimizer_step"}
+    assert watch.hooks >= {
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_backward",
+        "on_before_optimizer_step",
+    }
     series = open_recording(tmp_path).run["watch"]
     assert series["loss"].statistic("value").tolist() == [float(each) for each in model.losses]
 
@@ -403,7 +408,7 @@ def test_a_value_that_arrives_late_names_step_and_direction(backward: bool, tmp_
 @pytest.mark.parametrize("backward", [False, True])
 def test_options_name_the_module_on_a_device(option: str, backward: bool, tmp_path: Path) -> None:
     """With either option, the step is replayed with the parameters from before it."""
-    watch = StepWatch(strict=True, **{option: True})
+    watch = StepWatch(strict=True, wait=option == "wait", keep_parameters=option == "keep_parameters")
     fit(planted("net.3", backward=backward), tmp_path, watch)
     finding = only(watch)
     assert (finding.module, finding.first_step, finding.numbers["batch"]) == ("net.3", 5, 5)
@@ -488,8 +493,8 @@ def test_wrong_arguments_raise(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("parameters", ["saved", "checkpoint"])
 def test_the_script_of_an_incident_reproduces_the_finding(parameters: str, tmp_path: Path) -> None:
     """In a new process, ``replay.py`` prints the verdict of the finding, from the folder and a checkpoint alone."""
-    options = {"save_parameters": True} if parameters == "saved" else {"on_finding": "stop"}
-    watch = StepWatch(strict=True, **options)  # type: ignore[arg-type]  # a mixture of types
+    is_saved = parameters == "saved"
+    watch = StepWatch(strict=True, save_parameters=is_saved, on_finding="warn" if is_saved else "stop")
     model = FaultyDropout()
     fit(model, tmp_path, watch)
     finding = only(watch)

@@ -23,9 +23,7 @@ OFF: dict[str, Any] = {
 
 def fit(model: Planted, folder: Path, watch: StepWatch, **options: Any) -> Trainer:
     seed_everything(5, verbose=False)
-    trainer = Trainer(
-        default_root_dir=folder, accelerator="cpu", callbacks=[watch], max_epochs=1, **{**OFF, **options}
-    )
+    trainer = Trainer(default_root_dir=folder, accelerator="cpu", callbacks=[watch], max_epochs=1, **{**OFF, **options})
     trainer.fit(model, batches())
     return trainer
 
