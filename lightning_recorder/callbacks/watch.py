@@ -58,6 +58,9 @@ class StepWatch(RecorderCallback):
             there is nothing to wait for.
         keep_parameters: Keep a copy of the parameters from before the last optimizer step for the same purpose. The
             device then always has work.
+        every_module: Check the outputs of all modules, and the gradients of them, on the device in every step. The
+            module is then also named where a step cannot be run again, but not the operation. This takes one kernel
+            and one call of a hook for each of them in every step.
         incidents: Write the state of the step to ``<log_dir>/recorder/incidents/step-<n>``, with a script that runs it
             again. The finding itself is always written there.
         save_batch: Also write the batch there. Switch it off if the data are private.
@@ -91,6 +94,7 @@ class StepWatch(RecorderCallback):
         on_finding: Literal["warn", "stop"] | Callable[[Finding], object] = "warn",
         wait: bool = False,
         keep_parameters: bool = False,
+        every_module: bool = False,
         incidents: bool = True,
         save_batch: bool = True,
         save_parameters: bool = False,
@@ -108,12 +112,13 @@ class StepWatch(RecorderCallback):
             raise ArgumentError(f"on_finding must be 'warn', 'stop' or a function, got {on_finding!r}")
         for name, flag in (("wait", wait), ("keep_parameters", keep_parameters), ("incidents", incidents)):
             check_bool(name, flag)
+        check_bool("every_module", every_module)
         for name, flag in (("save_batch", save_batch), ("save_parameters", save_parameters)):
             check_bool(name, flag)
         check_integer("max_bytes", max_bytes, 0)
         self.spikes = float(spikes)
         self.on_finding = on_finding
-        self.wait, self.keep_parameters = wait, keep_parameters
+        self.wait, self.keep_parameters, self.every_module = wait, keep_parameters, every_module
         self.incidents, self.save_batch, self.save_parameters = incidents, save_batch, save_parameters
         self.max_bytes = max_bytes
         self.__dict__.update(self._idle())
@@ -162,6 +167,7 @@ class StepWatch(RecorderCallback):
             spikes=self.spikes,
             wait=self.wait,
             keep_parameters=self.keep_parameters,
+            every_module=self.every_module,
         )
 
     def _on_discovery(self, trainer: Trainer, pl_module: LightningModule, discovery: Discovery) -> None:

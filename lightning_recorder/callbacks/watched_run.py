@@ -17,11 +17,14 @@ from lightning_recorder.callbacks.replay import Replay, ReplayError, replay
 from lightning_recorder.callbacks.trainer import logged_step
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.insight import Finding
+from lightning_recorder.internals.compiled import compiled_modules
 from lightning_recorder.internals.norms import norms_of
 from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.names import named_submodules
 from lightning_recorder.watch import (
     CommunicationError,
     KeptBatch,
+    ModuleFlags,
     Reading,
     ReadingQueue,
     SpikeDetector,
@@ -37,7 +40,7 @@ __all__ = ["Discovery", "WatchedRun"]
 _MOST_REPLAYS = 5
 _MOST_KEPT = 4  # steps whose batches are kept until their values have arrived
 _FULL_LOSS_SCALE = 1.0  # with a smaller loss scale, gradients that are not finite are no overflow of half precision
-_WAIT = "StepWatch(wait=True) or StepWatch(keep_parameters=True)"
+_WAIT = "StepWatch(wait=True), StepWatch(keep_parameters=True) or StepWatch(every_module=True)"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class WatchedRun:
         spikes: The multiple of the running median that is a spike; 0 for none.
         wait: Wait for the device before each optimizer step.
         keep_parameters: Keep a copy of the parameters from before the last step.
+        every_module: Compute a flag for each module in every step.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class WatchedRun:
         spikes: float,
         wait: bool,
         keep_parameters: bool,
+        every_module: bool,
     ) -> None:
         device = pl_module.device
         self._trainer, self._pl_module, self._series = trainer, pl_module, series
@@ -103,6 +108,11 @@ class WatchedRun:
         """The finding about a bad gradient that came from another rank, if no rank names its origin."""
         self.has_bad_gradient = False
         """True if the gradients of the current step were found not to be finite before the optimizer steps."""
+        self._flags: ModuleFlags | None = None
+        if every_module:
+            compiled = compiled_modules(pl_module)
+            modules = named_submodules(pl_module).items()
+            self._flags = ModuleFlags({name: each for name, each in modules if name and each not in compiled})
         self._begin_step()
         self._has_ended = True
 
@@ -118,6 +128,8 @@ class WatchedRun:
         self._totals: list[Tensor] = []
         self._optimizer_steps = 0
         self.has_bad_gradient = False
+        if self._flags is not None:
+            self._flags.begin_step()
 
     # The course of a step.
 
@@ -134,6 +146,8 @@ class WatchedRun:
             kept = self._keeper.keep(batch, batch_idx, step=step, epoch=self._trainer.current_epoch)
         self._batches.append(kept)
         self._indices.append(batch_idx)
+        if self._flags is not None:
+            self._flags.begin_batch()
 
     def add_loss(self, loss: Tensor) -> None:
         """Note a loss before its backward pass."""
@@ -169,6 +183,8 @@ class WatchedRun:
         if not self._batches:
             return
         self._keeper.check(self._batches[-1])
+        if self._flags is not None:
+            self._flags.end_batch()
         if not is_last:
             return
         self._has_ended = True
@@ -187,7 +203,9 @@ class WatchedRun:
         self._series.flush()
 
     def end(self) -> None:
-        """Read and write everything."""
+        """Read and write everything, and remove all hooks."""
+        if self._flags is not None:
+            self._flags.remove()
         self.flush()
         self._series.end()
 
@@ -201,7 +219,9 @@ class WatchedRun:
         norm = torch.linalg.vector_norm(torch.stack(self._totals)) if len(self._totals) > 1 else None
         if len(self._totals) == 1:
             norm = self._totals[0]
-        return Reading(batches[-1].step, batches[-1].epoch, loss, norm, self._norms, self._indices, list(batches))
+        flags = None if self._flags is None else self._flags.flags()
+        step, epoch = batches[-1].step, batches[-1].epoch
+        return Reading(step, epoch, loss, norm, self._norms, self._indices, flags, list(batches))
 
     def _scale(self, like: Tensor) -> Tensor:
         """Return the loss scale as a tensor, without waiting for the device."""
@@ -261,7 +281,11 @@ class WatchedRun:
         except Exception as error:  # noqa: BLE001 - the step of the user may raise anything
             found, because = None, f"running the step again failed: {describe_error(error)}"
             warn(f"StepWatch could not run step {reading.step} again: {describe_error(error)}")
-        if found is not None and found.origin is not None and found.batch is not None:
+        flagged = reading.flags.origin() if found is None and reading.flags is not None else None
+        if flagged is not None:
+            origin, place = flagged
+            finding = finding_of_origin(origin, reading, reading.indices[place], rank=self._rank)
+        elif found is not None and found.origin is not None and found.batch is not None:
             batch = found.batch
             finding = finding_of_origin(found.origin, reading, batch.batch_idx, rank=self._rank)
         else:
@@ -293,8 +317,9 @@ class WatchedRun:
     def _unnamed(self, reading: Reading, because: str, *, is_known: bool) -> Finding:
         step = reading.step
         option = (
-            "run it again with ActivationRecorder, GradientRecorder and ParameterRecorder, each with "
-            f"every_n_train_steps=1, schedule=Schedule(step_window=({max(0, step - 1)}, {step + 1}))"
+            "run it again with StepWatch(every_module=True), or with ActivationRecorder, GradientRecorder and "
+            f"ParameterRecorder, each with every_n_train_steps=1, schedule=Schedule(step_window=({max(0, step - 1)}, "
+            f"{step + 1}))"
         )
         if not is_known:
             because = because or "the optimizer had stepped when the values arrived from the device"

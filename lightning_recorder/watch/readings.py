@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recorder.watch.flags import StepFlags
 from lightning_recorder.watch.kept import KeptBatch
 
 __all__ = ["Reading", "ReadingQueue"]
@@ -30,6 +31,7 @@ class Reading:
         norm: The norm of all gradients that the optimizers used, a tensor without dimensions, or None.
         norms: The parameters with a gradient and the norm of each, ``[parameters]``, for each optimizer that stepped.
         indices: The indices of its batches in the epoch.
+        flags: The flags of its modules, if they are computed.
         batches: The batches of the step; fewer if they were no longer kept.
         values: The loss and the norm, once they are read; NaN for one that there is none of.
     """
@@ -40,6 +42,7 @@ class Reading:
     norm: Tensor | None
     norms: list[tuple[list[torch.nn.Parameter], Tensor]]
     indices: list[int]
+    flags: StepFlags | None = None
     batches: list[KeptBatch] = field(default_factory=list)
     values: tuple[float, float] = (math.nan, math.nan)
 

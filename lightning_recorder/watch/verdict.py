@@ -47,11 +47,11 @@ def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank:
     else:
         part = "backward" if origin.backward else "forward"
         call = f" (call {origin.call})" if origin.call > 1 else ""
-        what = f"{operation}{at}" if operation else f"an operation{at}"
+        what = f"{'backward of ' if origin.backward else ''}{operation}{at}" if operation else ""
         inputs = "its input has infinities" if origin.has_bad_input else "its inputs are finite"
         verdict = (
             f"{values} first in the {part} pass of {origin.module or 'training_step'}{call} at step {reading.step} "
-            f"({where}): {'backward of ' if origin.backward and operation else ''}{what}; {inputs}"
+            f"({where})" + (f": {what}; {inputs}" if what else "")
         )
     finding = _finding(NON_FINITE, "critical", origin.module, reading, verdict, why, following)
     return replace(finding, numbers={**numbers, "values": float(origin.count)})

@@ -8,6 +8,7 @@ import logging
 import math
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,30 @@ def test_a_step_that_depends_on_more_is_not_blamed_on_a_module(tmp_path: Path) -
     assert "the loss is nan first at step 5 (batch 5 of epoch 0): it arose in the forward pass" in finding.verdict
     assert "the step depends on more than its batch and torch" in finding.next
     assert "schedule=Schedule(step_window=(4, 6))" in finding.next
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_with_flags_a_step_that_cannot_be_repeated_is_named(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``every_module=True``, module, call, direction and batch are known without a second run."""
+    monkeypatch.setattr(WatchedRun, "_is_host", staticmethod(lambda device: not late))
+    for name, call, backward in (("net.act", 3, False), ("net.middle", 2, True)):
+        seen: Counter[int] = Counter()
+
+        class Once(Planted):
+            def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+                seen[self.global_step * 10 + batch_idx] += 1  # noqa: B023 - called within the loop
+                return super().training_step(batch, batch_idx) * seen[self.global_step * 10 + batch_idx]  # noqa: B023
+
+        watch, model = StepWatch(strict=True, every_module=True), Once("shared", 5)
+        plant(model, name, call, 0.0 if backward else math.nan, backward=False, root=backward)
+        fit(model, tmp_path, watch, accumulate_grad_batches=2)
+        finding = only(watch)
+        assert (finding.first_step, finding.numbers["batch"], finding.numbers["call"]) == (2, 5, call)
+        assert finding.module == name
+        assert f"in the {'backward' if backward else 'forward'} pass of" in finding.verdict
+        assert not [each for each in model.modules() if len(each._forward_hooks) > 1]
 
 
 class ChangesBatch(Planted):

@@ -43,7 +43,8 @@ class Convolutions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.relu(self.norm(self.stem(x.unsqueeze(1))))
-        return (hidden + self.conv(hidden)).mean(1)
+        out: Tensor = (hidden + self.conv(hidden)).mean(1)
+        return out
 
 
 class Attention(nn.Module):
@@ -230,7 +231,7 @@ def calls(model: Planted) -> dict[str, int]:
     """Return the number of calls of each module of the net in a step."""
     found: dict[str, int] = {}
     handles = [
-        module.register_forward_hook(lambda *_, name=name: found.update({name: found.get(name, 0) + 1}))  # type: ignore[misc]
+        module.register_forward_hook(lambda *_, name=name: found.update({name: found.get(name, 0) + 1}))
         for name, module in model.named_modules()
         if name
     ]
@@ -241,8 +242,11 @@ def calls(model: Planted) -> dict[str, int]:
     return found
 
 
-def plant(model: Planted, name: str, call: int, value: float, *, backward: bool) -> None:
-    """Plant a value in the output of a call of a module, or in the gradient of that output."""
+def plant(model: Planted, name: str, call: int, value: float, *, backward: bool, root: bool = False) -> None:
+    """Plant a value in the output of a call of a module, or in the gradient of that output.
+
+    With ``root``, the output is that of the module plus the square root of zero, whose gradient is infinite.
+    """
     count, total = 0, calls(model)[name]
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -255,6 +259,8 @@ def plant(model: Planted, name: str, call: int, value: float, *, backward: bool)
         # Checkpointing repeats the calls in the backward pass.
         if not model.is_due or (count - 1) % total + 1 != call:
             return None
+        if root:
+            return changed(output, lambda tensor: tensor + (tensor * value).sqrt())
         return changed(output, with_bad_gradient if backward else lambda tensor: tensor * value)
 
     def with_bad_gradient(tensor: Tensor) -> Tensor:

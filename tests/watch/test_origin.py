@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but missing from the stubs
 
 from lightning_recorder.watch import CommunicationError, Origin, OriginTrace
 
@@ -128,7 +129,7 @@ def test_the_backward_pass_of_a_custom_function_is_named() -> None:
 
     class Custom(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = Doubled.apply(x)
+            out: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]  # torch has no annotations there
             return out
 
     found = origin_of(nn.Sequential(nn.Linear(3, 3), Custom(), nn.Linear(3, 1)), torch.ones(1, 3))
@@ -166,7 +167,7 @@ def test_a_repaired_value_is_no_origin() -> None:
 
 def test_communication_is_refused() -> None:
     """A collective operation raises before it waits for other processes."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(CommunicationError), OriginTrace({}, {}):
             torch.distributed.all_reduce(torch.ones(1))

@@ -15,7 +15,8 @@ from lightning_recorder.watch import SpikeDetector
 def test_the_median_is_that_of_the_last_values(seed: int) -> None:
     """At each value, the median is that of the last 101 finite values before it."""
     generator = random.Random(seed)
-    detector, values = SpikeDetector(10.0), []
+    detector = SpikeDetector(10.0)
+    values: list[float] = []
     for _ in range(300):
         value = generator.choice([generator.random(), math.nan, math.inf])
         if values:
