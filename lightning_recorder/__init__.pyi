@@ -5,6 +5,7 @@ from .callbacks import (
     Outputs,
     ParameterRecorder,
     Schedule,
+    StepWatch,
     TensorDumper,
     default_recorders,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "Series",
     "Sink",
     "StatisticsRecorder",
+    "StepWatch",
     "Summary",
     "TensorDumper",
     "UnknownArgumentError",

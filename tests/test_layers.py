@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("statistics",),
     ("tensors",),
     ("wrapped",),
-    ("outputs",),
+    ("outputs", "watch"),
     ("callbacks", "commands", "testing"),
     ("__main__", "entry_point"),
 )

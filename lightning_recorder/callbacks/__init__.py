@@ -7,6 +7,7 @@ from lightning_recorder.callbacks.gradient import GradientRecorder
 from lightning_recorder.callbacks.graph import GraphRecorder
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.parameter import ParameterRecorder
+from lightning_recorder.callbacks.watch import StepWatch
 from lightning_recorder.schedule import Schedule
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Outputs",
     "ParameterRecorder",
     "Schedule",
+    "StepWatch",
     "TensorDumper",
     "default_recorders",
 ]

@@ -13,6 +13,7 @@ from lightning_recorder.callbacks.gradient import GradientRecorder
 from lightning_recorder.callbacks.graph import GraphRecorder
 from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.parameter import ParameterRecorder
+from lightning_recorder.callbacks.watch import StepWatch
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.sinks import Sink
 
@@ -31,7 +32,7 @@ def default_recorders(
     sinks: Iterable[Sink] = (),
     strict: bool = False,
 ) -> list[RecorderCallback]:
-    """Return a recorder of the graph, of activations, of gradients and of parameters, all with the same settings.
+    """Return a recorder of the graph, of activations, of gradients and of parameters, and a watch on every step.
 
     ``LIGHTNING_RECORDER=on`` in the environment adds the same set to the trainers of an unmodified program.
 
@@ -50,8 +51,8 @@ def default_recorders(
         strict: Raise errors of the recorders instead of warning about them.
 
     Returns:
-        New callbacks: a :class:`GraphRecorder`, an :class:`ActivationRecorder`, a :class:`GradientRecorder` and a
-        :class:`ParameterRecorder`.
+        New callbacks: a :class:`GraphRecorder`, an :class:`ActivationRecorder`, a :class:`GradientRecorder`, a
+        :class:`ParameterRecorder` and, unless ``outputs`` has ``findings=False``, a :class:`StepWatch`.
 
     Raises:
         ArgumentError: If an argument is invalid.
@@ -75,4 +76,5 @@ def default_recorders(
         )
         for kind in (ActivationRecorder, GradientRecorder, ParameterRecorder)
     )
-    return [GraphRecorder(compiled=compiled, sinks=sinks, strict=strict), *statistics]
+    watch = [StepWatch(sinks=sinks, strict=strict)] if outputs.findings else []
+    return [GraphRecorder(compiled=compiled, sinks=sinks, strict=strict), *statistics, *watch]

@@ -34,6 +34,7 @@ from lightning_recorder.callbacks.output_options import Outputs, consumers, draw
 from lightning_recorder.callbacks.resume import ResumingCallback
 from lightning_recorder.callbacks.run_settings import BatchFingerprints, run_settings
 from lightning_recorder.callbacks.trainer import LossScale, decline, logged_step, make_directory, merge_ranks, stepped
+from lightning_recorder.callbacks.watch import add_watch
 from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.outputs import Coverage, RecordPipeline, RunFindings, SinkFormatter, TagBudget
 from lightning_recorder.reductions import Reduction
@@ -308,6 +309,13 @@ class StatisticsCallback(ResumingCallback):
 
     @guarded
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.outputs.findings and trainer.state.fn == "fit":
+            add_watch(trainer, self)
+
+    @guarded
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._fingerprints.begin(trainer)
@@ -315,6 +323,11 @@ class StatisticsCallback(ResumingCallback):
             self._results.settings.update(run_settings(trainer, pl_module))
 
     # Batches.
+
+    def record_step(self, step: int) -> None:
+        """Also record this step, unless the recorder is disabled or merges several steps into a record."""
+        if self._run is not None and self._enabled and self.reduce == "step":
+            self._run.requested_step = step
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         """Prepare the recorder for a recorded batch."""

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from lightning_recorder.commands.terminal import number, printable, spark
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.insight import Finding, findings_to_json
-from lightning_recorder.recordings import Run, open_recording
+from lightning_recorder.recordings import WATCH, Run, open_recording
 
 __all__ = ["run"]
 
@@ -64,7 +64,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _examined(run: Run) -> str:
-    series = [run[label] for label in run]
+    series = [run[label] for label in run if label != WATCH]
     steps = sorted({step for each in series for step in each.steps})
     sites = sum(len(each) for each in series)
     span = f", steps {steps[0]} to {steps[-1]}" if steps else ""

@@ -7,6 +7,7 @@ from lightning_recorder.insight.finding import (
     Trace,
     findings_from_json,
     findings_to_json,
+    with_watched,
 )
 from lightning_recorder.insight.rule import Rule
 from lightning_recorder.insight.table import STATISTICS, SiteRecords
@@ -22,4 +23,5 @@ __all__ = [
     "Trace",
     "findings_from_json",
     "findings_to_json",
+    "with_watched",
 ]

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lightning_recorder.errors import ArgumentError
 
-__all__ = ["FINDINGS_FORMAT", "SEVERITIES", "Finding", "Severity", "Trace", "findings_from_json", "findings_to_json"]
+__all__ = [
+    "FINDINGS_FORMAT",
+    "SEVERITIES",
+    "Finding",
+    "Severity",
+    "Trace",
+    "findings_from_json",
+    "findings_to_json",
+    "with_watched",
+]
 
 FINDINGS_FORMAT = "lightning_recorder.findings/1"
 """The format of ``findings.json``. A reader of version 1 ignores keys that it does not know."""
@@ -115,6 +124,26 @@ def findings_from_json(data: Any) -> list[Finding]:
         return [_finding(each) for each in data["findings"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(f"these are no findings written by lightning_recorder: {error!r}") from error
+
+
+def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> list[Finding]:
+    """Return the findings from records together with those of the watch on every step, ranked.
+
+    The watch sees the first bad value, and the records only what is left of it at a later step. A finding of the
+    records about values that are not finite is therefore left out if the watch has one.
+
+    Args:
+        findings: The findings from records, ranked.
+        watched: The findings of the watch, in the order in which they were found.
+    """
+    known = {(each.rule, each.module, each.path) for each in watched}
+    seen = {each.rule for each in watched}
+    others = [
+        each
+        for each in findings
+        if (each.rule, each.module, each.path) not in known and not (each.rule == "non-finite" and each.rule in seen)
+    ]
+    return sorted([*watched, *others], key=lambda each: SEVERITIES.index(each.severity))
 
 
 def _finding(data: Mapping[str, Any]) -> Finding:

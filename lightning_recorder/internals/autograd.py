@@ -32,9 +32,11 @@ __all__ = [
     "address_of",
     "base_of",
     "current_function_mode",
+    "current_node",
     "fake_mode",
     "function_behind",
     "graph_task",
+    "has_accumulate_hooks",
     "hooks_of",
     "hooks_of_leaf",
     "in_backward",
@@ -64,6 +66,14 @@ except ImportError:
 
     def _current_graph_task_id() -> int:
         return -1
+
+
+try:
+    from torch._C import _current_autograd_node
+except ImportError:
+
+    def _current_autograd_node() -> Any:  # type: ignore[misc]  # torch always returns a node
+        return None
 
 
 try:
@@ -197,6 +207,15 @@ def current_function_mode() -> object:
     return _get_current_function_mode()
 
 
+def current_node() -> Node | None:
+    """Return the node that the backward pass in this thread is running, or ``None`` outside of a backward pass.
+
+    Fallback: ``None``; an operation of the backward pass belongs to no module.
+    """
+    node: Node | None = _current_autograd_node()
+    return node
+
+
 def function_behind(tensor: Tensor) -> type | None:
     """Return the ``autograd.Function`` that created a tensor, or ``None``.
 
@@ -212,6 +231,14 @@ def graph_task() -> int:
     Fallback: -1; parts that an interrupted backward pass left over may be counted in the next one.
     """
     return _current_graph_task_id()
+
+
+def has_accumulate_hooks(parameter: Tensor) -> bool:
+    """Return True if hooks run when a gradient of the parameter has been accumulated, such as an optimizer step.
+
+    Fallback: ``False``; the hooks run when a step with reentrant checkpointing is run again.
+    """
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def in_backward() -> bool:

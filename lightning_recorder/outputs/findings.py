@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_recorder.disk import attempt
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.graph.model import Graph
-from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords, findings_to_json
+from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords, findings_to_json, with_watched
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.recordings import records_path
 from lightning_recorder.recordings.examine import examine
@@ -72,10 +72,12 @@ class RunFindings:
         self._written = b""
         self._before: set[tuple[str, str, str]] = set()
         self._said: set[tuple[str, str, str]] = set()
+        self._joined: set[str] = set()
+        self._watched: list[Finding] = []
 
     def __contains__(self, label: object) -> bool:
         """Return True if a recorder of that label has begun."""
-        return label in self._groups
+        return label in self._groups or label in self._joined
 
     def begin(self, label: str, group: str, *, has_file: bool) -> ExaminedRecords:
         """Begin the records of a recorder, and return the consumer that receives them.
@@ -93,6 +95,27 @@ class RunFindings:
             self._continues |= records_path(self._run.directory, label).exists()
         return ExaminedRecords(self, label, group)
 
+    def join(self, label: str) -> None:
+        """Begin a recorder that reports findings of its own, and no records."""
+        self._open.add(label)
+        self._joined.add(label)
+
+    def report(self, finding: Finding) -> None:
+        """Add a finding that is not derived from records, and log it. A finding like an earlier one replaces it."""
+        with self._lock:
+            self._contained(partial(self._report, finding))
+
+    def _report(self, finding: Finding) -> None:
+        known = {_key(each): place for place, each in enumerate(self._watched)}
+        self._last_step = max(self._last_step, finding.last_step)
+        if _key(finding) in known:
+            self._watched[known[_key(finding)]] = finding
+            return
+        self._watched.append(finding)
+        self._said.add(_key(finding))
+        self._log(f"Found at step {finding.last_step}: {finding.line}")
+        self._write(self._examined())
+
     def add(self, record: SiteRecords) -> None:
         """Examine a record. Called in the writing threads."""
         with self._lock:
@@ -109,7 +132,7 @@ class RunFindings:
             self._open.discard(label)
             if self._open:
                 return False
-            if self._records:
+            if self._records or self._watched:
                 self._contained(partial(self._finish, sink))
             return True
 
@@ -152,14 +175,14 @@ class RunFindings:
         run = self._run
         self._examination.graph = self._graph() or (None if run is None else run.graph)
         self._examination.coverage = (None if run is None else run.receipt) or {}
-        return self._examination.findings()
+        return with_watched(self._examination.findings(), self._watched)
 
     def _finish(self, sink: Sink | None) -> None:
         # Only the files have the records before a resumption, and a fixed order of several recorders of one group.
         has_several = len(set(self._groups.values())) < len(self._groups)
         run = self._run
         in_files = run is not None and self._are_files_complete and (self._continues or has_several)
-        findings = examine(run) if run is not None and in_files else self._examined()
+        findings = with_watched(examine(run), self._watched) if run is not None and in_files else self._examined()
         self._write(findings)
         bad = [each for each in findings if not each.is_note]
         if bad:

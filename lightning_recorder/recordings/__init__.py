@@ -4,12 +4,13 @@ from lightning_recorder.recordings.comparison import Comparison, Difference, com
 from lightning_recorder.recordings.divergence import Divergence, SiteDivergence, Tolerance
 from lightning_recorder.recordings.dump_entries import DumpEntry
 from lightning_recorder.recordings.history import Session
-from lightning_recorder.recordings.record_format import RecordSchema, SiteRecord, SiteTable, records_path
+from lightning_recorder.recordings.record_format import WATCH, RecordSchema, SiteRecord, SiteTable, records_path
 from lightning_recorder.recordings.recording import Recording, Run, open_recording
 from lightning_recorder.recordings.series import Series, SiteSeries
 from lightning_recorder.recordings.writer import RecordWriter
 
 __all__ = [
+    "WATCH",
     "Comparison",
     "Difference",
     "Divergence",

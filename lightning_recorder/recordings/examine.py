@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords
+from lightning_recorder.errors import DumpError, describe_error
+from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords, findings_from_json, with_watched
 from lightning_recorder.recordings.packed_counts import unpack_counts
-from lightning_recorder.recordings.record_format import RecordSchema, Row
+from lightning_recorder.recordings.record_format import WATCH, RecordSchema, Row, is_inside
 from lightning_recorder.reductions import Histogram, to_histogram
 from lightning_recorder.taps import Site
 
@@ -30,10 +32,23 @@ def examine(run: Run) -> list[Finding]:
         DumpError: If a file of the run is damaged.
     """
     examination = Examination(run.graph, run.receipt)
-    records = (record for label in run for record in _records(label, run[label]))
+    # The watch on every step finds what its records show while it records.
+    records = (record for label in run if label != WATCH for record in _records(label, run[label]))
     for record in sorted(records, key=lambda each: each.step):
         examination.add(record)
-    return examination.findings()
+    return with_watched(examination.findings(), _watched(run))
+
+
+def _watched(run: Run) -> list[Finding]:
+    """Return the findings of the watch, in the order of their steps."""
+    found = []
+    for path in run.directory.glob("incidents/*/finding.json"):
+        if is_inside(path, run.log_dir):
+            try:
+                found += findings_from_json(json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError) as error:
+                raise DumpError(f"{path} cannot be read: {describe_error(error)}") from error
+    return sorted(found, key=lambda each: each.first_step)
 
 
 def _records(label: str, series: Series) -> Iterator[SiteRecords]:

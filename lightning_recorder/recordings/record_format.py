@@ -38,6 +38,7 @@ __all__ = [
     "FORMATS",
     "RECORDER",
     "RECORDS",
+    "WATCH",
     "RecordSchema",
     "Row",
     "SiteRecord",
@@ -55,6 +56,9 @@ RECORDER = "recorder"
 
 RECORDS = "records"
 """The name of the folder, inside :data:`RECORDER`, that holds the record files."""
+
+WATCH = "watch"
+"""The label of the loss and the gradient norm of every step."""
 
 _LONGEST_NAME = 80  # characters; file systems allow 255 bytes, and a character can take four
 

@@ -92,18 +92,23 @@ class RecordWriter:
             ArgumentError: If the bins of a site are not valid counts.
             OSError: If the file cannot be written.
         """
-        self.write_all([(about, SiteTable.of(list(sites)))])
+        self.write_all([(about, sites)])
 
-    def write_all(self, records: Iterable[tuple[Mapping[str, Any], SiteTable]]) -> None:
+    def write_all(self, records: Iterable[tuple[Mapping[str, Any], SiteTable | Iterable[SiteRecord]]]) -> None:
         """Write several records with a single append.
 
         Args:
-            records: The metadata of each record, as for :meth:`write`, and the values of its sites.
+            records: The metadata of each record, as for :meth:`write`, and its sites or the table of their values.
 
         Raises:
+            ArgumentError: If the bins of a site are not valid counts.
             OSError: If the file cannot be written.
         """
-        lines = [record_line({"time": time.time(), **about}, sites) for about, sites in records]
+        now = time.time()
+        lines = []
+        for about, sites in records:
+            table = sites if isinstance(sites, SiteTable) else SiteTable.of(list(sites))
+            lines.append(record_line({"time": now, **about}, table))
         if lines and self._append(self._header + b"".join(lines)):
             self._header = b""
 

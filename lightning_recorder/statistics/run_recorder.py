@@ -84,6 +84,8 @@ class RunRecorder(RankMergingRecorder):
         """The number of recorded steps whose gradients overflowed."""
         self.has_recorded = False
         """True if the hooks were registered in any step."""
+        self.requested_step = -1
+        """A step to record in addition to those of the sampling. The same on all ranks."""
         self._on_record: Callable[[Record], None] | None = on_record
         self._announce = announce
         self._device = device or Device("cpu")
@@ -123,7 +125,7 @@ class RunRecorder(RankMergingRecorder):
             False if the batch needs :meth:`start_batch` instead.
         """
         is_unhooked = self.phase is RunPhase.IDLE or self.phase is RunPhase.WAITING
-        if not is_unhooked or self._timing.limit is not None or self.sampling(step, epoch):
+        if not is_unhooked or self._timing.limit is not None or self._is_due(step, epoch):
             return False
         self._step, self._epoch = step, epoch
         is_open = self._window.steps or self._window.has_overflow
@@ -143,7 +145,7 @@ class RunRecorder(RankMergingRecorder):
         if step != self._step:  # the step of the previous batch was not ended
             self._drop_step()
         self._step, self._epoch = step, epoch
-        is_due = self.sampling(step, epoch)
+        is_due = self._is_due(step, epoch)
         if self.phase is not RunPhase.RECORDING:
             if is_due:
                 self._save_states()
@@ -241,10 +243,13 @@ class RunRecorder(RankMergingRecorder):
                 self.recorder.remove()
         return is_paused
 
+    def _is_due(self, step: int, epoch: int) -> bool:
+        return step == self.requested_step or self.sampling(step, epoch)
+
     def _may_be_due(self, step: int) -> bool:
         """Return True if the step will be recorded. An error of the schedule is reported when the step begins."""
         try:
-            return self.sampling(step, self._epoch)
+            return self._is_due(step, self._epoch)
         except Exception:  # noqa: BLE001 - it will raise again
             return False
 

@@ -1,0 +1,305 @@
+"""Runs a training step again to find the origin of its bad value, without changing the training."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+
+from lightning_recorder.errors import RecorderError
+from lightning_recorder.internals.autograd import has_accumulate_hooks
+from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.internals.preserve_state import ModuleState, own_copies, same_gradients, same_random_numbers
+from lightning_recorder.names import named_submodules
+from lightning_recorder.structure import iter_tensors
+from lightning_recorder.watch import KeptBatch, Origin, OriginTrace
+
+__all__ = ["Replay", "ReplayError", "replay"]
+
+_RELATIVE = 1e-3  # the difference between the losses of two runs of the same step on a GPU
+
+
+class ReplayError(RecorderError, RuntimeError):
+    """A step cannot be run again exactly."""
+
+
+class _NeedsBackward(BaseException):
+    """Ends a replay whose gradients cannot be computed by ``torch.autograd.grad``."""
+
+
+class _StepEnds(BaseException):
+    """Ends a replay at the optimizer step before which the bad value was found."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The result of a replay.
+
+    Args:
+        origin: The origin of the bad value, if it was found.
+        batch: The batch that it was found in.
+    """
+
+    origin: Origin | None
+    batch: KeptBatch | None
+
+
+def replay(trainer: Trainer, pl_module: LightningModule, batches: Sequence[KeptBatch], *, steps: int = 0) -> Replay:
+    """Run the batches of a step again, and find the origin of the first bad value in them.
+
+    Parameters, buffers and attributes of the model, gradients, random numbers and the trainer are the same afterwards.
+    Nothing is logged, and no optimizer steps.
+
+    Args:
+        trainer: The trainer.
+        pl_module: The model, with the parameters that the step used.
+        batches: The batches of the step, in order. Each has the losses that it had.
+        steps: In manual optimization, the optimizer steps of the last batch before the one at which to end.
+
+    Raises:
+        ReplayError: If the step cannot be run again, or took another course.
+        CommunicationError: If the step communicates with other processes.
+        Exception: If the step raises an error that it did not raise before.
+    """
+    if any(each.is_changed for each in batches):
+        raise ReplayError("the step changed its batch in place")
+    parameters = list(pl_module.parameters())
+    device = pl_module.device
+    for index, kept in enumerate(batches):
+        is_last = index == len(batches) - 1
+        run = partial(_run, trainer, pl_module, kept, parameters, steps if is_last else None)
+        try:
+            with _unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
+                origin = run(by_backward=False)
+        except _NeedsBackward:
+            with _unchanged(trainer, pl_module, parameters, device), kept.restored(parameters):
+                origin = run(by_backward=True)
+        if origin is not None:
+            return Replay(origin, kept)
+    return Replay(None, None)
+
+
+@contextmanager
+def _unchanged(
+    trainer: Trainer, pl_module: LightningModule, parameters: list[nn.Parameter], device: torch.device
+) -> Iterator[None]:
+    """Restore everything that running a step may change."""
+    copies = [(each, each.detach().clone()) for each in parameters]
+    state = ModuleState(pl_module.modules())
+    loggers = trainer.loggers
+    with ExitStack() as stack:
+        # Recorders of this step must not see the replay, but it needs gradients.
+        stack.enter_context(pause_recording())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(same_random_numbers([device]))
+        stack.enter_context(same_gradients(parameters))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        try:
+            trainer.loggers = [DummyLogger() for _ in loggers]
+            for name in ("log", "log_dict", "print"):
+                setattr(pl_module, name, _ignore)
+            yield
+        finally:
+            trainer.loggers = loggers
+            state.restore()
+            for parameter, values in copies:
+                # Written through ``.data``, since a higher version would make autograd reject saved graphs.
+                if not _same_bits(parameter, values):
+                    parameter.data.copy_(values)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Replace a function that has effects outside of the model."""
+
+
+def _run(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    kept: KeptBatch,
+    parameters: list[nn.Parameter],
+    steps: int | None,
+    *,
+    by_backward: bool,
+) -> Origin | None:
+    known: dict[str, Tensor] = {f"parameter {name}": each for name, each in pl_module.named_parameters()}
+    known |= {f"buffer {name}": each for name, each in pl_module.named_buffers()}
+    batch = own_copies({"batch": kept.batch})["batch"]
+    known |= dict(iter_tensors(batch, "batch"))
+    modules = dict(named_submodules(pl_module))
+    gradients = _Gradients(trainer, parameters, by_backward=by_backward)
+    with OriginTrace(modules, known) as trace:
+        if pl_module.automatic_optimization:
+            _run_automatic(trainer, pl_module, batch, kept, gradients)
+        else:
+            _run_manual(trainer, pl_module, batch, kept, gradients, steps)
+    _check_losses(kept.losses[gradients.begin :], gradients.losses[gradients.begin :])
+    return trace.origin(gradients.symptoms)
+
+
+def _check_losses(before: list[Tensor], now: list[Tensor]) -> None:
+    """Raise if a loss differs from the one that the step had."""
+    had, have = ([float(each) for each in losses] for losses in (before, now))
+    same = len(had) <= len(have) and all(map(_is_close, had, have))
+    if not same:
+        raise ReplayError("the loss was not the same as before: the step depends on more than its batch and torch")
+
+
+def _is_close(one: float, other: float) -> bool:
+    if not math.isfinite(one):
+        return not math.isfinite(other)
+    return math.isclose(one, other, rel_tol=_RELATIVE, abs_tol=1e-12)
+
+
+class _Gradients:
+    """Computes the gradients of losses without the hooks that communicate or step an optimizer.
+
+    Args:
+        trainer: The trainer.
+        parameters: The parameters.
+        by_backward: Run a backward pass that ends in the parameters, as reentrant checkpointing needs.
+    """
+
+    def __init__(self, trainer: Trainer, parameters: list[nn.Parameter], *, by_backward: bool) -> None:
+        if by_backward and (trainer.world_size > 1 or any(map(has_accumulate_hooks, parameters))):
+            raise ReplayError("reentrant checkpointing would run the hooks of the parameters")
+        self._parameters, self._by_backward = parameters, by_backward
+        self.losses: list[Tensor] = []
+        self.begin = 0
+        """The number of losses before the optimizer step of which parameters are already updated."""
+        self.symptoms: list[Tensor | None] = []
+
+    def end_step(self) -> None:
+        """End a step of an optimizer that has really stepped before. What led to it was finite, and differs now."""
+        self.begin = len(self.losses)
+        self.symptoms.clear()
+
+    def add(self, loss: Tensor, **options: Any) -> None:
+        """Compute the gradients of a loss, and add them to the gradients of the parameters."""
+        self.losses.append(loss.detach())
+        self.symptoms.append(loss.detach())
+        wanted = [each for each in self._parameters if each.requires_grad]
+        if not loss.requires_grad or not wanted:
+            return
+        if self._by_backward:
+            loss.backward(**options)
+            self.symptoms += [each.grad for each in wanted]
+            return
+        try:
+            found = torch.autograd.grad(loss, wanted, allow_unused=True, **options)
+        except RuntimeError as error:
+            if "checkpoint" in str(error).lower():
+                raise _NeedsBackward from error
+            raise
+        self.symptoms += found
+        for parameter, gradient in zip(wanted, found, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _run_automatic(
+    trainer: Trainer, pl_module: LightningModule, batch: Any, kept: KeptBatch, gradients: _Gradients
+) -> None:
+    with trainer.precision_plugin.train_step_context():
+        output = _training_step(pl_module, batch, kept)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        return
+    gradients.add(_scaled(trainer, loss / trainer.accumulate_grad_batches))
+
+
+def _training_step(pl_module: LightningModule, batch: Any, kept: KeptBatch) -> Any:
+    arguments = inspect.signature(pl_module.training_step).parameters
+    if "dataloader_iter" in arguments:
+        raise ReplayError("training_step reads its batches itself")
+    return pl_module.training_step(*[batch, kept.batch_idx][: max(1, min(2, len(arguments)))])
+
+
+def _scaled(trainer: Trainer, loss: Tensor) -> Tensor:
+    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+    scaled: Tensor = loss if scaler is None else scaler.scale(loss)
+    return scaled
+
+
+def _run_manual(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    batch: Any,
+    kept: KeptBatch,
+    gradients: _Gradients,
+    steps: int | None,
+) -> None:
+    if trainer.world_size > 1:
+        raise ReplayError("manual optimization may communicate with other processes")
+    done = 0
+
+    def step(*args: Any, closure: Any = None, **kwargs: Any) -> None:
+        nonlocal done
+        for each in (closure, *args):
+            if callable(each):
+                each()
+        if steps is not None and done >= steps:
+            raise _StepEnds
+        done += 1
+        gradients.end_step()
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        gradients.add(_scaled(trainer, loss))
+        return loss
+
+    found: Any = pl_module.optimizers()
+    optimizers = found if isinstance(found, (list, tuple)) else [found]
+    inner = [getattr(each, "optimizer", each) for each in optimizers]
+    with ExitStack() as stack:
+        for each in (*optimizers, *inner):
+            stack.enter_context(_replaced(each, "step", step))
+        # manual_backward calls it, and the model may override that.
+        stack.enter_context(_replaced(trainer.strategy, "backward", backward))
+        pl_module.lr_schedulers = partial(_idle_schedulers, pl_module.lr_schedulers())  # type: ignore[method-assign]
+        try:
+            with trainer.precision_plugin.train_step_context():
+                _training_step(pl_module, batch, kept)
+        except _StepEnds:
+            pass
+
+
+class _Idle:
+    """A learning rate scheduler that does not step."""
+
+    step = staticmethod(_ignore)
+
+
+def _idle_schedulers(schedulers: Any) -> Any:
+    if isinstance(schedulers, (list, tuple)):
+        return [_Idle() for _ in schedulers]
+    return None if schedulers is None else _Idle()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of an instance, which may hide one of its class."""
+    table = vars(owner)
+    had, before = name in table, table.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

@@ -1,0 +1,268 @@
+"""The folder of a finding: written during the fit, and read to run its step again in a new process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_recorder.callbacks.base import RecorderCallback
+from lightning_recorder.callbacks.replay import Replay, replay
+from lightning_recorder.callbacks.watched_run import Discovery
+from lightning_recorder.errors import RecorderError
+from lightning_recorder.graph import Graph, to_text
+from lightning_recorder.watch import KeptBatch, Reading, finding_of_origin
+from lightning_recorder.watch.incident import Incident, read_incident, write_incident
+
+__all__ = ["make_model", "reproduce", "save_incident"]
+
+_MOST_NODES = 400  # of the graph, as text
+
+
+def save_incident(
+    folder: Path,
+    trainer: Trainer,
+    pl_module: LightningModule,
+    discovery: Discovery,
+    *,
+    max_bytes: int,
+    save_batch: bool,
+    save_parameters: bool,
+) -> None:
+    """Write the folder of a finding.
+
+    Args:
+        folder: The folder.
+        trainer: The trainer.
+        pl_module: The model.
+        discovery: The finding.
+        max_bytes: The maximum size of the batch, and of the parameters.
+        save_batch: Write the batch.
+        save_parameters: Write the parameters and buffers from before the step.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    kept, values = discovery.batch, discovery.parameters
+    if kept is None:
+        return
+    write_incident(
+        folder,
+        _about_run(trainer, pl_module, kept),
+        kept,
+        state=_state_before(pl_module, kept, values) if save_parameters and values is not None else {},
+        records=_latest_records(trainer),
+        graph=_graph_up_to(trainer, discovery.finding.module),
+        max_bytes=max_bytes,
+        save_batch=save_batch,
+    )
+
+
+def _state_before(pl_module: LightningModule, kept: KeptBatch, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the parameters and buffers from before a batch, by the names of ``state_dict``."""
+    before = {id(each): value for each, value in zip(pl_module.parameters(), parameters, strict=True)}
+    before |= {id(table[name]): value for table, name, value in kept.buffers if table.get(name) is not None}
+    state = pl_module.state_dict(keep_vars=True)
+    return {name: before.get(id(each), each) for name, each in state.items() if isinstance(each, Tensor)}
+
+
+def _latest_records(trainer: Trainer) -> dict[str, Any]:
+    found = {}
+    for each in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
+        latest, step = getattr(each, "latest", None), getattr(each, "latest_step", None)
+        if isinstance(each, RecorderCallback) and latest and step is not None:
+            sites = {".".join(filter(None, site)): dict(seen.scalars) for site, seen in latest.items()}
+            found[each.label(trainer)] = {"step": step, "sites": sites}
+    return found
+
+
+def _graph_up_to(trainer: Trainer, module: str) -> str:
+    """Return the recorded graph up to the calls of a module, as text; empty if there is none."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+    graph = next((each.graph for each in callbacks if isinstance(getattr(each, "graph", None), Graph)), None)
+    if graph is None:
+        return ""
+    inside = {node.id for node in graph.module_calls() if node.name == module} if module else set()
+    ends = [node.id for node in graph.nodes if node.id in inside or node.parent in inside]
+    last = max(ends, default=max(node.id for node in graph.nodes))
+    nodes = tuple(node for node in graph.nodes if node.id <= last)[-_MOST_NODES:]
+    nodes = nodes if nodes[0] == graph.nodes[0] else (graph.nodes[0], *nodes)
+    ids = {node.id for node in nodes}
+    nodes = tuple(node if node.parent in ids or node.parent is None else replace(node, parent=0) for node in nodes)
+    edges = tuple(each for each in graph.edges if each.source in ids and each.target in ids)
+    return to_text(replace(graph, nodes=nodes, edges=edges))
+
+
+def _about_run(trainer: Trainer, pl_module: LightningModule, kept: KeptBatch) -> dict[str, Any]:
+    """Return the settings of a run that are needed to run one of its steps again, as JSON values."""
+    kind = type(pl_module)
+    hparams = {name: value for name, value in dict(pl_module.hparams).items() if _is_plain(value)}
+    file = None
+    with suppress(TypeError, OSError):
+        file = str(Path(inspect.getfile(kind)).resolve())
+    return {
+        "step": kept.step,
+        "epoch": kept.epoch,
+        "batch_idx": kept.batch_idx,
+        "global_step": trainer.global_step,
+        "model": {"module": kind.__module__, "name": kind.__qualname__, "file": file, "hparams": hparams},
+        "precision": str(trainer.precision),
+        "accelerator": str(pl_module.device.type),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "eval": [name for name, module in pl_module.named_modules() if not module.training],
+        "rank": trainer.global_rank,
+        "losses": [repr(float(each)) for each in kept.losses],
+    }
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def make_model(folder: Path) -> LightningModule:
+    """Return a model of the class of an incident, made with its hyperparameters.
+
+    Raises:
+        RecorderError: If the class cannot be found, or needs arguments that are not known.
+    """
+    about = read_incident(folder).about["model"]
+    try:
+        if about["module"] == "__main__":
+            found: Any = _loaded(Path(about["file"]))
+        else:
+            sys.path.insert(0, str(Path.cwd()))
+            found = importlib.import_module(about["module"])
+        for name in about["name"].split("."):
+            found = getattr(found, name)
+        model: LightningModule = found(**about["hparams"])
+    except Exception as error:
+        raise RecorderError(
+            f"the model {about['module']}.{about['name']} cannot be made: {error}. Make it in replay.py"
+        ) from error
+    return model
+
+
+def _loaded(path: Path) -> Any:
+    """Import a script without running its main part."""
+    spec = importlib.util.spec_from_file_location("incident_model", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["incident_model"] = module
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def reproduce(folder: str | Path, model: LightningModule, *, checkpoint: str | Path | None = None) -> Replay:
+    """Run the step of an incident again, and print the origin of its bad value.
+
+    Args:
+        folder: The folder of the incident.
+        model: The model. Its parameters and buffers are loaded.
+        checkpoint: A checkpoint with the parameters. Defaults to the parameters that were written to the folder, or
+            to the checkpoint there.
+
+    Raises:
+        RecorderError: If there are no parameters, or the batch was not written.
+    """
+    folder = Path(folder)
+    incident = read_incident(folder)
+    model.load_state_dict(_state(folder, incident, checkpoint))
+    about = incident.about
+    again = _Again(incident)
+    trainer = Trainer(
+        accelerator="cpu" if about["accelerator"] == "cpu" else "auto",
+        devices=1,
+        precision=about["precision"],
+        accumulate_grad_batches=about["accumulate_grad_batches"],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[again],
+        max_epochs=-1,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+    )
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        setattr(model, name, _same_batch)  # the batch of the incident was transferred before it was written
+    with suppress(_Done):
+        trainer.fit(model, DataLoader(_Single(), batch_size=None))
+    if again.found is None:
+        raise RecorderError("the step was not run")
+    print(_verdict(again.found, incident))  # noqa: T201 - the output of the script
+    return again.found
+
+
+def _state(folder: Path, incident: Incident, checkpoint: str | Path | None) -> Mapping[str, Any]:
+    if checkpoint is None and incident.state is not None:
+        return incident.state
+    path = folder / "checkpoint.ckpt" if checkpoint is None else Path(checkpoint)
+    if not path.exists():
+        raise RecorderError(f"there are no parameters: give a checkpoint from before step {incident.about['step']}")
+    state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    return state
+
+
+def _verdict(found: Replay, incident: Incident) -> str:
+    about = incident.about
+    if found.origin is None:
+        return f"step {about['step']}: the loss and all gradients are finite"
+    reading = Reading(about["step"], about["epoch"], None, None, [], [about["batch_idx"]])
+    return finding_of_origin(found.origin, reading, about["batch_idx"]).line
+
+
+def _same_batch(batch: Any, *args: Any) -> Any:
+    return batch
+
+
+class _Single(Dataset[int]):
+    """One item, for the loop to run a batch."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class _Done(BaseException):
+    """Ends the fit after the replay."""
+
+
+class _Again(Callback):
+    """Runs the step at the first batch, and ends the fit."""
+
+    def __init__(self, incident: Incident) -> None:
+        self._incident = incident
+        self.found: Replay | None = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        incident, about = self._incident, self._incident.about
+        loop: Any = trainer.fit_loop
+        with suppress(AttributeError):  # the counters that the model may read
+            loop.epoch_progress.current.processed = about["epoch"]
+            progress = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+            progress.total.completed = about["global_step"]
+        batch = move_data_to_device(incident.batch, pl_module.device)
+        kept = KeptBatch(batch, about["batch_idx"], about["step"], about["epoch"], incident.random, [], [])
+        pl_module.train()
+        for name in about["eval"]:
+            pl_module.get_submodule(name).training = False
+        self.found = replay(trainer, pl_module, [kept])
+        raise _Done

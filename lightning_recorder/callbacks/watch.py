@@ -1,0 +1,334 @@
+"""Watch the loss and the gradients of every step, and name the origin of the first bad value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_recorder.callbacks.base import RecorderCallback
+from lightning_recorder.callbacks.findings import end_findings, findings_of
+from lightning_recorder.callbacks.guard import guarded
+from lightning_recorder.callbacks.reproduce import save_incident
+from lightning_recorder.callbacks.trainer import decline, make_directory, stepped
+from lightning_recorder.callbacks.watched_run import Discovery, WatchedRun, log_of_rank
+from lightning_recorder.errors import ArgumentError, check_bool, check_callable, check_integer, describe_error, warn
+from lightning_recorder.insight import Finding
+from lightning_recorder.outputs import RunFindings
+from lightning_recorder.portable import Portable, unwrap
+from lightning_recorder.signatures import checked_arguments
+from lightning_recorder.sinks import Sink
+from lightning_recorder.statistics import Exchange
+from lightning_recorder.watch import NON_FINITE, StepSeries
+from lightning_recorder.watch.incident import write_finding
+
+__all__ = ["StepWatch", "add_watch"]
+
+OnFinding = Literal["warn", "stop"] | Callable[[Finding], object]
+
+
+class StepWatch(RecorderCallback):
+    """Watches the loss and the gradient norm of every step, and names the origin of the first bad value.
+
+    It is added to each trainer that has a recorder of statistics, unless the trainer has one already. Loss and gradient
+    norm of every step are written to the records (``watch``). Those of the steps that Lightning logs are also written
+    to the loggers, as ``watch/loss`` and ``watch/grad_norm``.
+
+    At the first step whose loss or gradients are not finite, the step is run again with its batch, its random numbers
+    and its buffers, and the finding names the module, the number of the call, the direction, the operation, the line of
+    code and the batch. The training does not change. On a CPU, and with ``wait=True`` on other devices, this happens
+    before the optimizer steps. On a GPU, the values arrive a step later, when the parameters may already be spoiled.
+    The finding then names the step and the direction, and the option that would have named the module. A step that a
+    ``GradScaler`` skips because of an overflow is no finding.
+
+    A loss or a gradient norm above ``spikes`` times its running median is a finding, too, and the recorders record the
+    next step.
+
+    Args:
+        spikes: The multiple of the running median from which on a value is a spike; 0 reports no spikes.
+        on_finding: The action on a finding. ``"warn"`` logs it, once per kind and module. ``"stop"`` also saves a
+            checkpoint and ends the fit. A function is called with each :class:`~lightning_recorder.insight.Finding`.
+        wait: Wait for the device before each optimizer step, so that a bad step can be run again exactly. On a CPU,
+            there is nothing to wait for.
+        keep_parameters: Keep a copy of the parameters from before the last optimizer step for the same purpose. The
+            device then always has work.
+        every_module: Check the outputs of all modules, and the gradients of them, on the device in every step. The
+            module is then also named where a step cannot be run again, but not the operation. This takes one kernel
+            and one call of a hook for each of them in every step.
+        incidents: Write the state of the step to ``<log_dir>/recorder/incidents/step-<n>``, with a script that runs it
+            again. The finding itself is always written there.
+        save_batch: Also write the batch there. Switch it off if the data are private.
+        save_parameters: Also write the parameters and buffers from before the step there.
+        max_bytes: The maximum size in bytes of the batch, and of the parameters, in each of these folders.
+        sinks: Further sinks, in addition to the loggers of the trainer.
+        strict: Raise errors of the recorder instead of warning about them.
+
+    Raises:
+        ArgumentError: If an argument is invalid. Raised at construction.
+
+    Note:
+        Does not wait for the device unless ``wait`` is set: the values are copied to the host without waiting, and read
+        when they have arrived. The norms take a few kernels per step. Until its values have arrived, the batch of a
+        step is kept, on a GPU for up to four steps. Under DDP, each rank watches its own batches, and the finding names
+        the rank. A replay never communicates. With manual optimization, the loss is the sum of the losses passed to
+        ``manual_backward``.
+
+    Example::
+
+        Trainer(callbacks=[StepWatch(on_finding="stop")])
+    """
+
+    group = "watch"
+
+    @checked_arguments
+    def __init__(
+        self,
+        *,
+        spikes: float = 10.0,
+        on_finding: Literal["warn", "stop"] | Callable[[Finding], object] = "warn",
+        wait: bool = False,
+        keep_parameters: bool = False,
+        every_module: bool = False,
+        incidents: bool = True,
+        save_batch: bool = True,
+        save_parameters: bool = False,
+        max_bytes: int = 2**28,
+        sinks: Iterable[Sink] = (),
+        strict: bool = False,
+    ) -> None:
+        super().__init__(sinks=sinks, strict=strict)
+        factor: object = spikes
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not (factor == 0 or factor > 1):
+            raise ArgumentError(f"spikes must be a number above 1, or 0 for none, got {spikes!r}")
+        if not isinstance(on_finding, str):
+            check_callable("on_finding", on_finding, "finding", ", or is 'warn' or 'stop'")
+        elif on_finding not in ("warn", "stop"):
+            raise ArgumentError(f"on_finding must be 'warn', 'stop' or a function, got {on_finding!r}")
+        for name, flag in (("wait", wait), ("keep_parameters", keep_parameters), ("incidents", incidents)):
+            check_bool(name, flag)
+        check_bool("every_module", every_module)
+        for name, flag in (("save_batch", save_batch), ("save_parameters", save_parameters)):
+            check_bool(name, flag)
+        check_integer("max_bytes", max_bytes, 0)
+        self.spikes = float(spikes)
+        self.on_finding = on_finding
+        self.wait, self.keep_parameters, self.every_module = wait, keep_parameters, every_module
+        self.incidents, self.save_batch, self.save_parameters = incidents, save_batch, save_parameters
+        self.max_bytes = max_bytes
+        self.__dict__.update(self._idle())
+
+    @override
+    def _idle(self) -> dict[str, Any]:
+        return {**super()._idle(), "_run": None, "_findings": None, "_exchange": None, "_found": [], "_stops_at": None}
+
+    _run: WatchedRun | None
+    _findings: RunFindings | None
+    _exchange: Exchange | None
+    _found: list[Finding]
+    _stops_at: int | None
+
+    @property
+    def found(self) -> list[Finding]:
+        """The findings of this process in the current or the latest fit, in order."""
+        return list(self._found)
+
+    @override
+    def begin(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
+        self._found = []
+        self._exchange = None
+        if trainer.world_size > 1 and Exchange.is_needed():
+            exchange = Exchange(trainer.strategy.root_device)
+            self._exchange = None if exchange.agree(True, f"watch {self.on_finding == 'stop'}") else exchange
+        is_first = trainer.is_global_zero
+        directory = make_directory(directory, name=str(self), strict=self.strict) if is_first else directory
+        self._open_sinks(trainer)
+        if is_first:
+            self._findings = findings_of(trainer, pl_module, directory, self.group, strict=self.strict)
+            self._findings.join(self.group)
+        every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__
+        series = StepSeries(
+            directory if is_first else None,
+            self._sink,
+            label=self.group,
+            is_logged=lambda step: every > 0 and (step + 1) % every == 0,
+        )
+        self._run = WatchedRun(
+            trainer,
+            pl_module,
+            series,
+            partial(self._on_discovery, trainer, pl_module),
+            on_spike=partial(self._record_next, trainer),
+            spikes=self.spikes,
+            wait=self.wait,
+            keep_parameters=self.keep_parameters,
+            every_module=self.every_module,
+        )
+
+    def _on_discovery(self, trainer: Trainer, pl_module: LightningModule, discovery: Discovery) -> None:
+        finding = discovery.finding
+        keys = [(each.rule, each.module, each.path) for each in self._found]
+        if discovery.is_new:
+            self._found.append(finding)
+        else:
+            self._found[keys.index((finding.rule, finding.module, finding.path))] = finding
+        path = self._incident_path(finding.first_step, trainer.global_rank)
+        if path is not None:
+            self._write_incident(path, trainer, pl_module, discovery)
+        if self._findings is not None:
+            self._findings.report(finding)
+        elif discovery.is_new:
+            log_of_rank(f"Found at step {finding.first_step}: {finding.line}")
+        if discovery.is_new and callable(self.on_finding):
+            self.on_finding(finding)
+        elif discovery.is_new and self.on_finding == "stop":
+            self._stops_at = finding.first_step
+
+    def _write_incident(self, path: Path, trainer: Trainer, pl_module: LightningModule, discovery: Discovery) -> None:
+        """Write the folder of a finding. An error gives one warning."""
+        try:
+            write_finding(path, discovery.finding)
+            if self.incidents and discovery.is_new:
+                save_incident(
+                    path,
+                    trainer,
+                    pl_module,
+                    discovery,
+                    max_bytes=self.max_bytes,
+                    save_batch=self.save_batch,
+                    save_parameters=self.save_parameters,
+                )
+        except Exception as error:
+            if self.strict:
+                raise
+            warn(f"{self} could not write {path}: {describe_error(error)}")
+
+    def _incident_path(self, step: int, rank: int = 0) -> Path | None:
+        suffix = f"-rank{rank}" if rank else ""
+        return None if self._directory is None else self._directory / "incidents" / f"step-{step}{suffix}"
+
+    def _record_next(self, trainer: Trainer, step: int) -> None:
+        """Let the recorders record the step after a spike. Ranks would not agree on it, so only with a single one."""
+        if trainer.world_size == 1:
+            for each in trainer.callbacks:  # type: ignore[attr-defined]  # set in Trainer.__init__
+                record_step = getattr(each, "record_step", None)
+                if isinstance(each, RecorderCallback) and record_step is not None:
+                    record_step(step + 1)
+
+    @override
+    def _stay_away(self, trainer: Trainer) -> None:
+        decline(trainer)
+
+    @override
+    def release(self, trainer: Trainer | None) -> None:
+        run, self._run = self._run, None
+        try:
+            if run is not None:
+                run.end()
+            if run is not None and run.unnamed is not None and self._findings is not None:
+                self._findings.report(run.unnamed)
+        finally:
+            findings, self._findings = self._findings, None
+            if findings is not None and findings.end(self.group, self._sink):
+                end_findings(findings)
+
+    # Batches.
+
+    @guarded
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._run is not None and self._enabled:
+            self._run.start_batch(batch, batch_idx)
+
+    @guarded
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._run is not None:
+            self._run.add_loss(loss)
+
+    @guarded
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if self._run is not None:
+            self._run.before_step(optimizer)
+            if self.on_finding == "stop" and self._run.has_bad_gradient:
+                # The checkpoint then has the parameters from before the step. All ranks have the same gradients.
+                for group in optimizer.param_groups:
+                    for each in group["params"]:
+                        each.grad = None
+
+    @guarded
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        run = self._run
+        if run is not None:
+            run.end_batch(is_last=stepped(trainer, batch_idx))
+        if self.on_finding == "stop" and (run is not None or self._exchange is not None):
+            self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        """End the fit after a checkpoint, on all ranks, if one of them has a finding."""
+        step, self._stops_at = -1 if self._stops_at is None else self._stops_at, None
+        if self._exchange is not None:
+            flag = torch.tensor(float(step), device=trainer.strategy.root_device)
+            step = int(trainer.strategy.reduce(flag, reduce_op="max"))
+        if step >= 0:
+            path = self._incident_path(step)
+            if path is not None:
+                trainer.save_checkpoint(path / "checkpoint.ckpt")
+            trainer.should_stop = True
+
+    @guarded
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.flush()
+
+    @guarded
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.flush()
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        gathered: list[list[Finding]] = [[] for _ in range(trainer.world_size)]
+        torch.distributed.all_gather_object(gathered, self._found)
+        if self._findings is not None:
+            for each in (each for findings in gathered[1:] for each in findings):
+                self._findings.report(each)
+        if self._run is not None and any(each.rule == NON_FINITE for findings in gathered for each in findings):
+            self._run.unnamed = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        act = self.on_finding if isinstance(self.on_finding, str) else Portable(self.on_finding, "on_finding")
+        return {**super().__getstate__(), "on_finding": act}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        act = unwrap(state["on_finding"])
+        self._lose([act])
+        self.on_finding = act if act == "stop" or callable(act) else "warn"
+
+
+def add_watch(trainer: Trainer, after: RecorderCallback) -> None:
+    """Insert a :class:`StepWatch` into the callbacks of a trainer that has none.
+
+    Lightning iterates over the callbacks in ``setup``, so it calls the hook of the inserted one, too.
+
+    Args:
+        trainer: The trainer.
+        after: The recorder whose ``setup`` runs.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+    if not any(isinstance(each, StepWatch) for each in callbacks):
+        watch = StepWatch(strict=after.strict)
+        watch.from_environment = after.from_environment
+        callbacks.insert(next(index for index, each in enumerate(callbacks) if each is after) + 1, watch)

@@ -1,0 +1,394 @@
+"""A fit whose every step is watched: its readings, spikes, replays and findings."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_recorder.callbacks.replay import Replay, ReplayError, replay
+from lightning_recorder.callbacks.trainer import logged_step
+from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.insight import Finding
+from lightning_recorder.internals.compiled import compiled_modules
+from lightning_recorder.internals.norms import norms_of
+from lightning_recorder.internals.pause_recording import pause_recording
+from lightning_recorder.names import named_submodules
+from lightning_recorder.watch import (
+    CommunicationError,
+    KeptBatch,
+    ModuleFlags,
+    Reading,
+    ReadingQueue,
+    SpikeDetector,
+    StateKeeper,
+    StepSeries,
+    finding_of_origin,
+    finding_of_spike,
+    finding_without_origin,
+)
+
+__all__ = ["Discovery", "WatchedRun"]
+
+_MOST_REPLAYS = 5
+_MOST_KEPT = 4  # steps whose batches are kept until their values have arrived
+_FULL_LOSS_SCALE = 1.0  # with a smaller loss scale, gradients that are not finite are no overflow of half precision
+_WAIT = "StepWatch(wait=True), StepWatch(keep_parameters=True) or StepWatch(every_module=True)"
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """A finding, with what is known about its step.
+
+    Args:
+        finding: The finding.
+        reading: The step.
+        batch: The batch that it is about, if it is still known.
+        parameters: The parameters from before the step, in the order of the model, if they are known.
+        is_new: False if a finding of the same kind at the same place was reported before.
+    """
+
+    finding: Finding
+    reading: Reading
+    batch: KeptBatch | None
+    parameters: Sequence[Tensor] | None
+    is_new: bool
+
+
+class WatchedRun:
+    """Watches the steps of one fit.
+
+    Args:
+        trainer: The trainer.
+        pl_module: The model.
+        series: The writer of the loss and the gradient norm.
+        on_discovery: Called with each finding.
+        on_spike: Called with the step after which a spike was seen.
+        spikes: The multiple of the running median that is a spike; 0 for none.
+        wait: Wait for the device before each optimizer step.
+        keep_parameters: Keep a copy of the parameters from before the last step.
+        every_module: Compute a flag for each module in every step.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        series: StepSeries,
+        on_discovery: Callable[[Discovery], object],
+        *,
+        on_spike: Callable[[int], object],
+        spikes: float,
+        wait: bool,
+        keep_parameters: bool,
+        every_module: bool,
+    ) -> None:
+        device = pl_module.device
+        self._trainer, self._pl_module, self._series = trainer, pl_module, series
+        self._on_discovery, self._on_spike = on_discovery, on_spike
+        self._reads_now = wait or self._is_host(device)
+        self._copies: list[Tensor] | None = [] if keep_parameters and not self._reads_now else None
+        self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        self._keeper = StateKeeper(pl_module, device)
+        self._queue = ReadingQueue(device)
+        self._factor = spikes
+        self._spikes = {name: SpikeDetector(spikes) for name in ("loss", "gradient norm")}
+        self._rank = f", rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+        self._known: dict[tuple[str, str, str], Finding] = {}
+        self._was_bad = False
+        self._replays = 0
+        self.unnamed: Finding | None = None
+        """The finding about a bad gradient that came from another rank, if no rank names its origin."""
+        self.has_bad_gradient = False
+        """True if the gradients of the current step were found not to be finite before the optimizer steps."""
+        self._flags: ModuleFlags | None = None
+        if every_module:
+            compiled = compiled_modules(pl_module)
+            modules = named_submodules(pl_module).items()
+            self._flags = ModuleFlags({name: each for name, each in modules if name and each not in compiled})
+        self._begin_step()
+        self._has_ended = True
+
+    @staticmethod
+    def _is_host(device: torch.device) -> bool:
+        """Return True if values can be read without waiting for a device."""
+        return device.type == "cpu"
+
+    def _begin_step(self) -> None:
+        self._batches: list[KeptBatch] = []
+        self._indices: list[int] = []
+        self._norms: list[tuple[list[nn.Parameter], Tensor]] = []
+        self._totals: list[Tensor] = []
+        self._optimizer_steps = 0
+        self.has_bad_gradient = False
+        if self._flags is not None:
+            self._flags.begin_step()
+
+    # The course of a step.
+
+    def start_batch(self, batch: Any, batch_idx: int) -> None:
+        """Begin a batch: keep what is needed to run it again."""
+        self._arrive(self._queue.take())
+        self._series.replay()
+        step = logged_step(self._trainer)
+        if self._has_ended or (self._batches and self._batches[-1].step != step):
+            self._begin_step()
+        self._has_ended = False
+        self._optimizer_steps = 0
+        with pause_recording():
+            kept = self._keeper.keep(batch, batch_idx, step=step, epoch=self._trainer.current_epoch)
+        self._batches.append(kept)
+        self._indices.append(batch_idx)
+        if self._flags is not None:
+            self._flags.begin_batch()
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Note a loss before its backward pass."""
+        if self._batches:
+            with pause_recording():
+                self._batches[-1].losses.append(loss.detach())
+
+    def before_step(self, optimizer: Any) -> None:
+        """Measure the gradients that an optimizer is about to use."""
+        groups = getattr(optimizer, "param_groups", ())
+        parameters = [each for group in groups for each in group["params"] if each.grad is not None]
+        if not self._batches:
+            return
+        with pause_recording():
+            if parameters:
+                norms = _stacked(norms_of([each.grad for each in parameters]))
+                if getattr(optimizer, "_step_supports_amp_scaling", False) and self._scaler is not None:
+                    norms = norms / self._scale(norms)  # Lightning leaves unscaling to such an optimizer
+                self._norms.append((parameters, norms))
+                self._totals.append(torch.linalg.vector_norm(norms))
+            if self._reads_now:
+                reading = self._reading(self._batches)
+                if _read(reading):
+                    self._examine(reading, parameters_are_known=True)
+                    self.has_bad_gradient = self._is_finding(reading) and not math.isfinite(reading.values[1])
+            elif self._copies is not None:
+                self._arrive(self._queue.take(wait=True))  # of the step before; the device is busy with this one
+                self._copies = [each.detach().clone() for each in self._pl_module.parameters()]
+        self._optimizer_steps += 1
+
+    def end_batch(self, *, is_last: bool) -> None:
+        """End a batch, and the step if it is the last one of it."""
+        if not self._batches:
+            return
+        self._keeper.check(self._batches[-1])
+        if self._flags is not None:
+            self._flags.end_batch()
+        if not is_last:
+            return
+        self._has_ended = True
+        with pause_recording():
+            reading = self._reading(self._batches)
+            if self._reads_now:
+                _read(reading)
+                self._arrive([reading])
+            else:
+                self._queue.add(reading)
+                self._queue.forget(_MOST_KEPT)
+
+    def flush(self) -> None:
+        """Read all values, waiting for the device, and write them."""
+        self._arrive(self._queue.take(wait=True))
+        self._series.flush()
+
+    def end(self) -> None:
+        """Read and write everything, and remove all hooks."""
+        if self._flags is not None:
+            self._flags.remove()
+        self.flush()
+        self._series.end()
+
+    def _reading(self, batches: list[KeptBatch]) -> Reading:
+        is_automatic = self._pl_module.automatic_optimization
+        # A closure that an optimizer calls several times computes the loss again.
+        losses = [each for kept in batches for each in (kept.losses[-1:] if is_automatic else kept.losses)]
+        loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
+        if loss is not None and self._scaler is not None:
+            loss = loss / self._scale(loss)
+        norm = torch.linalg.vector_norm(torch.stack(self._totals)) if len(self._totals) > 1 else None
+        if len(self._totals) == 1:
+            norm = self._totals[0]
+        flags = None if self._flags is None else self._flags.flags()
+        step, epoch = batches[-1].step, batches[-1].epoch
+        return Reading(step, epoch, loss, norm, self._norms, self._indices, flags, list(batches))
+
+    def _scale(self, like: Tensor) -> Tensor:
+        """Return the loss scale as a tensor, without waiting for the device."""
+        scale: Tensor = self._scaler.scale(torch.ones((), device=like.device))
+        return scale
+
+    # Values that have arrived.
+
+    def _arrive(self, readings: list[Reading]) -> None:
+        for reading in readings:
+            loss, norm = reading.values
+            self._series.add(reading.step, reading.epoch, loss, norm)
+            if self._is_finding(reading):
+                self._examine(reading, parameters_are_known=False)
+            elif not reading.is_bad:
+                self._was_bad = False
+                self._look_for_spikes(reading)
+
+    def _is_finding(self, reading: Reading) -> bool:
+        """Return True unless all values are finite, or the loss scaler skips the step because of an overflow."""
+        if not reading.is_bad:
+            return False
+        if self._scaler is None or reading.has_bad_loss:
+            return True
+        return float(self._scaler.get_scale()) <= _FULL_LOSS_SCALE
+
+    def _look_for_spikes(self, reading: Reading) -> None:
+        if not self._factor:
+            return
+        spikes = []
+        for (name, detector), value in zip(self._spikes.items(), reading.values, strict=True):
+            median = detector.median
+            if detector.add(value):
+                spikes.append((name, value, median))
+        if spikes:
+            index = reading.indices[0] if reading.indices else 0
+            finding = finding_of_spike(spikes, reading, index, factor=self._factor, rank=self._rank)
+            self._report(finding, reading, next(iter(reading.batches), None), None)
+            self._on_spike(reading.step)
+
+    # Bad values.
+
+    def _examine(self, reading: Reading, *, parameters_are_known: bool) -> None:
+        """Find the origin of a bad value. Only the first of several bad steps in a row is examined."""
+        if self._was_bad or not self._is_finding(reading):
+            return
+        if parameters_are_known and not reading.has_bad_loss and not _has_bad_gradient(reading):
+            return  # the norm overflowed, but no gradient did
+        self._was_bad = True
+        copies = None if parameters_are_known else self._copies
+        is_known = parameters_are_known or bool(copies)
+        batch: KeptBatch | None = next(iter(reading.batches), None)
+        try:
+            found, because = self._replayed(reading, copies) if is_known else (None, "")
+        except (ReplayError, CommunicationError) as error:
+            found, because = None, str(error)
+        except Exception as error:  # noqa: BLE001 - the step of the user may raise anything
+            found, because = None, f"running the step again failed: {describe_error(error)}"
+            warn(f"StepWatch could not run step {reading.step} again: {describe_error(error)}")
+        flagged = reading.flags.origin() if found is None and reading.flags is not None else None
+        if flagged is not None:
+            origin, place = flagged
+            finding = finding_of_origin(origin, reading, reading.indices[place], rank=self._rank)
+        elif found is not None and found.origin is not None and found.batch is not None:
+            batch = found.batch
+            finding = finding_of_origin(found.origin, reading, batch.batch_idx, rank=self._rank)
+        else:
+            finding = self._unnamed(reading, because, is_known=is_known)
+            if self._trainer.world_size > 1 and not reading.has_bad_loss and found is not None:
+                self.unnamed = finding  # another rank may name it
+                return
+        values = copies or ([each.detach() for each in self._pl_module.parameters()] if is_known else None)
+        self._report(finding, reading, batch, values)
+
+    def _replayed(self, reading: Reading, copies: list[Tensor] | None) -> tuple[Replay | None, str]:
+        if self._replays >= _MOST_REPLAYS:
+            return None, f"{_MOST_REPLAYS} steps have been run again before"
+        if not reading.batches:
+            return None, "its batch was no longer kept"
+        if copies and not self._pl_module.automatic_optimization:
+            return None, "in manual optimization, the values must be read before the optimizer steps"
+        self._replays += 1
+        steps = self._optimizer_steps
+        with self._with_parameters(copies) if copies else nullcontext():
+            found = replay(self._trainer, self._pl_module, reading.batches, steps=steps)
+        if found.origin is None:
+            return found, "its batches give finite values when they are run again: a hook or the accumulation made it"
+        return found, ""
+
+    def _with_parameters(self, values: list[Tensor]) -> Any:
+        return _Parameters(list(self._pl_module.parameters()), values)
+
+    def _unnamed(self, reading: Reading, because: str, *, is_known: bool) -> Finding:
+        step = reading.step
+        option = (
+            "run it again with StepWatch(every_module=True), or with ActivationRecorder, GradientRecorder and "
+            f"ParameterRecorder, each with every_n_train_steps=1, schedule=Schedule(step_window=({max(0, step - 1)}, "
+            f"{step + 1}))"
+        )
+        if not is_known:
+            because = because or "the optimizer had stepped when the values arrived from the device"
+            option = _WAIT
+        names = {id(each): name for name, each in self._pl_module.named_parameters()}
+        bad = [names.get(id(parameter), "") for parameter in _bad_parameters(reading)]
+        modules = [name for name in names.values() if name in bad]
+        return finding_without_origin(
+            reading, reading.indices, because=because, option=option, modules=modules, rank=self._rank
+        )
+
+    def _report(
+        self, finding: Finding, reading: Reading, batch: KeptBatch | None, parameters: Sequence[Tensor] | None
+    ) -> None:
+        key = finding.rule, finding.module, finding.path
+        known = self._known.get(key)
+        if known is not None:
+            finding = replace(known, last_step=finding.last_step, records=known.records + 1)
+        self._known[key] = finding
+        self._on_discovery(Discovery(finding, reading, batch, parameters, known is None))
+
+
+class _Parameters:
+    """Gives parameters other values for a while."""
+
+    def __init__(self, parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+        self._parameters, self._values = parameters, values
+        self._before = [each.detach().clone() for each in parameters]
+
+    def __enter__(self) -> None:
+        self._set(self._values)
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self._before)
+
+    def _set(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            # Written through ``.data``, since a higher version would make autograd reject saved graphs.
+            parameter.data.copy_(value)
+
+
+def _stacked(norms: list[Tensor]) -> Tensor:
+    """Return the norms as one tensor, on the device of the first."""
+    device = norms[0].device
+    if all(each.dtype == torch.float32 and each.device == device for each in norms):
+        return torch.stack(norms)
+    return torch.stack([each.to(device, torch.float32) for each in norms])
+
+
+def _read(reading: Reading) -> bool:
+    """Read the values, and return True if one is not finite."""
+    row = reading.row()
+    if row is not None:
+        reading.set_values(row.tolist())
+    return reading.is_bad
+
+
+def _has_bad_gradient(reading: Reading) -> bool:
+    parameters = (each for group, _ in reading.norms for each in group)
+    return any(each.grad is not None and not bool(torch.isfinite(each.grad).all()) for each in parameters)
+
+
+def _bad_parameters(reading: Reading) -> list[nn.Parameter]:
+    found = []
+    for parameters, norms in reading.norms:
+        found += [each for each, norm in zip(parameters, norms.tolist(), strict=True) if not math.isfinite(norm)]
+    return found
+
+
+def log_of_rank(message: str) -> None:
+    """Log a message of a rank other than 0, which does not list the findings at the end."""
+    logging.getLogger("lightning.pytorch").info(message)

@@ -1,0 +1,92 @@
+"""The states of the global random number generators, cheap enough to keep at every step."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["RandomStates"]
+
+_MT19937_BYTES = 624 * 4 + 4  # the words of the generator and the position in them
+
+
+class RandomStates:
+    """The states of the generators of torch, Python and NumPy.
+
+    Args:
+        devices: The devices whose generators are kept, in addition to that of the CPU.
+
+    Note:
+        Does not wait for a device: the state of a CUDA generator is a seed and an offset on the host. Reading the state
+        of NumPy takes 50 µs, so it is read again only if the memory of its generator has changed.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self.torch = torch.get_rng_state()
+        self.python = random.getstate()
+        self.numpy = _numpy_state()
+        self.devices: dict[torch.device, Tensor] = {
+            device: torch.get_device_module(device).get_rng_state(device)
+            for device in devices
+            if device.type not in ("cpu", "meta")
+        }
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002 - nets draw from the global generator
+        for device, state in self.devices.items():
+            torch.get_device_module(device).set_rng_state(state, device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the states of torch's generators, by name."""
+        return {"random.torch": self.torch, **{f"random.{device}": state for device, state in self.devices.items()}}
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the states of the generators of Python and NumPy as JSON values."""
+        words = self.numpy["state"] if self.numpy["bit_generator"] == "MT19937" else None
+        legacy = {name: value for name, value in self.numpy.items() if name != "state"}
+        plain = None if words is None else {**legacy, "key": words["key"].tolist(), "pos": int(words["pos"])}
+        return {"python": self.python, "numpy": plain}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> RandomStates:
+        """Return the states that :meth:`tensors` and :meth:`numbers` have returned."""
+        found = cls()
+        found.torch = tensors["random.torch"]
+        names = [name for name in tensors if name.startswith("random.") and name != "random.torch"]
+        found.devices = {torch.device(name.removeprefix("random.")): tensors[name] for name in names}
+        version, words, gauss = numbers["python"]
+        found.python = (version, tuple(words), gauss)
+        if numbers["numpy"] is not None:
+            known = dict(numbers["numpy"])
+            key = np.array(known.pop("key"), dtype=np.uint32)
+            found.numpy = {**known, "state": {"key": key, "pos": known.pop("pos")}}
+        return found
+
+
+class _Numpy:
+    memory = b""
+    state: Any = None
+
+
+def _numpy_state() -> Any:
+    memory = _numpy_memory()
+    if not memory or memory != _Numpy.memory or _Numpy.state is None:
+        _Numpy.memory, _Numpy.state = memory, np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator
+    return _Numpy.state
+
+
+def _numpy_memory() -> bytes:
+    """Return the memory of NumPy's global generator; empty if it is not a Mersenne twister."""
+    generator: Any = getattr(np.random, "get_bit_generator", lambda: None)()
+    if not isinstance(generator, np.random.MT19937):
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)

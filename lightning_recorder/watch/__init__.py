@@ -1,0 +1,27 @@
+"""The watch on every step of a run: its loss, its gradient norm, and the origin of the first bad value."""
+
+from lightning_recorder.watch.flags import ModuleFlags, StepFlags
+from lightning_recorder.watch.kept import KeptBatch, StateKeeper
+from lightning_recorder.watch.origin import CommunicationError, Origin, OriginTrace
+from lightning_recorder.watch.readings import Reading, ReadingQueue
+from lightning_recorder.watch.series import StepSeries
+from lightning_recorder.watch.spikes import SpikeDetector
+from lightning_recorder.watch.verdict import NON_FINITE, finding_of_origin, finding_of_spike, finding_without_origin
+
+__all__ = [
+    "NON_FINITE",
+    "CommunicationError",
+    "KeptBatch",
+    "ModuleFlags",
+    "Origin",
+    "OriginTrace",
+    "Reading",
+    "ReadingQueue",
+    "SpikeDetector",
+    "StateKeeper",
+    "StepFlags",
+    "StepSeries",
+    "finding_of_origin",
+    "finding_of_spike",
+    "finding_without_origin",
+]

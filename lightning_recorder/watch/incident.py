@@ -1,0 +1,212 @@
+"""The folder of a finding: what is known about its step, and a script that runs the step again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_recorder.disk import attempt, readable_size
+from lightning_recorder.dumps import can_hold, file_bytes, read_tensors, write_tensors
+from lightning_recorder.errors import DumpError
+from lightning_recorder.insight import Finding, findings_to_json
+from lightning_recorder.internals.random_states import RandomStates
+from lightning_recorder.temporary import write_whole
+from lightning_recorder.watch.kept import KeptBatch
+
+__all__ = ["Incident", "read_incident", "write_finding", "write_incident"]
+
+_FORMAT = "lightning_recorder.incident/1"
+_ABOUT = "incident.json"
+_BATCH = "batch.safetensors"
+_RANDOM = "random.safetensors"
+_PARAMETERS = "parameters.safetensors"
+FINDING = "finding.json"
+"""The file with the finding, in the format of ``findings.json``."""
+
+_SCRIPT = '''"""Runs step {step} again and prints the origin of its bad value: python replay.py [CHECKPOINT]
+
+Without an argument, the parameters are read from the folder of this script: from {parameters!r}, which has those
+from before the step, or else from {checkpoint!r}.
+"""
+
+import sys
+from pathlib import Path
+
+from lightning_recorder.callbacks.reproduce import make_model, reproduce
+
+HERE = Path(__file__).resolve().parent
+
+if __name__ == "__main__":
+    model = make_model(HERE)  # replace this line if the model needs other arguments
+    reproduce(HERE, model, checkpoint=sys.argv[1] if len(sys.argv) > 1 else None)
+'''
+
+
+@dataclass(frozen=True)
+class Incident:
+    """The contents of the folder of a finding.
+
+    Args:
+        about: The step, the batch index, the class of the model, and further settings of the run.
+        batch: The batch.
+        random: The states of the random number generators before the batch.
+        state: The parameters and buffers from before the step, by name; ``None`` if they were not written.
+    """
+
+    about: Mapping[str, Any]
+    batch: Any
+    random: RandomStates
+    state: dict[str, Tensor] | None
+
+
+def write_finding(folder: Path, finding: Finding) -> None:
+    """Write a finding to its folder.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    _write_text(folder / FINDING, json.dumps(findings_to_json([finding]), indent=1))
+
+
+def write_incident(
+    folder: Path,
+    about: Mapping[str, Any],
+    kept: KeptBatch,
+    *,
+    state: Mapping[str, Tensor],
+    records: Mapping[str, Any],
+    graph: str,
+    max_bytes: int,
+    save_batch: bool,
+) -> None:
+    """Write what is known about the step of a finding.
+
+    Args:
+        folder: The folder.
+        about: The settings of the run, as JSON values.
+        kept: The batch and the random states.
+        state: The parameters and buffers from before the step, by name; empty to write none.
+        records: The statistics of the last recorded step, as JSON values.
+        graph: The graph up to the module, as text.
+        max_bytes: The maximum size of the batch, and of the parameters.
+        save_batch: Write the batch.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    left_out: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    structure = None
+    if not save_batch:
+        left_out["batch"] = "save_batch=False"
+    elif kept.is_changed:
+        left_out["batch"] = "the step changed it in place"
+    else:
+        try:
+            structure = _plain(kept.batch, "batch", tensors)
+        except TypeError as error:
+            left_out["batch"], tensors = str(error), {}
+    for name, file, values in (("batch", _BATCH, tensors), ("parameters", _PARAMETERS, state)):
+        if values and (size := file_bytes(values, {})) > max_bytes:
+            left_out[name] = f"{readable_size(size)} are more than max_bytes={max_bytes}"
+        elif values:
+            _write_tensors(folder / file, values)
+    _write_tensors(folder / _RANDOM, kept.random.tensors())
+    data = {
+        "format": _FORMAT,
+        **about,
+        "random": kept.random.numbers(),
+        "batch": None if "batch" in left_out else structure,
+        "left_out": left_out,
+    }
+    _write_text(folder / _ABOUT, json.dumps(data, indent=1))
+    if records:
+        _write_text(folder / "records.json", json.dumps(_finite(records), indent=1))
+    if graph:
+        _write_text(folder / "graph.txt", graph)
+    script = _SCRIPT.format(step=kept.step, parameters=_PARAMETERS, checkpoint="checkpoint.ckpt")
+    _write_text(folder / "replay.py", script.rstrip("\n"))
+
+
+def read_incident(folder: Path) -> Incident:
+    """Read the folder of a finding. Nothing in it is executed.
+
+    Raises:
+        DumpError: If a file is damaged, or the batch was not written.
+        FileNotFoundError: If there is no such folder.
+    """
+    try:
+        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DumpError(f"{folder / _ABOUT} is damaged: {error}") from error
+    if about.get("format") != _FORMAT:
+        raise DumpError(f"{folder} was not written by lightning_recorder")
+    if "batch" in about["left_out"]:
+        raise DumpError(f"{folder} has no batch: {about['left_out']['batch']}")
+    path = folder / _BATCH
+    tensors = read_tensors(path, _FORMAT)[0] if path.exists() else {}
+    states = read_tensors(folder / _RANDOM, _FORMAT)[0]
+    path = folder / _PARAMETERS
+    state = read_tensors(path, _FORMAT)[0] if path.exists() else None
+    return Incident(about, _rebuilt(about["batch"], tensors), RandomStates.of(states, about["random"]), state)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = {name: each.detach() for name, each in tensors.items()}
+    attempt(path, file_bytes(own, {}), partial(write_tensors, path, own, {"format": _FORMAT}))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = (text + "\n").encode("utf-8", "replace")
+    attempt(path, len(data), partial(write_whole, path, lambda file: file.write(data)))
+
+
+def _plain(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a batch as JSON values, and add its tensors, by their paths.
+
+    Raises:
+        TypeError: If it has an object of another kind.
+    """
+    if isinstance(value, Tensor):
+        if not can_hold(value.dtype) or value.is_sparse:
+            raise TypeError(f"{path} is a tensor of {value.dtype} that safetensors cannot hold")
+        tensors[path] = value
+        return {"tensor": path}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": repr(value) if isinstance(value, float) and not math.isfinite(value) else value}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError(f"{path} has keys that are no strings")
+        return {"dict": {key: _plain(each, f"{path}.{key}", tensors) for key, each in value.items()}}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_plain(each, f"{path}[{index}]", tensors) for index, each in enumerate(value)]}
+    raise TypeError(f"{path} is a {type(value).__name__}, which cannot be written as JSON")
+
+
+def _rebuilt(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+    ((kind, value),) = data.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: _rebuilt(each, tensors) for key, each in value.items()}
+    if kind in ("list", "tuple"):
+        found = [_rebuilt(each, tensors) for each in value]
+        return found if kind == "list" else tuple(found)
+    return value
+
+
+def _finite(value: Any) -> Any:
+    """Return JSON values with NaN and infinities as strings."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,136 @@
+"""The loss and the gradient norm of every step, read from the device without waiting for it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.watch.flags import StepFlags
+from lightning_recorder.watch.kept import KeptBatch
+
+__all__ = ["Reading", "ReadingQueue"]
+
+_MOST_WAITING = 16
+"""Steps after which the values of a device without events are read, which waits for the device."""
+
+
+@dataclass
+class Reading:
+    """The values of one optimizer step.
+
+    Args:
+        step: The step, counted like ``self.log`` does.
+        epoch: The epoch.
+        loss: The sum of the losses passed to the backward pass, a tensor without dimensions, or None.
+        norm: The norm of all gradients that the optimizers used, a tensor without dimensions, or None.
+        norms: The parameters with a gradient and the norm of each, ``[parameters]``, for each optimizer that stepped.
+        indices: The indices of its batches in the epoch.
+        flags: The flags of its modules, if they are computed.
+        batches: The batches of the step; fewer if they were no longer kept.
+        values: The loss and the norm, once they are read; NaN for one that there is none of.
+    """
+
+    step: int
+    epoch: int
+    loss: Tensor | None
+    norm: Tensor | None
+    norms: list[tuple[list[torch.nn.Parameter], Tensor]]
+    indices: list[int]
+    flags: StepFlags | None = None
+    batches: list[KeptBatch] = field(default_factory=list)
+    values: tuple[float, float] = (math.nan, math.nan)
+
+    @property
+    def is_bad(self) -> bool:
+        """True if the loss or the norm, as far as there is one, is not finite."""
+        return self.has_bad_loss or (self.norm is not None and not math.isfinite(self.values[1]))
+
+    @property
+    def has_bad_loss(self) -> bool:
+        """True if there is a loss that is not finite."""
+        return self.loss is not None and not math.isfinite(self.values[0])
+
+    def row(self) -> Tensor | None:
+        """Return the loss and the norm as one tensor on the device, ``[2]``, or None if there is neither."""
+        found = self.loss if self.norm is None else self.norm
+        if found is None:
+            return None
+        parts = [found.new_zeros(()) if each is None else each for each in (self.loss, self.norm)]
+        return torch.stack([each.detach().to(found.device, torch.float32).reshape(()) for each in parts])
+
+    def set_values(self, values: Sequence[float]) -> None:
+        """Set the values that were read."""
+        loss, norm = values
+        self.values = math.nan if self.loss is None else loss, math.nan if self.norm is None else norm
+
+
+class ReadingQueue:
+    """Readings whose values are on their way from the device.
+
+    Each reading is copied to pinned memory in the order of the device's work, and is ready when the device has reached
+    that point. Nothing waits for it. A device without events is read after 16 steps, in one transfer, which waits.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
+        # On other devices, a copy to the host without waiting may be incomplete without any sign of it.
+        self._event: Any = getattr(module, "Event", None) if device.type in ("cuda", "xpu") else None
+        self._waiting: deque[tuple[Reading, Tensor, Any]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, reading: Reading) -> None:
+        """Add a reading. Does not wait for the device."""
+        row = reading.row()
+        if row is None:
+            return
+        event = None
+        if self._event is not None:
+            host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            row = host.copy_(row, non_blocking=True)
+            event = self._event()
+            event.record()
+        self._waiting.append((reading, row, event))
+
+    def forget(self, most: int) -> None:
+        """Drop the batches of all but the latest readings, so that memory is bounded."""
+        for reading, _, _ in list(self._waiting)[:-most]:
+            reading.batches = []
+
+    def take(self, *, wait: bool = False) -> list[Reading]:
+        """Return the readings that have arrived, in order.
+
+        Args:
+            wait: Wait for all readings.
+        """
+        if self._event is None and (wait or len(self._waiting) >= _MOST_WAITING):
+            return self._read_all()
+        found = []
+        while self._waiting and self._event is not None:
+            reading, row, event = self._waiting[0]
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                break
+            self._waiting.popleft()
+            reading.set_values(row.tolist())
+            found.append(reading)
+        return found
+
+    def _read_all(self) -> list[Reading]:
+        waiting, self._waiting = list(self._waiting), deque()
+        if not waiting:
+            return []
+        for (reading, _, _), values in zip(waiting, torch.stack([row for _, row, _ in waiting]).tolist(), strict=True):
+            reading.set_values(values)
+        return [reading for reading, _, _ in waiting]

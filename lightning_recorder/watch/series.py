@@ -1,0 +1,94 @@
+"""The loss and the gradient norm of every step, in the records and in the loggers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from lightning_recorder.errors import describe_error, warn
+from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
+from lightning_recorder.sinks import BackgroundQueue, MultiSink
+
+__all__ = ["StepSeries"]
+
+_AT_ONCE = 100  # steps that are written together
+
+_Row = tuple[int, int, float, float]
+
+
+class StepSeries:
+    """Writes the loss and the gradient norm of every step.
+
+    All steps are written to the records; the sites are ``loss`` and ``grad_norm``, with the statistic ``value``. The
+    steps that are logged are also written to the sink, as ``watch/loss`` and ``watch/grad_norm``. A background thread
+    writes 100 steps at a time.
+
+    Args:
+        directory: The folder of the run's recordings, if it has one.
+        sink: The sink for scalars, if there is one.
+        label: The name of the series in the records and in the tags.
+        is_logged: A function that returns True for the steps to write to the sink.
+    """
+
+    def __init__(
+        self, directory: Path | None, sink: MultiSink | None, *, label: str, is_logged: Callable[[int], bool]
+    ) -> None:
+        self._writer = None if directory is None else RecordWriter(records_path(directory, label))
+        self._sink, self._label, self._is_logged = sink, label, is_logged
+        self._queue = BackgroundQueue()
+        self._rows: list[_Row] = []
+        self._has_begun = False
+
+    def add(self, step: int, epoch: int, loss: float, norm: float) -> None:
+        """Add a step; NaN for a value that there is none of."""
+        self._rows.append((step, epoch, loss, norm))
+        if len(self._rows) >= _AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Begin to write all added steps."""
+        rows, self._rows = self._rows, []
+        if rows:
+            self._queue.submit(partial(self._write, rows))
+
+    def end(self) -> None:
+        """Write all added steps and wait until they are written."""
+        self.flush()
+        self._queue.wait()
+        self.replay()
+        self._queue.drain()
+
+    def replay(self) -> None:
+        """Run the queued writes of sinks that are bound to this thread."""
+        if self._sink is not None and not self._sink.is_idle:
+            self._sink.replay()
+
+    def _write(self, rows: list[_Row]) -> None:
+        if self._writer is not None:
+            try:
+                if not self._has_begun:  # with the first step, so that a run without any leaves no file
+                    self._has_begun = True
+                    self._writer.begin(label=self._label, group=self._label)
+                self._writer.write_all(
+                    ({"step": step, "epoch": epoch, "stage": "train", "loader": None}, _sites(loss, norm))
+                    for step, epoch, loss, norm in rows
+                )
+            except OSError as error:
+                self._writer = None
+                warn(f"the loss and the gradient norm are no longer recorded: {describe_error(error)}")
+        if self._sink is not None:
+            for step, _, loss, norm in rows:
+                if self._is_logged(step):
+                    self._sink.write_scalars(step, _scalars(self._label, loss, norm))
+
+
+def _sites(loss: float, norm: float) -> list[SiteRecord]:
+    values = {"loss": loss, "grad_norm": norm}
+    return [SiteRecord(name, "out", {"value": value}) for name, value in values.items()]
+
+
+def _scalars(label: str, loss: float, norm: float) -> dict[str, float]:
+    values = {f"{label}/loss": loss, f"{label}/grad_norm": norm}
+    return {tag: value for tag, value in values.items() if not math.isnan(value)}

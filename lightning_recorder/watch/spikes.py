@@ -1,0 +1,69 @@
+"""Spikes of a series: values far above its running median."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from itertools import islice
+
+__all__ = ["SpikeDetector"]
+
+_LEAST = 20  # values before the first spike
+_WINDOW = 101  # values of the running median
+_RECENT = 10  # values that a spike must exceed by far
+_JUMP = 3.0
+_DEVIATIONS = 5.0
+_NORMAL = 0.6745  # the median absolute deviation of a normal distribution of unit variance
+_SMALLEST = 1e-12
+
+
+class SpikeDetector:
+    """Finds values above a multiple of the running median of a series.
+
+    The median is that of the last 101 values, so single spikes do not move it. There is no spike among the first 20
+    values. A noisy or growing series often exceeds a multiple of its median. A spike must therefore also exceed three
+    times the largest of the last 10 values, and five standard deviations of the logarithm of the series, estimated by
+    the median absolute deviation.
+
+    Args:
+        factor: A spike is at least this many times the median.
+
+    Example:
+        >>> detector = SpikeDetector(10.0)
+        >>> [value for value in [1.0, 1.1, 0.9] * 10 + [30.0] + [1.0] * 5 if detector.add(value)]
+        [30.0]
+        >>> detector.median
+        1.0
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self._values: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    @property
+    def median(self) -> float:
+        """The running median; NaN before the first value."""
+        return self._sorted[len(self._sorted) // 2] if self._sorted else math.nan
+
+    def add(self, value: float) -> bool:
+        """Add a value, and return True if it is a spike compared with the values before it."""
+        if not math.isfinite(value):
+            return False
+        is_spike = self._is_spike(value)
+        self._values.append(value)
+        insort(self._sorted, value)
+        if len(self._values) > _WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
+        return is_spike
+
+    def _is_spike(self, value: float) -> bool:
+        middle = self.median
+        if len(self._sorted) < _LEAST or value < self.factor * middle or middle <= 0:
+            return False
+        # Computed only for candidates.
+        recent = max(islice(reversed(self._values), _RECENT))
+        logs = [math.log(max(each / middle, _SMALLEST)) for each in self._sorted]
+        deviation = sorted(map(abs, logs))[len(logs) // 2] / _NORMAL
+        return value > _JUMP * recent and math.log(value / middle) > _DEVIATIONS * deviation

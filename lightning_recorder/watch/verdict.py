@@ -1,0 +1,139 @@
+"""The findings of the watch, in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_recorder.insight import Finding
+from lightning_recorder.watch.origin import Origin
+from lightning_recorder.watch.readings import Reading
+
+__all__ = ["NON_FINITE", "SPIKE", "finding_of_origin", "finding_of_spike", "finding_without_origin"]
+
+NON_FINITE = "non-finite"
+SPIKE = "spike"
+
+_WHY = "A division by zero, a logarithm or root of zero, an overflow, or a learning rate that is too high."
+_NEXT = (
+    "Look at this line and its inputs: add a small constant where the function is undefined, lower the learning rate, "
+    "or clip gradients."
+)
+
+
+def finding_of_origin(origin: Origin, reading: Reading, batch_idx: int, *, rank: str = "") -> Finding:
+    """Return the finding for a bad value whose origin is known.
+
+    Args:
+        origin: The origin.
+        reading: The step.
+        batch_idx: The index of the batch in its epoch.
+        rank: The words for the rank, such as ``" on rank 1"``; empty with a single process.
+    """
+    where = f"{_batch(batch_idx, reading.epoch)}{rank}"
+    values = f"{origin.count} {origin.kind} values" if origin.count > 1 else f"{origin.kind}"
+    at = f" at {_short(origin.line)}" if origin.line else ""
+    operation = origin.operation
+    numbers = {"batch": float(batch_idx), "epoch": float(reading.epoch), "call": float(origin.call)}
+    why, following = _WHY, _NEXT
+    if origin.source.startswith("parameter "):
+        name = origin.source.removeprefix("parameter ")
+        verdict = f"parameter {name} is not finite at the start of step {reading.step} ({where}): {values}"
+        why = "The optimizer step before made it so, or it was loaded or set like this. The gradients were finite."
+        following = "Lower the learning rate, raise the optimizer's eps, or check what else writes to this parameter."
+    elif origin.source.startswith("batch"):
+        verdict = f"the batch itself is not finite at step {reading.step} ({where}): {values} in {origin.source}"
+        why = "A sample with missing or corrupt values, or a transform that divides by zero."
+        following = "Look at the samples of this batch, and check or drop values that are not finite in the dataset."
+    else:
+        part = "backward" if origin.backward else "forward"
+        call = f" (call {origin.call})" if origin.call > 1 else ""
+        what = f"{'backward of ' if origin.backward else ''}{operation}{at}" if operation else ""
+        inputs = "its input has infinities" if origin.has_bad_input else "its inputs are finite"
+        verdict = (
+            f"{values} first in the {part} pass of {origin.module or 'training_step'}{call} at step {reading.step} "
+            f"({where})" + (f": {what}; {inputs}" if what else "")
+        )
+    finding = _finding(NON_FINITE, "critical", origin.module, reading, verdict, why, following)
+    return replace(finding, numbers={**numbers, "values": float(origin.count)})
+
+
+def finding_without_origin(
+    reading: Reading, batches: list[int], *, because: str, option: str, modules: list[str], rank: str = ""
+) -> Finding:
+    """Return the finding for a bad value whose origin is not known exactly.
+
+    Args:
+        reading: The step.
+        batches: The indices of its batches.
+        because: The reason.
+        option: The code to write to know more.
+        modules: The names of the parameters whose gradients are not finite, in the order of the model.
+        rank: As for :func:`finding_of_origin`.
+    """
+    loss, norm = reading.values
+    is_forward = loss != loss or loss in (float("inf"), float("-inf"))
+    what = f"the loss is {loss:g}" if is_forward else f"the loss is {loss:g} and the gradient norm is {norm:g}"
+    part = "forward pass" if is_forward else "backward pass"
+    where = _batch(batches[0] if batches else 0, reading.epoch) + rank
+    some = "" if is_forward or not modules else f"; the last parameter with a bad gradient is {modules[-1]}"
+    verdict = f"{what} first at step {reading.step} ({where}): it arose in the {part}{some}"
+    module = modules[-1].rpartition(".")[0] if modules and not is_forward else ""
+    following = f"The module is not known, because {because}. To know it: {option}"
+    finding = _finding(NON_FINITE, "critical", module, reading, verdict, _WHY, following)
+    return replace(finding, numbers={"batch": float(batches[0] if batches else 0), "epoch": float(reading.epoch)})
+
+
+def finding_of_spike(
+    spikes: list[tuple[str, float, float]], reading: Reading, batch_idx: int, *, factor: float, rank: str = ""
+) -> Finding:
+    """Return the finding for a spike.
+
+    Args:
+        spikes: ``"loss"`` or ``"gradient norm"``, the value, and the running median before; one or both.
+        reading: The step.
+        batch_idx: The index of the first batch of the step.
+        factor: A spike is at least this many times the median.
+        rank: As for :func:`finding_of_origin`.
+    """
+    where = _batch(batch_idx, reading.epoch) + rank
+    series, value, median = spikes[0]
+    both = " and ".join(f"the {name} to {high:.3g}, {high / usual:.3g} × its median" for name, high, usual in spikes)
+    verdict = f"a spike at step {reading.step} ({where}): {both}"
+    why = "A batch with unusual samples or wrong labels, or an update that was too large."
+    following = "Look at the samples of this batch; clip gradients, or lower the learning rate if spikes repeat."
+    finding = _finding(SPIKE, "warning", "", reading, verdict, why, following)
+    numbers = {
+        "batch": float(batch_idx),
+        "epoch": float(reading.epoch),
+        "value": value,
+        "median": median,
+        "ratio": value / median,
+    }
+    return replace(finding, path=series, numbers=numbers, usual=f"below {factor:g} × the running median")
+
+
+def _finding(
+    rule: str, severity: str, module: str, reading: Reading, verdict: str, why: str, following: str
+) -> Finding:
+    return Finding(
+        rule=rule,
+        severity=severity,  # type: ignore[arg-type]  # one of the literals
+        module=module,
+        path="",
+        first_step=reading.step,
+        last_step=reading.step,
+        records=1,
+        verdict=verdict,
+        why=why,
+        next=following,
+        usual="the loss and all gradients are finite at every step",
+    )
+
+
+def _batch(batch_idx: int, epoch: int) -> str:
+    return f"batch {batch_idx} of epoch {epoch}"
+
+
+def _short(line: str) -> str:
+    """Return the last two parts of a path with its line, such as ``models/net.py:31``."""
+    return "/".join(line.replace("\\", "/").split("/")[-2:])

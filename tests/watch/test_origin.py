@@ -1,0 +1,183 @@
+"""Tests of the trace that finds the operation from which a bad value came."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but missing from the stubs
+
+from lightning_recorder.watch import CommunicationError, Origin, OriginTrace
+
+INF = math.inf
+
+
+class Net(nn.Module):
+    """Two layers with a function between them."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.function(self.first(x)))
+        return out
+
+
+def origin_of(net: nn.Module, x: Tensor, loss_of: Callable[[Tensor], Tensor] = Tensor.sum) -> Origin | None:
+    known = {"batch": x, **{f"parameter {name}": each for name, each in net.named_parameters()}}
+    with OriginTrace(dict(net.named_modules()), known) as trace:
+        loss = loss_of(net(x))
+        gradients = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
+    assert trace.errors == []
+    return trace.origin([loss, *gradients])
+
+
+def line_of(function: Callable[..., Any]) -> str:
+    return f"{__file__}:{inspect.getsourcelines(function)[1]}"
+
+
+def causal(x: Tensor) -> Tensor:
+    return x.masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), -INF)
+
+
+CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, bool, str]] = {
+    "log of a negative number": (lambda x: torch.log(-x.abs() - 1), "log", False, "NaN"),
+    "log of zero": (lambda x: torch.log(x * 0), "log", False, "inf"),
+    "exp overflows": (lambda x: torch.exp(x.abs() + 100), "exp", False, "inf"),
+    "gradient of the root of zero": (lambda x: torch.sqrt(x * 0), "sqrt", True, "inf"),
+    "gradient of a norm of zero": (
+        lambda x: x + torch.linalg.vector_norm(x * 0 + 1e-30),
+        "linalg_vector_norm",
+        True,
+        "",
+    ),
+    "a branch that where does not choose": (lambda x: torch.where(x > INF, 1 / (x * 0), x), "reciprocal", False, "inf"),
+    "a row that is masked entirely": (lambda x: x.masked_fill(x == x, -INF).softmax(-1), "softmax", False, "NaN"),
+    "a bad value beside a mask": (lambda x: causal(x).softmax(-1) + torch.log(-x.abs()), "log", False, "NaN"),
+    "a bad value behind a mask": (lambda x: torch.log(causal(x).softmax(-1) - 2), "log", False, "NaN"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_operation_is_named(name: str) -> None:
+    """The origin is the operation that made the value, in its direction, with the line that calls it."""
+    function, operation, backward, kind = CASES[name]
+    x = torch.ones(3, 3)
+    found = origin_of(Net(function), x)
+    assert found is not None
+    assert (found.operation, found.backward, found.kind, found.module) == (operation, backward, kind, "")
+    assert found.line == line_of(function)
+    assert found.call == 1
+
+
+def test_masks_alone_are_fine() -> None:
+    """Infinities of a mask that reach neither the loss nor a gradient are no origin."""
+    assert origin_of(Net(lambda x: causal(x).softmax(-1)), torch.ones(3, 3)) is None
+    mask = torch.full((3, 3), -INF).triu(1)
+    assert origin_of(Net(lambda x: (x + mask).softmax(-1)), torch.ones(3, 3)) is None
+
+
+def test_what_was_bad_before_is_named() -> None:
+    """A bad batch and a bad parameter are named by their descriptions."""
+    net = Net(torch.relu)
+    found = origin_of(net, torch.tensor([[1.0, math.nan, 1.0]]))
+    assert found is not None
+    assert (found.source, found.module, found.count) == ("batch", "", 1)
+    with torch.no_grad():
+        net.last.bias.fill_(INF)
+    found = origin_of(net, torch.ones(1, 3))
+    assert found is not None
+    assert (found.source, found.module) == ("parameter last.bias", "last")
+
+
+def test_a_value_of_a_function_that_cannot_be_seen_belongs_to_its_module() -> None:
+    """A bad output that no traced operation made is that of the module that returns it."""
+
+    class Hidden(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.utils._python_dispatch._disable_current_modes():
+                return x * math.nan
+
+    net = nn.Sequential(nn.Linear(3, 3), Hidden(), nn.Linear(3, 1))
+    found = origin_of(net, torch.ones(1, 3))
+    assert found is not None
+    assert (found.module, found.call, found.operation, found.backward) == ("1", 1, "", False)
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input, with a bad gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] / 0
+
+
+def test_the_backward_pass_of_a_custom_function_is_named() -> None:
+    """The origin is the custom function, in the module that called it."""
+
+    class Custom(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]  # torch has no annotations there
+            return out
+
+    found = origin_of(nn.Sequential(nn.Linear(3, 3), Custom(), nn.Linear(3, 1)), torch.ones(1, 3))
+    assert found is not None
+    assert (found.module, found.operation, found.backward) == ("1", "doubled", True)
+
+
+def test_an_infinite_loss_without_nan_has_an_origin() -> None:
+    """If infinities are all there is, the first of them that leads to the loss is the origin."""
+    found = origin_of(Net(lambda x: x), torch.ones(1, 3), lambda out: (out * 0).sum() + torch.log(out.sum() * 0).abs())
+    assert found is not None
+    assert (found.operation, found.kind, found.backward) == ("log", "inf", False)
+
+
+def test_uninitialized_memory_is_ignored() -> None:
+    """Memory that was allocated and then written to is no origin, whatever it contained."""
+
+    def through_buffer(x: Tensor) -> Tensor:
+        torch.full((100,), math.nan)  # freed, so that new memory may contain it
+        out = torch.empty(3, 3)
+        out.copy_(x)
+        return out
+
+    assert origin_of(Net(through_buffer), torch.ones(3, 3)) is None
+
+
+def test_a_repaired_value_is_no_origin() -> None:
+    """A NaN that is replaced in place leads nowhere."""
+
+    def repaired(x: Tensor) -> Tensor:
+        return torch.log(-x.detach().abs()).nan_to_num_(0.0) + x
+
+    assert origin_of(Net(repaired), torch.ones(3, 3)) is None
+
+
+def test_communication_is_refused() -> None:
+    """A collective operation raises before it waits for other processes."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(CommunicationError), OriginTrace({}, {}):
+            torch.distributed.all_reduce(torch.ones(1))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_no_hook_is_left() -> None:
+    """After the trace, also after an error in it, the modules have no hooks."""
+    net = Net(lambda x: x.view(-1, 100))
+    with pytest.raises(RuntimeError):
+        origin_of(net, torch.ones(3, 3))
+    assert not [each for each in net.modules() if each._forward_hooks or each._forward_pre_hooks]

@@ -1,0 +1,60 @@
+"""Tests of spikes compared with a running median."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+
+from lightning_recorder.watch import SpikeDetector
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_median_is_that_of_the_last_values(seed: int) -> None:
+    """At each value, the median is that of the last 101 finite values before it."""
+    generator = random.Random(seed)
+    detector = SpikeDetector(10.0)
+    values: list[float] = []
+    for _ in range(300):
+        value = generator.choice([generator.random(), math.nan, math.inf])
+        if values:
+            last = values[-101:]
+            assert detector.median == sorted(last)[len(last) // 2]
+        detector.add(value)
+        if math.isfinite(value):
+            values.append(value)
+    assert statistics.median(values[-101:]) == detector.median
+
+
+def spikes(values: list[float], factor: float = 10.0) -> list[int]:
+    detector = SpikeDetector(factor)
+    return [index for index, value in enumerate(values) if detector.add(value)]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_a_spike_does_not_depend_on_the_unit(scale: float) -> None:
+    """A value of ten times the median is a spike in any unit, once, and the next ordinary value is none."""
+    generator = random.Random(0)
+    values = [scale * generator.uniform(0.8, 1.2) for _ in range(60)]
+    values[40] = scale * 30
+    assert spikes(values) == [40]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [100 * 0.9**step for step in range(200)],  # a fast decrease
+        [1e-3 * 1.05**step for step in range(200)],  # warm-up of the gradient norm
+        [1.0] * 5 + [50.0] + [1.0] * 50,  # during warm-up
+        [0.0] * 100 + [1e-9],  # no median to compare with
+        [math.nan, math.inf] * 50,
+        [10.0 ** random.Random(1).gauss(0, 0.5 + step * 0) for step in range(100)],
+        [random.Random(step).lognormvariate(0, 1.0) for step in range(1000)],  # heavy-tailed noise
+        [-1.0 + 0.01 * step for step in range(200)],  # a loss that crosses zero
+    ],
+)
+def test_ordinary_courses_have_no_spikes(values: list[float]) -> None:
+    """Decreasing, increasing, noisy and signed series have no spike."""
+    assert spikes(values) == []
