@@ -121,6 +121,9 @@ class GraphCapture:
         self._eager = eager
         self._stance = EagerStance()
         self._broken = False
+        self._ended = False
+        self._graph: Graph | None = None
+        """The graph, once it was asked for after the end."""
         with pause_recording():
             self._guarded(self._recording.note_inputs, inputs, name)
 
@@ -195,6 +198,7 @@ class GraphCapture:
         mode, self._mode = self._mode, None
         if mode is not None and not self._in_compiled:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self._ended = True
 
     def stop(self) -> None:
         """Stop recording. The hooks stay registered until the context is left."""
@@ -218,7 +222,12 @@ class GraphCapture:
 
     def graph(self) -> Graph:
         """Return the graph recorded so far."""
-        return self._recording.finish(self._scope)
+        if self._graph is not None:
+            return self._graph
+        graph = self._recording.finish(self._scope, ended=self._ended)
+        if self._ended:
+            self._graph = graph
+        return graph
 
     # Callbacks of the function mode and the hooks.
 

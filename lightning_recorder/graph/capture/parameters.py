@@ -21,11 +21,11 @@ def count(parameters: Iterable[Tensor]) -> int:
     return sum([each.numel() for each in parameters if type(each) is nn.Parameter or not is_uninitialized(each)])
 
 
-def own_parameters(module: nn.Module) -> Iterable[Tensor]:
-    """Return the module's own parameters, even if its class overrides ``parameters``."""
+def own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the module's own parameters with their names, even if its class overrides ``named_parameters``."""
     if isinstance(module, torch.jit.ScriptModule):
-        return module.parameters(recurse=False)
-    return [each for each in module._parameters.values() if each is not None]
+        return list(module.named_parameters(recurse=False))
+    return [pair for pair in module._parameters.items() if pair[1] is not None]
 
 
 def count_below(module: nn.Module) -> int:
@@ -35,7 +35,7 @@ def count_below(module: nn.Module) -> int:
     parts = {id(module): module}
     pending = [module]
     for part in pending:
-        for each in own_parameters(part):
+        for _, each in own_parameters(part):
             found[id(each)] = each
         for inner in part._modules.values():
             if inner is not None and id(inner) not in parts:
@@ -61,7 +61,7 @@ class ParameterCounts:
         return known[1]
 
 
-def note_used(nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], unobserved: Set[int]) -> None:
+def note_used(nodes: Sequence[Draft], sources: Iterable[int], unobserved: Set[int]) -> None:
     """Set the number of used parameters of each module call.
 
     A parameter is used if any edge leaves it, wherever that edge leads. It belongs to every module in whose name its
@@ -69,16 +69,19 @@ def note_used(nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], unobserv
 
     Args:
         nodes: All nodes of the recording.
-        edges: The source and target of each edge.
+        sources: The nodes that edges leave.
         unobserved: The calls with a computation that was not observed; their numbers and those of the calls around
             them stay unknown.
     """
-    used = {nodes[source].name: nodes[source] for source, _ in edges if nodes[source].kind == "parameter"}
+    used = {nodes[source].name: nodes[source] for source in sources if nodes[source].kind == "parameter"}
     below: dict[str, int] = {}
+    inside: dict[str, list[str]] = {}  # the modules around each module
     for name, node in used.items():
         number = sum([math.prod(meta.shape) for meta in node.outputs])
-        for around in dict.fromkeys([around for each in (name, *node.tied) for around in _modules_around(each)]):
-            below[around] = below.get(around, 0) + number
+        owners = [each.rpartition(".")[0] for each in (name, *node.tied)]
+        around = [name for owner in owners for name in inside.get(owner) or _around(owner, inside)]
+        for each in around if len(owners) == 1 else set(around):
+            below[each] = below.get(each, 0) + number
     unknown = set(unobserved)
     for number in unobserved:
         while (parent := nodes[number].parent) is not None:
@@ -88,7 +91,8 @@ def note_used(nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], unobserv
             node.used_parameters = min(below.get(node.name, 0), node.total_parameters)
 
 
-def _modules_around(name: str) -> Iterable[str]:
-    """Return the names of the modules that contain a tensor, from the innermost to the root."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
+def _around(module: str, known: dict[str, list[str]]) -> list[str]:
+    """Return the names of a module and of those around it, from the innermost to the root, and remember them."""
+    parts = module.split(".") if module else []
+    found = known[module] = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+    return found

@@ -106,18 +106,18 @@ class StepRecording:
         names = self._origins.names
         return self._known | ({} if names is None else names.references())
 
-    def finish(self, scope: str) -> Graph:
-        """Return the graph recorded so far."""
+    def finish(self, scope: str, *, ended: bool) -> Graph:
+        """Return the graph recorded so far; see :meth:`GraphBuilder.finish`."""
         root = self._calls[0].module
         for call in self._calls:
-            self._builder.nodes[call.node].total_parameters = self._counts_below.of(call.module)
-        note_used(self._builder.nodes, self._builder.ends, self._unobserved)
+            self._builder.nodes[call.node].total_parameters = count_below(call.module)
+        note_used(self._builder.nodes, self._builder.used(), self._unobserved)
         self._describe_arguments()
         if self.costs is not None:
             self.costs.finish()
         scopes = Scopes(self._builder.nodes, self._builder.ends, scope).named()
         unused = find_unused(root, self._builder, self._opaque)
-        graph = self._builder.finish(scope, count_below(root), scopes, unused)
+        graph = self._builder.finish(scope, self._builder.nodes[0].total_parameters, scopes, unused, ended=ended)
         return replace(graph, modules=self._references())
 
     def _describe_arguments(self) -> None:
@@ -193,7 +193,7 @@ class StepRecording:
         first = self._builder.nodes[self._first_calls.setdefault(id(module), node)]
         # The class of a lazy module, and with it the number of its parameters, changes during its first call.
         same = first is not draft and first.type_name == draft.type_name
-        draft.parameters = first.parameters if same else count(own_parameters(module))
+        draft.parameters = first.parameters if same else count([each for _, each in own_parameters(module)])
 
     def leave_call(self, module: nn.Module, inputs: Any, output: Any, failed: bool) -> None:
         """Record the end of a module call.
@@ -308,8 +308,10 @@ class StepRecording:
         inside = tensors.enter_custom(caller.custom, caller.source) if caller.custom is not None else None
         if inside is None:
             tensors.leave_custom()
-            taken = interned(tuple([meta for _, meta in origins]))
-            node = self._builder.add("op", name, self._calls[-1].node, metas, caller.source, taken, given)
+            taken = interned([meta for _, meta in origins])
+            node = self._builder.add("op", name, self._calls[-1].node, metas, caller.source, taken)
+            if given is not None:
+                self._builder.given[node] = given
         else:
             node = inside.node
             inside.results += map(weakref.ref, outputs)
