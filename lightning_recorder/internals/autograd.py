@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -55,6 +55,7 @@ __all__ = [
     "unwrapped",
     "version_counter",
     "version_of",
+    "versions_of",
     "without_functions",
 ]
 
@@ -375,6 +376,8 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
     Fallback: the tensor itself; operations inside a transform are not connected to those outside of it.
     """
+    if peek_interpreter_stack() is None:
+        return tensor
     while is_functorch_wrapped_tensor(tensor) and (inner := get_unwrapped(tensor)) is not tensor:
         tensor = inner
     return tensor
@@ -414,6 +417,17 @@ def version_of(tensor: Tensor) -> int | None:
         return None if is_uninitialized(tensor) else tensor._version
     except (RuntimeError, AttributeError):
         return None
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:
+    """Return the result of :func:`version_of` for each tensor."""
+    try:
+        return [each._version if type(each) in _WITH_VERSION else version_of(each) for each in tensors]
+    except (RuntimeError, AttributeError):
+        return [version_of(each) for each in tensors]
+
+
+_WITH_VERSION = (Tensor, nn.Parameter)
 
 
 def is_compiled(module: nn.Module) -> bool:

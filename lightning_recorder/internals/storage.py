@@ -9,15 +9,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-__all__ = ["StorageReference", "is_uninitialized", "storage_of"]
+__all__ = ["StorageReference", "is_expired", "is_uninitialized", "storage_of"]
 
 # Fast path for the common classes, since this check runs for every tensor in a capture.
 _WITH_VALUES = (Tensor, Parameter)
 
 
-# torch's own method calls this one through two others. It is called for each storage several times.
+# Returns True if the memory of the storage at an address is freed. A reference to the storage must exist. torch's own
+# method calls this one through two others, and it is called for each storage several times.
 # Fallback: no storage counts as freed before the end of the capture.
-_is_expired: Callable[[int], bool] = getattr(UntypedStorage, "_expired", lambda address: False)
+is_expired: Callable[[int], bool] = getattr(UntypedStorage, "_expired", lambda address: False)
 
 
 class StorageReference(StorageWeakRef):
@@ -39,10 +40,6 @@ class StorageReference(StorageWeakRef):
 
         def __del__(self) -> None:
             self._free(self.cdata)
-
-    def is_freed(self) -> bool:
-        """Return True if the memory of the storage is freed."""
-        return bool(_is_expired(self.cdata))
 
 
 def is_uninitialized(value: object) -> bool:

@@ -100,7 +100,7 @@ class GraphBuilder:
         nodes.append(Draft(number, kind, name, parent, depth, outputs, source, inputs))
         return number
 
-    def connect(self, source: int, target: int, tensor: TensorMeta | None, *, differentiable: bool = True) -> None:
+    def connect(self, source: int, target: int, tensor: TensorMeta | None, differentiable: bool = True) -> None:
         """Record a tensor that is an output of one node and an input of another."""
         ends = (source << 32) + target
         if ends not in self._edges:

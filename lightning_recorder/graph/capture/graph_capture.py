@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.errors import ForwardError, RecordingError, describe_error, warn
-from lightning_recorder.graph.capture.function_calls import Versions, versions
+from lightning_recorder.graph.capture.function_calls import tensors_in
 from lightning_recorder.graph.capture.modules import is_fused, is_opaque
 from lightning_recorder.graph.capture.step import StepRecording
 from lightning_recorder.graph.model import Graph
@@ -27,6 +27,7 @@ from lightning_recorder.internals.autograd import (
     is_tracing,
     remove_hook,
     sequence_number,
+    versions_of,
     without_functions,
 )
 from lightning_recorder.internals.compiled import (
@@ -358,10 +359,11 @@ class _CaptureMode(TorchFunctionMode):
                 raise
         costs = owner._recording.costs
         begun = 0.0 if costs is None else time.perf_counter()
-        before: Versions | None = None
+        inputs: list[Tensor] | None = None
         try:
             with without_functions():
-                before = versions(args, kwargs)
+                inputs = tensors_in((*args, *kwargs.values()) if kwargs else args)
+                before = versions_of(inputs)
         except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
             owner._break(error)
         start = sequence_number()
@@ -369,19 +371,19 @@ class _CaptureMode(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception:
-            if before is not None:
-                owner._guarded(owner._recording.suspect, func, before)
+            if inputs is not None:
+                owner._guarded(owner._recording.suspect, func, inputs)
             raise
-        if before is None:
+        if inputs is None:
             return result
         if func is torch.autograd.grad:
-            owner._guarded(owner._recording.note_grad, before, result)
+            owner._guarded(owner._recording.note_grad, inputs, result)
         else:
             # Not by _guarded: this is called for each function.
             try:
                 with without_functions():
                     ended = 0.0 if costs is None else time.perf_counter()
-                    node = owner._recording.note_function(func, args, kwargs, before, start, result)
+                    node = owner._recording.note_function(func, args, kwargs, inputs, before, start, result)
                     if costs is not None:
                         costs.note(node, func, args, kwargs, ended - called)
                         costs.overhead_s += called - begun + time.perf_counter() - ended

@@ -10,16 +10,16 @@ from torch.nn import Parameter
 
 from lightning_recorder.graph.model import TensorMeta
 from lightning_recorder.internals.autograd import address_of, unwrapped
-from lightning_recorder.internals.storage import StorageReference, storage_of
+from lightning_recorder.internals.storage import StorageReference, is_expired, storage_of
 
-__all__ = ["Provenance"]
+__all__ = ["Known", "Provenance"]
 
 
 _SWEEP_AFTER = 16  # storages
 _WITH_SHAPES = (Tensor, Parameter)
 
 
-class _Known(weakref.ref[Tensor]):
+class Known(weakref.ref[Tensor]):
     """A weak reference to a tensor, with the node that returned it, the time of that, and the shape and dtype."""
 
     __slots__ = ("dtype", "meta", "node", "time")
@@ -27,7 +27,7 @@ class _Known(weakref.ref[Tensor]):
     node: int
     time: int
     meta: TensorMeta | None
-    dtype: torch.dtype | None
+    dtype: torch.dtype
 
 
 class Provenance:
@@ -40,7 +40,7 @@ class Provenance:
     def __init__(self) -> None:
         self._time = 0
         self._last_write = 0
-        self._tensors: dict[int, _Known] = {}
+        self._tensors: dict[int, Known] = {}
         # Keyed by address. The weak reference keeps the address from being reused, without keeping the memory alive.
         self._storages: dict[int, StorageReference] = {}
         self._young: list[int] = []
@@ -59,21 +59,21 @@ class Provenance:
             wrote: True if the node wrote into the memory of the tensor.
             meta: The shape and dtype of the tensor; see :meth:`fast_path`.
         """
-        self._time += 1
-        known = self._tensors[id(tensor)] = _Known(tensor)
-        known.node, known.time, known.meta, known.dtype = node, self._time, None, None
-        # The shape of any other tensor may be something else than a tuple of integers.
-        if type(tensor) in _WITH_SHAPES and not tensor.is_nested:
+        self._time = time = self._time + 1
+        known = self._tensors[id(tensor)] = Known(tensor)
+        known.node, known.time, known.meta = node, time, None
+        # The shape of any other tensor may be something else than a tuple of integers. That of a nested one is empty.
+        if meta is not None and type(tensor) in _WITH_SHAPES and (meta.shape or not tensor.is_nested):
             known.meta, known.dtype = meta, tensor.dtype
         if wrote:
-            self._last_write = self._time
+            self._last_write = time
         storage = storage_of(unwrapped(tensor))
         if storage is None:
             return
         address = address_of(storage)
         if wrote or address not in self._storages:
             reference = self._storages[address] = StorageReference(storage)
-            reference.node, reference.time = node, self._time
+            reference.node, reference.time = node, time
             self._young.append(address)
             if len(self._young) >= 2 * _SWEEP_AFTER:
                 self._sweep()
@@ -94,17 +94,21 @@ class Provenance:
     def _forget_the_dead(self, addresses: list[int]) -> None:
         for address in addresses:
             storage = self._storages.get(address)
-            if storage is not None and storage.is_freed():
+            if storage is not None and is_expired(storage.cdata):
                 del self._storages[address]
 
-    def fast_path(self, tensor: Tensor) -> tuple[int, TensorMeta] | None:
+    def fast_path(self, tensor: Tensor) -> Known | None:
         """Return the node and the shape of a tensor that was bound with them and not changed since, else None."""
         known = self._tensors.get(id(tensor))
-        if known is None or known.meta is None or known.time < self._last_write or known() is not tensor:
+        if known is None or (meta := known.meta) is None or known.time < self._last_write or known() is not tensor:
             return None
         # A tensor may be resized, or get other data.
-        same = known.meta.shape == tensor.shape and known.dtype is tensor.dtype
-        return (known.node, known.meta) if same else None
+        return known if meta.shape == tensor.shape and known.dtype is tensor.dtype else None
+
+    def is_bound(self, tensor: Tensor) -> bool:
+        """Return True if a tensor itself was bound to a node."""
+        known = self._tensors.get(id(tensor))
+        return known is not None and known() is tensor
 
     def of(self, tensor: Tensor, *, own: bool = False) -> int | None:
         """Return the node that gave the tensor its present values; ``None`` if that was not observed.
