@@ -16,9 +16,8 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recorder.errors import RecordingError
@@ -29,7 +28,6 @@ __all__ = [
     "CALL_OF_MODULE",
     "LEAF_NUMBER",
     "MODULE_CALLS",
-    "address_of",
     "base_of",
     "current_function_mode",
     "fake_mode",
@@ -170,15 +168,6 @@ def fake_mode() -> Any:
         raise RecordingError(f"this torch has no fake tensors: {error}; record without device='meta'") from error
     # Tensors that a module stores in plain attributes are real; they are converted when they are used.
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def address_of(storage: UntypedStorage) -> int:
-    """Return the address by which torch identifies a storage, equal to that of a weak reference to it.
-
-    Fallback: create a weak reference and return its address, which takes several times as long.
-    """
-    address = getattr(storage, "_cdata", None)
-    return StorageWeakRef(storage).cdata if address is None else int(address)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_recorder.graph.model import TensorMeta
-from lightning_recorder.internals.autograd import address_of, unwrapped
-from lightning_recorder.internals.storage import StorageReference, is_expired, storage_of
+from lightning_recorder.internals.autograd import unwrapped
+from lightning_recorder.internals.storage import address_of, hold_address, is_expired, release_address, storage_of
 
 __all__ = ["Known", "Provenance"]
 
 
 _SWEEP_AFTER = 16  # storages
+_LEAST_NODE = -1  # for a tensor that is not tracked
 _WITH_SHAPES = (Tensor, Parameter)
 
 
@@ -41,8 +42,9 @@ class Provenance:
         self._time = 0
         self._last_write = 0
         self._tensors: dict[int, Known] = {}
-        # Keyed by address. The weak reference keeps the address from being reused, without keeping the memory alive.
-        self._storages: dict[int, StorageReference] = {}
+        # Keyed by address, which is held. A value is time × 2³² + node, since Python's garbage collector need not
+        # traverse numbers.
+        self._storages: dict[int, int] = {}
         self._young: list[int] = []
         self._sweep_all_at = 4 * _SWEEP_AFTER
 
@@ -71,12 +73,14 @@ class Provenance:
         if storage is None:
             return
         address = address_of(storage)
-        if wrote or address not in self._storages:
-            reference = self._storages[address] = StorageReference(storage)
-            reference.node, reference.time = node, time
+        if address not in self._storages:
+            hold_address(storage)
+            self._storages[address] = (time << 32) + node
             self._young.append(address)
             if len(self._young) >= 2 * _SWEEP_AFTER:
                 self._sweep()
+        elif wrote:
+            self._storages[address] = (time << 32) + node
 
     def _sweep(self) -> None:
         """Release storages whose memory is freed.
@@ -92,10 +96,9 @@ class Provenance:
             self._sweep_all_at = 2 * len(self._storages) + 2 * _SWEEP_AFTER
 
     def _forget_the_dead(self, addresses: list[int]) -> None:
-        for address in addresses:
-            storage = self._storages.get(address)
-            if storage is not None and is_expired(storage.cdata):
-                del self._storages[address]
+        for address in filter(is_expired, filter(self._storages.__contains__, addresses)):
+            del self._storages[address]
+            release_address(address)
 
     def fast_path(self, tensor: Tensor) -> Known | None:
         """Return the node and the shape of a tensor that was bound with them and not changed since, else None."""
@@ -125,11 +128,18 @@ class Provenance:
             return None
         storage = storage_of(unwrapped(tensor))
         writer = None if storage is None else self._storages.get(address_of(storage))
-        if known is None:
-            return None if writer is None else writer.node
-        return known.node if writer is None or writer.time <= known.time else writer.node
+        if writer is None:
+            return None if known is None else known.node
+        time = (writer - _LEAST_NODE) >> 32
+        return writer - (time << 32) if known is None or time > known.time else known.node
 
     def clear(self) -> None:
         """Forget all tensors."""
         self._tensors.clear()
+        for address in self._storages:
+            release_address(address)
         self._storages.clear()
+        self._young.clear()
+
+    def __del__(self) -> None:
+        self.clear()
