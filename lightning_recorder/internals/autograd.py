@@ -196,12 +196,9 @@ def function_behind(tensor: Tensor) -> type | None:
     return getattr(made_by, "_forward_cls", None)
 
 
-def graph_task() -> int:
-    """Return the id of the backward pass that this thread is running, or -1 outside of one.
-
-    Fallback: -1; parts that an interrupted backward pass left over may be counted in the next one.
-    """
-    return _current_graph_task_id()
+# The id of the backward pass that this thread is running, or -1 outside of one.
+# Fallback: -1; parts that an interrupted backward pass left over may be counted in the next one.
+graph_task: Callable[[], int] = _current_graph_task_id
 
 
 def in_backward() -> bool:
@@ -222,12 +219,8 @@ def in_transform() -> bool:
     return peek_interpreter_stack() is not None
 
 
-def is_tracing() -> bool:
-    """Return True if this thread is inside ``torch.jit.trace``. Takes half as long as ``torch.jit.is_tracing``.
-
-    Fallback: ``torch.jit.is_tracing``.
-    """
-    return bool(_is_tracing())
+# True if this thread is inside ``torch.jit.trace``. Takes half as long as ``torch.jit.is_tracing``, which is the fallback.
+is_tracing: Callable[[], bool] = _is_tracing
 
 
 def is_transformed(tensor: Tensor) -> bool:
@@ -315,12 +308,9 @@ def set_hooks(tensor: Tensor, hooks: OrderedDict[int, object] | None) -> None:
         tensor._backward_hooks = hooks  # type: ignore[assignment]  # declared as a plain dictionary of functions
 
 
-def sequence_number() -> int:
-    """Return the sequence number of the next autograd node created in this thread.
-
-    Fallback: 0; a search for the nodes of one module call also visits all earlier nodes.
-    """
-    return _get_sequence_nr()
+# The sequence number of the next autograd node created in this thread.
+# Fallback: 0; a search for the nodes of one module call also visits all earlier nodes.
+sequence_number: Callable[[], int] = _get_sequence_nr
 
 
 def sequence_number_of(node: Node) -> int:

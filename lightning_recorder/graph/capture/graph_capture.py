@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from lightning_recorder.graph.capture.step import StepRecording
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.internals.autograd import (
     current_function_mode,
-    in_backward,
+    graph_task,
     is_tracing,
     remove_hook,
     sequence_number,
@@ -39,7 +39,7 @@ from lightning_recorder.internals.compiled import (
     stop_observing,
 )
 from lightning_recorder.internals.hooks import ModuleHook
-from lightning_recorder.internals.pause_recording import is_paused, pause_recording
+from lightning_recorder.internals.pause_recording import PAUSES, pause_recording
 from lightning_recorder.names import named_submodules
 
 __all__ = ["GraphCapture", "capture_call", "capture_graph"]
@@ -131,7 +131,7 @@ class GraphCapture:
     def __enter__(self) -> Self:
         if self._mode is not None:
             raise RecordingError("this capture is already active: create one for each block to record")
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         if self._eager:
             self._stance.hold()
         if not self._broken:
@@ -235,9 +235,9 @@ class GraphCapture:
     def _watching(self) -> bool:
         return (
             self._active
-            and threading.get_ident() == self._thread
-            and not is_paused()
-            and not in_backward()
+            and get_ident() == self._thread
+            and not PAUSES.value
+            and graph_task() == -1
             # torch.jit.trace runs the model to record it itself, with tensors in place of shapes.
             and not is_tracing()
         )
@@ -262,21 +262,25 @@ class GraphCapture:
         # Ignore the root's own call: under DDP it encloses the training step, on a single device it is inside it.
         # Ignore calls inside a fused module: it is recorded as one function.
         inside = (self._paused_in is not None and self._paused_in is not module) or self._in_compiled
-        return not inside and module is not self.module and self._watching()
+        return not inside and module is not self.module
 
     def _before_call(self, module: nn.Module, args: Any) -> None:
+        if not self._watching():
+            return
         if self._is_part(module):
             self._guarded(self._recording.enter_call, module)
-        if is_fused(module) and self._watching():
+        if is_fused(module) and self._active:
             self._pause(module)
 
     def _after_call(self, module: nn.Module, *inputs_and_output: Any) -> None:
+        if not self._watching():
+            return
         # If forward raised, torch calls the hook without keyword arguments.
         failed = len(inputs_and_output) == 2
         *inputs, output = inputs_and_output
-        if is_fused(module) and self._watching() and module is self._paused_in:
+        if module is self._paused_in and is_fused(module):
             self._resume()
-        if module is self.module and not failed and is_opaque(module) and self._watching():
+        if module is self.module and not failed and is_opaque(module):
             self._guarded(self._recording.leave_opaque_root, inputs, output)
         if self._is_part(module):
             self._guarded(self._recording.leave_call, module, inputs, output, failed)

@@ -76,7 +76,7 @@ class AutogradOwners:
             self._owners[start] = owner
             return _alone(node.name())
         names = self.claim(tensors, owner)
-        if len(self._owners) < _MOST_NODES:
+        if not (complete and len(names) == end - start) and len(self._owners) < _MOST_NODES:
             # Such as those of intermediate results that nothing uses, or of the tangents of forward-mode gradients.
             self._unreached.update(number for number in range(start, end) if number not in self._owners)
         return names
@@ -89,14 +89,14 @@ class AutogradOwners:
         """
         names: list[str] = []
         todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
-        while todo:
-            node = todo.pop(0)
+        owners, first = self._owners, self._first
+        for node in todo:  # which grows
             number = sequence_number_of(node)
-            if self._is_unowned(number):
-                self._owners[number] = owner
+            if number >= first and number not in owners:
+                owners[number] = owner
                 self._unreached.discard(number)
                 names.append(node.name())
-                todo.extend(before for before, _ in node.next_functions if before is not None)
+                todo += [before for before, _ in node.next_functions if before is not None]
         return tuple(names)
 
     def owned(self, tensors: Iterable[Tensor], owner: int) -> Iterator[AutogradNode]:

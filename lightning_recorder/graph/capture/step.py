@@ -131,11 +131,6 @@ class StepRecording:
             self._builder.nodes[node].arguments = known[key]
         self._modules.clear()
 
-    def _find_caller(self) -> Caller:
-        """Find the caller; directly in the model's own step, it may also be a callback."""
-        # This method, the one that calls it, and two around that.
-        return find_caller(outermost=self._outermost and len(self._calls) == 1, skip=3)
-
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Add an input node for each tensor that the model takes, named by its path."""
         given: dict[int, Tensor] = {}
@@ -158,7 +153,7 @@ class StepRecording:
         """Record the beginning of a module call."""
         self._origins.leave_custom()
         self._failure = None
-        caller = self._find_caller()
+        caller = find_caller(outermost=self._outermost and len(self._calls) == 1, skip=2)
         if caller.trainer and self._outermost and len(self._calls) == 1 and find_caller() != caller:
             return  # a callback calls the model
         names = self._origins.names
@@ -300,7 +295,8 @@ class StepRecording:
             The id of the node, or None if the operation is not part of the model.
         """
         tensors = self._origins
-        caller = self._find_caller()
+        # Directly in the model's own step, the caller may also be a callback.
+        caller = find_caller(outermost=self._outermost and len(self._calls) == 1, skip=3)
         changed = [*outputs, *written] if written else outputs
         sources, taken = tensors.of_inputs(inputs, written, outputs, -1 if start is None else start)
         if (caller.trainer and not of_model) or (sources and max(sources) == IGNORED):
