@@ -211,12 +211,9 @@ def in_backward() -> bool:
     return bool(_current_graph_task_id() != -1)
 
 
-def in_transform() -> bool:
-    """Return True if this thread is inside a ``torch.func`` transform, from which values cannot escape.
-
-    Fallback: ``False``; only tensors that are wrappers themselves are skipped.
-    """
-    return peek_interpreter_stack() is not None
+# Returns an object if this thread is inside a ``torch.func`` transform, from which values cannot escape, else None.
+# Fallback: None; only tensors that are wrappers themselves are skipped.
+in_transform: Callable[[], object] = peek_interpreter_stack
 
 
 # True if this thread is inside ``torch.jit.trace``. Takes half as long as ``torch.jit.is_tracing``, which is the fallback.
@@ -318,7 +315,10 @@ def sequence_number_of(node: Node) -> int:
 
     Fallback: 0, as for :func:`sequence_number`.
     """
-    number = getattr(node, "_sequence_nr", int)()
+    try:
+        number: int = node._sequence_nr()
+    except AttributeError:
+        return 0
     return LEAF_NUMBER if number == _LEAF else number
 
 
@@ -355,7 +355,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
     Fallback: the tensor itself; operations inside a transform are not connected to those outside of it.
     """
-    if peek_interpreter_stack() is None:
+    if not in_transform():
         return tensor
     while is_functorch_wrapped_tensor(tensor) and (inner := get_unwrapped(tensor)) is not tensor:
         tensor = inner

@@ -95,13 +95,16 @@ class TensorOrigins:
         metas: list[TensorMeta] = []
         new: set[int] | None = None
         differentiable = False
+        find = self._provenance.fast_path
         for tensor in tensors:
-            known = self._provenance.fast_path(tensor) if complete else None
-            if known is None and complete and type(tensor) is Parameter:
-                known = self._first_use(tensor)
+            known = find(tensor) if complete else None
             if known is not None and known.meta is not None:
                 nodes.append(known.node)
                 metas.append(known.meta)
+                continue
+            if complete and type(tensor) is Parameter and (node := self._first_use(tensor)) is not None:
+                nodes.append(node)
+                metas += self._builder.nodes[node].outputs
                 continue
             if new is None:
                 # A tensor that was written to already has a new part of the backward graph, which does not belong to
@@ -119,11 +122,7 @@ class TensorOrigins:
         differentiable = False
         for source, meta, tensor in zip(sources, metas, inputs, strict=True):
             passes = tensor.requires_grad or unwrapped(tensor).requires_grad
-            if source != IGNORED:
-                if not self._builder.nodes[source].outputs:
-                    self.connect(source, node, meta, differentiable=passes)
-                else:
-                    self._builder.connect(source, node, meta, passes)
+            self.connect(source, node, meta, differentiable=passes)
             differentiable = differentiable or passes
         return differentiable
 
@@ -169,11 +168,11 @@ class TensorOrigins:
         """
         if source == IGNORED:
             return
-        draft = self._builder.nodes[source]
-        if meta is not None and not draft.outputs:
+        builder = self._builder
+        if meta is not None and not builder.nodes[source].outputs:
             # A custom call whose results were not observed inside it, or only before a transform wrapped them.
-            draft.outputs = (meta,)
-        self._builder.connect(source, target, meta, differentiable)
+            builder.nodes[source].outputs = (meta,)
+        builder.connect(source, target, meta, differentiable)
 
     def of(self, tensor: Tensor, *, settled: bool = True) -> int:
         """Return the node that gave the tensor its values, and add a node if there is none.
@@ -242,15 +241,10 @@ class TensorOrigins:
             self._builder.nodes[node].outputs += (meta_of(tensor),)
         self._provenance.bind(tensor, node)
 
-    def _first_use(self, parameter: Parameter) -> Known | None:
+    def _first_use(self, parameter: Parameter) -> int | None:
         """Add the node of a parameter of the model at its first use; return ``None`` for any other."""
-        if self._provenance.is_bound(parameter) or parameter.grad_fn is not None:
-            return None
-        own = self.model_tensor(parameter)
-        if own is None:
-            return None
-        self._add_from_outside(parameter, own)
-        return self._provenance.fast_path(parameter)
+        own = None if parameter.grad_fn is not None or self.is_bound(parameter) else self.model_tensor(parameter)
+        return None if own is None else self._add_from_outside(parameter, own)
 
     def _add_from_outside(self, tensor: Tensor, own: tuple[Kind, str, int] | None) -> int:
         kind, name, owner = own or ("tensor", "", None)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from torch import Tensor
 from torch.autograd.graph import Node as AutogradNode
 
-from lightning_recorder.internals.autograd import LEAF_NUMBER, sequence_number, sequence_number_of, unwrapped
+from lightning_recorder.internals.autograd import LEAF_NUMBER, in_transform, sequence_number, sequence_number_of, unwrapped
 
 __all__ = ["AutogradOwners"]
 
@@ -67,14 +67,15 @@ class AutogradOwners:
             The types of the nodes behind the tensors, starting with the last.
         """
         end = sequence_number()
-        complete = self.is_complete(start)
+        complete = len(self._owners) + len(self._unreached) == start - self._first
         if complete and end == start:
             return ()
-        node = self._made_by(tensors[0]) if complete and end == start + 1 and len(tensors) == 1 else None
-        if node is not None and sequence_number_of(node) == start:
-            # The usual case: the function has created one node.
-            self._owners[start] = owner
-            return _alone(node.name())
+        if complete and end == start + 1 and len(tensors) == 1:
+            node = self._made_by(tensors[0])
+            if node is not None and sequence_number_of(node) == start:
+                # The usual case: the function has created one node.
+                self._owners[start] = owner
+                return _alone(node.name())
         names = self.claim(tensors, owner)
         if not (complete and len(names) == end - start) and len(self._owners) < _MOST_NODES:
             # Such as those of intermediate results that nothing uses, or of the tangents of forward-mode gradients.
@@ -137,6 +138,7 @@ class AutogradOwners:
         # torch frees a chain of nodes that Python has seen recursively, so a long chain overflows the stack.
         if len(self._owners) >= _MOST_NODES:
             return None
-        # A torch.func wrapper has a backward graph of its own, which ends with the transform.
-        tensor = unwrapped(tensor)
+        if in_transform():
+            # A torch.func wrapper has a backward graph of its own, which ends with the transform.
+            tensor = unwrapped(tensor)
         return tensor.grad_fn if tensor.requires_grad else None

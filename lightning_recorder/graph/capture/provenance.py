@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_recorder.graph.model import TensorMeta
-from lightning_recorder.internals.autograd import unwrapped
+from lightning_recorder.internals.autograd import in_transform, unwrapped
 from lightning_recorder.internals.storage import address_of, hold_address, is_expired, release_address, storage_of
 
 __all__ = ["Known", "Provenance"]
@@ -69,7 +69,7 @@ class Provenance:
             known.meta, known.dtype = meta, tensor.dtype
         if wrote:
             self._last_write = time
-        storage = storage_of(unwrapped(tensor))
+        storage = storage_of(tensor if not in_transform() else unwrapped(tensor))
         if storage is None:
             return
         address = address_of(storage)

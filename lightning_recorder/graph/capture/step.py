@@ -138,7 +138,8 @@ class StepRecording:
             # A tensor that is passed twice is one input, for example tokens that are also the labels.
             if id(tensor) not in given:
                 given[id(tensor)] = tensor
-                self._origins.bind(tensor, self._builder.add("input", path, 0, (meta_of(tensor),)))
+                metas = metas_of([tensor])
+                self._origins.bind(tensor, self._builder.add("input", path, 0, metas), meta=metas[0])
 
     def note_outputs(self, outputs: Any, name: str) -> None:
         """Add an output node for each tensor that the model returned, named by its path."""
