@@ -112,6 +112,30 @@ class GraphBuilder:
         if differentiable:
             self._detached.discard(ends)
 
+    def connect_all(self, target: int, sources: list[int], tensors: list[TensorMeta], passing: list[bool]) -> None:
+        """Record all inputs of a function.
+
+        Args:
+            target: The function.
+            sources: The nodes that returned the inputs; a negative one is ignored.
+            tensors: The inputs.
+            passing: True for each input that requires a gradient.
+        """
+        nodes, edges = self.nodes, self._edges
+        for source, tensor, passes in zip(sources, tensors, passing, strict=True):
+            if source < 0:
+                continue
+            if not nodes[source].outputs:
+                # A custom call whose results were not observed inside it, or only before a transform wrapped them.
+                nodes[source].outputs = (tensor,)
+            ends = (source << 32) + target
+            if ends in edges:
+                self.connect(source, target, tensor, passes)
+                continue
+            edges[ends] = tensor
+            if not passes:
+                self._detached.add(ends)
+
     def is_connected(self, source: int, target: int) -> bool:
         """Return True if there is an edge from one node to another."""
         return (source << 32) + target in self._edges

@@ -16,7 +16,7 @@ from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.ownership import AutogradOwners
 from lightning_recorder.graph.capture.provenance import Known, Provenance
 from lightning_recorder.graph.model import Kind, TensorMeta
-from lightning_recorder.internals.autograd import function_behind, is_view, sequence_number, unwrapped
+from lightning_recorder.internals.autograd import function_behind, in_transform, is_view, sequence_number, unwrapped
 from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = ["IGNORED", "Call", "CustomNode", "TensorOrigins"]
@@ -119,12 +119,11 @@ class TensorOrigins:
 
     def connect_inputs(self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor]) -> bool:
         """Add the edges into a function; return True if one of its inputs requires a gradient."""
-        differentiable = False
-        for source, meta, tensor in zip(sources, metas, inputs, strict=True):
-            passes = tensor.requires_grad or unwrapped(tensor).requires_grad
-            self.connect(source, node, meta, differentiable=passes)
-            differentiable = differentiable or passes
-        return differentiable
+        if in_transform():
+            inputs = [unwrapped(each) if not each.requires_grad else each for each in inputs]
+        passing = [each.requires_grad for each in inputs]
+        self._builder.connect_all(node, sources, metas, passing)
+        return True in passing
 
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaves of the unobserved part of torch's backward graph behind some tensors."""
@@ -168,11 +167,10 @@ class TensorOrigins:
         """
         if source == IGNORED:
             return
-        builder = self._builder
-        if meta is not None and not builder.nodes[source].outputs:
+        if meta is not None and not self._builder.nodes[source].outputs:
             # A custom call whose results were not observed inside it, or only before a transform wrapped them.
-            builder.nodes[source].outputs = (meta,)
-        builder.connect(source, target, meta, differentiable)
+            self._builder.nodes[source].outputs = (meta,)
+        self._builder.connect(source, target, meta, differentiable)
 
     def of(self, tensor: Tensor, *, settled: bool = True) -> int:
         """Return the node that gave the tensor its values, and add a node if there is none.

@@ -76,14 +76,15 @@ class AutogradOwners:
                 # The usual case: the function has created one node.
                 self._owners[start] = owner
                 return _alone(node.name())
-        names = self.claim(tensors, owner)
+        # All new nodes are known to be new, so the search ends with the last one.
+        names = self.claim(tensors, owner, end - start if complete and not self._unreached else _MOST_NODES)
         if not (complete and len(names) == end - start) and len(self._owners) < _MOST_NODES:
             # Such as those of intermediate results that nothing uses, or of the tangents of forward-mode gradients.
             self._unreached.update(number for number in range(start, end) if number not in self._owners)
         return names
 
-    def claim(self, tensors: Iterable[Tensor], owner: int) -> tuple[str, ...]:
-        """Assign all nodes without an owner behind the tensors to one recorded node.
+    def claim(self, tensors: Iterable[Tensor], owner: int, most: int = _MOST_NODES) -> tuple[str, ...]:
+        """Assign all nodes without an owner behind the tensors, or the first few, to one recorded node.
 
         Returns:
             The types of these nodes, starting with the last.
@@ -97,6 +98,8 @@ class AutogradOwners:
                 owners[number] = owner
                 self._unreached.discard(number)
                 names.append(node.name())
+                if len(names) == most:
+                    break
                 todo += [before for before, _ in node.next_functions if before is not None]
         return tuple(names)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_recorder.graph.capture.builder import Draft
 from lightning_recorder.internals.storage import is_uninitialized
 
-__all__ = ["ParameterCounts", "count", "count_below", "note_used", "own_parameters"]
+__all__ = ["ParameterCounts", "count", "note_used", "own_parameters"]
 
 
 def count(parameters: Iterable[Tensor]) -> int:
@@ -28,22 +28,6 @@ def own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [pair for pair in module._parameters.items() if pair[1] is not None]
 
 
-def count_below(module: nn.Module) -> int:
-    """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
-    found: dict[int, Tensor] = {}
-    # Without the nested generators of ``modules()``. A module in several places is visited once.
-    parts = {id(module): module}
-    pending = [module]
-    for part in pending:
-        for _, each in own_parameters(part):
-            found[id(each)] = each
-        for inner in part._modules.values():
-            if inner is not None and id(inner) not in parts:
-                parts[id(inner)] = inner
-                pending.append(inner)
-    return count(found.values())
-
-
 class ParameterCounts:
     """The numbers of parameters below modules, each of which is counted at the end of its first call.
 
@@ -51,14 +35,33 @@ class ParameterCounts:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[nn.Module], dict[int, int]]] = {}
+        """For each module the numbers of elements of all parameters below it, by the id of the parameter."""
 
     def of(self, module: nn.Module) -> int:
-        """Return the number of elements of the parameters of a module and its submodules."""
+        """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
         known = self._known.get(id(module))
         if known is None or known[0]() is not module:
-            known = self._known[id(module)] = weakref.ref(module), count_below(module)
-        return known[1]
+            known = self._known[id(module)] = weakref.ref(module), self._below(module, set())
+        return sum(known[1].values())
+
+    def now(self, module: nn.Module) -> int:
+        """Return the present number for a module whose call has not ended."""
+        self._known.pop(id(module), None)
+        return sum(self._below(module, set()).values())
+
+    def _below(self, module: nn.Module, around: set[int]) -> dict[int, int]:
+        around.add(id(module))  # a module may contain itself
+        found = {
+            id(each): each.numel()
+            for _, each in own_parameters(module)
+            if type(each) is nn.Parameter or not is_uninitialized(each)
+        }
+        for inner in module._modules.values():
+            if inner is not None and id(inner) not in around:
+                known = self._known.get(id(inner))
+                found |= self._below(inner, around) if known is None or known[0]() is not inner else known[1]
+        return found
 
 
 def note_used(nodes: Sequence[Draft], sources: Iterable[int], unobserved: Set[int]) -> None:

@@ -24,7 +24,7 @@ from lightning_recorder.graph.capture.function_calls import (
 from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_opaque
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
-from lightning_recorder.graph.capture.parameters import ParameterCounts, count, count_below, note_used, own_parameters
+from lightning_recorder.graph.capture.parameters import ParameterCounts, count, note_used, own_parameters
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.capture.unused import find_unused
 from lightning_recorder.graph.model import Graph, TensorMeta
@@ -111,7 +111,7 @@ class StepRecording:
         """Return the graph recorded so far; see :meth:`GraphBuilder.finish`."""
         root = self._calls[0].module
         for call in self._calls:
-            self._builder.nodes[call.node].total_parameters = count_below(call.module)
+            self._builder.nodes[call.node].total_parameters = self._counts_below.now(call.module)
         note_used(self._builder.nodes, self._builder.used(), self._unobserved)
         self._describe_arguments()
         if self.costs is not None:
