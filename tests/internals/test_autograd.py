@@ -13,13 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder.internals import autograd
 from lightning_recorder.internals.autograd import (
-    address_of,
     current_function_mode,
     in_backward,
     is_transformed,
     version_counter,
 )
-from lightning_recorder.internals.storage import is_uninitialized, storage_of
+from lightning_recorder.internals.storage import address_of, is_uninitialized, storage_of
 from lightning_recorder.taps import InputGradientTap, gradient, input_gradient
 
 
