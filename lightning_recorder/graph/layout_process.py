@@ -27,7 +27,7 @@ _PART = re.compile(
 )
 _ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
-_QUICK_S = 10.0  # No further layout is made after this time.
+_QUICK_S = 10.0  # No further layout is made that would probably end after this time.
 # The weights of the four control points of a piece of a spline, at 25 places along it.
 _WEIGHTS = [((1 - at) ** 3, 3 * at * (1 - at) ** 2, 3 * at**2 * (1 - at), at**3) for at in (k / 24 for k in range(25))]
 
@@ -64,6 +64,7 @@ def main(renderer: str, document: str, *pictures: str) -> None:
     source = Path(document).read_text(encoding="utf-8")
     start = time.monotonic()
     for attempt in range(_ROUNDS):
+        before = time.monotonic()
         layout = json.loads(draw(renderer, source, ["json0"])[0])
         widths = widths_of(source)
         lines = lines_of(layout)
@@ -73,7 +74,8 @@ def main(renderer: str, document: str, *pictures: str) -> None:
         if moved == widths:
             break
         source = with_widths(source, {**widths, **moved})
-        if time.monotonic() - start > _QUICK_S:
+        now = time.monotonic()
+        if now - start + (now - before) > _QUICK_S:
             break
     made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures])
     for path, picture in zip(pictures, made, strict=True):
