@@ -65,6 +65,7 @@ class GraphRecorder(RecorderCallback):
         direction: The direction of the data flow: ``"TB"``, ``"LR"``, ``"BT"`` or ``"RL"``.
         formats: The formats of the pictures: any of ``svg``, ``png`` and ``pdf``. Loggers receive the PNG.
         legend: Explain colors and shapes in the picture.
+        unused: Also draw the modules that were never called. ``graph.json`` lists them in any case.
         timeout_s: The time limit of Graphviz in seconds.
         styler: The style of nodes and edges.
         name: The name of the files and of the tag. Two of these callbacks in one trainer need different names.
@@ -113,6 +114,7 @@ class GraphRecorder(RecorderCallback):
         direction: Direction = "TB",
         formats: str | Sequence[Literal["svg", "png", "pdf"]] = ("svg", "png"),
         legend: bool = False,
+        unused: bool = False,
         timeout_s: float = 60.0,
         styler: GraphvizStyler | None = None,
         name: str = "graph",
@@ -126,6 +128,7 @@ class GraphRecorder(RecorderCallback):
             check_integer("depth", depth, 1)
         check_integer("max_nodes", max_nodes, 1)
         check_bool("legend", legend)
+        check_bool("unused", unused)
         check_bool("costs", costs)
         check_direction(direction)
         self.formats = check_some("formats", formats, _FORMATS) if formats != [] and formats != () else ()
@@ -146,6 +149,7 @@ class GraphRecorder(RecorderCallback):
         self.stage = stage
         self.direction = direction
         self.legend = legend
+        self.unused = unused
         self.costs = costs
         self.timeout_s = timeout_s
         self.styler = styler
@@ -356,6 +360,7 @@ class GraphRecorder(RecorderCallback):
             styler=self.styler,
             direction=self.direction,
             legend=self.legend,
+            unused=self.unused,
             timeout_s=self.timeout_s,
         )
         self._output.write(self._step, graph)

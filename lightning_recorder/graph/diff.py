@@ -179,6 +179,7 @@ def _aspects(node: Node, other: Node) -> Iterator[str]:
         "failed": (str(node.failed), str(other.failed)),
         "repeats": (str(node.repeats), str(other.repeats)),
         "parallel": (str(node.parallel), str(other.parallel)),
+        "shared": (str(node.shared), str(other.shared)),
     }
     named, others = _arguments(node), _arguments(other)
     # An argument may have the name of an aspect, such as ``repeats``.

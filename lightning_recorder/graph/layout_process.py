@@ -11,24 +11,30 @@ a gap is made wider, which needs another layout.
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 _PART = re.compile(
     r'subgraph "?(?P<name>cluster_\w+)"? \{|<td port="(?P<side>left|right)" width="(?P<width>\d+)"></td>'
 )
-_ROUNDS = 6
+_ROUNDS = 10
 _MARGIN = 6.0  # points between a title and an edge, or the border of its frame
-_QUICK_S = 10.0  # No further layout is made after this time.
-_SAMPLES = 24  # points for each piece of a spline
+_QUICK_S = 10.0  # No further layout is made that would probably end after this time.
+# The weights of the four control points of a piece of a spline, at 25 places along it.
+_WEIGHTS = [((1 - at) ** 3, 3 * at * (1 - at) ** 2, 3 * at**2 * (1 - at), at**3) for at in (k / 24 for k in range(25))]
 
 Interval = tuple[float, float]
+Point = tuple[float, float]
+Line = list[tuple[Point, ...]]
+"""The pieces of a spline: four control points each, or the point of an arrowhead."""
 Widths = dict[str, dict[str, int]]
 
 
@@ -57,14 +63,19 @@ def main(renderer: str, document: str, *pictures: str) -> None:
     """Write the pictures of a document."""
     source = Path(document).read_text(encoding="utf-8")
     start = time.monotonic()
-    for _ in range(_ROUNDS):
+    for attempt in range(_ROUNDS):
+        before = time.monotonic()
         layout = json.loads(draw(renderer, source, ["json0"])[0])
         widths = widths_of(source)
-        moved = {name: place(frame, widths[name], layout) for name, frame in frames_of(layout) if name in widths}
+        lines = lines_of(layout)
+        moved = {
+            name: place(frame, widths[name], lines, attempt) for name, frame in frames_of(layout) if name in widths
+        }
         if moved == widths:
             break
         source = with_widths(source, {**widths, **moved})
-        if time.monotonic() - start > _QUICK_S:
+        now = time.monotonic()
+        if now - start + (now - before) > _QUICK_S:
             break
     made = draw(renderer, source, [path.rpartition(".")[2] for path in pictures])
     for path, picture in zip(pictures, made, strict=True):
@@ -126,11 +137,14 @@ def frames_of(layout: Any) -> Iterator[tuple[str, Frame]]:
             yield each["name"], Frame(left, right, x, width, y - height / 2, y + height / 2)
 
 
-def place(frame: Frame, widths: dict[str, int], layout: Any) -> dict[str, int]:
-    """Return the widths of the two cells for a title that no edge crosses."""
+def place(frame: Frame, widths: dict[str, int], lines: Sequence[Line], attempt: int) -> dict[str, int]:
+    """Return the widths of the two cells for a title that no edge crosses.
+
+    A frame gets wider with each attempt, since its contents may move with it.
+    """
     text = frame.width - widths["left"] - widths["right"]
     start = frame.middle - frame.width / 2
-    crossed = [each for edge in layout.get("edges", ()) for each in crossings(edge, frame)]
+    crossed = [each for line in lines for each in crossings(line, frame)]
     now = start + widths["left"] - 1, start + widths["left"] + text + 1
     if all(right <= now[0] or left >= now[1] for left, right in crossed):
         return widths
@@ -146,38 +160,54 @@ def place(frame: Frame, widths: dict[str, int], layout: Any) -> dict[str, int]:
         # Edges run along the title, and more room would not help.
         return widths
     # The new room may be divided by an edge, so it is generous.
-    return {"left": 1, "right": round(max(inner - text, 0) + 2 * (text - widest) + 4 * _MARGIN)}
+    more = 2 * (text - widest) + 4 * _MARGIN + attempt * text / 4
+    return {"left": 1, "right": round(max(inner - text, 0) + more)}
 
 
-def crossings(edge: Any, frame: Frame) -> Iterator[Interval]:
-    """Yield the horizontal intervals in which an edge lies at the height of a title."""
-    if edge.get("style") == "invis":
-        return
-    for spline in edge.get("pos", "").split(";"):
-        xs = [x for x, y in points_of(spline) if frame.bottom - 1 <= y <= frame.top + 1]
-        if xs:
-            yield min(xs) - 2, max(xs) + 2
+def lines_of(layout: Any) -> list[Line]:
+    """Return the lines of all visible edges. An edge may consist of several."""
+    edges = [edge for edge in layout.get("edges", ()) if edge.get("style") != "invis"]
+    return [line_of(spline) for edge in edges for spline in edge.get("pos", "").split(";")]
 
 
-def points_of(spline: str) -> Iterator[tuple[float, float]]:
-    """Yield points along a spline, including its arrowheads."""
-    knots = []
+def line_of(spline: str) -> Line:
+    """Return the pieces of a spline; an arrowhead is a piece of a single point."""
+    heads: Line = []
+    knots: list[Point] = []
     for part in spline.split():
-        point = part.lstrip("se,")
-        x, y = point.split(",")[:2]
+        x, y = part.lstrip("se,").split(",")[:2]
+        point = float(x), float(y)
         if part[0] in "se":
-            yield float(x), float(y)
+            heads.append((point,))
+        else:
+            knots.append(point)
+    return [*heads, *(tuple(knots[first : first + 4]) for first in range(0, len(knots) - 3, 3))]
+
+
+def points_of(line: Line, bottom: float = -math.inf, top: float = math.inf) -> Iterator[Point]:
+    """Yield points along the pieces of a line that may be between two heights."""
+    for piece in line:
+        heights = [y for _, y in piece]
+        # A Bézier curve lies inside the convex hull of its control points.
+        if max(heights) < bottom or min(heights) > top:
             continue
-        knots.append((float(x), float(y)))
-    for first in range(0, len(knots) - 3, 3):
-        for step in range(_SAMPLES + 1):
-            at = step / _SAMPLES
-            weights = ((1 - at) ** 3, 3 * at * (1 - at) ** 2, 3 * at**2 * (1 - at), at**3)
-            piece = knots[first : first + 4]
+        if len(piece) == 1:
+            yield piece[0]
+            continue
+        for weights in _WEIGHTS:
             yield (
-                sum(weight * knot[0] for weight, knot in zip(weights, piece, strict=True)),
-                sum(weight * knot[1] for weight, knot in zip(weights, piece, strict=True)),
+                sum(weight * x for weight, (x, _) in zip(weights, piece, strict=True)),
+                sum(weight * y for weight, (_, y) in zip(weights, piece, strict=True)),
             )
+
+
+def crossings(line: Line, frame: Frame) -> Iterator[Interval]:
+    """Yield the horizontal intervals in which a line lies at the height of a title."""
+    bottom, top = frame.bottom - 1, frame.top + 1
+    for inside, points in groupby(points_of(line, bottom, top), key=lambda point: bottom <= point[1] <= top):
+        if inside:
+            xs = [x for x, _ in points]
+            yield min(xs) - 2, max(xs) + 2
 
 
 def gaps_between(taken: list[Interval], left: float, right: float) -> Iterator[Interval]:

@@ -130,6 +130,8 @@ class Node:
         duration_ms: The wall time of a module call, if it was measured; ignored in comparisons.
         repeats: The number of equal recorded nodes that this node represents after folding.
         parallel: True if the repeated nodes have no edges between them.
+        shared: Only in a folded view: True if the repetitions of the node, or of a folded node around it, call the same
+            module, or several, and so have the same parameters. False if these modules have no parameters.
         inputs: The input tensors of a call, as often as they are passed: attention with one tensor as query, key and
             value has three.
         arguments: Names and values of the arguments that are not tensors, as text, such as ``("dim", "-1")``; for a
@@ -161,6 +163,7 @@ class Node:
     duration_ms: float | None = field(default=None, compare=False)
     repeats: int = 1
     parallel: bool = False
+    shared: bool = False
     inputs: tuple[TensorMeta, ...] = ()
     arguments: tuple[tuple[str, str], ...] = ()
     flops: int | None = field(default=None, compare=False)
@@ -352,6 +355,7 @@ class Graph:
                 [(meta.shape, meta.dtype) for meta in node.inputs],
                 # A number that is added or multiplied may be computed from the data.
                 [pair for pair in node.arguments if pair[0] not in _OPERANDS],
+                *(("shared",) if node.shared else ()),
             )
             for node in self.nodes
         ]

@@ -12,6 +12,7 @@ from lightning_recorder.graph.model import Graph
 from lightning_recorder.graph.renderers.graphviz import Direction, GraphvizRenderer
 from lightning_recorder.graph.renderers.graphviz_styler import GraphvizStyler
 from lightning_recorder.graph.views.fit import fit_view
+from lightning_recorder.graph.views.show_unused import show_unused
 
 __all__ = ["GraphPicture"]
 
@@ -35,6 +36,7 @@ class GraphPicture:
         styler: The styler that decides how nodes and edges look.
         direction: The direction of the data flow.
         legend: Add a legend that explains colors and shapes.
+        unused: Add the modules that were never called; see :func:`show_unused`. They are not counted in ``max_nodes``.
         timeout_s: Seconds for all attempts together.
 
     Raises:
@@ -52,6 +54,7 @@ class GraphPicture:
         styler: GraphvizStyler | None = None,
         direction: Direction = "TB",
         legend: bool = False,
+        unused: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         self._graph = graph
@@ -61,6 +64,7 @@ class GraphPicture:
         self._styler = styler
         self._direction = direction
         self._legend = legend
+        self._unused = unused
         self._budgets = sorted({max(1, int(max_nodes * share)) for share in _SHARES}, reverse=True)
         self._deadline = time.monotonic() + timeout_s
         self._result: list[Path] | RenderError = RenderError("nothing was tried")
@@ -72,6 +76,7 @@ class GraphPicture:
     def _try_next(self) -> None:
         budget = self._budgets.pop(0)
         view = fit_view(self._graph, budget, self._depth)
+        view = show_unused(view) if self._unused else view
         renderer = GraphvizRenderer(view, self._styler, direction=self._direction, legend=self._legend)
         self._document.write_text(renderer.render().source, encoding="utf-8")
         if not self._formats:

@@ -445,3 +445,13 @@ def test_compiled_submodule_is_recorded_eagerly(tmp_path: Path) -> None:
     assert "encoder.conv2" in [node.name for node in recorder.graph.module_calls()]
     assert len(graphs) == 1
     torch._dynamo.reset()
+
+
+def test_unused_modules_are_drawn_on_request(tmp_path: Path) -> None:
+    """With ``unused=True`` the picture has a node for a module that was never called."""
+    model = Classifier()
+    model.spare = nn.Linear(2, 2)
+    recorders = [GraphRecorder(formats=(), name=f"graph_{unused}", unused=unused) for unused in (False, True)]
+    fit(model, tmp_path, recorders, logger=False)
+    drawn = ["never called" in (tmp_path / "recorder" / f"graph_{each}.dot").read_text() for each in (False, True)]
+    assert drawn == [False, True]

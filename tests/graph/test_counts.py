@@ -135,3 +135,9 @@ def test_own_tensors_of_other_models(make: str, expected: set[str]) -> None:
     drawn = {node.name.rpartition(".")[2] for node in view.nodes if node.kind in ("parameter", "buffer")}
     assert expected <= drawn
     assert all(node.id in used for node in view.nodes if node.kind in ("parameter", "buffer"))
+
+
+def test_a_later_call_is_not_tied_to_itself() -> None:
+    """The second call of a module uses the module's own parameters, which are not marked as tied."""
+    text = to_text(fit_view(captured(ARCHITECTURES["shared layer"]()), fold=False))
+    assert "fc (call 2)  Linear · 272 parameters  2×16" in text

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_recorder.graph import GraphPicture, capture_graph, draw
-from lightning_recorder.graph.layout_process import points_of
+from lightning_recorder.graph.layout_process import line_of, points_of
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.architectures import ARCHITECTURES, Case
 from tests.graph.nets import X, linear
@@ -58,7 +58,7 @@ def edges_over_titles(path: Path) -> Iterator[tuple[str, str]]:
             for line in group.iter(f"{_SVG}path"):
                 numbers = [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", line.attrib["d"])]
                 spline = " ".join(f"{x},{y}" for x, y in zip(numbers[::2], numbers[1::2], strict=True))
-                for x, y in points_of(spline):
+                for x, y in points_of(line_of(spline)):
                     across, down = x + float(move[1]), y + float(move[2])
                     for text in titles:
                         inside = text.baseline - 0.75 * text.size <= down <= text.baseline

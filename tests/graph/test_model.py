@@ -74,6 +74,7 @@ def test_json_is_self_describing() -> None:
         "duration_ms": None,
         "repeats": 1,
         "parallel": False,
+        "shared": False,
         "inputs": [],
         "arguments": [],
         "flops": None,

@@ -36,6 +36,12 @@ def large() -> Graph:
     return graph
 
 
+@pytest.fixture(scope="module")
+def chain() -> Graph:
+    """Return a graph with more operations than a picture has nodes."""
+    return capture_graph(nn.Sequential(*(_Block(1 + index) for index in range(200))), X)
+
+
 def test_a_large_graph_has_a_picture_that_can_be_read(large: Graph, tmp_path: Path) -> None:
     """The default picture of 5,200 operations has 150 nodes, and its text is complete and at least 9 pixels high."""
     picture = GraphPicture(large, tmp_path / "graph.dot", ("svg", "png"))
@@ -51,11 +57,11 @@ def test_a_large_graph_has_a_picture_that_can_be_read(large: Graph, tmp_path: Pa
 
 def test_a_bitmap_that_would_be_shrunk_is_refused(large: Graph, tmp_path: Path) -> None:
     """A PNG with unreadable text is an error of the layout; a picture avoids it by its columns."""
-    picture = GraphPicture(large, tmp_path / "graph.dot", ("png",), max_nodes=2000)
+    picture = GraphPicture(large, tmp_path / "graph.dot", ("png",), max_nodes=700)
     (path,) = picture.finish()
     assert path.is_file()
     assert picture.note == ""
-    chain = GraphvizRenderer(fit_view(large, 2000), wrap=False).render()
+    chain = GraphvizRenderer(fit_view(large, 700), wrap=False).render()
     (tmp_path / "large.dot").write_text(chain.source, encoding="utf-8")
     with pytest.raises(RenderError, match=r"would be shrunk to \d+%, its text too small to read: draw a smaller view"):
         Layout(tmp_path / "large.dot", ("png",)).finish()
@@ -70,14 +76,14 @@ def _fake_dot(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Non
     monkeypatch.setenv("PATH", str(fake.parent))
 
 
-def test_every_attempt_is_smaller(large: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_attempt_is_smaller(chain: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each failure a smaller view is tried, three in all, and the last document remains."""
     log = tmp_path / "log"
     script = (
         f"import sys; open({str(log)!r}, 'a').write(f'{{open(sys.argv[-1]).read().count(chr(10))}}\\n'); sys.exit(3)"
     )
     _fake_dot(tmp_path, monkeypatch, script)
-    picture = GraphPicture(large, tmp_path / "graph.dot", ("svg",))
+    picture = GraphPicture(chain, tmp_path / "graph.dot", ("svg",))
     with pytest.raises(RenderError, match="Graphviz produced no picture, it failed"):
         picture.finish()
     sizes = [int(line) for line in log.read_text().split()]
@@ -86,19 +92,28 @@ def test_every_attempt_is_smaller(large: Graph, tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "graph.dot").is_file()
 
 
-def test_done_continues_by_itself(large: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_done_continues_by_itself(chain: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calling ``done`` starts the next attempt, so that nothing has to wait for the failed one."""
     _fake_dot(tmp_path, monkeypatch, "import sys; sys.exit(3)")
-    picture = GraphPicture(large, tmp_path / "graph.dot", ("svg",), timeout_s=600)
+    picture = GraphPicture(chain, tmp_path / "graph.dot", ("svg",), timeout_s=600)
     while not picture.done():
         pass
     with pytest.raises(RenderError, match="it failed"):
         picture.finish(0)
 
 
-def test_without_formats_there_is_only_the_document(large: Graph, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unused", [False, True])
+def test_unused_modules_on_request(unused: bool, tmp_path: Path) -> None:
+    """The modules that were never called are drawn if they are asked for."""
+    net = _Block(3)
+    net.spare = nn.Linear(2, 2)
+    GraphPicture(capture_graph(net, X), tmp_path / "graph.dot", (), unused=unused)
+    assert ("never called" in (tmp_path / "graph.dot").read_text(encoding="utf-8")) == unused
+
+
+def test_without_formats_there_is_only_the_document(chain: Graph, tmp_path: Path) -> None:
     """Without formats no renderer is started."""
-    picture = GraphPicture(large, tmp_path / "graph.dot", ())
+    picture = GraphPicture(chain, tmp_path / "graph.dot", ())
     assert picture.done()
     assert picture.finish() == []
     assert [path.name for path in tmp_path.iterdir()] == ["graph.dot"]

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from lightning_recorder.graph.model import Edge, Graph, Node
 
@@ -136,14 +137,14 @@ class _Plan:
         """The number of rows of parallel children in a call."""
         self._inside: dict[int, list[tuple[int, int]]] = {}
         """The edges between the children of each call, between the nodes or anything inside them."""
+        self._entered: set[int] = set()
+        """The nodes with an edge from outside of the call around them, into them or into anything inside them."""
         for edge in graph.edges:
             for call, source, target in lifted(graph, edge):
                 self._inside.setdefault(call, []).append((source, target))
+                path = (graph[edge.target], *graph.ancestors(graph[edge.target]))
+                self._entered.update(node.id for node in takewhile(lambda node, end=target: node.id != end, path))  # type: ignore[misc]
         self._known: dict[int, Size] = {}
-        self._fed = {
-            each.id for edge in graph.edges for each in (graph[edge.target], *graph.ancestors(graph[edge.target]))
-        }
-        """The nodes with an edge into them or into anything inside them."""
 
     def columns(self) -> Columns:
         root = self._graph.root
@@ -238,10 +239,10 @@ class _Plan:
             known = [end[each] + _RANK_GAP for each in before.get(child.id, ()) if each in end]
             start[child.id] = max(known, default=0.0)
             end[child.id] = start[child.id] + self._size(child).along
-        for source, users in self._users(call, there).items():
-            along = self._size(self._graph[source]).along
-            start[source] = max(0.0, min(start[user] for user in users) - along - _RANK_GAP)
-            end[source] = start[source] + along
+        for early, users in self._early(call, there).items():
+            along = self._size(self._graph[early]).along
+            start[early] = max(0.0, min(start[user] for user in users) - along - _RANK_GAP)
+            end[early] = start[early] + along
         across = 0.0
         # The breadth changes only where a child begins.
         changes = sorted(
@@ -270,17 +271,27 @@ class _Plan:
             if options:
                 cuts.append(min(options, key=lambda at: self._cost(call, start, at, goal, near)))
         column = {number: sum(at >= cut for cut in cuts) for number, at in start.items()}
-        for source, users in self._users(call, column).items():
-            column[source] = min(column[user] for user in users)
+        for early, users in self._early(call, column).items():
+            column[early] = min(column[user] for user in users)
         return [[child for child in children if column[child.id] == number] for number in range(len(cuts) + 1)]
 
-    def _users(self, call: Node, there: Container[int]) -> dict[int, list[int]]:
-        """Return the users of each child that has no source, such as a parameter, which is drawn beside its users."""
+    def _early(self, call: Node, there: Container[int]) -> dict[int, list[int]]:
+        """Return the users of each child that is not computed from other children, the last child first.
+
+        Such a child is an input, a parameter, or a function of parameters only. It is drawn beside its users.
+        """
         users: dict[int, list[int]] = {}
+        sources: dict[int, list[int]] = {}
         for source, target in self._inside.get(call.id, []):
-            if source not in self._fed and source in there and target in there:
+            if source in there and target in there:
                 users.setdefault(source, []).append(target)
-        return users
+                sources.setdefault(target, []).append(source)
+        early: dict[int, list[int]] = {}
+        for child in self._graph.children(call):
+            known = all(each in early and self._graph[each].kind != "input" for each in sources.get(child.id, ()))
+            if known and child.id not in self._entered:
+                early[child.id] = users.get(child.id, [])
+        return {child: early[child] for child in reversed(early) if early[child]}
 
     def _cost(self, call: Node, start: Mapping[int, float], at: float, goal: float, near: float) -> float:
         """Return the cost of a cut: the sources of the edges across it, and the distance from the goal."""

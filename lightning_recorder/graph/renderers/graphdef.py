@@ -141,6 +141,7 @@ def _attributes(node: Node, graph: Graph) -> dict[str, str | int | float]:
         "parameters": node.total_parameters or node.parameters,
         "repeats": node.repeats if node.repeats > 1 else 0,
         "parallel": node.parallel,
+        "shared": node.shared,
         "failed": node.failed,
         "duration_ms": float(node.duration_ms or 0),
     }

@@ -13,6 +13,7 @@ from lightning_recorder.graph.renderers import labels
 from lightning_recorder.graph.renderers.details import Detail, check_details, describe_detail, detail_color
 from lightning_recorder.graph.renderers.escape import dot_attribute, dot_label
 from lightning_recorder.graph.renderers.source_link import SOURCE_LINK, source_link
+from lightning_recorder.graph.views.show_unused import NEVER_CALLED
 
 __all__ = ["DETAIL_PT", "FONT", "LOOKS", "LOSS", "NAME_PT", "GraphvizStyler", "Shapes", "small"]
 
@@ -40,6 +41,7 @@ LOOKS: dict[Kind, dict[str, str]] = {
 }
 _FRAMES = ("#f6f6f6", "#ededed")
 _FAILED = {"color": "#d4002a", "penwidth": "3"}
+_UNUSED = {"color": "#8c8c8c", "fillcolor": "#ffffff", "style": "filled,rounded,dashed"}
 # An edge backwards must not pull its source above its target.
 _NEXT = {"style": "dashed", "constraint": "false", "color": "#0072b2"}
 
@@ -108,6 +110,7 @@ class GraphvizStyler:
         color = detail_color(node, graph, self.color_by) if self.color_by else None
         return {
             **LOOKS[node.kind],
+            **(_UNUSED if node.note == NEVER_CALLED else {}),
             **({"fillcolor": color} if color else {}),
             **(_FAILED if node.failed else {}),
             "label": _label(node, graph, shapes=self.shapes == "nodes", details=self.details),
@@ -171,8 +174,10 @@ def _label(node: Node, graph: Graph, *, shapes: bool, details: Iterable[str] = (
     name = "loss → backward" if node.name == node.kind == "backward" else labels.short_name(node, graph)
     name = f"{name} {labels.shown_times(node)}".strip()
     lines = [_bold(name) if node.kind in _PROMINENT else dot_label(name)] if name else []
-    if node.kind == "module":
-        lines.append(small(labels.class_and_size(node)))
+    if node.kind == "module" and (about := labels.class_and_size(node)):
+        lines.append(small(about))
+    if node.note == NEVER_CALLED and "note" not in details:
+        lines.append(small(node.note))
     if node.failed:
         lines.append(small("failed here"))
     if tied := labels.tied_to(node):

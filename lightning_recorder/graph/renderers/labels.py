@@ -72,10 +72,11 @@ def class_and_size(node: Node) -> str:
 def size(node: Node) -> str:
     """Return the number of parameters of a module with its submodules, and of those used if they are fewer.
 
-    Empty if there are no parameters.
+    It says so if all repetitions of a node around it have the same parameters. Empty if there are no parameters.
     """
     total = node.total_parameters or node.parameters
-    return _counts(total, node.used_parameters) if total else ""
+    again = ", the same each time" if node.shared and node.repeats == 1 else ""
+    return _counts(total, node.used_parameters) + again if total else ""
 
 
 def _counts(total: int, used: int | None) -> str:
@@ -98,8 +99,10 @@ def shown_shapes(node: Node) -> str:
 
 
 def shown_times(node: Node) -> str:
-    """Return the number of occurrences of a folded node, such as ``×12``; empty if it occurs once."""
-    return f"×{node.repeats}" + (" side by side" if node.parallel else "") if node.repeats > 1 else ""
+    """Return the number of occurrences of a folded node, such as ``×12, same weights``; empty if it occurs once."""
+    if node.repeats == 1:
+        return ""
+    return f"×{node.repeats}" + " side by side" * node.parallel + ", same weights" * node.shared
 
 
 def shown_across(edge: Edge) -> str:

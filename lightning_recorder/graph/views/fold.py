@@ -158,6 +158,7 @@ class _Fold:
             for node in siblings.subtrees[position]
         }
         outer = self._outer(siblings, run, group, counterparts)
+        shared = self._share(counterparts)
         self._widen(counterparts)
         parent = nodes[parts[0]].parent
         gone = {node for node, kept in counterparts.items() if node != kept}
@@ -167,12 +168,13 @@ class _Fold:
             self._graph.connect(target, into)
         order = [node for node in self._graph.children[parent or 0] if node not in gone]
         if single:
-            nodes[group] = replace(nodes[group], repeats=run.times, parallel=run.parallel)
+            nodes[group] = replace(nodes[group], repeats=run.times, parallel=run.parallel, shared=group in shared)
             self._graph.children[parent or 0] = order
             return []
         self._free += 1
         depth = nodes[parts[0]].depth
-        nodes[group] = Node(group, "module", "", parent, depth, repeats=run.times, parallel=run.parallel)
+        again = not shared.isdisjoint(parts)
+        nodes[group] = Node(group, "module", "", parent, depth, repeats=run.times, parallel=run.parallel, shared=again)
         inside = [node for node in order if node in private or node in set(parts)]
         self._graph.children[group] = inside
         self._graph.children[parent or 0] = [
@@ -193,6 +195,18 @@ class _Fold:
             for node, place in siblings.private(unit, run.length).items():
                 pairs[node] = kept.setdefault(place, node)
         return pairs
+
+    def _share(self, pairs: Mapping[int, int]) -> set[int]:
+        """Mark the kept calls inside the units that call the same module in each unit; return those and the others."""
+        nodes = self._graph.nodes
+        calls = {node for node in pairs.values() if nodes[node].kind == "module"}
+        others = {node for number, node in pairs.items() if nodes[number].name != nodes[node].name}
+        shared = {node for node in calls - others if nodes[node].total_parameters or nodes[node].parameters}
+        outermost = {node for node in shared if nodes[node].parent not in shared and nodes[node].parent in calls}
+        for node in calls & others | outermost:
+            if nodes[node].repeats == 1:
+                nodes[node] = replace(nodes[node], shared=node in outermost)
+        return shared
 
     def _outer(self, siblings: Siblings, run: _Run, group: int, pairs: Mapping[int, int]) -> dict[int, list[Edge]]:
         """Return the edges into the nodes outside of a run that take its results."""
@@ -276,15 +290,16 @@ def _equal_units(siblings: Siblings, start: int, length: int, end: int) -> _Run:
 
 def _equally_named(siblings: Siblings, start: int, length: int, times: int) -> int:
     """Return the number of units that call the same modules, or each another module."""
-    seen = [set(siblings.names(start, length))]
+    first = set(siblings.names(start, length))
+    seen = set(first)
     same = None
     for unit in range(1, times):
         names = set(siblings.names(start + unit * length, length))
-        again = names == seen[0], not any(names & each for each in seen[:1])
-        if same is None:
-            same = again
-        if again != same:
+        again = names == first
+        if not (again or seen.isdisjoint(names)) or same not in (None, again):
             return unit
+        same = again
+        seen |= names
     return times
 
 

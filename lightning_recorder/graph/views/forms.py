@@ -68,7 +68,7 @@ def _label(node: Node) -> Key:
     # A module differs from its siblings by its name, and a parameter by its name before the last dot.
     name = "" if node.kind == "module" else node.name.rpartition(".")[2] if node.kind != "op" else node.name
     sizes = tuple(_fixed_sizes(node, meta) for meta in node.outputs)
-    about = node.parameters, node.failed, node.repeats, node.parallel
+    about = node.parameters, node.failed, node.repeats, node.parallel, node.shared
     return node.kind, name, node.type_name, sizes, _settings(node), *about
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.model import Edge, Graph, Node
 from lightning_recorder.graph.views.rebuild import redirected
 
 __all__ = ["gather"]
@@ -48,4 +49,14 @@ def gather(graph: Graph, few: int = _FEW) -> Graph:
     if not gathered:
         return graph
     kept = [gathered.get(node.id, node) for node in graph.nodes if target.get(node.id, node.id) == node.id]
-    return replace(graph, nodes=tuple(kept), edges=redirected(graph.edges, target))
+    return replace(graph, nodes=tuple(kept), edges=_in_time(redirected(graph.edges, target), graph, set(gathered)))
+
+
+def _in_time(edges: Iterable[Edge], graph: Graph, gathered: Collection[int]) -> tuple[Edge, ...]:
+    """Return the edges with those into gathered outputs at the end, in the order of time.
+
+    The order of the paths depends on the container: a cache may list the keys of all layers before the values, and the
+    layers would not fold.
+    """
+    place = {node.id: number for number, node in enumerate(graph.nodes)}
+    return tuple(sorted(edges, key=lambda edge: place[edge.source] + 1 if edge.target in gathered else 0))

@@ -45,7 +45,11 @@ def own_tensors(graph: Graph, depth: int | None = None) -> Graph:
     tied: dict[int, dict[str, None]] = {}
     for edge in graph.edges:
         user = around[edge.target]
-        if edge.source in gone and around[edge.source] != user and gone[edge.source].kind == "parameter":
+        if edge.source not in gone or gone[edge.source].kind != "parameter":
+            continue
+        # A later call of a module uses its own parameters, which were recorded in the first call.
+        own = graph[user].kind == "module" and f"{gone[edge.source].name}.".startswith(f"{graph[user].name}.")
+        if around[edge.source] != user and not own:
             tied.setdefault(user, {})[gone[edge.source].name] = None
     kept = [replace(node, tied=tuple(tied[node.id])) if node.id in tied else node for node in graph.nodes]
     kept = _before_users(graph, [node for node in kept if node.id not in gone])

@@ -88,5 +88,7 @@ def _rolled(node: Node, target: dict[int, int], calls: dict[int, int]) -> Node:
     # A node that occurs only in a later call is moved into the call that represents all of them.
     around = target[node.parent]
     times, rest = divmod(calls[node.id], calls[around])
-    repeats = node.repeats * times if node.kind == "module" and not rest else node.repeats
-    return replace(node, parent=around, repeats=max(1, repeats))
+    repeats = max(1, node.repeats * times if node.kind == "module" and not rest else node.repeats)
+    # The calls of a module have the same parameters.
+    again = repeats > node.repeats and bool(node.total_parameters or node.parameters)
+    return replace(node, parent=around, repeats=repeats, shared=node.shared or again)

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 from lightning_recorder.graph.model import Graph, Node
 
-__all__ = ["show_unused"]
+__all__ = ["NEVER_CALLED", "show_unused"]
+
+NEVER_CALLED = "never called"
+"""The note of a module without a call."""
 
 
 def show_unused(graph: Graph) -> Graph:
@@ -33,7 +36,7 @@ def show_unused(graph: Graph) -> Graph:
     there = {node.name for node in graph.nodes if node.kind in ("module", "parameter")}
     notes = {**dict.fromkeys(unused.frozen, "frozen"), **dict.fromkeys(unused.parameters, "no gradient")}
     left_out = tuple(f"{name}." for name in unused.modules)
-    missing = [("module", name, "never called") for name in unused.modules if name not in there]
+    missing = [("module", name, NEVER_CALLED) for name in unused.modules if name not in there]
     # The parameters of a module that is drawn as never called are inside it.
     drawn = [node for node in graph.nodes if node.kind == "parameter"]
     if drawn:
@@ -53,7 +56,11 @@ def show_unused(graph: Graph) -> Graph:
             # A closed call has no place inside it.
             around = call if call is not None and graph.children(call) else graph.root
             parts.pop()
-        node = Node(free + number, kind, name, around.id, around.depth + 1, note=note)  # type: ignore[arg-type]
+        # The class is known while the module lives.
+        reference = graph.modules.get(name) if kind == "module" else None
+        module = None if reference is None else reference()
+        type_name = "" if module is None else type(module).__name__
+        node = Node(free + number, kind, name, around.id, around.depth + 1, type_name, note=note)  # type: ignore[arg-type]
         added.setdefault(around.id, []).append(node)
     modules = {name for name in unused.frozen if name in calls}
     nodes: list[Node] = []

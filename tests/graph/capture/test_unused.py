@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder.graph import Graph, Unused, capture_graph, draw, show_unused, to_text
 from tests.graph.nets import Net, X, linear, record_step
+from tests.graph.svg import read_svg
 
 
 class Lora(nn.Module):
@@ -163,3 +165,14 @@ def test_drawn_on_request() -> None:
     assert {node.name: node.note for node in view.module_calls()} == {
         "body": "", "body.0": "", "body.0.base": "frozen", "body.0.down": "", "body.0.up": "", "head": "never called",
     }  # fmt: skip
+
+
+def test_a_module_that_was_never_called_is_named_in_the_picture(tmp_path: Path) -> None:
+    """Its box has a dashed border, its name, its class while the model lives, and the words ``never called``."""
+    net = Net(lambda net, x: net.body(x), body=linear(), head=linear())
+    drawing = draw(net, X, depth=1, unused=True)
+    path = drawing.save(tmp_path / "graph.svg")
+    (spare,) = (node for node in read_svg(path).nodes() if "head" in node.lines)
+    assert spare.lines == ["head", "Linear", "never called"]
+    (line,) = (line for line in drawing.visual_graph.body if "never called</font>" in line)
+    assert 'style="filled,rounded,dashed"' in line

@@ -25,6 +25,7 @@ from lightning_recorder.graph import (
     to_text,
     without,
 )
+from lightning_recorder.graph.renderers.labels import shown_times, size
 from lightning_recorder.graph.views.wiring import Siblings
 from tests.graph.nets import Net, X, bare, linear, stack
 from tests.graph.outline import outline, text
@@ -406,7 +407,7 @@ def test_recurrence_of_a_cell() -> None:
         Net.forward · 120 parameters
         ├─ input  2×4
         ├─ zeros  2×4  ← nothing
-        ├─ cell ×5  GRUCell · 120 parameters  2×4  ← input, zeros (first), cell (next)
+        ├─ cell ×5, same weights  GRUCell · 120 parameters  2×4  ← input, zeros (first), cell (next)
         ├─ stack  5×2×4  ← cell (all)
         └─ output  5×2×4
         """
@@ -589,3 +590,54 @@ def test_a_long_loop_needs_few_comparisons(monkeypatch: pytest.MonkeyPatch) -> N
             fold_repeats(bare(Net(forward), X))
         counts.append(compared)
     assert counts[1] < 10 * counts[0]
+
+
+def test_calls_of_one_module_share_their_weights() -> None:
+    """A block that is called several times is marked, alone or among others, and a module without parameters is not."""
+    block = Net(lambda net, x: net.fc(x).relu(), fc=linear())
+    once = fold_repeats(collapse(bare(Net(lambda net, x: net.block(net.block(x)), block=block), X)))
+    assert shown(once) == ["block ×2, same weights", "block.fc"]
+
+    def loop(net: Any, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = net.fc(x).relu()
+        return x
+
+    assert shown(fold_repeats(collapse(bare(Net(loop, fc=linear()), X)))) == ["×4, same weights", "fc"]
+    assert shown(fold_repeats(collapse(bare(stack(2), X)))) == ["0 ×2", "0.inner", "0.inner.0", "0.inner.1"]
+    quiet = nn.ReLU()
+    assert shown(fold_repeats(collapse(bare(nn.Sequential(quiet, quiet, quiet), X)))) == ["0 ×3"]
+
+
+def test_a_list_of_blocks_that_is_called_twice() -> None:
+    """Three blocks that are called one after the other, two times, are two repetitions of three blocks."""
+    blocks = stack(3)
+    view = fold_repeats(collapse(bare(Net(lambda net, x: net.blocks(net.blocks(x)), blocks=blocks), X)))
+    assert shown(view)[:2] == ["blocks ×2, same weights", "blocks.0 ×3"]
+
+    def loop(net: Any, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for block in net.children():
+                x = block(x)
+        return x
+
+    net = Net(loop, **{f"block{number}": Net(lambda net, x: net.fc(x).relu(), fc=linear()) for number in range(3)})
+    assert shown(fold_repeats(collapse(bare(net, X)))) == ["×2, same weights", "block0 ×3", "block0.fc"]
+
+
+def test_a_layer_inside_several_blocks_shares_its_weights() -> None:
+    """A layer that different blocks contain is marked inside the folded block, and the block is not."""
+    shared = linear()
+    blocks = [Net(lambda net, x: net.own(x) + net.common(x), own=linear(), common=shared) for _ in range(3)]
+    view = fold_repeats(collapse(bare(nn.Sequential(*blocks), X)))
+    assert shown(view) == ["0 ×3", "0.own", "0.common"]
+    assert [size(node) for node in view.module_calls()] == [
+        "40 parameters",
+        "20 parameters",
+        "20 parameters, the same each time",
+    ]
+
+
+def shown(view: Graph) -> list[str]:
+    """Return the name and number of each call of a view."""
+    return [f"{node.name} {shown_times(node)}".strip() for node in view.module_calls()]

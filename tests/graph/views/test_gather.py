@@ -63,6 +63,29 @@ def test_a_focus_can_be_fitted() -> None:
     )
 
 
+def test_the_order_of_a_container_does_not_keep_layers_apart() -> None:
+    """Layers fold although the cache that they fill lists the first tensors of all of them before the second ones."""
+
+    def forward(net: Any, x: Tensor) -> dict[str, Any]:
+        pairs = []
+        for layer in net.children():
+            x = layer(x)
+            pairs.append((x, x.exp()))
+        return {"last": x, "cache": [tensor for each in zip(*pairs, strict=True) for tensor in each]}
+
+    view = fit_view(capture_graph(Net(forward, a=linear(), b=linear(), c=linear()), X))
+    assert outline(view, outputs=True) == text(
+        """
+        input
+        (module) [3 times]
+          a: Linear <- input first, a ×2 next
+          exp <- a ×3
+        output.last <- a
+        output.cache <- a ×3 all, exp ×3 all
+        """
+    )
+
+
 def test_a_graph_can_be_drawn() -> None:
     """A recorded graph, or a view of one, can be drawn like a model."""
     net = nn.Sequential(linear(), nn.Sequential(nn.ReLU()))

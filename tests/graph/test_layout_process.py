@@ -1,0 +1,51 @@
+"""The placement of titles between the edges of a layout."""
+
+from __future__ import annotations
+
+from lightning_recorder.graph.layout_process import Frame, crossings, line_of, lines_of, place, points_of
+
+# A frame from x=0 to x=200, with a title of 60 points between two cells of one point, at heights from 80 to 100.
+FRAME = Frame(left=0, right=200, middle=35, width=62, bottom=80, top=100)
+WIDTHS = {"left": 1, "right": 1}
+
+
+def straight(x: float, top: float, bottom: float) -> str:
+    """Return a spline that goes straight down, as Graphviz writes it."""
+    third = (top - bottom) / 3
+    return f"e,{x},{bottom} " + " ".join(f"{x},{top - number * third}" for number in range(4))
+
+
+def test_points_of_a_line() -> None:
+    """A line consists of the arrowhead and 25 points of each piece; a straight piece is divided evenly."""
+    points = list(points_of(line_of(straight(10, 24, 0))))
+    assert points[0] == (10.0, 0.0)
+    assert [(round(x, 9), round(y, 9)) for x, y in points[1:]] == [(10.0, 24.0 - step) for step in range(25)]
+
+
+def test_only_pieces_near_a_title_are_computed() -> None:
+    """A piece whose control points are all above or below a title yields no points, as no part of it is there."""
+    line = line_of(straight(10, 400, 300))[1:] + line_of(straight(10, 300, 0))[1:]
+    assert [len(list(points_of(line, *heights))) for heights in ((310, 320), (250, 350), (500, 600))] == [25, 50, 0]
+
+
+def test_an_edge_crosses_a_title_once_for_each_pass() -> None:
+    """An edge that passes the height of a title twice takes two intervals, and the room between them is free."""
+    line = line_of(straight(20, 120, 60)) + line_of(straight(150, 60, 120))
+    assert [tuple(map(round, each)) for each in crossings(line, FRAME)] == [(18, 22), (148, 152)]
+
+
+def test_a_title_moves_into_a_gap() -> None:
+    """A title that an edge crosses moves behind it, and one that no edge crosses stays."""
+    lines = lines_of({"edges": [{"pos": straight(20, 120, 60)}, {"pos": straight(90, 120, 60), "style": "invis"}]})
+    # The gap begins at 22, and the title starts 6 points after that.
+    assert place(FRAME, WIDTHS, lines, 0) == {"left": 24, "right": 1}
+    assert place(FRAME, WIDTHS, lines_of({"edges": [{"pos": straight(120, 120, 60)}]}), 0) == WIDTHS
+
+
+def test_a_frame_without_a_gap_gets_wider_with_each_attempt() -> None:
+    """If no gap is wide enough, the frame gets room for one; more of it the more often that has failed."""
+    frame = Frame(left=0, right=80, middle=35, width=62, bottom=80, top=100)
+    lines = lines_of({"edges": [{"pos": straight(40, 120, 60)}]})
+    # The inner width of 68 has two gaps of 32; 60 points are missing 28 in one, twice that and margins are added.
+    assert place(frame, WIDTHS, lines, 0) == {"left": 1, "right": 8 + 2 * 28 + 24}
+    assert place(frame, WIDTHS, lines, 2) == {"left": 1, "right": 8 + 2 * 28 + 24 + 30}
