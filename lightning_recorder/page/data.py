@@ -29,6 +29,8 @@ _HISTOGRAM_STEPS = 24  # histograms of one site; more cannot be told apart in it
 _HISTOGRAMS = 12_000  # of all sites, about one second of reading
 _LEAST_STEPS = 32  # records that a recorder keeps however many sites it has
 _OCTAVES = BINS // 2 // BINS_PER_OCTAVE  # of one sign
+_ZERO = _OCTAVES - 2  # the place of zero between the negative and the positive octaves
+_SHOWN_OCTAVES = 16
 _ITEM = 4  # bytes of a float32
 _PLAIN_FIELDS = ("note", "source", "scope", "type_name", "duration_ms", "flops", "saved_bytes")
 
@@ -144,12 +146,18 @@ def _by_octave(counts: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _trimmed(table: NDArray[np.float64]) -> dict[str, Any] | None:
-    used = np.flatnonzero(table.any(0))
+    """Return the octaves that hold values; those far below the largest count as zero, so that the others have room."""
+    used = np.flatnonzero(table.any(0)) - _ZERO
     if not used.size:
         return None
+    least = max(1, int(np.abs(used).max()) - _SHOWN_OCTAVES)
+    near = slice(_ZERO - least + 1, _ZERO + least)
+    table[:, _ZERO] = table[:, near].sum(1)
+    table = np.concatenate([table[:, : near.start], table[:, [_ZERO]], table[:, near.stop :]], axis=1)
+    used, zero = np.flatnonzero(table.any(0)), near.start
     first, end = int(used[0]), int(used[-1]) + 1
-    # The row of 0 is in the middle; the exponents of the others follow from their distance to it.
-    return {"first": first - (_OCTAVES - 2), "rows": end - first, "counts": _packed(table[:, first:end])}
+    counts = _packed(table[:, first:end])
+    return {"first": first - zero, "rows": end - first, "least": least, "counts": counts}
 
 
 def _packed(values: NDArray[Any]) -> str:

@@ -57,7 +57,7 @@ function App(props: { data: PageData }) {
   useEffect(() => {
     const parts = new URLSearchParams({ tab: state.tab, step: String(state.step), show: `${state.recorder}/${state.statistic}` });
     if (state.layer) parts.set("layer", state.layer);
-    history.replaceState(null, "", `#${parts}`);
+    try { history.replaceState(null, "", `#${parts}`); } catch { /* a frame inside a notebook has no address */ }
   }, [state]);
   useEffect(() => {
     const follow = (): void => change(readHash());
@@ -66,13 +66,14 @@ function App(props: { data: PageData }) {
   }, []);
 
   // The server answers 204 while there is nothing new.
+  const [wanted, setWanted] = useState<string[]>([]);
   useEffect(() => {
     if (!props.data.live) return;
-    let version = data.version ?? "", ended = false;
+    let version = wanted.length ? "" : data.version ?? "", ended = false;
     const ask = async (): Promise<void> => {
       try {
         const address = new URL("data", location.href);
-        address.search = location.search;
+        for (const name of wanted) address.searchParams.append("run", name);
         address.searchParams.set("after", version);
         const answer = await fetch(address);
         if (answer.status === 200) {
@@ -87,9 +88,9 @@ function App(props: { data: PageData }) {
       } catch { /* the server has ended; the page keeps what it has */ }
       if (!ended) timer = setTimeout(ask, 2000);
     };
-    let timer = setTimeout(ask, 2000);
+    let timer = setTimeout(ask, wanted.length ? 0 : 2000);
     return () => { ended = true; clearTimeout(timer); };
-  }, []);
+  }, [wanted]);
 
   useEffect(() => {
     if (!playing) return;
@@ -175,7 +176,12 @@ function App(props: { data: PageData }) {
       <header>
         <b class={`verdict ${run.data.healthy ? "healthy" : "unhealthy"}`}>{run.data.healthy ? "✓ healthy" : `⚠ ${problems} ${problems === 1 ? "finding" : "findings"}`}</b>
         <span class="run" title={run.data.folder}>
-          {runs.length > 1 ? <select aria-label="run" value={state.run} onChange={(event) => change({ run: Number(event.currentTarget.value) })}>{runs.map((each, at) => <option value={at}>{each.data.name}</option>)}</select> : run.data.name}
+          {(data.available?.length ?? 0) > 1 ? <>
+            <select aria-label="run" value={run.data.name} onChange={(event) => setWanted([event.currentTarget.value, ...(other ? [other.data.name] : [])])}>{data.available!.map((each) => <option>{each}</option>)}</select>
+            <select aria-label="compare with" value={other?.data.name ?? ""} onChange={(event) => setWanted([run.data.name, event.currentTarget.value].filter(Boolean))}>
+              <option value="">compare with …</option>{data.available!.filter((each) => each !== run.data.name).map((each) => <option>{each}</option>)}
+            </select></>
+          : runs.length > 1 ? <select aria-label="run" value={state.run} onChange={(event) => change({ run: Number(event.currentTarget.value) })}>{runs.map((each, at) => <option value={at}>{each.data.name}</option>)}</select> : run.data.name}
         </span>
         <nav role="tablist">
           <button type="button" role="tab" aria-selected={state.tab === "overview"} onClick={() => change({ tab: "overview" })}>Overview</button>

@@ -2,7 +2,7 @@
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
-import { format, NOT_FINITE, NOT_RECORDED, Recorder, Scale } from "./model";
+import { format, NOT_FINITE, NOT_RECORDED, Recorder, Scale, shortened } from "./model";
 
 export interface Curve { label: string; steps: number[]; values: number[]; color: string; dashed?: boolean }
 
@@ -149,16 +149,19 @@ export function Histogram(props: { recorder: Recorder; column: number; step: num
     });
   }, [found?.counts, props.column]);
   if (!found) return null;
-  const edge = (row: number): number => row === 0 ? 0 : Math.sign(row) * 2 ** (Math.abs(row) - 127);
+  // Row n holds the n-th octave above the least one, and row 0 what is smaller.
+  const edge = (row: number): number => Math.sign(row) * 2 ** (found.least + Math.abs(row) - 1 - 127);
+  const highest = found.first + found.rows - 1, top = highest >= 0 ? edge(highest + 1) : edge(highest);
+  const bottom = found.first <= 0 ? edge(found.first - 1) : edge(found.first);
   const steps = found.steps;
   return (
     <figure class="chart">
       <figcaption><span>values over steps (powers of two)</span></figcaption>
       <div class="histogram">
-        <div class="ends"><span>{format(edge(found.first + found.rows))}</span>
-          {found.first < 0 && found.first + found.rows > 0 && <span>0</span>}<span>{format(edge(found.first))}</span></div>
+        <div class="ends"><span>{format(top)}</span>
+          {found.first < 0 && highest > 0 && <span class="zero" style={{ top: `${(highest + 0.5) / found.rows * 100}%` }}>0</span>}<span>{format(bottom)}</span></div>
         <canvas ref={holder} width={width} height={height} role="img"
-          aria-label={`values between ${format(edge(found.first))} and ${format(edge(found.first + found.rows))}`}
+          aria-label={`values between ${format(bottom)} and ${format(top)}`}
           onClick={(event) => props.onStep(steps[Math.min(steps.length - 1, Math.floor(event.offsetX / event.currentTarget.clientWidth * steps.length))]!)} />
       </div>
       <div class="ends steps"><span>step {steps[0]}</span><span>{steps[steps.length - 1]}</span></div>
@@ -195,8 +198,7 @@ export function Strip(props: {
   const free = (y: number): boolean => labels.every((each) => Math.abs(each.y - y) >= 14);
   const name = (column: number): string => {
     const site = recorder.sites[column]!;
-    const short = site.module.startsWith(prefix) ? site.module.slice(prefix.length) : site.module;
-    return (short || "(model)") + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
+    return (shortened(site.module, prefix, 36) || "(model)") + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
   };
   const add = (row: number, kind: string): void => {
     const y = (row + 0.5) * rowHeight, module = recorder.sites[columns[row]!]!.module;

@@ -8,7 +8,7 @@ export interface Finding {
   trace: { recorder: string; statistic: string; steps: number[]; values: (number | string)[] } | null;
 }
 export interface SiteData { module: string; path: string; shape: number[]; dtype: string }
-export interface HistogramData { first: number; rows: number; counts: string }
+export interface HistogramData { first: number; rows: number; least: number; counts: string }
 export interface RecorderData {
   label: string; group: string; stage: string; loader: number | null; steps: number[]; joined: number;
   sites: SiteData[]; statistics: Record<string, string>;
@@ -31,7 +31,7 @@ export interface RunData {
 }
 export interface Comparison { same: boolean; sentence: string; step: number | null; module: string }
 export interface PageData {
-  format: string; runs: RunData[]; comparison?: Comparison | null; live?: boolean; version?: string;
+  format: string; runs: RunData[]; comparison?: Comparison | null; live?: boolean; version?: string; available?: string[];
 }
 
 export const FORMAT = "lightning_recorder.page/1";
@@ -102,7 +102,7 @@ export class Recorder {
     return row;
   }
 
-  histogram(column: number): { steps: number[]; first: number; rows: number; counts: Float32Array } | null {
+  histogram(column: number): { steps: number[]; first: number; rows: number; least: number; counts: Float32Array } | null {
     const found = this.data.histograms.sites[column];
     return found ? { steps: this.data.histograms.steps, ...found, counts: floats(found.counts) } : null;
   }
@@ -249,4 +249,14 @@ export function median(values: number[]): number {
 export function oddness(value: number, usual: number, scale: Scale): number {
   if (!Number.isFinite(value)) return Infinity;
   return Math.abs(scale.place(value) - scale.place(usual));
+}
+
+/** Names without what all of them share; long ones keep their end and the first letters of what is before. */
+export function shortened(name: string, prefix: string, room: number): string {
+  const short = name.startsWith(prefix) ? name.slice(prefix.length) : name;
+  const parts = short.split(".");
+  for (let at = 0; at < parts.length - 1 && parts.join(".").length > room; at++) {
+    if (!/^\d+$/.test(parts[at]!)) parts[at] = parts[at]!.slice(0, 1);
+  }
+  return parts.join(".");
 }
