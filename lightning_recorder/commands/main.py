@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_ls(commands)
     _add_show(commands)
     _add_doctor(commands)
+    _add_view(commands)
     _add_export(commands)
     _add_graph(commands)
     _add_diff(commands)
@@ -170,6 +171,21 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument("path", metavar="PATH", help=_PATH)
     doctor.add_argument("--all", action="store_true", help="print all findings in full, not only the first")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_view(commands: Any) -> None:
+    view = _add(
+        commands,
+        "view",
+        "Show findings, graph and the history of every layer in a browser. Two runs are laid over each other.",
+        "view lightning_logs/version_0 --output page.html",
+        "Without --output the page is served on this machine and follows the run while it goes on. With --output it\n"
+        "is one file that needs no network; it can be opened by double click.",
+    )
+    view.add_argument("paths", metavar="PATH", nargs="+", help=_PATH)
+    view.add_argument("--output", metavar="FILE", help="write the page to a file instead of serving it")
+    view.add_argument("--port", type=int, default=0, help="the port of the server; by default any that is free")
+    view.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
 
 
 def _add_export(commands: Any) -> None:

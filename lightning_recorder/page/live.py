@@ -1,0 +1,182 @@
+"""The page of runs that may still be in progress, and its server on this machine."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from typing_extensions import override
+
+from lightning_recorder.errors import ArgumentError, RecorderError, describe_error
+from lightning_recorder.names import closest_names
+from lightning_recorder.page.data import page_data
+from lightning_recorder.page.html import encoded, page_html
+from lightning_recorder.recordings import Recording, Run, open_recording
+
+__all__ = ["LivePage", "PageServer"]
+
+_ADDRESS = "127.0.0.1"
+_WATCHED = ("records/*.jsonl", "graph.json", "receipt.json")
+
+
+class LivePage:
+    """The page and the data of the runs below a folder, read again when their files have changed.
+
+    Args:
+        paths: Each as for :func:`~lightning_recorder.open_recording`.
+    """
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self._paths = [Path(path) for path in paths]
+        self._lock = threading.Lock()
+        self._recording: Recording | None = None
+        self._known: tuple[tuple[str, ...], str, dict[str, Any]] | None = None
+
+    def data(self, names: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the data of some runs; by default of the latest one of each path.
+
+        Raises:
+            ArgumentError: If there is no such run.
+            DumpError: If nothing was recorded, or a file is damaged.
+        """
+        with self._lock:
+            return self._data(names)
+
+    def _data(self, names: Sequence[str]) -> dict[str, Any]:
+        runs = self._runs(names)
+        version = _version(runs.values())
+        if self._known is None or self._known[:2] != (tuple(runs), version):
+            for run in runs.values():
+                run.refresh()
+            available = list(self._recording.runs) if self._recording else list(runs)
+            data = {**page_data(runs), "live": True, "version": version, "available": available}
+            self._known = tuple(runs), version, data
+        return self._known[2]
+
+    def _runs(self, names: Sequence[str]) -> dict[str, Run]:
+        opened = self._recording.runs if self._recording is not None else {}
+        found: dict[str, Run] = {}
+        latest: list[str] = []
+        for path in self._paths:
+            runs = {
+                name if name not in found else str(run.log_dir): run for name, run in open_recording(path).runs.items()
+            }
+            # Runs that are open already keep what they have read.
+            found |= {name: opened.get(name, run) for name, run in runs.items()}
+            latest.append(max(runs, key=lambda name: _changed(runs[name])))
+        self._recording = Recording(found)
+        unknown = [name for name in names if name not in found]
+        if unknown:
+            raise ArgumentError(f"there is no run {unknown[0]!r}; {closest_names(unknown[0], found)}")
+        return {name: found[name] for name in names or dict.fromkeys(latest)}
+
+    def text(self, names: Sequence[str], after: str) -> str | None:
+        """Return the encoded data, or ``None`` if they are those of the version ``after``."""
+        data = self.data(names)
+        return None if data["version"] == after else encoded(data)
+
+    def html(self, names: Sequence[str] = ()) -> str:
+        """Return the page."""
+        data = self.data(names)
+        return page_html(data, f"{data['runs'][0]['name']} · lightning_recorder")
+
+
+def _version(runs: Any) -> str:
+    parts = []
+    for run in runs:
+        for pattern in _WATCHED:
+            for path in sorted(run.directory.glob(pattern)):
+                about = path.stat()
+                parts.append(f"{path.name}:{about.st_size}:{about.st_mtime_ns}")
+    return "|".join(parts)
+
+
+def _changed(run: Run) -> int:
+    times = [path.stat().st_mtime_ns for pattern in _WATCHED for path in run.directory.glob(pattern)]
+    return max(times, default=0)
+
+
+class PageServer:
+    """A server for the page of runs, reachable only from this machine and only with the secret in its address.
+
+    Args:
+        paths: Each as for :func:`~lightning_recorder.open_recording`.
+        port: The port; by default any that is free.
+
+    Raises:
+        DumpError: If nothing was recorded there.
+        OSError: If the port is taken.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], port: int = 0) -> None:
+        self._page = LivePage(paths)
+        self._page.data()  # an error is raised here and not in the browser
+        self._token = secrets.token_urlsafe(16)
+        self._server = ThreadingHTTPServer((_ADDRESS, port), self._handler())
+        self._server.daemon_threads = True
+
+    @property
+    def address(self) -> str:
+        """The address of the page, with the secret."""
+        return f"http://{_ADDRESS}:{self._server.server_port}/{self._token}/"
+
+    def serve(self) -> None:
+        """Answer requests until :meth:`close` is called."""
+        self._server.serve_forever(poll_interval=0.2)
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, path: str, host: str) -> tuple[HTTPStatus, str, str]:
+        """Return status, type and text of the answer to a request."""
+        address = urlsplit(path)
+        parts = address.path.split("/")
+        hosts = (f"{_ADDRESS}:{self._server.server_port}", f"localhost:{self._server.server_port}")
+        # The name of another site that leads to this machine must not reach the data.
+        if host not in hosts or len(parts) != 3 or not hmac.compare_digest(parts[1].encode(), self._token.encode()):
+            return HTTPStatus.NOT_FOUND, "text/plain", "not found"
+        asked = parse_qs(address.query)
+        names = asked.get("run", [])
+        try:
+            if parts[2] == "":
+                return HTTPStatus.OK, "text/html", self._page.html(names)
+            if parts[2] == "data":
+                text = self._page.text(names, asked.get("after", [""])[0])
+                return (
+                    (HTTPStatus.NO_CONTENT, "text/plain", "") if text is None else (HTTPStatus.OK, "text/plain", text)
+                )
+        except (RecorderError, OSError) as error:
+            return HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", describe_error(error)
+        return HTTPStatus.NOT_FOUND, "text/plain", "not found"
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        answer = self._answer
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, kind, text = answer(self.path, self.headers.get("Host", ""))
+                body = text.encode()
+                self.send_response(status)
+                self.send_header("Content-Type", f"{kind}; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.send_header("Referrer-Policy", "no-referrer")
+                self.end_headers()
+                if body:
+                    self.wfile.write(body)
+
+            @override
+            def log_message(self, format: str, *args: Any) -> None:
+                """Keep the terminal free: the address holds the secret."""
+
+        return Handler

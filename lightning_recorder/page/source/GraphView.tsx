@@ -1,0 +1,248 @@
+/** The graph: modules that open and close, painted with a statistic at the chosen step. */
+
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { CELL, CELLS, layout, shortName, Tree, view, type Box, type Layout, type View } from "./graph";
+import { format, inkOn, NOT_FINITE, NOT_RECORDED, type NodeData } from "./model";
+
+const SVG = "http://www.w3.org/2000/svg";
+const KINDS: Record<string, string> = {
+  op: "#eef1f5", input: "#fff4d6", output: "#fff4d6", parameter: "#e9e2f5", buffer: "#e9e2f5", tensor: "#eee",
+  backward: "#fbe3d6", optimizer: "#dff0df", module: "#fff",
+};
+
+export interface Paint { color: (module: string) => string; value: (module: string) => number; odd: (module: string) => number }
+
+function make(parent: Element, name: string, attributes: Record<string, string | number>, text?: string): SVGElement {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, String(value));
+  if (text !== undefined) made.textContent = text;
+  parent.append(made);
+  return made;
+}
+
+export function GraphView(props: {
+  tree: Tree; paint: Paint | null; layer: string; query: string; sick: Set<string>; unused: string[];
+  changed: Set<string>; onPick: (module: string) => void; onDepth?: (count: number) => void;
+}) {
+  const { tree } = props;
+  const holder = useRef<SVGSVGElement>(null);
+  const [open, setOpen] = useState<Set<number>>(() => tree.initial(60));
+  const [drawn, setDrawn] = useState<{ shown: View; placed: Layout } | null>(null);
+  const [at, setAt] = useState({ x: 0, y: 0, zoom: 1 });
+  const [focus, setFocus] = useState<string | null>(null);
+  const anchor = useRef<{ id: string; x: number; y: number } | null>(null);
+  const moved = useRef(false);
+
+  useEffect(() => {
+    let current = true;
+    const shown = view(tree, open);
+    void layout(shown).then((placed) => {
+      if (!current) return;
+      setDrawn({ shown, placed });
+      const kept = anchor.current && placed.places.get(anchor.current.id);
+      if (kept) {
+        // The box that was opened stays where it is on the screen.
+        setAt((now) => ({ ...now, x: anchor.current!.x - kept.x * now.zoom, y: anchor.current!.y - kept.y * now.zoom }));
+      } else fit(placed);
+      anchor.current = null;
+    });
+    return () => { current = false; };
+  }, [tree, open]);
+
+  const fit = (placed: Layout): void => {
+    const element = holder.current!;
+    const zoom = Math.min(1.2, Math.max(0.1, Math.min((element.clientWidth - 30) / placed.width, Math.max((element.clientHeight - 30) / placed.height, 0.55))));
+    setAt({ x: Math.max(15, (element.clientWidth - placed.width * zoom) / 2), y: 15, zoom });
+  };
+
+  const toggle = (box: Box, node: NodeData): void => {
+    const place = drawn?.placed.places.get(box.id);
+    if (place) anchor.current = { id: `n${node.id}`, x: place.x * at.zoom + at.x, y: place.y * at.zoom + at.y };
+    setOpen((now) => {
+      const next = new Set(now);
+      if (next.has(node.id)) {
+        next.delete(node.id);
+      } else {
+        next.add(node.id);
+        // A module with one part tells nothing by itself.
+        let inner = tree.inside(node);
+        while (inner.length === 1 && tree.inside(inner[0]!).length) { next.add(inner[0]!.id); inner = tree.inside(inner[0]!); }
+      }
+      return next;
+    });
+  };
+
+  // The nodes of the SVG are made by hand: repainting three hundred of them must take less than a frame.
+  const marks = useRef<{ update: () => void }>({ update: () => undefined });
+  const latest = useRef(props);
+  latest.current = props;
+  useEffect(() => {
+    if (!drawn) return;
+    const { shown, placed } = drawn;
+    const layer = holder.current!.querySelector("g")!;
+    layer.replaceChildren();
+    const frames = make(layer, "g", {}), edges = make(layer, "g", { class: "edges" }), nodes = make(layer, "g", {});
+    for (const { line, path } of placed.paths) {
+      const target = shown.boxes.get(line.target)!, source = shown.boxes.get(line.source)!;
+      const made = make(edges, "path", { d: path, class: line.back ? "back" : "", "marker-end": "url(#arrow)" });
+      made.dataset.source = line.source; made.dataset.target = line.target;
+      make(made, "title", {}, `${source.title} → ${target.title}${line.tensor ? `: ${line.tensor}` : ""}${line.count > 1 ? ` ×${line.count}` : ""}`);
+    }
+    const updates: (() => void)[] = [];
+    for (const box of shown.boxes.values()) {
+      const place = placed.places.get(box.id);
+      if (!place) continue;
+      const node = box.nodes[0]!, isModule = node.kind === "module";
+      const group = make(box.open ? frames : nodes, "g", { class: box.open ? "frame" : `node ${node.kind}`, tabindex: 0, role: "button" });
+      group.dataset.id = box.id;
+      const rectangle = make(group, "rect", { x: place.x, y: place.y, width: place.width, height: place.height, rx: box.open ? 6 : 4 });
+      const title = make(group, "text", { x: box.open ? place.x + 8 : place.x + place.width / 2, y: place.y + (box.open ? 15 : box.detail ? 16 : place.height / 2 + 4), class: "title", "text-anchor": box.open ? "start" : "middle" }, box.title);
+      const detail = !box.open && box.detail ? make(group, "text", { x: place.x + place.width / 2, y: place.y + 30, class: "detail", "text-anchor": "middle" }, box.detail) : null;
+      const tip = make(group, "title", {});
+      const cells = box.nodes.length > 1 ? box.nodes.map((each, order) => {
+        const row = Math.floor(order / CELLS), count = Math.min(CELLS, box.nodes.length - row * CELLS);
+        const cell = make(group, "rect", {
+          x: place.x + place.width / 2 - count * CELL / 2 + (order % CELLS) * CELL, y: place.y + 36 + row * (CELL + 1), width: CELL - 1, height: CELL, class: "cell",
+        });
+        make(cell, "title", {}, each.name);
+        cell.addEventListener("click", (event) => { event.stopPropagation(); if (!moved.current) { latest.current.onPick(each.name); toggle(box, each); } });
+        return cell;
+      }) : [];
+      updates.push(() => {
+        const { paint, layer: chosen, query, sick, unused, changed } = latest.current;
+        const names = box.nodes.map((each) => each.name);
+        let fill = box.open ? "" : KINDS[node.kind] ?? "#fff", worst: string | null = null;
+        if (isModule && paint && !box.open) {
+          worst = worstInside(tree, box.nodes, paint);
+          fill = worst === null ? NOT_RECORDED : paint.color(worst);
+        }
+        box.nodes.forEach((each, order) => {
+          const inner = paint && cells[order] ? worstInside(tree, [each], paint) : null;
+          cells[order]?.setAttribute("fill", inner === null ? NOT_RECORDED : paint!.color(inner));
+          cells[order]?.classList.toggle("sick", sick.has(each.name) || [...sick].some((name) => name.startsWith(each.name + ".")));
+        });
+        if (box.open) rectangle.removeAttribute("fill"); else rectangle.setAttribute("fill", fill);
+        const ink = box.open ? "" : inkOn(fill.length === 4 ? "#ffffff" : fill);
+        for (const text of [title, detail]) { if (ink) text?.setAttribute("fill", ink); else text?.removeAttribute("fill"); }
+        const bad = isModule && names.some((name) => sick.has(name)), badInside = isModule && !box.open && !bad && box.nodes.some((each) => [...tree.below(each)].some((inner) => inner.kind === "module" && sick.has(inner.name)));
+        group.classList.toggle("sick", bad || badInside);
+        group.classList.toggle("chosen", isModule && names.includes(chosen) && chosen !== "");
+        group.classList.toggle("changed", isModule && names.some((name) => changed.has(name)));
+        group.classList.toggle("unused", unused.some((name) => names.includes(name)));
+        const text = query.toLowerCase();
+        group.classList.toggle("found", text !== "" && (names.some((name) => name.toLowerCase().includes(text)) || (node.type_name ?? "").toLowerCase().includes(text)));
+        const number = worst !== null && paint ? `\n${format(paint.value(worst))}${names.includes(worst) ? "" : ` in ${worst}`}` : "";
+        tip.textContent = `${names.join(", ").slice(0, 300) || tree.data.title}\n${[node.type_name, ...(node.outputs ?? [])].filter(Boolean).join(" ")}${number}`;
+        group.setAttribute("aria-label", `${box.title} ${box.detail}${number.replace("\n", ", ")}${tree.inside(node).length ? (box.open ? ", open" : ", closed") : ""}`);
+      });
+      const pick = (): void => { if (isModule) latest.current.onPick(node.name); setFocus(box.id); };
+      const change = (): void => { if (tree.inside(node).length && node !== tree.root) { if (box.nodes.length === 1) toggle(box, node); else toggle(box, box.nodes[0]!); } };
+      group.addEventListener("click", (event) => { event.stopPropagation(); if (!moved.current) pick(); });
+      group.addEventListener("dblclick", (event) => { event.stopPropagation(); change(); });
+      group.addEventListener("keydown", (event) => {
+        const key = (event as KeyboardEvent).key;
+        if (key === "Enter") pick(); else if (key === " ") { event.preventDefault(); change(); }
+      });
+      if (isModule && box.nodes.length === 1 && tree.inside(node).length && node !== tree.root) {
+        const sign = make(group, "g", { class: "sign" });
+        const x = place.x + place.width - 9, y = place.y + 9;
+        make(sign, "circle", { cx: x, cy: y, r: 7 });
+        make(sign, "path", { d: `M${x - 4} ${y}h8${box.open ? "" : `M${x} ${y - 4}v8`}` });
+        sign.addEventListener("click", (event) => { event.stopPropagation(); change(); });
+      }
+    }
+    marks.current.update = () => updates.forEach((each) => each());
+    marks.current.update();
+  }, [drawn]);
+  useEffect(() => marks.current.update(), [props.paint, props.layer, props.query, props.sick, props.changed]);
+
+  // What comes before and after the chosen box.
+  useEffect(() => {
+    if (!drawn) return;
+    const near = new Set<string>();
+    if (focus && drawn.shown.boxes.has(focus)) for (const forward of [true, false]) {
+      const queue = [focus];
+      for (const id of queue) for (const each of drawn.shown.lines) {
+        const [from, to] = forward ? [each.source, each.target] : [each.target, each.source];
+        if (from === id && !each.back && !queue.includes(to)) queue.push(to);
+      }
+      queue.forEach((each) => near.add(each));
+    }
+    holder.current!.classList.toggle("focused", near.size > 0);
+    holder.current!.querySelectorAll<SVGElement>(".node").forEach((each) => each.classList.toggle("near", near.has(each.dataset.id!)));
+    holder.current!.querySelectorAll<SVGElement>(".edges path").forEach((each) => each.classList.toggle("near", near.has(each.dataset.source!) && near.has(each.dataset.target!)));
+  }, [focus, drawn]);
+
+  // A layer chosen elsewhere is opened up to itself and brought into sight.
+  useEffect(() => {
+    const node = tree.data.nodes.find((each) => each.kind === "module" && each.name === props.layer);
+    if (!node || !props.layer) return;
+    const hidden = [...tree.above(node)].filter((each) => !open.has(each.id));
+    if (hidden.length) { setOpen(new Set([...open, ...hidden.map((each) => each.id)])); return; }
+    const place = drawn?.placed.places.get(`n${node.id}`);
+    const element = holder.current!;
+    if (place) {
+      const x = place.x * at.zoom + at.x, y = place.y * at.zoom + at.y;
+      if (x < 0 || y < 0 || x > element.clientWidth - 40 || y > element.clientHeight - 30) {
+        setAt((now) => ({ ...now, x: element.clientWidth / 2 - (place.x + place.width / 2) * now.zoom, y: element.clientHeight / 2 - place.y * now.zoom }));
+      }
+    }
+  }, [props.layer, drawn]);
+
+  const drag = useRef<{ x: number; y: number } | null>(null);
+  const zoomBy = (factor: number, x: number, y: number): void => setAt((now) => {
+    const zoom = Math.min(4, Math.max(0.05, now.zoom * factor)), real = zoom / now.zoom;
+    return { zoom, x: x - (x - now.x) * real, y: y - (y - now.y) * real };
+  });
+  const buttons = useMemo(() => [
+    ["+", "zoom in", () => zoomBy(1.3, 300, 200)], ["−", "zoom out", () => zoomBy(1 / 1.3, 300, 200)],
+    ["fit", "show the whole graph", () => {
+      const placed = drawn?.placed, element = holder.current!;
+      if (placed) { const zoom = Math.min(1.2, (element.clientWidth - 20) / placed.width, (element.clientHeight - 20) / placed.height); setAt({ zoom, x: (element.clientWidth - placed.width * zoom) / 2, y: 10 }); }
+    }],
+    ["close all", "close all modules", () => setOpen(tree.initial(1))], ["reset", "open the modules that fit", () => setOpen(tree.initial(60))],
+  ] as [string, string, () => void][], [drawn, tree]);
+
+  return (
+    <div class="graph">
+      <div class="tools">{buttons.map(([text, label, action]) => <button type="button" aria-label={label} title={label} onClick={action}>{text}</button>)}</div>
+      <svg ref={holder} aria-label={`graph of ${tree.data.title}`}
+        onWheel={(event) => {
+          event.preventDefault();
+          const area = event.currentTarget.getBoundingClientRect();
+          if (event.ctrlKey || event.metaKey) zoomBy(Math.exp(-event.deltaY / 300), event.clientX - area.left, event.clientY - area.top);
+          else setAt((now) => ({ ...now, x: now.x - event.deltaX, y: now.y - event.deltaY }));
+        }}
+        onPointerDown={(event) => { drag.current = { x: event.clientX, y: event.clientY }; moved.current = false; }}
+        onPointerMove={(event) => {
+          if (!drag.current) return;
+          const x = event.clientX - drag.current.x, y = event.clientY - drag.current.y;
+          if (Math.abs(x) + Math.abs(y) < 4 && !moved.current) return;
+          moved.current = true; drag.current = { x: event.clientX, y: event.clientY };
+          setAt((now) => ({ ...now, x: now.x + x, y: now.y + y }));
+        }}
+        onPointerUp={() => { drag.current = null; }} onPointerLeave={() => { drag.current = null; }}
+        onClick={() => { if (!moved.current) setFocus(null); }}>
+        <defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse"><path d="M0 0.8L8 4L0 7.2z" /></marker></defs>
+        <g transform={`translate(${at.x} ${at.y}) scale(${at.zoom})`} />
+      </svg>
+    </div>
+  );
+}
+
+/** The module inside some nodes, or one of them, whose value is farthest from the usual one. */
+function worstInside(tree: Tree, nodes: NodeData[], paint: Paint): string | null {
+  let worst: string | null = null, most = -1;
+  const look = (node: NodeData): void => {
+    if (node.kind !== "module") return;
+    const odd = paint.odd(node.name);
+    if (odd > most) { most = odd; worst = node.name; }
+  };
+  for (const node of nodes) {
+    look(node);
+    for (const each of tree.below(node)) look(each);
+  }
+  return worst;
+}
+
+export { shortName, NOT_FINITE };

@@ -1,0 +1,361 @@
+/** The page: the verdict first, then all layers over steps, the graph, and the history of one layer. */
+
+import { render, type ComponentChildren } from "preact";
+import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
+import "uplot/dist/uPlot.min.css";
+import "./style.css";
+import { COLORS, Histogram, Legend, Lines, Spark, Strip, type Curve } from "./charts";
+import { graphviz, Tree } from "./graph";
+import { GraphView, type Paint } from "./GraphView";
+import { decode, format, median, oddness, Recorder, Run, Scale, sharedPrefix, toNumber, type Finding, type NodeData, type PageData } from "./model";
+
+const FIRST = ["update_ratio", "rms", "mean_abs", "std", "mean"];  // the statistic shown first
+const COSTS: Record<string, [string, (node: NodeData) => number]> = {
+  "time (ms)": ["duration_ms", (node) => node.duration_ms ?? NaN], "FLOPs": ["flops", (node) => node.flops ?? NaN],
+  "saved memory (bytes)": ["saved_bytes", (node) => node.saved_bytes ?? NaN], "parameters": ["parameters", (node) => node.parameters ?? NaN],
+};
+const COST = "cost of a call";
+
+interface State { tab: "overview" | "graph"; layer: string; step: number; recorder: string; statistic: string; run: number }
+
+function readHash(): Partial<State> {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const found: Partial<State> = {};
+  if (given.has("tab")) found.tab = given.get("tab") === "graph" ? "graph" : "overview";
+  if (given.has("layer")) found.layer = given.get("layer")!;
+  if (given.has("step") && Number.isFinite(Number(given.get("step")))) found.step = Number(given.get("step"));
+  if (given.has("show")) {
+    const [recorder, statistic] = given.get("show")!.split("/");
+    found.recorder = recorder!; if (statistic) found.statistic = statistic;
+  }
+  return found;
+}
+
+function usual(recorder: Recorder): string {
+  const preferred = recorder.group === "parameters" ? FIRST : FIRST.slice(1);
+  return preferred.find((each) => recorder.statistics.includes(each)) ?? recorder.statistics[0] ?? "";
+}
+
+function App(props: { data: PageData }) {
+  const [data, setData] = useState(props.data);
+  const runs = useMemo(() => data.runs.map((each) => new Run(each)), [data]);
+  const first = runs[0]!;
+  const [state, setState] = useState<State>(() => {
+    const recorder = first.recorders.find((each) => each.group === "activations") ?? first.recorders[0];
+    const worst = first.data.findings.find((each) => each.trace && first.recorder(each.trace.recorder));
+    const start = worst?.severity !== "note" && worst?.trace ? first.recorder(worst.trace.recorder)! : recorder;
+    const statistic = worst?.severity !== "note" && worst?.trace && start?.statistics.includes(worst.trace.statistic) ? worst.trace.statistic : start ? usual(start) : "";
+    return { tab: "overview", layer: "", step: first.steps[first.steps.length - 1] ?? 0, recorder: start?.title ?? COST, statistic, run: 0, ...readHash() };
+  });
+  const [query, setQuery] = useState("");
+  const [playing, setPlaying] = useState(false);
+  const search = useRef<HTMLInputElement>(null);
+  const run = runs[Math.min(state.run, runs.length - 1)]!;
+  const other = runs.length > 1 ? runs[(state.run + 1) % runs.length]! : null;
+  const change = useCallback((part: Partial<State>) => setState((now) => ({ ...now, ...part })), []);
+
+  useEffect(() => {
+    const parts = new URLSearchParams({ tab: state.tab, step: String(state.step), show: `${state.recorder}/${state.statistic}` });
+    if (state.layer) parts.set("layer", state.layer);
+    try { history.replaceState(null, "", `#${parts}`); } catch { /* a frame inside a notebook has no address */ }
+  }, [state]);
+  useEffect(() => {
+    const follow = (): void => change(readHash());
+    addEventListener("hashchange", follow);
+    return () => removeEventListener("hashchange", follow);
+  }, []);
+
+  // The server answers 204 while there is nothing new.
+  const [wanted, setWanted] = useState<string[]>([]);
+  useEffect(() => {
+    if (!props.data.live) return;
+    let version = wanted.length ? "" : data.version ?? "", ended = false;
+    const ask = async (): Promise<void> => {
+      try {
+        const address = new URL("data", location.href);
+        for (const name of wanted) address.searchParams.append("run", name);
+        address.searchParams.set("after", version);
+        const answer = await fetch(address);
+        if (answer.status === 200) {
+          const next = await decode(await answer.text());
+          version = next.version ?? "";
+          const newest = (each: PageData): number => Math.max(0, ...each.runs.flatMap((one) => one.recorders.flatMap((part) => part.steps)));
+          setData((now) => {
+            setState((place) => place.step >= newest(now) ? { ...place, step: newest(next) } : place);
+            return next;
+          });
+        }
+      } catch { /* the server has ended; the page keeps what it has */ }
+      if (!ended) timer = setTimeout(ask, 2000);
+    };
+    let timer = setTimeout(ask, wanted.length ? 0 : 2000);
+    return () => { ended = true; clearTimeout(timer); };
+  }, [wanted]);
+
+  useEffect(() => {
+    if (!playing) return;
+    let frame = 0, last = 0;
+    const go = (now: number): void => {
+      if (now - last > 80) {
+        last = now;
+        setState((place) => {
+          const steps = run.steps, at = steps.findIndex((each) => each > place.step);
+          return { ...place, step: at < 0 ? steps[0] ?? 0 : steps[at]! };
+        });
+      }
+      frame = requestAnimationFrame(go);
+    };
+    frame = requestAnimationFrame(go);
+    return () => cancelAnimationFrame(frame);
+  }, [playing, run]);
+
+  const move = (by: number): void => setState((now) => {
+    const steps = run.steps, at = Math.max(0, steps.findIndex((each) => each >= now.step));
+    return { ...now, step: steps[Math.min(steps.length - 1, Math.max(0, at + by))] ?? 0 };
+  });
+  useEffect(() => {
+    const press = (event: KeyboardEvent): void => {
+      const target = event.target as HTMLElement;
+      if (["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName)) { if (event.key === "Escape") target.blur(); return; }
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.key === "/") { event.preventDefault(); search.current?.focus(); }
+      else if (event.key === "Escape") change({ layer: "" });
+      else if (event.key === "ArrowLeft") move(-1);
+      else if (event.key === "ArrowRight") move(1);
+      else if (event.key === "g") change({ tab: "graph" });
+      else if (event.key === "o") change({ tab: "overview" });
+      else if (event.key === "p") setPlaying((now) => !now);
+    };
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, [run]);
+
+  const recorder = run.recorder(state.recorder);
+  const statistic = recorder && !recorder.statistics.includes(state.statistic) ? usual(recorder) : state.statistic;
+  const tree = useMemo(() => run.data.graph ? new Tree(run.data.graph) : null, [run]);
+  const scale = useMemo(() => recorder ? new Scale(recorder.table(statistic)) : null, [recorder, statistic]);
+  const prefix = useMemo(() => sharedPrefix(run.recorders.flatMap((each) => each.modules)), [run]);
+  const sick = useMemo(() => new Set(run.data.findings.filter((each) => each.severity !== "note" && each.module).map((each) => each.module)), [run]);
+  const costs = useMemo(() => tree ? Object.keys(COSTS).filter((name) => tree.data.nodes.some((each) => each.kind === "module" && COSTS[name]![1](each) > 0)) : [], [tree]);
+  const cost = costs.includes(state.statistic) ? state.statistic : costs[0] ?? "";
+  const painted = useMemo((): { paint: Paint; scale: Scale } | null => {
+    if (recorder && scale) {
+      const row = recorder.rowAt(state.step);
+      const values = new Map(recorder.modules.map((module) => [module, recorder.value(statistic, row, recorder.column(module))]));
+      const middle = median([...values.values()]);
+      const value = (module: string): number => values.get(module) ?? NaN;
+      return { scale, paint: { value, color: (module) => scale.color(value(module)), odd: (module) => values.has(module) ? oddness(value(module), middle, scale) : -1 } };
+    }
+    if (!tree || !cost) return null;
+    const get = COSTS[cost]![1];
+    const values = new Map(tree.data.nodes.filter((each) => each.kind === "module" && each.parent !== null && !tree.inside(each).some((inner) => inner.kind === "module")).map((each) => [each.name, get(each)]));
+    const whole = new Scale([...values.values()].filter((each) => each > 0));
+    const value = (module: string): number => values.get(module) ?? NaN;
+    return { scale: whole, paint: { value, color: (module) => whole.color(value(module)), odd: (module) => values.get(module) ?? -1 } };
+  }, [recorder, scale, statistic, state.step, tree, cost]);
+  const changed = useMemo(() => other ? differences(run, other) : new Set<string>(), [run, other]);
+  const problems = run.data.findings.filter((each) => each.severity !== "note").length;
+
+  const chooser = (
+    <span class="choose">
+      <label>paint <select aria-label="recorder" value={recorder ? recorder.title : COST} onChange={(event) => {
+        const chosen = run.recorder(event.currentTarget.value);
+        change({ recorder: event.currentTarget.value, statistic: chosen ? (chosen.statistics.includes(statistic) ? statistic : usual(chosen)) : costs[0] ?? "" });
+      }}>
+        {run.recorders.map((each) => <option>{each.title}</option>)}
+        {costs.length > 0 && state.tab === "graph" && <option>{COST}</option>}
+      </select></label>
+      <label><select aria-label="statistic" value={recorder ? statistic : cost} onChange={(event) => change({ statistic: event.currentTarget.value })}>
+        {(recorder ? recorder.statistics : costs).map((each) => <option>{each}</option>)}
+      </select></label>
+      {painted && <Legend scale={painted.scale} label={recorder ? statistic : cost} />}
+    </span>
+  );
+  return (
+    <div class="page">
+      <header>
+        <b class={`verdict ${run.data.healthy ? "healthy" : "unhealthy"}`}>{run.data.healthy ? "✓ healthy" : `⚠ ${problems} ${problems === 1 ? "finding" : "findings"}`}</b>
+        <span class="run" title={run.data.folder}>
+          {(data.available?.length ?? 0) > 1 ? <>
+            <select aria-label="run" value={run.data.name} onChange={(event) => setWanted([event.currentTarget.value, ...(other ? [other.data.name] : [])])}>{data.available!.map((each) => <option>{each}</option>)}</select>
+            <select aria-label="compare with" value={other?.data.name ?? ""} onChange={(event) => setWanted([run.data.name, event.currentTarget.value].filter(Boolean))}>
+              <option value="">compare with …</option>{data.available!.filter((each) => each !== run.data.name).map((each) => <option>{each}</option>)}
+            </select></>
+          : runs.length > 1 ? <select aria-label="run" value={state.run} onChange={(event) => change({ run: Number(event.currentTarget.value) })}>{runs.map((each, at) => <option value={at}>{each.data.name}</option>)}</select> : run.data.name}
+        </span>
+        <nav role="tablist">
+          <button type="button" role="tab" aria-selected={state.tab === "overview"} onClick={() => change({ tab: "overview" })}>Overview</button>
+          <button type="button" role="tab" aria-selected={state.tab === "graph"} disabled={!tree} onClick={() => change({ tab: "graph" })}>Graph</button>
+        </nav>
+        <input ref={search} type="search" placeholder="search layers ( / )" aria-label="search layers" list="modules" value={query}
+          onInput={(event) => setQuery(event.currentTarget.value)}
+          onKeyDown={(event) => {
+            if (event.key !== "Enter") return;
+            const names = [...new Set([...run.recorders.flatMap((each) => each.modules), ...(tree?.data.nodes.filter((each) => each.kind === "module").map((each) => each.name) ?? [])])];
+            const text = query.toLowerCase();
+            const match = names.find((each) => each.toLowerCase() === text) ?? names.find((each) => each.toLowerCase().includes(text));
+            if (match) change({ layer: match });
+          }} />
+        <datalist id="modules">{[...new Set(run.recorders.flatMap((each) => each.modules))].map((each) => <option value={each} />)}</datalist>
+        <span class="slider">
+          <button type="button" aria-label={playing ? "pause" : "play the steps"} onClick={() => setPlaying(!playing)}>{playing ? "❚❚" : "▶"}</button>
+          <input type="range" aria-label="step" min={0} max={Math.max(0, run.steps.length - 1)} value={Math.max(0, nearest(run.steps, state.step))}
+            onInput={(event) => change({ step: run.steps[Number(event.currentTarget.value)] ?? 0 })} />
+          <output>step {state.step}</output>
+        </span>
+      </header>
+      <div class="body">
+        <main>
+          {state.tab === "overview" && <Overview run={run} other={other} data={data} state={{ ...state, statistic }} change={change} prefix={prefix} sick={sick} recorder={recorder ?? run.recorders[0]} scale={scale} chooser={chooser} changed={changed} />}
+          {state.tab === "graph" && tree && (
+            <section class="graphs" aria-label="graph">
+              <div class="bar">{chooser}</div>
+              <GraphView key={run.data.name} tree={tree} paint={painted?.paint ?? null} layer={state.layer} query={query} sick={sick}
+                unused={run.data.graph?.unused ?? []} changed={changed} onPick={(layer) => change({ layer })} />
+            </section>)}
+        </main>
+        {state.layer && <Layer run={run} other={other} module={state.layer} step={state.step} tree={tree} change={change} />}
+      </div>
+    </div>
+  );
+}
+
+function nearest(steps: number[], step: number): number {
+  let found = 0;
+  steps.forEach((each, at) => { if (each <= step) found = at; });
+  return found;
+}
+
+/** The modules that differ between two graphs: class, arguments or shapes, or missing in the other. */
+function differences(run: Run, other: Run): Set<string> {
+  const about = (each: Run): Map<string, string> => new Map(each.data.graph?.nodes.filter((node) => node.kind === "module").map((node) => [node.name, JSON.stringify([node.type_name, node.arguments, node.outputs])]) ?? []);
+  const [one, two] = [about(run), about(other)];
+  return new Set([...one].filter(([name, text]) => name && two.size && two.get(name) !== text).map(([name]) => name));
+}
+
+function Overview(props: {
+  run: Run; other: Run | null; data: PageData; state: State; change: (part: Partial<State>) => void; prefix: string; sick: Set<string>;
+  recorder: Recorder | undefined; scale: Scale | null; chooser: ComponentChildren; changed: Set<string>;
+}) {
+  const { run, other, state, change, recorder } = props;
+  const names = [...new Set(run.curves.map((each) => each.name))];
+  const holder = useRef<HTMLDivElement>(null);
+  const [room, setRoom] = useState(300);
+  useEffect(() => {
+    const measure = (): void => { if (holder.current) setRoom(Math.max(160, innerHeight - holder.current.getBoundingClientRect().top - 24)); };
+    measure();
+    addEventListener("resize", measure);
+    return () => removeEventListener("resize", measure);
+  }, []);
+  return (
+    <section class="overview">
+      <div class="top">
+        <div class="findings" aria-label="findings">
+          {other && <p class="comparison">{props.data.comparison?.sentence ?? `compared with ${other.data.name}`}</p>}
+          {run.data.findings.length === 0 && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {run.steps.length} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
+          <ol>{run.data.findings.map((each) => <FindingRow finding={each} run={run} change={change} />)}</ol>
+        </div>
+        <div class="curves">
+          {names.map((name) => {
+            const curves: Curve[] = [run, ...(other ? [other] : [])].flatMap((each, at) => each.curves.filter((curve) => curve.name === name).map((curve) => ({ label: each.data.name, steps: curve.steps, values: curve.values, color: COLORS[at]!, dashed: at > 0 })));
+            return <Lines title={name} curves={curves} step={state.step} height={names.length > 1 ? 110 : 180} onStep={(step) => change({ step })} />;
+          })}
+          {names.length === 0 && <p class="none">Neither the loss nor gradients of parameters were recorded.</p>}
+        </div>
+      </div>
+      {recorder && props.scale && <>
+        <div class="bar"><h2>All layers over steps</h2>{props.chooser}</div>
+        <div ref={holder} class="stripes">
+          <Strip recorder={recorder} statistic={state.statistic} scale={props.scale} step={state.step} marked={props.sick} prefix={props.prefix} layer={state.layer} height={room}
+            onPick={(layer, step) => change({ layer, step })} />
+        </div>
+      </>}
+    </section>
+  );
+}
+
+function FindingRow(props: { finding: Finding; run: Run; change: (part: Partial<State>) => void }) {
+  const { finding, run, change } = props;
+  const trace = finding.trace;
+  const open = (): void => {
+    const recorder = trace ? run.recorder(trace.recorder) : undefined;
+    change({ layer: finding.module, step: finding.last_step, ...(recorder && trace && recorder.statistics.includes(trace.statistic) ? { recorder: recorder.title, statistic: trace.statistic } : {}) });
+  };
+  return (
+    <li class={finding.severity}>
+      <button type="button" onClick={open}>
+        <span class="mark">{finding.severity}</span>
+        <span class="text">{finding.verdict}{finding.others.length > 1 && <small> {finding.others.length} more modules are affected.</small>}</span>
+        {trace && <Spark steps={trace.steps} values={trace.values.map(toNumber)} width={110} height={28} />}
+      </button>
+      {finding.severity !== "note" && <p><b>Why</b> {finding.why} <b>Try</b> {finding.next}</p>}
+    </li>
+  );
+}
+
+/** A panel with everything that is known of one module. */
+function Layer(props: { run: Run; other: Run | null; module: string; step: number; tree: Tree | null; change: (part: Partial<State>) => void }) {
+  const { run, other, module, step, tree, change } = props;
+  const [more, setMore] = useState(false);
+  const node = tree?.data.nodes.find((each) => each.kind === "module" && each.name === module);
+  const findings = run.byModule.get(module) ?? [];
+  const order = [...new Set(run.recorders.flatMap((each) => each.modules))];
+  const at = order.indexOf(module);
+  const onStep = (chosen: number): void => change({ step: chosen });
+  const neighbors = at < 0 ? [] : [...order.slice(Math.max(0, at - 2), at), ...order.slice(at + 1, at + 3)];
+  return (
+    <aside class="layer" aria-label={`layer ${module}`}>
+      <div class="head">
+        <h2>{module || "(model)"}</h2>
+        <button type="button" aria-label="close the panel" onClick={() => change({ layer: "" })}>✕</button>
+      </div>
+      <p class="facts">{[node?.type_name, node?.parameters ? `${node.parameters.toLocaleString("en")} parameters` : "", node?.note].filter(Boolean).join(" · ")}</p>
+      {node && <dl>
+        {node.inputs && <><dt>inputs</dt><dd>{node.inputs.join(", ")}</dd></>}
+        {node.outputs && <><dt>outputs</dt><dd>{node.outputs.join(", ")}</dd></>}
+        {node.arguments && <><dt>arguments</dt><dd>{node.arguments.map(([name, value]) => name ? `${name}=${value}` : value).join(", ")}</dd></>}
+        {node.duration_ms !== undefined && <><dt>time</dt><dd>{format(node.duration_ms)} ms</dd></>}
+        {node.flops !== undefined && <><dt>FLOPs</dt><dd>{format(node.flops)}</dd></>}
+        {node.source && <><dt>code</dt><dd><a href={`vscode://file/${encodeURI(node.source)}`}>{node.source}</a></dd></>}
+      </dl>}
+      {findings.map((each) => <p class={`finding ${each.severity}`}><b>{each.severity}</b> {each.verdict} <br /><b>Why</b> {each.why} <br /><b>Try</b> {each.next}</p>)}
+      {run.recorders.map((recorder) => recorder.columnsOf(module).slice(0, more ? 40 : 4).map((column) => {
+        const site = recorder.sites[column]!;
+        const shown = more ? recorder.statistics : recorder.statistics.filter((each) => [usual(recorder), "rms", "zero_fraction", ...findings.flatMap((one) => one.trace?.recorder === recorder.label ? [one.trace.statistic] : [])].includes(each));
+        const twin = other?.recorder(recorder.title);
+        const twinColumn = twin?.sites.findIndex((each) => each.module === module && each.path === site.path) ?? -1;
+        return (
+          <section>
+            <h3>{recorder.title} · {site.path} <small>{site.shape.join("×")} {site.dtype}</small></h3>
+            {[...new Set(shown)].map((statistic) => {
+              const values = recorder.history(statistic, column);
+              if (values.every((each) => Number.isNaN(each))) return null;
+              const curves: Curve[] = [{ label: run.data.name, steps: recorder.steps, values, color: COLORS[0]! }];
+              if (twin && twinColumn >= 0 && twin.statistics.includes(statistic)) curves.push({ label: other!.data.name, steps: twin.steps, values: twin.history(statistic, twinColumn), color: COLORS[1]!, dashed: true });
+              return <Lines title={`${statistic}: ${format(recorder.value(statistic, recorder.rowAt(step), column))} at step ${recorder.steps[recorder.rowAt(step)] ?? step}`} curves={curves} step={step} height={84} onStep={onStep} />;
+            })}
+            <Histogram recorder={recorder} column={column} step={step} onStep={onStep} />
+          </section>);
+      }))}
+      {neighbors.length > 0 && <section><h3>neighbors in depth</h3><ul class="neighbors">{neighbors.map((each) => {
+        const recorder = run.recorders.find((one) => one.columnsOf(each).length > 0)!;
+        const statistic = usual(recorder), column = recorder.column(each);
+        return <li><button type="button" onClick={() => change({ layer: each })}>{each}</button><Spark steps={recorder.steps} values={recorder.history(statistic, column)} width={90} height={20} /><small>{statistic} {format(recorder.value(statistic, recorder.rowAt(step), column))}</small></li>;
+      })}</ul></section>}
+      <button type="button" class="more" onClick={() => setMore(!more)}>{more ? "fewer statistics" : "all statistics and tensors"}</button>
+    </aside>
+  );
+}
+
+async function start(): Promise<void> {
+  const holder = document.getElementById("app")!;
+  try {
+    const data = await decode(document.getElementById("data")!.textContent!);
+    render(<App data={data} />, holder);
+    void graphviz();
+  } catch (error) {
+    holder.textContent = `The page cannot show these data: ${error instanceof Error ? error.message : String(error)}`;
+  }
+}
+
+void start();

@@ -1,0 +1,250 @@
+/** Charts: lines over steps, small trends, histograms over steps, and the strip of all layers. */
+
+import { useEffect, useRef, useState } from "preact/hooks";
+import uPlot from "uplot";
+import { format, NOT_FINITE, NOT_RECORDED, Recorder, Scale, shortened } from "./model";
+
+export interface Curve { label: string; steps: number[]; values: number[]; color: string; dashed?: boolean }
+
+export const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+
+function save(name: string, type: string, text: string): void {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name.replace(/[^\w.-]+/g, "_");
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function quoted(text: string): string {
+  // A name that begins like a formula must stay text in a spreadsheet.
+  return `"${(/^[=+\-@]/.test(text) ? "'" : "") + text.replace(/"/g, '""')}"`;
+}
+
+export function saveCsv(title: string, curves: Curve[]): void {
+  const rows = curves.flatMap((curve) => curve.steps.map((step, at) => `${quoted(curve.label)},${step},${curve.values[at]}`));
+  save(`${title}.csv`, "text/csv", ["series,step,value", ...rows].join("\n"));
+}
+
+export function saveSvg(title: string, curves: Curve[]): void {
+  const all = curves.flatMap((each) => each.values).filter(Number.isFinite), steps = curves.flatMap((each) => each.steps);
+  const [low, high] = [Math.min(...all), Math.max(...all)], [left, right] = [Math.min(...steps), Math.max(...steps)];
+  const x = (step: number): number => 60 + 520 * (step - left) / (right - left || 1);
+  const y = (value: number): number => 180 - 150 * (value - low) / (high - low || 1);
+  const escape = (text: string): string => text.replace(/[&<>"]/g, (each) => `&#${each.charCodeAt(0)};`);
+  const paths = curves.map((curve) => {
+    const points = curve.steps.map((step, at) => [step, curve.values[at]!] as const).filter((each) => Number.isFinite(each[1]));
+    const path = points.map(([step, value], at) => `${at ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+    return `<path d="${path}" fill="none" stroke="${curve.color}" stroke-width="1.5"/>`;
+  });
+  const label = (at: number, up: number, anchor: string, text: string): string =>
+    `<text x="${at}" y="${up}" text-anchor="${anchor}" font-size="12" font-family="sans-serif">${escape(text)}</text>`;
+  save(`${title}.svg`, "image/svg+xml", `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 210">${paths.join("")}`
+    + label(55, 184, "end", format(low)) + label(55, 34, "end", format(high)) + label(60, 200, "start", `step ${left}`)
+    + label(580, 200, "end", String(right)) + label(320, 18, "middle", title) + "</svg>");
+}
+
+/** Lines over steps, with a mark at the chosen step. A click chooses a step. */
+export function Lines(props: {
+  title: string; curves: Curve[]; step: number; height: number; onStep?: (step: number) => void; log?: boolean;
+}) {
+  const holder = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | null>(null);
+  const chosen = useRef(props.step);
+  const key = JSON.stringify([props.title, props.curves.map((each) => [each.label, each.steps.length, each.values[each.values.length - 1]])]);
+  useEffect(() => {
+    const element = holder.current!;
+    const tables = props.curves.map((each) => [each.steps, each.values] as uPlot.AlignedData);
+    const data = tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]];
+    const finite = props.curves.flatMap((each) => each.values).filter((each) => Number.isFinite(each) && each !== 0);
+    const log = props.log ?? (finite.length > 0 && finite.every((each) => each > 0) && Math.max(...finite) / Math.min(...finite) > 50);
+    const color = getComputedStyle(element).color;
+    const axis = { stroke: color, grid: { stroke: "#8884", width: 1 }, ticks: { stroke: "#8884", width: 1 }, font: "11px sans-serif" };
+    const made = new uPlot({
+      width: element.clientWidth || 300, height: props.height, legend: { show: false },
+      cursor: { y: false, drag: { x: false, y: false } },
+      scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+      axes: [{ ...axis, size: 26 }, { ...axis, size: 56, values: (_, ticks) => ticks.map((each) => each === null ? "" : format(each)) }],
+      series: [{}, ...props.curves.map((each) => ({
+        label: each.label, stroke: each.color, width: 1.5, spanGaps: true, ...(each.dashed ? { dash: [5, 4] } : {}),
+        points: { show: each.steps.length < 2 },
+      }))],
+      hooks: {
+        draw: [(self) => {
+          const at = self.valToPos(chosen.current, "x", true);
+          if (at < self.bbox.left || at > self.bbox.left + self.bbox.width) return;
+          self.ctx.save(); self.ctx.strokeStyle = "#888"; self.ctx.setLineDash([3, 3]); self.ctx.beginPath();
+          self.ctx.moveTo(at, self.bbox.top); self.ctx.lineTo(at, self.bbox.top + self.bbox.height); self.ctx.stroke(); self.ctx.restore();
+        }],
+      },
+    }, log ? [data[0], ...data.slice(1).map((each) => Array.from(each as number[], (value) => value > 0 ? value : null))] as uPlot.AlignedData : data, element);
+    made.over.addEventListener("click", () => {
+      const index = made.cursor.idx;
+      if (index !== null && index !== undefined) props.onStep?.(made.data[0]![index]!);
+    });
+    plot.current = made;
+    const watch = new ResizeObserver(() => made.setSize({ width: element.clientWidth, height: props.height }));
+    watch.observe(element);
+    return () => { watch.disconnect(); made.destroy(); };
+  }, [key, props.height]);
+  useEffect(() => { chosen.current = props.step; plot.current?.redraw(false); }, [props.step]);
+  const last = props.curves.map((each) => `${each.label} ${format(each.values[each.values.length - 1] ?? NaN)}`).join(", ");
+  return (
+    <figure class="chart">
+      <figcaption>
+        <span>{props.title}</span>
+        <span class="legend">{props.curves.length > 1 && props.curves.map((each) => (
+          <span><i style={{ background: each.color }} />{each.label}</span>))}</span>
+        <span class="save">
+          <button type="button" onClick={() => saveSvg(props.title, props.curves)} aria-label={`save ${props.title} as SVG`}>SVG</button>
+          <button type="button" onClick={() => saveCsv(props.title, props.curves)} aria-label={`save ${props.title} as CSV`}>CSV</button>
+        </span>
+      </figcaption>
+      <div ref={holder} role="img" aria-label={`${props.title} over steps; last: ${last}`} />
+    </figure>
+  );
+}
+
+/** A trend without axes. */
+export function Spark(props: { steps: number[]; values: number[]; width: number; height: number }) {
+  const finite = props.values.filter(Number.isFinite);
+  if (!props.values.length) return null;
+  const low = Math.min(...finite), high = Math.max(...finite), first = props.steps[0]!, last = props.steps[props.steps.length - 1]!;
+  const x = (step: number): number => 2 + (props.width - 4) * (step - first) / (last - first || 1);
+  const y = (value: number): number => high > low ? props.height - 3 - (props.height - 6) * (value - low) / (high - low) : props.height / 2;
+  let path = "", pen = "M";
+  props.values.forEach((value, at) => {
+    if (Number.isFinite(value)) { path += `${pen}${x(props.steps[at]!).toFixed(1)} ${y(value).toFixed(1)}`; pen = "L"; } else pen = "M";
+  });
+  const bad = props.values.flatMap((value, at) => Number.isFinite(value) ? [] : [x(props.steps[at]!)]);
+  return (
+    <svg class="spark" width={props.width} height={props.height} role="img"
+      aria-label={`from ${format(props.values[0]!)} to ${format(props.values[props.values.length - 1]!)}`}>
+      <path d={path} fill="none" stroke="currentColor" stroke-width="1.5" />
+      {bad.map((at) => <rect x={at - 1} y={0} width={2} height={props.height} fill={NOT_FINITE} />)}
+    </svg>
+  );
+}
+
+/** The histogram of one tensor over steps: one column a record, one row a power of two. */
+export function Histogram(props: { recorder: Recorder; column: number; step: number; onStep: (step: number) => void }) {
+  const holder = useRef<HTMLCanvasElement>(null);
+  const found = props.recorder.histogram(props.column);
+  const width = 330, height = 130;
+  useEffect(() => {
+    const element = holder.current;
+    if (!element || !found) return;
+    const context = element.getContext("2d")!;
+    context.clearRect(0, 0, width, height);
+    const cellWidth = width / found.steps.length, cellHeight = height / found.rows;
+    const scale = new Scale([0, 1]);
+    found.steps.forEach((_, at) => {
+      const row = found.counts.subarray(at * found.rows, (at + 1) * found.rows);
+      const most = Math.max(...row) || 1;
+      row.forEach((count, place) => {
+        if (!count) return;
+        context.fillStyle = scale.at(Math.sqrt(count / most));
+        context.fillRect(at * cellWidth, height - (place + 1) * cellHeight, Math.ceil(cellWidth), Math.ceil(cellHeight));
+      });
+    });
+  }, [found?.counts, props.column]);
+  if (!found) return null;
+  // Row n holds the n-th octave above the least one, and row 0 what is smaller.
+  const edge = (row: number): number => Math.sign(row) * 2 ** (found.least + Math.abs(row) - 1 - 127);
+  const highest = found.first + found.rows - 1, top = highest >= 0 ? edge(highest + 1) : edge(highest);
+  const bottom = found.first <= 0 ? edge(found.first - 1) : edge(found.first);
+  const steps = found.steps;
+  return (
+    <figure class="chart">
+      <figcaption><span>values over steps (powers of two)</span></figcaption>
+      <div class="histogram">
+        <div class="ends"><span>{format(top)}</span>
+          {found.first < 0 && highest > 0 && <span class="zero" style={{ top: `${(highest + 0.5) / found.rows * 100}%` }}>0</span>}<span>{format(bottom)}</span></div>
+        <canvas ref={holder} width={width} height={height} role="img"
+          aria-label={`values between ${format(bottom)} and ${format(top)}`}
+          onClick={(event) => props.onStep(steps[Math.min(steps.length - 1, Math.floor(event.offsetX / event.currentTarget.clientWidth * steps.length))]!)} />
+      </div>
+      <div class="ends steps"><span>step {steps[0]}</span><span>{steps[steps.length - 1]}</span></div>
+    </figure>
+  );
+}
+
+/** All sites × steps for one statistic, in the order of execution. A click opens the layer. */
+export function Strip(props: {
+  recorder: Recorder; statistic: string; scale: Scale; step: number; marked: Set<string>; prefix: string; layer: string;
+  height: number; onPick: (module: string, step: number) => void;
+}) {
+  const { recorder, statistic, scale, marked, prefix } = props;
+  const holder = useRef<HTMLCanvasElement>(null);
+  const [tip, setTip] = useState<{ x: number; y: number; text: string } | null>(null);
+  const columns = recorder.sites.map((_, at) => at).filter((at) => recorder.group !== "parameters" || recorder.sites[at]!.path === "weight" || recorder.columnsOf(recorder.sites[at]!.module)[0] === at);
+  const rowHeight = Math.max(1, Math.min(18, Math.floor(props.height / Math.max(1, columns.length)) || 1));
+  const height = Math.max(rowHeight * columns.length, 20);
+  const steps = recorder.steps;
+  useEffect(() => {
+    const element = holder.current!;
+    const context = element.getContext("2d")!;
+    const image = context.createImageData(steps.length, columns.length);
+    columns.forEach((column, row) => steps.forEach((_, at) => {
+      const value = recorder.value(statistic, at, column);
+      const color = Number.isNaN(value) ? NOT_RECORDED : scale.color(value);
+      const place = (row * steps.length + at) * 4;
+      for (let part = 0; part < 3; part++) image.data[place + part] = parseInt(color.slice(1 + 2 * part, 3 + 2 * part), 16);
+      image.data[place + 3] = 255;
+    }));
+    context.putImageData(image, 0, 0);
+  }, [recorder, statistic]);
+  const labels: { y: number; text: string; kind: string; module: string }[] = [];
+  const free = (y: number): boolean => labels.every((each) => Math.abs(each.y - y) >= 14);
+  const name = (column: number): string => {
+    const site = recorder.sites[column]!;
+    return (shortened(site.module, prefix, 36) || "(model)") + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
+  };
+  const add = (row: number, kind: string): void => {
+    const y = (row + 0.5) * rowHeight, module = recorder.sites[columns[row]!]!.module;
+    if (free(y)) labels.push({ y, text: name(columns[row]!), kind, module });
+  };
+  columns.forEach((column, row) => { if (recorder.sites[column]!.module === props.layer) add(row, "chosen"); });
+  columns.forEach((column, row) => { if (marked.has(recorder.sites[column]!.module)) add(row, "sick"); });
+  columns.forEach((_, row) => add(row, ""));
+  const at = (event: MouseEvent): [number, number] => {
+    const area = holder.current!.getBoundingClientRect();
+    const column = Math.min(steps.length - 1, Math.max(0, Math.floor((event.clientX - area.left) / area.width * steps.length)));
+    const row = Math.min(columns.length - 1, Math.max(0, Math.floor((event.clientY - area.top) / area.height * columns.length)));
+    return [column, row];
+  };
+  const chosen = recorder.rowAt(props.step);
+  return (
+    <div class="strip">
+      <div class="names" style={{ height: `${height}px` }}>
+        {labels.map((each) => (
+          <button type="button" class={each.kind} style={{ top: `${each.y - 8}px` }} title={each.module}
+            onClick={() => props.onPick(each.module, props.step)}>{each.text}</button>))}
+      </div>
+      <div class="cells" style={{ height: `${height}px` }} onMouseLeave={() => setTip(null)}
+        onMouseMove={(event) => {
+          const [column, row] = at(event);
+          const area = event.currentTarget.getBoundingClientRect();
+          setTip({ x: event.clientX - area.left, y: event.clientY - area.top,
+            text: `${name(columns[row]!)}: ${statistic} ${format(recorder.value(statistic, column, columns[row]!))} at step ${steps[column]}` });
+        }}
+        onClick={(event) => { const [column, row] = at(event); props.onPick(recorder.sites[columns[row]!]!.module, steps[column]!); }}>
+        <canvas ref={holder} width={steps.length} height={columns.length} role="img"
+          aria-label={`${statistic} of ${columns.length} tensors over ${steps.length} records`} />
+        <i class="now" style={{ left: `${(chosen + 0.5) / steps.length * 100}%` }} />
+        {tip && <span class="tip" style={tip.x > 500 ? { right: `calc(100% - ${tip.x - 8}px)`, top: `${tip.y}px` } : { left: `${tip.x + 12}px`, top: `${tip.y}px` }}>{tip.text}</span>}
+      </div>
+    </div>
+  );
+}
+
+export function Legend(props: { scale: Scale; label: string }) {
+  const stops = Array.from({ length: 11 }, (_, at) => props.scale.at(at / 10)).join(", ");
+  return (
+    <span class="scale" role="img" aria-label={`colors of ${props.label} from ${format(props.scale.low)} to ${format(props.scale.high)}`}>
+      {format(props.scale.low)}<i style={{ background: `linear-gradient(to right, ${stops})` }} />{format(props.scale.high)}
+      {props.scale.kind === "log" && <small>log</small>}
+      <b style={{ background: NOT_FINITE }} /> NaN or ∞ <b style={{ background: NOT_RECORDED }} /> not recorded
+    </span>
+  );
+}

@@ -1,0 +1,207 @@
+/** The boxes of the graph that are visible, the edges between them, and their places. */
+
+import { Graphviz } from "@hpcc-js/wasm-graphviz";
+import type { GraphData, NodeData } from "./model";
+
+/** A box: one node, or a run of equal siblings of which none is open. */
+export interface Box {
+  id: string; nodes: NodeData[]; open: boolean; children: Box[]; title: string; detail: string;
+  width: number; height: number;
+}
+export interface Line { source: string; target: string; count: number; tensor: string; back: boolean }
+export interface View { root: Box; boxes: Map<string, Box>; lines: Line[] }
+export interface Placed { x: number; y: number; width: number; height: number }
+export interface Layout { width: number; height: number; places: Map<string, Placed>; paths: { line: Line; path: string }[] }
+
+const LEAST_GROUP = 3;
+export const CELL = 11;
+export const CELLS = 16;  // in a row
+
+export class Tree {
+  readonly byId = new Map<number, NodeData>();
+  readonly children = new Map<number, NodeData[]>();
+  readonly root: NodeData;
+
+  constructor(readonly data: GraphData) {
+    for (const node of data.nodes) {
+      this.byId.set(node.id, node);
+      if (node.parent !== null) {
+        const known = this.children.get(node.parent);
+        if (known) known.push(node); else this.children.set(node.parent, [node]);
+      }
+    }
+    this.root = data.nodes[0]!;
+  }
+
+  inside(node: NodeData): NodeData[] { return this.children.get(node.id) ?? []; }
+
+  *below(node: NodeData): Generator<NodeData> {
+    for (const child of this.inside(node)) { yield child; yield* this.below(child); }
+  }
+
+  *above(node: NodeData): Generator<NodeData> {
+    let parent = node.parent;
+    while (parent !== null) {
+      const found = this.byId.get(parent)!;
+      yield found;
+      parent = found.parent;
+    }
+  }
+
+  /** Open modules from the outside in, as long as the number of boxes stays below a limit. */
+  initial(limit: number): Set<number> {
+    const open = new Set([this.root.id]);
+    let level = [this.root];
+    let count = this.parts(this.root, open).length;
+    while (level.length) {
+      const next: NodeData[] = [];
+      for (const node of level) for (const part of this.parts(node, open)) {
+        // A run of equal modules stays closed: its cells show each of them.
+        if (part.length > 1) continue;
+        const child = part[0]!, inner = this.inside(child);
+        if (!inner.length) continue;
+        const more = this.parts(child, open).length - 1;
+        if (count + more > limit) continue;
+        open.add(child.id); count += more; next.push(child);
+      }
+      level = next;
+    }
+    return open;
+  }
+
+  /** The children of a node; consecutive equal modules that are closed are one part. */
+  parts(node: NodeData, open: Set<number>): NodeData[][] {
+    const parts: NodeData[][] = [];
+    for (const child of this.inside(node)) {
+      const last = parts[parts.length - 1];
+      const first = last?.[0];
+      const joins = first && child.kind === "module" && first.kind === "module" && child.form === first.form
+        && !open.has(child.id) && !open.has(first.id) && !open.has(-first.id);
+      if (joins) last.push(child); else parts.push([child]);
+    }
+    return parts.flatMap((part) => part.length >= LEAST_GROUP ? [part] : part.map((each) => [each]));
+  }
+}
+
+const canvas = document.createElement("canvas").getContext("2d")!;
+function textWidth(text: string, font: string): number { canvas.font = font; return canvas.measureText(text).width; }
+
+export function shortName(name: string): string { return name.slice(name.lastIndexOf(".") + 1); }
+
+function box(id: string, nodes: NodeData[], open: boolean, root: boolean, graph: GraphData): Box {
+  const first = nodes[0]!, last = nodes[nodes.length - 1]!;
+  const call = (first.call ?? 1) > 1 ? ` (call ${first.call})` : "";
+  let title = root ? graph.title : first.kind === "module" || first.kind === "parameter" || first.kind === "buffer"
+    ? shortName(first.name) + call : first.name;
+  if (nodes.length > 1) title = `${shortName(first.name)} … ${shortName(last.name)}  ×${nodes.length}`;
+  const tensors = first.outputs ?? [];
+  const shape = tensors.length ? tensors[0]!.split(" ")[0]! + (tensors.length > 1 ? ` +${tensors.length - 1}` : "") : "";
+  const detail = [first.type_name, shape].filter(Boolean).join(" · ");
+  const cells = nodes.length > 1 ? Math.ceil(nodes.length / CELLS) : 0;
+  const width = Math.max(textWidth(title, "600 12px sans-serif"), textWidth(detail, "11px sans-serif"),
+    Math.min(nodes.length > 1 ? nodes.length : 0, CELLS) * CELL, 30) + 22;
+  return { id, nodes, open, children: [], title, detail, width, height: (detail ? 38 : 24) + cells * (CELL + 1) + (cells ? 4 : 0) };
+}
+
+/** Return the visible boxes and the edges between them. */
+export function view(tree: Tree, open: Set<number>): View {
+  const boxes = new Map<string, Box>();
+  const owner = new Map<number, string>();
+  const claim = (node: NodeData, id: string): void => {
+    owner.set(node.id, id);
+    for (const each of tree.below(node)) owner.set(each.id, id);
+  };
+  const build = (nodes: NodeData[]): Box => {
+    const first = nodes[0]!, isRoot = first === tree.root;
+    const isOpen = nodes.length === 1 && open.has(first.id) && tree.inside(first).length > 0;
+    const made = box(`n${first.id}`, nodes, isOpen, isRoot, tree.data);
+    boxes.set(made.id, made);
+    if (isOpen) { owner.set(first.id, made.id); made.children = tree.parts(first, open).map(build); }
+    else for (const node of nodes) claim(node, made.id);
+    return made;
+  };
+  const root = build([tree.root]);
+  const lines = new Map<string, Line>();
+  const order = new Map([...boxes.keys()].map((id, place) => [id, place]));
+  for (const [from, to, count, tensor] of tree.data.edges) {
+    const source = owner.get(from), target = owner.get(to);
+    if (source === undefined || target === undefined || source === target) continue;
+    const key = `${source}>${target}`;
+    const known = lines.get(key);
+    if (known) known.count += count;
+    else lines.set(key, { source, target, count, tensor, back: order.get(source)! > order.get(target)! });
+  }
+  return { root, boxes, lines: [...lines.values()] };
+}
+
+let engine: Promise<Graphviz> | null = null;
+export function graphviz(): Promise<Graphviz> { return engine ??= Graphviz.load(); }
+
+/** Place the boxes with Graphviz. No name from the model gets into the document, only numbers and sizes. */
+export async function layout(shown: View): Promise<Layout> {
+  const text: string[] = [
+    "digraph g { graph [compound=true nodesep=0.22 ranksep=0.3 margin=0.1]",
+    'node [shape=box fixedsize=true label=""] edge [arrowsize=0.6 label=""]',
+  ];
+  const write = (each: Box): void => {
+    if (each.open && each.children.length) {
+      text.push(`subgraph cluster_${each.id} { margin=10 label="x" labeljust=l fontsize=14`);
+      each.children.forEach(write);
+      text.push("}");
+    } else text.push(`${each.id} [width=${(each.width / 72).toFixed(3)} height=${(each.height / 72).toFixed(3)}]`);
+  };
+  if (shown.root.open) shown.root.children.forEach(write); else write(shown.root);
+  shown.lines.forEach((each, place) => {
+    const source = anchor(shown, each.source, true), target = anchor(shown, each.target, false);
+    if (source && target && source !== target) {
+      text.push(each.back ? `${target} -> ${source} [dir=back id="e${place}"]` : `${source} -> ${target} [id="e${place}"]`);
+    }
+  });
+  text.push("}");
+  const out = JSON.parse((await graphviz()).layout(text.join("\n"), "json", "dot")) as {
+    bb: string; objects?: { name: string; pos?: string; width?: string; height?: string; bb?: string }[];
+    edges?: { id: string; pos: string }[];
+  };
+  const [, , right, top] = out.bb.split(",").map(Number) as [number, number, number, number];
+  const places = new Map<string, Placed>();
+  for (const each of out.objects ?? []) {
+    if (each.bb && each.name.startsWith("cluster_")) {
+      const [x1, y1, x2, y2] = each.bb.split(",").map(Number) as [number, number, number, number];
+      places.set(each.name.slice(8), { x: x1, y: top - y2, width: x2 - x1, height: y2 - y1 });
+    } else if (each.pos) {
+      const [x, y] = each.pos.split(",").map(Number) as [number, number];
+      const width = Number(each.width) * 72, height = Number(each.height) * 72;
+      places.set(each.name, { x: x - width / 2, y: top - y - height / 2, width, height });
+    }
+  }
+  const paths = (out.edges ?? []).map((each) => {
+    const line = shown.lines[Number(each.id.slice(1))]!;
+    return { line, path: spline(each.pos, top) };
+  });
+  return { width: right, height: top, places, paths };
+}
+
+/** An edge of an open box ends at one of its contents. */
+function anchor(shown: View, id: string, last: boolean): string | null {
+  let found = shown.boxes.get(id);
+  while (found?.open && found.children.length) found = found.children[last ? found.children.length - 1 : 0];
+  return found ? found.id : null;
+}
+
+function spline(text: string, top: number): string {
+  let start = "", end = "";
+  const points: [number, number][] = [];
+  const point = (each: string): [number, number] => {
+    const [x, y] = each.split(",").map(Number) as [number, number];
+    return [x, top - y];
+  };
+  for (const part of text.split(" ")) {
+    if (part.startsWith("s,")) start = part.slice(2);
+    else if (part.startsWith("e,")) end = part.slice(2);
+    else points.push(point(part));
+  }
+  const pair = ([x, y]: [number, number]): string => `${x.toFixed(1)} ${y.toFixed(1)}`;
+  let path = `M${pair(start ? point(start) : points[0]!)}${start ? `L${pair(points[0]!)}` : ""}`;
+  for (let at = 1; at + 2 < points.length; at += 3) path += `C${pair(points[at]!)} ${pair(points[at + 1]!)} ${pair(points[at + 2]!)}`;
+  return path + (end ? `L${pair(point(end))}` : "");
+}

@@ -1,0 +1,262 @@
+/** The data of the page: types of `schema.json`, decoding, and lookups by module and step. */
+
+export interface Finding {
+  rule: string; severity: "critical" | "warning" | "note"; module: string; path: string;
+  first_step: number; last_step: number; records: number;
+  verdict: string; why: string; next: string; usual: string;
+  numbers: Record<string, number | string>; others: string[]; consequences: string[];
+  trace: { recorder: string; statistic: string; steps: number[]; values: (number | string)[] } | null;
+}
+export interface SiteData { module: string; path: string; shape: number[]; dtype: string }
+export interface HistogramData { first: number; rows: number; least: number; counts: string }
+export interface RecorderData {
+  label: string; group: string; stage: string; loader: number | null; steps: number[]; joined: number;
+  sites: SiteData[]; statistics: Record<string, string>;
+  histograms: { steps: number[]; sites: (HistogramData | null)[] };
+}
+export interface NodeData {
+  id: number; kind: string; name: string; parent: number | null; form: number;
+  type_name?: string; call?: number; parameters?: number; inputs?: string[]; outputs?: string[];
+  arguments?: [string, string][]; source?: string; note?: string; duration_ms?: number; flops?: number;
+  saved_bytes?: number; bytes?: number; tied?: string[]; failed?: boolean; scope?: string;
+}
+export type EdgeData = [source: number, target: number, count: number, tensor: string];
+export interface GraphData {
+  title: string; parameters: number; unused: string[]; nodes: NodeData[]; edges: EdgeData[];
+}
+export interface CurveData { name: string; steps: number[]; values: string }
+export interface RunData {
+  name: string; folder: string; healthy: boolean; findings: Finding[];
+  curves: CurveData[]; recorders: RecorderData[]; graph: GraphData | null;
+}
+export interface Comparison { same: boolean; sentence: string; step: number | null; module: string }
+export interface PageData {
+  format: string; runs: RunData[]; comparison?: Comparison | null; live?: boolean; version?: string; available?: string[];
+}
+
+export const FORMAT = "lightning_recorder.page/1";
+
+function floats(text: string): Float32Array {
+  const bytes = Uint8Array.from(atob(text), (each) => each.charCodeAt(0));
+  return new Float32Array(bytes.buffer);
+}
+
+/** Numbers that JSON cannot express arrive as words. */
+export function toNumber(value: number | string): number {
+  if (typeof value === "number") return value;
+  return value === "nan" ? NaN : value === "inf" ? Infinity : -Infinity;
+}
+
+/** The records of one recorder in one stage. A table holds one row a step and one column a site. */
+export class Recorder {
+  readonly label: string; readonly group: string; readonly steps: number[]; readonly sites: SiteData[];
+  readonly statistics: string[];
+  readonly title: string;
+  private readonly tables = new Map<string, Float32Array>();
+  private readonly columns = new Map<string, number[]>();
+
+  constructor(readonly data: RecorderData) {
+    this.label = data.label; this.group = data.group; this.steps = data.steps; this.sites = data.sites;
+    this.statistics = Object.keys(data.statistics);
+    const loader = data.loader === null ? "" : ` ${data.loader}`;
+    this.title = data.stage === "train" ? data.label : `${data.label} (${data.stage}${loader})`;
+    data.sites.forEach((site, column) => {
+      const known = this.columns.get(site.module);
+      if (known) known.push(column); else this.columns.set(site.module, [column]);
+    });
+  }
+
+  table(statistic: string): Float32Array {
+    let found = this.tables.get(statistic);
+    if (!found) {
+      found = floats(this.data.statistics[statistic] ?? "");
+      this.tables.set(statistic, found);
+    }
+    return found;
+  }
+
+  value(statistic: string, row: number, column: number): number {
+    return this.table(statistic)[row * this.sites.length + column] ?? NaN;
+  }
+
+  history(statistic: string, column: number): number[] {
+    const table = this.table(statistic), width = this.sites.length;
+    return this.steps.map((_, row) => table[row * width + column] ?? NaN);
+  }
+
+  /** The columns of a module's tensors: the whole output or the weight first. */
+  columnsOf(module: string): number[] { return this.columns.get(module) ?? []; }
+
+  /** The column that stands for a module where only one value has room. */
+  column(module: string): number {
+    const all = this.columnsOf(module);
+    return all.find((each) => ["out", "weight"].includes(this.sites[each]!.path)) ?? all[0] ?? -1;
+  }
+
+  get modules(): string[] { return [...this.columns.keys()]; }
+
+  /** The row of the last record at or before a step. */
+  rowAt(step: number): number {
+    let row = 0;
+    for (let place = 0; place < this.steps.length; place++) if (this.steps[place]! <= step) row = place;
+    return row;
+  }
+
+  histogram(column: number): { steps: number[]; first: number; rows: number; least: number; counts: Float32Array } | null {
+    const found = this.data.histograms.sites[column];
+    return found ? { steps: this.data.histograms.steps, ...found, counts: floats(found.counts) } : null;
+  }
+}
+
+export class Run {
+  readonly recorders: Recorder[];
+  readonly curves: { name: string; steps: number[]; values: number[] }[];
+  readonly steps: number[];
+  readonly byModule = new Map<string, Finding[]>();
+
+  constructor(readonly data: RunData) {
+    this.recorders = data.recorders.map((each) => new Recorder(each));
+    this.curves = data.curves.map((each) => ({ ...each, values: [...floats(each.values)] }));
+    this.steps = [...new Set(this.recorders.flatMap((each) => each.steps))].sort((one, other) => one - other);
+    for (const finding of data.findings) {
+      for (const module of new Set([finding.module, ...finding.others])) {
+        const known = this.byModule.get(module);
+        if (known) known.push(finding); else this.byModule.set(module, [finding]);
+      }
+    }
+  }
+
+  recorder(label: string): Recorder | undefined {
+    return this.recorders.find((each) => each.title === label) ?? this.recorders.find((each) => each.label === label);
+  }
+}
+
+/** Decode the data: gzip in base64, as in the file, or plain JSON, as from the server. */
+export async function decode(text: string): Promise<PageData> {
+  const bytes = Uint8Array.from(atob(text.trim()), (each) => each.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const data = JSON.parse(await new Response(stream).text()) as PageData;
+  if (data.format !== FORMAT) throw new Error(`this page reads ${FORMAT}, not ${data.format}`);
+  return data;
+}
+
+/** A number with three or four significant digits, as short as possible. */
+export function format(value: number): string {
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en").replace("-", "−");
+  const text = size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  return text.replace("-", "−").replace("e−", "e-").replace("e+", "e");
+}
+
+const VIRIDIS = ["#440154", "#482878", "#3e4a89", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"];
+const DIVERGING = ["#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b"];
+export const NOT_FINITE = "#d6008b";
+export const NOT_RECORDED = "#e8e8ea";
+
+/** Maps values to colors; every value of the run counts, so that colors of two steps can be compared. */
+export class Scale {
+  readonly kind: "linear" | "log" | "diverging";
+  readonly low: number; readonly high: number;
+
+  constructor(values: Iterable<number>) {
+    const finite: number[] = [];
+    for (const each of values) if (Number.isFinite(each)) finite.push(each);
+    finite.sort((one, other) => one - other);
+    const least = finite[0] ?? 0, most = finite[finite.length - 1] ?? 1;
+    const positive = finite.filter((each) => each > 0);
+    const smallest = positive[0] ?? 0;
+    if (least < 0) {
+      this.kind = "diverging";
+      this.high = Math.max(-least, most) || 1; this.low = -this.high;
+    } else if (smallest > 0 && most / smallest > 50) {
+      this.kind = "log";
+      // A few values that are almost zero must not take the whole range.
+      this.high = most; this.low = Math.max(smallest, most * 1e-8);
+    } else {
+      this.kind = "linear"; this.low = least; this.high = most > least ? most : least + (Math.abs(least) || 1);
+    }
+  }
+
+  /** The place of a value between 0 and 1. */
+  place(value: number): number {
+    if (this.kind === "log") {
+      const share = Math.log(Math.max(value, this.low) / this.low) / Math.log(this.high / this.low);
+      return Math.min(1, Math.max(0, share));
+    }
+    if (this.kind === "diverging") {
+      const limit = this.high, soft = limit * 1e-4;
+      const size = Math.log1p(Math.abs(value) / soft) / Math.log1p(limit / soft);
+      return 0.5 + Math.sign(value) * size / 2;
+    }
+    return Math.min(1, Math.max(0, (value - this.low) / (this.high - this.low)));
+  }
+
+  value(place: number): number {
+    if (this.kind === "log") return this.low * Math.pow(this.high / this.low, place);
+    if (this.kind === "diverging") {
+      const soft = this.high * 1e-4, size = Math.abs(place - 0.5) * 2;
+      return Math.sign(place - 0.5) * soft * Math.expm1(size * Math.log1p(this.high / soft));
+    }
+    return this.low + place * (this.high - this.low);
+  }
+
+  color(value: number): string {
+    return Number.isNaN(value) || !Number.isFinite(value) ? NOT_FINITE : this.at(this.place(value));
+  }
+
+  at(place: number): string {
+    const table = this.kind === "diverging" ? DIVERGING : VIRIDIS;
+    const spot = place * (table.length - 1), lower = Math.min(table.length - 2, Math.floor(spot));
+    return mixed(table[lower]!, table[lower + 1]!, spot - lower);
+  }
+}
+
+function channels(color: string): number[] { return [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)); }
+
+function mixed(one: string, other: string, share: number): string {
+  const [a, b] = [channels(one), channels(other)];
+  return "#" + a.map((each, at) => Math.round(each + (b[at]! - each) * share).toString(16).padStart(2, "0")).join("");
+}
+
+/** Black or white, whichever is easier to read on a color. */
+export function inkOn(color: string): string {
+  const [red, green, blue] = channels(color).map((each) => {
+    const part = each / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * red! + 0.7152 * green! + 0.0722 * blue! > 0.18 ? "#111" : "#fff";
+}
+
+/** Names without the dotted parts that all of them share at the start. */
+export function sharedPrefix(names: string[]): string {
+  const parts = names.filter(Boolean).map((each) => each.split("."));
+  const first = parts[0];
+  if (!first || parts.length < 2) return "";
+  let count = 0;
+  while (count < first.length - 1 && parts.every((each) => each.length > count + 1 && each[count] === first[count])) count++;
+  return count ? first.slice(0, count).join(".") + "." : "";
+}
+
+export function median(values: number[]): number {
+  const finite = values.filter(Number.isFinite).sort((one, other) => one - other);
+  return finite.length ? finite[Math.floor(finite.length / 2)]! : NaN;
+}
+
+/** How far a value is from the usual one, for choosing the worst: NaN and infinities first. */
+export function oddness(value: number, usual: number, scale: Scale): number {
+  if (!Number.isFinite(value)) return Infinity;
+  return Math.abs(scale.place(value) - scale.place(usual));
+}
+
+/** Names without what all of them share; long ones keep their end and the first letters of what is before. */
+export function shortened(name: string, prefix: string, room: number): string {
+  const short = name.startsWith(prefix) ? name.slice(prefix.length) : name;
+  const parts = short.split(".");
+  for (let at = 0; at < parts.length - 1 && parts.join(".").length > room; at++) {
+    if (!/^\d+$/.test(parts[at]!)) parts[at] = parts[at]!.slice(0, 1);
+  }
+  return parts.join(".");
+}

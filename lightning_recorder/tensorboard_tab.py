@@ -1,0 +1,101 @@
+"""The tab "Recorder" of TensorBoard, found through the entry-point group ``tensorboard_plugins``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tensorboard.plugins import base_plugin
+from typing_extensions import override
+from werkzeug.wrappers import Request, Response
+
+from lightning_recorder.errors import RecorderError, describe_error
+
+if TYPE_CHECKING:
+    from lightning_recorder.page.live import LivePage
+
+__all__ = ["RecorderTab"]
+
+_NAME = "lightning_recorder"
+_RECORDER = "recorder"
+_DEEPEST = 8  # folder levels that are searched, as by open_recording
+_PAUSE_S = 15.0  # between two searches for a first recording
+_SCRIPT = """\
+export async function render() {
+  document.body.style.margin = "0";
+  const frame = document.createElement("iframe");
+  frame.src = "./page";
+  frame.title = "Recorder";
+  frame.style = "border:0;width:100vw;height:100vh;display:block";
+  document.body.append(frame);
+}
+"""
+
+
+class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no types
+    """Shows the page of the runs below TensorBoard's ``--logdir``.
+
+    Args:
+        context: What TensorBoard gives to each plugin.
+    """
+
+    plugin_name = _NAME
+
+    def __init__(self, context: Any) -> None:
+        self._logdir: str | None = context.logdir or None
+        self._page: LivePage | None = None
+        self._found = False
+        self._searched = float("-inf")
+
+    @override
+    def is_active(self) -> bool:
+        """Return True if there is a recording below the log folder; looks for one at most every 15 s."""
+        if not self._found and self._logdir and time.monotonic() - self._searched > _PAUSE_S:
+            self._found = _has_recording(self._logdir)
+            self._searched = time.monotonic()
+        return self._found
+
+    @override
+    def frontend_metadata(self) -> Any:
+        return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Recorder", disable_reload=True)
+
+    @override
+    def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
+        return {"/index.js": self._index, "/page": self._answer, "/data": self._answer}
+
+    @Request.application
+    def _index(self, request: Request) -> Response:
+        return Response(_SCRIPT, content_type="application/javascript")
+
+    @Request.application
+    def _answer(self, request: Request) -> Response:
+        try:
+            page = self._opened()
+            names = request.args.getlist("run")
+            if request.path.endswith("/page"):
+                return Response(page.html(names), content_type="text/html")
+            text = page.text(names, request.args.get("after", ""))
+            return Response(status=204) if text is None else Response(text, content_type="text/plain")
+        except (RecorderError, OSError) as error:
+            return Response(describe_error(error), status=500, content_type="text/plain")
+
+    def _opened(self) -> LivePage:
+        if self._page is None:
+            # Imported here because it imports torch, which a TensorBoard without recordings must not wait for.
+            from lightning_recorder.page.live import LivePage
+
+            self._page = LivePage([str(self._logdir)])
+        return self._page
+
+
+def _has_recording(logdir: str) -> bool:
+    base = logdir.rstrip(os.sep).count(os.sep)
+    for place, folders, _ in os.walk(logdir):
+        if _RECORDER in folders or place.endswith(os.sep + _RECORDER):
+            return True
+        if place.count(os.sep) - base >= _DEEPEST - 1:
+            folders.clear()
+        folders[:] = [each for each in folders if not each.startswith(".")]
+    return False

@@ -1,0 +1,94 @@
+"""The data of the page are those of the records."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_recorder.page import page_data, page_html
+from lightning_recorder.page.html import encoded
+from lightning_recorder.recordings import RecordWriter, Run, SiteRecord, open_recording, records_path
+
+
+def numbers(text: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Decode an array of the data."""
+    return np.frombuffer(base64.b64decode(text), "<f4")
+
+
+def written(folder: Path, values: list[list[float]], names: list[str]) -> Run:
+    """A run whose records hold these values, one row a step and one column a site."""
+    writer = RecordWriter(records_path(folder / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step, row in enumerate(values):
+        sites = [SiteRecord(name, "out", {"rms": value}) for name, value in zip(names, row, strict=True)]
+        writer.write({"step": step}, sites)
+    return open_recording(folder).run
+
+
+def test_the_data_follow_the_schema(runs: Path) -> None:
+    """The data of real runs are what the schema describes, and are JSON without NaN."""
+    data = page_data(open_recording(runs).runs)
+    text = resources.files("lightning_recorder.page").joinpath("schema.json").read_text(encoding="utf-8")
+    jsonschema.validate(data, json.loads(text))
+    assert json.loads(gzip.decompress(base64.b64decode(encoded(data)))) == data
+
+
+def test_tables_hold_the_values_of_the_records(runs: Path) -> None:
+    """Each table of a short run has all records of all sites."""
+    run = open_recording(runs / "sick").run
+    (data,) = page_data({"sick": run})["runs"]
+    for each in data["recorders"]:
+        series = run[each["label"]]
+        assert (each["steps"], each["joined"]) == (series.steps, 1)
+        assert [(site["module"], site["path"]) for site in each["sites"]] == [tuple(site) for site in series.sites]
+        for name, text in each["statistics"].items():
+            expected = series.values(name).numpy().astype(np.float32)
+            np.testing.assert_array_equal(numbers(text).reshape(expected.shape), expected)
+
+
+def test_histograms_hold_every_finite_value(runs: Path) -> None:
+    """The counts of a histogram sum to the number of finite values, in the records that are shown."""
+    run = open_recording(runs / "healthy").run
+    (data,) = page_data({"healthy": run})["runs"]
+    (activations,) = (each for each in data["recorders"] if each["label"] == "activations")
+    found = activations["histograms"]
+    for site, table in zip(run["activations"].sites, found["sites"], strict=True):
+        series = run["activations"][site.name, site.path]
+        counts = numbers(table["counts"]).reshape(len(found["steps"]), table["rows"])
+        assert counts.sum(1).tolist() == [series.scalars(step)["count"] for step in found["steps"]]
+
+
+@given(step=st.integers(0, 299), site=st.integers(0, 2), value=st.sampled_from([1e9, -50.0, float("nan")]))
+def test_no_outlier_is_lost(tmp_path_factory: pytest.TempPathFactory, step: int, site: int, value: float) -> None:
+    """If records are joined, a value that stands out in one of them is in the table."""
+    rows = [[1.0 + 0.01 * (row % 7), 2.0, 3.0] for row in range(300)]
+    rows[step][site] = value
+    run = written(tmp_path_factory.mktemp("joined"), rows, ["a", "b", "c"])
+    (data,) = page_data({"run": run}, limit=200)["runs"]
+    (recorder,) = data["recorders"]
+    assert recorder["joined"] > 1
+    table = numbers(recorder["statistics"]["rms"]).reshape(len(recorder["steps"]), 3)
+    found = np.isnan(table[:, site]) if np.isnan(value) else table[:, site] == np.float32(value)
+    place = int(np.flatnonzero(found)[0])
+    before = recorder["steps"][place - 1] if place else -1
+    assert before < step <= recorder["steps"][place]
+
+
+def test_names_are_data(tmp_path: Path) -> None:
+    """A name from a model cannot end the element that holds the data, nor begin another one."""
+    run = written(tmp_path, [[1.0]], ["</script><img src=x onerror=alert(1)>"])
+    html = page_html(page_data({"<b>run": run}), "<b>run")
+    assert "onerror" not in html
+    assert "<title>&lt;b&gt;run</title>" in html
+    assert "default-src 'none'" in html.replace("&#x27;", "'")
+    assert "connect-src 'none'" in html.replace("&#x27;", "'")

@@ -1,0 +1,126 @@
+"""The page of a run that goes on, from its server and from TensorBoard."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import shutil
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from lightning_recorder.errors import DumpError
+from lightning_recorder.page.live import PageServer
+from lightning_recorder.recordings import RecordWriter, SiteRecord
+from tests.browser.chromium import CHROMIUM, open_page
+from tests.browser.server import tensorboard
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; .ci/run installs one")
+
+
+@pytest.fixture
+def server(runs: Path, tmp_path: Path) -> Iterator[PageServer]:
+    """The server of a copy of the healthy run."""
+    shutil.copytree(runs / "healthy", tmp_path / "run")
+    made = PageServer([tmp_path / "run"])
+    thread = threading.Thread(target=made.serve, daemon=True)
+    thread.start()
+    yield made
+    made.close()
+    thread.join(10)
+
+
+def asked(address: str, host: str | None = None) -> HTTPResponse:
+    """Return the answer to a request."""
+    request = urllib.request.Request(address, headers={} if host is None else {"Host": host})
+    answer: HTTPResponse = urllib.request.urlopen(request, timeout=30)
+    return answer
+
+
+def decoded(answer: HTTPResponse) -> Any:
+    """Return the data of an answer."""
+    return json.loads(gzip.decompress(base64.b64decode(answer.read())))
+
+
+def test_only_who_has_the_secret_sees_the_page(server: PageServer) -> None:
+    """Without the secret, with another host name and for any other path the answer is 404."""
+    assert asked(server.address).status == 200
+    base = server.address.rsplit("/", 2)[0]
+    for address, host in [
+        (f"{base}/", None),
+        (f"{base}/wrong/", None),
+        (f"{server.address}../", None),
+        (f"{server.address}graph.json", None),
+        (server.address, "attacker.example"),
+    ]:
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            asked(address, host)
+
+
+def test_new_records_come_by_themselves(server: PageServer, tmp_path: Path) -> None:
+    """The answer to a version that is current is 204; after a new record it has the record."""
+    before = decoded(asked(f"{server.address}data"))
+    query = urllib.parse.urlencode({"after": before["version"]})
+    assert asked(f"{server.address}data?{query}").status == 204
+    (path,) = (tmp_path / "run").rglob("records/activations.jsonl")
+    writer = RecordWriter(path)
+    writer.begin(label="activations", group="activations")
+    writer.write({"step": 500}, [SiteRecord("head", "out", {"rms": 1.0})])
+    after = decoded(asked(f"{server.address}data?{query}"))
+    steps = next(each for each in after["runs"][0]["recorders"] if each["label"] == "activations")["steps"]
+    assert steps[-1] == 500
+
+
+def test_nothing_recorded_is_an_error_at_once(tmp_path: Path) -> None:
+    """A folder without a recording is refused before there is a server."""
+    with pytest.raises(DumpError, match="nothing was recorded"):
+        PageServer([tmp_path])
+
+
+@needs_browser
+@pytest.mark.browser
+def test_the_open_page_grows(server: PageServer, tmp_path: Path) -> None:
+    """A record that is written while the page is open appears without a reload."""
+    with open_page() as page:
+        page.goto(server.address)
+        expect(page.locator(".verdict")).to_be_visible(timeout=20_000)
+        (path,) = (tmp_path / "run").rglob("records/activations.jsonl")
+        writer = RecordWriter(path)
+        writer.begin(label="activations", group="activations")
+        writer.write({"step": 700}, [SiteRecord("head", "out", {"rms": 1.0})])
+        expect(page.locator("output")).to_have_text("step 700", timeout=20_000)
+
+
+@needs_browser
+@pytest.mark.browser
+@pytest.mark.slow
+def test_tensorboard_has_a_tab(runs: Path, tmp_path: Path) -> None:
+    """TensorBoard shows the page in the tab Recorder, for any of its runs; without a recording there is no tab."""
+    with tensorboard(runs) as address, open_page() as page:
+        page.goto(f"{address}/#lightning_recorder")
+        inner = page.frame_locator("iframe").first.frame_locator("iframe[title=Recorder]")
+        expect(inner.locator(".verdict")).to_be_visible(timeout=60_000)
+        listing = json.loads(asked(f"{address}/data/plugins_listing").read())
+        assert listing["lightning_recorder"]["enabled"]
+        names = decoded(asked(f"{address}/data/plugin/lightning_recorder/data"))["available"]
+        sick = next(each for each in names if each.startswith("sick"))
+        inner.get_by_label("run", exact=True).select_option(sick)
+        expect(inner.locator(".findings")).to_contain_text("encoder.relu", timeout=30_000)
+    (tmp_path / "empty").mkdir()
+    with tensorboard(tmp_path / "empty") as address:
+        assert not json.loads(asked(f"{address}/data/plugins_listing").read())["lightning_recorder"]["enabled"]
+
+
+def test_records_of_a_folder_are_read_once_if_nothing_changes(server: PageServer) -> None:
+    """The data of two requests are the same object until a file changes."""
+    one, other = (server._page.data() for _ in range(2))
+    assert one is other

@@ -1,0 +1,170 @@
+"""What a person sees who opens the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from lightning_recorder.page import page_data, page_html
+from lightning_recorder.recordings import open_recording
+from tests.browser.chromium import CHROMIUM, open_page
+from tests.commands.console import run as command
+from tests.page.test_data import written
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; .ci/run installs one"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    """One browser for all tests of this file."""
+    with open_page() as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Page) -> Iterator[Page]:
+    """A page that fails the test if a script fails or anything is asked from the network."""
+    wrong: list[str] = []
+    failed = lambda error: wrong.append(str(error))  # noqa: E731
+    asked = lambda request: wrong.append(request.url) if request.url.startswith("http") else None  # noqa: E731
+    browser.on("pageerror", failed)
+    browser.on("request", asked)
+    yield browser
+    browser.remove_listener("pageerror", failed)
+    browser.remove_listener("request", asked)
+    browser.goto("about:blank")
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def files(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the page of each run and of both."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name, paths in {"sick": ["sick"], "healthy": ["healthy"], "both": ["sick", "healthy"]}.items():
+        said = command("view", *(runs / path for path in paths), "--output", folder / f"{name}.html")
+        assert said.status == 0, said.err
+    return folder
+
+
+def opened(page: Page, path: Path, place: str = "") -> None:
+    """Open a page from disk and wait until it is drawn."""
+    page.goto("about:blank")
+    page.goto(f"{path.as_uri()}{place}")
+    expect(page.locator(".verdict")).to_be_visible(timeout=20_000)
+
+
+def test_the_verdict_comes_first(page: Page, files: Path) -> None:
+    """The sick run says what is wrong with which layer, the healthy one that nothing is."""
+    opened(page, files / "sick.html")
+    expect(page.locator(".verdict")).to_contain_text("finding")
+    expect(page.locator(".findings li").first).to_contain_text("encoder.relu returns only zeros")
+    opened(page, files / "healthy.html")
+    expect(page.locator(".verdict")).to_have_text("✓ healthy")
+
+
+def test_a_finding_leads_to_its_layer(page: Page, files: Path) -> None:
+    """A click on a finding opens the panel of the layer, with the finding and its tensors; Escape closes it."""
+    opened(page, files / "sick.html")
+    page.locator(".findings li button").first.click()
+    panel = page.locator("aside.layer")
+    expect(panel.locator("h2")).to_have_text("encoder.relu")
+    expect(panel).to_contain_text("ReLU")
+    expect(panel).to_contain_text("Why")
+    expect(panel.locator("canvas").first).to_be_visible()
+    assert "layer=encoder.relu" in page.url
+    page.keyboard.press("Escape")
+    expect(panel).to_have_count(0)
+
+
+def test_colors_are_those_of_the_records(page: Page, files: Path, runs: Path) -> None:
+    """The number in a node is the value of the record at the step of the slider."""
+    series = open_recording(runs / "healthy").run["activations"]
+    opened(page, files / "healthy.html", "#tab=graph&show=activations/rms")
+    slider = page.get_by_label("step", exact=True)
+    colors = []
+    for row in (0, len(series.steps) - 1):
+        slider.fill(str(row))
+        expect(page.locator("output")).to_have_text(f"step {series.steps[row]}")
+        head = page.locator("g.node").filter(has=page.locator("text.title", has_text="head"))
+        value = series["head"].statistic("rms")[row].item()
+        label = head.get_attribute("aria-label") or ""
+        assert float(label.split(", ")[1]) == pytest.approx(value, rel=1e-3)
+        colors.append(head.locator("rect").first.get_attribute("fill"))
+    assert colors[0] != colors[1]
+
+
+def test_modules_open_and_close(page: Page, files: Path) -> None:
+    """A double click on a closed module shows its contents, one on the open module closes it."""
+    opened(page, files / "healthy.html", "#tab=graph")
+    convolution = page.locator("g.node", has=page.locator("text.title", has_text="conv1"))
+    expect(convolution).to_have_count(1)
+    page.locator("g.frame", has=page.locator("text.title", has_text="encoder")).locator(".sign").click()
+    expect(convolution).to_have_count(0)
+    page.locator("g.node", has=page.locator("text.title", has_text="encoder")).dblclick()
+    expect(convolution).to_have_count(1)
+
+
+def test_search_finds_a_layer(page: Page, files: Path) -> None:
+    """With / and a part of a name the layer is found, marked in the graph and opened by Enter."""
+    opened(page, files / "healthy.html", "#tab=graph")
+    page.keyboard.press("/")
+    page.keyboard.type("encoder.conv2")
+    expect(page.locator("g.node.found")).to_have_count(1)
+    page.keyboard.press("Enter")
+    expect(page.locator("aside.layer h2")).to_have_text("encoder.conv2")
+
+
+def test_the_keyboard_is_enough(page: Page, files: Path) -> None:
+    """The arrows change the step, g and o the tab, and Enter opens the layer of a node that has the focus."""
+    opened(page, files / "healthy.html")
+    before = page.locator("output").inner_text()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("output")).not_to_have_text(before)
+    page.keyboard.press("g")
+    node = page.locator("g.node", has=page.locator("text.title", has_text="head"))
+    expect(node).to_have_count(1)
+    node.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("aside.layer h2")).to_have_text("head")
+    page.keyboard.press("o")
+    expect(page.locator(".strip")).to_be_visible()
+
+
+def test_two_runs_lie_over_each_other(page: Page, files: Path) -> None:
+    """Charts have a line for each run, named in a legend."""
+    opened(page, files / "both.html", "#layer=head")
+    legend = page.locator("aside.layer .legend").first
+    expect(legend.locator("i")).to_have_count(2)
+
+
+def test_a_hostile_name_is_text(page: Page, tmp_path: Path) -> None:
+    """A name made of HTML is shown as it is and runs nothing."""
+    name = "<img src=x onerror=document.title='gone'>\"'&lt;</script>"
+    run = written(tmp_path, [[1.0, 2.0], [1.0, 3.0]], [name, "b"])
+    path = tmp_path / "page.html"
+    path.write_text(page_html(page_data({name: run}), name), encoding="utf-8")
+    opened(page, path)
+    assert page.title() == name
+    page.locator(".strip .names button").first.click()
+    expect(page.locator("aside.layer h2")).to_have_text(name)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1400, 900), (2560, 1440)])
+def test_text_can_be_read(page: Page, files: Path, width: int, height: int) -> None:
+    """No text is smaller than 11 px, and nothing is wider than the window."""
+    page.set_viewport_size({"width": width, "height": height})
+    opened(page, files / "sick.html", "#layer=encoder.relu")
+    small = page.evaluate(
+        "[...document.querySelectorAll('.page *')].filter(each => each.childNodes.length"
+        " && [...each.childNodes].some(one => one.nodeType === 3 && one.textContent.trim())"
+        " && parseFloat(getComputedStyle(each).fontSize) < 11).map(each => each.outerHTML)"
+    )
+    assert small == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.set_viewport_size({"width": 1400, "height": 900})
