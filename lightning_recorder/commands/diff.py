@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, TextIO
 
 from lightning_recorder.commands.terminal import module, printable, table
+from lightning_recorder.names import site_title
 from lightning_recorder.recordings import Comparison, Difference, Divergence, Tolerance, compare, open_recording
 
 __all__ = ["run"]
@@ -75,13 +76,12 @@ def _stage(divergence: Divergence) -> str:
 
 def _site(divergence: Divergence) -> str:
     name, path = divergence.site
-    return module(name) + ("" if path == "out" else f" {printable(path)}")
+    return module(name) + printable(site_title("", path).removeprefix("(root)"))
 
 
 def _cause(found: Comparison, first: Divergence) -> str:
     """Return a note about the dtype of the first diverging site, if it differs between the runs."""
-    name, path = first.site
-    what = (name or "(root)") + ("" if path == "out" else f" {path}")
+    what = site_title(*first.site)
     for each in found.differences:
         if (each.kind, each.recorder, each.what) == ("dtype", first.recorder, what):
             return f": its dtype is {printable(each.one)} in A and {printable(each.other)} in B"

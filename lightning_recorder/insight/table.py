@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from lightning_recorder.names import is_input
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 
@@ -88,6 +89,24 @@ class SiteRecords:
     shapes: tuple[tuple[int, ...] | None, ...]
     values: Floats
     histogram: Callable[[Site], Histogram | None] = no_histogram
+
+    def split(self) -> tuple[Self, Self | None]:
+        """Return the record without the inputs of modules, and the record of the inputs alone, if there are any.
+
+        The rules compare outputs with each other.
+        """
+        are_inputs = np.array([is_input(site.path) and self.group != "parameters" for site in self.sites], dtype=bool)
+        return (self._part(~are_inputs), self._part(are_inputs)) if are_inputs.any() else (self, None)
+
+    def _part(self, chosen: NDArray[np.bool_]) -> Self:
+        places = np.flatnonzero(chosen).tolist()
+        return replace(
+            self,
+            sites=tuple(self.sites[place] for place in places),
+            dtypes=tuple(self.dtypes[place] for place in places),
+            shapes=tuple(self.shapes[place] for place in places),
+            values=self.values[chosen],
+        )
 
     @classmethod
     def of(cls, found: Mapping[Site, Observed], *, group: str, recorder: str, stage: str, step: int) -> Self:
@@ -203,6 +222,10 @@ class Table:
         values = self.get(statistic)[:, self.places[site]]
         known = ~np.isnan(values)
         return values[known], np.array(self.steps, dtype=np.int64)[known]
+
+    def dtype(self, site: Site) -> str:
+        """Return the dtype of a site, such as ``"float32"``; an empty string if it is unknown."""
+        return self.dtypes[self.places[site]] or ""
 
     def histograms(self, site: Site) -> list[Histogram]:
         """Return the histograms of a site in the last two records of its recorder, as far as they exist."""

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from lightning_recorder.errors import warn
-from lightning_recorder.names import make_tag
+from lightning_recorder.names import is_input, make_tag
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics.sites import SHOWN_STATISTICS, Record, SiteStatistics
 from lightning_recorder.taps import Site
@@ -142,7 +142,7 @@ class TagBudget:
         """Return the modules with unusual statistics, the most unusual first."""
         kinds: dict[str, list[Site]] = defaultdict(list)
         for site in found:
-            kinds[site.path if self._by_path else ""].append(site)
+            kinds[site.path if self._by_path else "in" if is_input(site.path) else ""].append(site)
         degrees: dict[str, float] = {}
         for sites in kinds.values():
             for site, degree in zip(sites, _outlier_degrees([found[site] for site in sites]), strict=True):

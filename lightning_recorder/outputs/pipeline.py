@@ -17,6 +17,7 @@ from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.receipt import ReceiptFacts, ReceiptWriter
 from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
+from lightning_recorder.recordings.vectors import pack_vectors
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
 from lightning_recorder.statistics.run_recorder import RunRecorder
 from lightning_recorder.statistics.sites import Record, SiteStatistics
@@ -314,6 +315,7 @@ class RecordFile(RecordConsumer):
     def __init__(self, directory: Path, label: str, *, group: str, name: str = "", ranks: int = 1) -> None:
         self._writer = RecordWriter(records_path(directory, label))
         self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
+        self._group = group
         self._is_backward = group == "gradients"
         self._has_begun = False
         self._header_bytes = 0  # written once, so they are no part of the bytes per record
@@ -333,8 +335,21 @@ class RecordFile(RecordConsumer):
             self._begin()
             self._header_bytes = self._writer.written_bytes
         sites = record.in_order_of_execution(found, backward=self._is_backward)
-        fields = {name: getattr(record, name) for name in _FIELDS}
+        fields = {name: getattr(record, name) for name in _FIELDS} | self._calls(record, sites)
+        if vectors := pack_vectors([found[site].tensors for site in sites]):
+            fields["vectors"] = vectors
         self._writer.write(fields, (_site_record(site, found[site]) for site in sites))
+
+    def _calls(self, record: Record, sites: list[Site]) -> dict[str, Any]:
+        """Return the number of tensors of each site, and their order if it is not that of the sites."""
+        calls = record.snapshot.calls
+        if not calls or self._group == "parameters":
+            return {}
+        places = {site: place for place, site in enumerate(sites)}
+        seen = reversed(list(calls)) if self._is_backward else calls
+        order = [places[site] for site in seen if site in places]
+        about: dict[str, Any] = {"calls": [calls.get(site, 0) for site in sites]}
+        return about if order == sorted(order) else {**about, "order": order}
 
 
 def _site_record(site: Site, seen: SiteStatistics) -> SiteRecord:

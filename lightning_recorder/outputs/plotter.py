@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing_extensions import override
 
 from lightning_recorder.outputs.pipeline import RecordConsumer
+from lightning_recorder.outputs.tensor_pictures import TensorPictures
 from lightning_recorder.plots import History, overview
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.statistics.sites import Record, SiteStatistics
@@ -37,7 +38,8 @@ class Plotter(RecordConsumer):
         group: The kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         tags: The first part of the tags, by default the group.
         every: Draw after every ``every``-th record instead.
-        max_images: The maximum number of plots of single sites over time.
+        max_images: The maximum number of plots of single sites over time, and of pictures of statistics of more than
+            one number.
         show: A callback that receives the step and the images by tag. It returns the number of bytes written, or None
             if they are not counted.
 
@@ -62,6 +64,7 @@ class Plotter(RecordConsumer):
         self._max_images = max_images
         self._show = show
         self._histories: dict[str, History] = {}
+        self._tensors = TensorPictures(max_images)
         self._left_out: set[Site] = set()
         self._records = self._drawn = 0
         self._step = 0
@@ -86,6 +89,7 @@ class Plotter(RecordConsumer):
                 self._left_out |= set(of_part) - set(of_part[::every])
             kept = [site for site in of_part if site not in self._left_out]
             self._histories[part].add(record.step, {site: (found[site].scalars, found[site].bins) for site in kept})
+        self._tensors.add(record.step, sites, found)
         self._records += 1
         self._step = record.step
         if self._is_due(self._records):
@@ -126,6 +130,7 @@ class Plotter(RecordConsumer):
         for part, history in self._histories.items():
             group = part.replace(self._group, self._tags, 1)
             images |= overview(history, group=group, statistics=_HEAT_MAPS[part], max_images=self._max_images)
+        images |= self._tensors.draw(self._group, self._tags)
         written = self._show(self._step, images)
         self._drawings += 1
         if written is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_recorder.errors import ArgumentError, check_number
+from lightning_recorder.names import site_title
 from lightning_recorder.recordings.divergence import Divergence, SeriesPair, SiteDivergence, Tolerance
 from lightning_recorder.recordings.recording import Run
 from lightning_recorder.recordings.series import Series
@@ -210,8 +211,7 @@ def _only(kind: str, label: str, one: Iterable[str], other: Iterable[str]) -> It
 
 
 def _site_name(site: tuple[str, str]) -> str:
-    name, path = site
-    return (name or "(root)") + ("" if path == "out" else f" {path}")
+    return site_title(*site)
 
 
 def _shown(value: str | tuple[int, ...]) -> str:

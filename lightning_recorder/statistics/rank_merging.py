@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.statistics.packing import Key, MergedStates, SharedReduction, StatePacking, States
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import Snapshot
+from lightning_recorder.statistics.user_states import UserSnapshot, merge_snapshots
 from lightning_recorder.taps import Site
 
 __all__ = ["Exchange", "Merged", "RankMergingRecorder"]
@@ -174,6 +177,24 @@ class Exchange:
             dist.all_gather(answers, tensor)
         return torch.stack(answers)
 
+    def gather_on_first(self, value: object) -> list[Any]:
+        """Return the values of all ranks on the first rank, and an empty list on the others.
+
+        A value that cannot be pickled is None.
+
+        Raises:
+            RuntimeError: If the ranks can no longer communicate.
+        """
+        try:
+            packed = pickle.dumps(value)
+        except Exception as error:  # noqa: BLE001 - pickling an object may raise anything; the other ranks wait
+            warn(f"results of rank {self.rank} are not merged, because they cannot be pickled: {describe_error(error)}")
+            packed = pickle.dumps(None)
+        found: list[Any] = [None] * self.ranks if self.rank == 0 else []
+        with self._closing_on_error():
+            dist.gather_object(packed, found if self.rank == 0 else None, dst=0)
+        return [pickle.loads(each) for each in found]
+
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
         """Close the exchange if a transfer in the block fails."""
@@ -282,17 +303,30 @@ class RankMergingRecorder:
         exchange = None if alone else self.exchange
         if exchange is None or not exchange.is_open:
             return Merged(self._snapshot("cpu") if self._is_first else None, [list(numbers)])
-        merged = exchange.merge(
-            self._snapshot(exchange.device), copies=self.recorder.replicated, numbers=numbers, scope=scope
-        )
+        own = self._snapshot(exchange.device)
+        merged = exchange.merge(own, copies=self.recorder.replicated, numbers=numbers, scope=scope)
         if merged.error is not None:
             with self.contained():
                 raise merged.error
+        if self.recorder.states.users:
+            merged = replace(merged, snapshot=self._with_users(exchange, own, merged.snapshot))
         new = set(merged.absent) - self._absent_ranks
         if new and self._is_first:
             warn(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
         self._absent_ranks |= new
         return merged
+
+    def _with_users(self, exchange: Exchange, own: Snapshot | None, merged: Snapshot | None) -> Snapshot | None:
+        """Merge the results of the user's functions and metrics into the snapshot of the first rank."""
+        sent = None if own is None else [each.payload for each in own.users]
+        gathered = [each for each in exchange.gather_on_first(sent) if each is not None]
+        if merged is None or not gathered:
+            return merged
+        users: list[UserSnapshot] = []
+        with self.contained():
+            for place, reduction in enumerate(self.recorder.states.users):
+                users.append(merge_snapshots(reduction, [each[place] for each in gathered]))
+        return replace(merged, users=users)
 
     def _snapshot(self, device: Device | str) -> Snapshot | None:
         snapshot = None

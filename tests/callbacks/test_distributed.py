@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -32,6 +33,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_recorder import (
     ActivationRecorder,
+    BackwardInput,
+    BackwardOutput,
+    ForwardOutput,
+    ForwardPre,
     GradientRecorder,
     GraphRecorder,
     MemorySink,
@@ -42,8 +47,9 @@ from lightning_recorder import (
     open_recording,
     read_dump,
 )
-from lightning_recorder.reductions import Change, Reduction, Statistics, Values, to_histogram
+from lightning_recorder.reductions import Change, ChannelMoments, Norms, Reduction, Statistics, Values, to_histogram
 from lightning_recorder.statistics import SHOWN_STATISTICS, BaseStatisticsRecorder
+from lightning_recorder.tensors import Recorder
 from tests.callbacks.models import LEAVES, Classifier, digits
 from tests.reductions.reference import Moments, values_of
 
@@ -168,6 +174,57 @@ def merged(folder: Path) -> dict[str, Any]:
     return {**written(sink), "kept": model.kept, "final": state_of(model), "bare": state_of(bare)}
 
 
+def rows(total: Tensor, new: Tensor) -> Tensor:
+    """Sum the rows of all batches; unknown to be associative."""
+    return total.sum(0, keepdim=True) + new.sum(0, keepdim=True)
+
+
+USER: dict[str, Any] = {
+    "peak": torch.maximum,
+    "total": torch.add,
+    "rows": rows,
+    "average": torchmetrics.MeanMetric,
+    "all": torchmetrics.CatMetric,
+    "norms": Norms,
+    "channels": ChannelMoments(-1),
+}
+
+
+class Kept(Callback):
+    """Keeps the inputs and outputs of a module, and their gradients, at each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, list[Tensor]]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        kinds: dict[str, type[Recorder]]
+        kinds = {"in": ForwardPre, "out": ForwardOutput, "in.grad": BackwardInput, "out.grad": BackwardOutput}
+        self.below = {name: kind().select(pl_module, "head") for name, kind in kinds.items()}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps.append({name: [each.clone() for each in below["head"]] for name, below in self.below.items()})
+        for below in self.below.values():
+            below.reset()
+
+
+@scenario
+def user_reductions(folder: Path) -> dict[str, Any]:
+    """Record inputs, outputs and their gradients with reductions of the user, at every step, with accumulation."""
+    seen: dict[str, Any] = {}
+    options: dict[str, Any] = {"tensors": ["inputs", "outputs"], "extra": USER, "every_n_train_steps": 1}
+    recorders = [
+        kind("head", outputs=Outputs(plots=False), **options) for kind in (ActivationRecorder, GradientRecorder)
+    ]
+    kept = Kept()
+    train(folder, [*recorders, kept], accumulate_grad_batches=STEPS)
+    if this_rank() == 0:
+        for recorder in recorders:
+            for site, found in recorder.latest.items():
+                path = site.path.partition("[")[0] + (".grad" if recorder.group == "gradients" else "")
+                seen[path] = {**found.scalars, **found.tensors}
+    return {"seen": seen, "kept": kept.steps}
+
+
 COLLECTIVES = [
     name
     for name in (
@@ -250,7 +307,7 @@ def one_sided(folder: Path) -> dict[str, Any]:
     rows, batches = (4, 12)[rank], (2, 3)[rank]
     train(
         folder,
-        [watching(sink, stages=["train", "validate"])],
+        [watching(sink, schedule=Schedule(stages=["train", "validate"]))],
         OneSided(),
         loader=digits(STEPS, rows),
         validation=digits(batches, rows),
@@ -271,7 +328,7 @@ def shapes(folder: Path) -> dict[str, Any]:
 def stage_shapes(folder: Path) -> dict[str, Any]:
     """Use the same reduction when training and two validations have different batch sizes."""
     sink = MemorySink()
-    recorder = watching(sink, "head", stages=["train", "validate"], extra=[Change()])
+    recorder = watching(sink, "head", schedule=Schedule(stages=["train", "validate"]), extra=[Change()])
     train(folder, [recorder], validation=[digits(4, 4), digits(4, 2)])
     return written(sink)
 
@@ -500,7 +557,7 @@ def windows(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for reduce in 2, "epoch":
         sink = MemorySink()
-        recorder = watching(sink, "squash", reduce=reduce, stages=["train", "validate"])
+        recorder = watching(sink, "squash", reduce=reduce, schedule=Schedule(stages=["train", "validate"]))
         train(folder, [recorder], validation=digits(4, 4), max_epochs=2)
         found[str(reduce)] = sink.scalars
     return found
@@ -509,7 +566,9 @@ def windows(folder: Path) -> dict[str, Any]:
 @scenario
 def evaluated(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
-    trainer_of(folder, [watching(sink, "squash", stages=["test"])]).test(Net(), digits(4, 4), verbose=False)
+    trainer_of(folder, [watching(sink, "squash", schedule=Schedule(stages=["test"]))]).test(
+        Net(), digits(4, 4), verbose=False
+    )
     return written(sink)
 
 
@@ -561,7 +620,7 @@ def empty_share(folder: Path) -> dict[str, Any]:
     validation = digits(2, 4) if this_rank() == 0 else DataLoader(nothing)
     train(
         folder,
-        [watching(sink, "squash", stages=["train", "validate"])],
+        [watching(sink, "squash", schedule=Schedule(stages=["train", "validate"]))],
         model,
         loader=digits(STEPS, ROWS),
         validation=validation,
@@ -662,7 +721,7 @@ HEALTHY = (
     "merged", "transfers", "one_sided", "shapes", "unused", "sharded", "windows", "evaluated", "budgeted", "resumed",
     "switched_off", "other_modules", "shifted", "negated", "spoilt", "stage_shapes", "own_reduction", "local_reduction",
     "broken_attach_0", "broken_attach_1", "broken_snapshot_0", "broken_snapshot_1", "broken_reset_0", "broken_reset_1",
-    "ddp",
+    "ddp", "user_reductions",
 )  # fmt: skip
 SPAWNED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
@@ -894,6 +953,40 @@ def test_a_reduction_of_the_user_is_merged(pair: Path, name: str) -> None:
     for step in range(STEPS):
         expected = 2 * math.fsum(values_of(union(results, "squash", step)))
         assert results[0]["scalars"]["activations/squash/scaled_sum"][step] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("path", ["in", "out", "in.grad", "out.grad"])
+def test_results_of_the_user_are_merged(pair: Path, path: str) -> None:
+    """Results of both ranks are those of all tensors, and a function that may not be associative has rank 0's.
+
+    One warning per recorder, when the fit starts, names that function.
+    """
+    results, warned = outcome(pair, "user_reductions")
+    assert [len(each) for each in warned] == [2, 0]
+    assert all("records the results of rows (" in each for each in warned[0])
+    seen = results[0]["seen"][path]
+    ranks = [[tensor for step in result["kept"] for tensor in step[path]] for result in results]
+    scales = (STEPS, STEPS / 2) if path.endswith("grad") else (1,)  # of each rank's own loss, or of the global one
+    whole = [tensor.double() for tensors in ranks for tensor in tensors]
+    assert len(whole) == 2 * STEPS
+    joined = torch.cat(whole)
+    expected = {
+        "peak": torch.stack(whole).amax(0),
+        "total": torch.stack(whole).sum(0),
+        "rows": torch.cat(ranks[0]).double().sum(0, keepdim=True),
+        "all": joined,
+        "average": joined.mean(),
+        "l2_norm": joined.norm(),
+        "abs_max": joined.abs().max(),
+        "channel_mean": joined.mean(0),
+        "channel_rms": joined.square().mean(0).sqrt(),
+    }
+    found = {name: torch.as_tensor(seen[name], dtype=torch.float64) for name in expected}
+
+    def fits(scale: float) -> bool:
+        return all(torch.allclose(found[name], scale * value, 1e-5, 1e-7) for name, value in expected.items())
+
+    assert any(map(fits, scales))
 
 
 def test_unused_parameters_change_nothing(pair: Path) -> None:
