@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError, check_callable, check_integer, warn
 from lightning_recorder.reductions.base import Reduction
@@ -365,8 +365,11 @@ class _MetricAccumulator(_ComputedAccumulator):
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
         self._metric.persistent(True)
-        # Computing the result on one rank must not wait for the others.
-        self._metric.sync_on_compute = False
+        # Computing the result on one rank must not wait for the others, also in metrics inside this one. torchmetrics
+        # reads ``sync_on_compute`` only at construction and in ``forward``.
+        inner = self._metric.modules() if isinstance(self._metric, nn.Module) else [self._metric]
+        for each in inner:
+            each.sync_on_compute = each._to_sync = False
 
     def reset(self) -> None:
         self._replaced = ()

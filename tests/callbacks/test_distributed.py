@@ -757,7 +757,7 @@ def outcome(folder: Path, name: str) -> tuple[list[Any], list[list[str]]]:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the results of all scenarios that end normally."""
     folder = tmp_path_factory.mktemp("pair")
-    code, log = go(folder, *HEALTHY, timeout_s=120.0)
+    code, log = go(folder, *HEALTHY, timeout_s=180.0)
     assert code == 0, log[-3000:]
     return folder
 
