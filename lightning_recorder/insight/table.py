@@ -95,17 +95,18 @@ class SiteRecords:
 
         The rules compare outputs with each other.
         """
-        are_inputs = np.array([is_input(site.path) and self.group != "parameters" for site in self.sites], dtype=bool)
-        return (self._part(~are_inputs), self._part(are_inputs)) if are_inputs.any() else (self, None)
+        inputs = [place for place, site in enumerate(self.sites) if site.path[:2] == "in" and is_input(site.path)]
+        if not inputs or self.group == "parameters":
+            return self, None
+        return self._part([place for place in range(len(self.sites)) if place not in inputs]), self._part(inputs)
 
-    def _part(self, chosen: NDArray[np.bool_]) -> Self:
-        places = np.flatnonzero(chosen).tolist()
+    def _part(self, places: list[int]) -> Self:
         return replace(
             self,
             sites=tuple(self.sites[place] for place in places),
             dtypes=tuple(self.dtypes[place] for place in places),
             shapes=tuple(self.shapes[place] for place in places),
-            values=self.values[chosen],
+            values=self.values[places],
         )
 
     @classmethod

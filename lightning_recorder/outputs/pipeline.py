@@ -345,11 +345,15 @@ class RecordFile(RecordConsumer):
         calls = record.snapshot.calls
         if not calls or self._group == "parameters":
             return {}
+        seen, numbers = list(calls), list(calls.values())
+        if self._is_backward:
+            seen.reverse()
+            numbers.reverse()
+        if seen == sites:  # the common case
+            return {"calls": numbers}
         places = {site: place for place, site in enumerate(sites)}
-        seen = reversed(list(calls)) if self._is_backward else calls
         order = [places[site] for site in seen if site in places]
-        about: dict[str, Any] = {"calls": [calls.get(site, 0) for site in sites]}
-        return about if order == sorted(order) else {**about, "order": order}
+        return {"calls": [calls.get(site, 0) for site in sites], "order": order}
 
 
 def _site_record(site: Site, seen: SiteStatistics) -> SiteRecord:
