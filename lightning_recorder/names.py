@@ -15,11 +15,14 @@ __all__ = [
     "compile_glob",
     "corrected_glob",
     "default_modules",
+    "is_input",
     "is_metric",
     "is_never_called",
     "make_tag",
     "named_submodules",
     "own_parameters",
+    "site_title",
+    "split_call",
 ]
 
 # Segments that torch.compile, FSDP and checkpoint_wrapper insert into the names of the modules that they wrap.
@@ -250,6 +253,33 @@ def _steps(part: str, places: set[str], children: dict[str, dict[str, str]]) -> 
             yield meant, apart, {name for child, name in below if child == meant}
 
 
+def split_call(path: str) -> tuple[str, str]:
+    """Split the number of the module's call from the path of a tensor.
+
+    Example:
+        >>> split_call("out[0]#2"), split_call("out")
+        (('out[0]', '#2'), ('out', ''))
+    """
+    inner, mark, number = path.rpartition("#")
+    return (inner, mark + number) if mark and number.isdecimal() else (path, "")
+
+
+def is_input(path: str) -> bool:
+    """Return True for the path of an input of a module, such as ``in[0]`` or ``in.mask``."""
+    return path == "in" or path.startswith(("in[", "in."))
+
+
+def site_title(name: str, path: str) -> str:
+    """Return the title of a site in pictures and messages.
+
+    Example:
+        >>> site_title("head", "out"), site_title("head", "in.mask"), site_title("act", "out#2"), site_title("", "out")
+        ('head', 'head in.mask', 'act#2', '(root)')
+    """
+    inner, call = split_call(path)
+    return (name or "(root)") + call + ("" if inner == "out" else f" {inner}")
+
+
 @lru_cache(maxsize=1 << 15)  # the same tags recur in every record
 def make_tag(group: str, name: str, path: str, statistic: str = "") -> str:
     """Return the tag of a site's statistic.
@@ -259,7 +289,8 @@ def make_tag(group: str, name: str, path: str, statistic: str = "") -> str:
     Args:
         group: ``activations``, ``gradients``, …; TensorBoard groups its page by it.
         name: The module's dotted name; the root, whose name is empty, becomes ``(root)``.
-        path: The tensor's path; ``out``, the whole output, is omitted.
+        path: The tensor's path; ``out``, the whole output, is omitted. A number at its end, as in ``out#2``, is that
+            of the call of the module, and moves to the end of the name.
         statistic: The statistic's name; if empty, the result is the tag of the site.
 
     Example:
@@ -267,9 +298,13 @@ def make_tag(group: str, name: str, path: str, statistic: str = "") -> str:
         'activations/encoder.conv1/mean'
         >>> make_tag("gradients", "encoder.lstm", "out[1][0]", "rms")
         'gradients/encoder.lstm/out[1][0]/rms'
+        >>> make_tag("activations", "blocks.0.act", "in[0]#2", "rms")
+        'activations/blocks.0.act#2/in[0]/rms'
     """
-    inner = "" if path == "out" else path
+    inner, call = split_call(path)
+    named = (name or "(root)") + call
     # A slash in a name would open another level on the page.
-    tag = "/".join(part.replace("/", "_") for part in (group, name or "(root)", inner, statistic) if part)
+    parts = (group, named, "" if inner == "out" else inner, statistic)
+    tag = "/".join(part.replace("/", "_") for part in parts if part)
     # A lone surrogate is a valid attribute name in Python but not valid text in a file.
     return tag.encode("utf-8", "replace").decode("utf-8")

@@ -14,6 +14,7 @@ from lightning_recorder.errors import (
     RecordingError,
     check_callable,
     check_integer,
+    check_some,
     describe_call,
     did_you_mean,
     imported,
@@ -21,7 +22,15 @@ from lightning_recorder.errors import (
 from lightning_recorder.portable import Portable, unwrap
 from lightning_recorder.signatures import repr_of_changed, with_checked_arguments
 
-__all__ = ["Reduce", "Sampling", "Schedule", "check_overhead", "check_reduce", "ends_window"]
+__all__ = ["STAGE_SYNONYMS", "Reduce", "Sampling", "Schedule", "check_overhead", "check_reduce", "ends_window"]
+
+_STAGES = ("train", "validate", "test", "predict")
+
+STAGE_SYNONYMS = {
+    "fit": "train", "training": "train", "val": "validate", "valid": "validate", "validation": "validate",
+    "eval": "validate", "testing": "test", "prediction": "predict", "inference": "predict", "example_input": "example",
+}  # fmt: skip
+"""Synonyms of the stages, including the names that Lightning uses."""
 
 Reduce = int | Literal["step", "epoch"]
 """The span of one record: each recorded step, a window of the given number of steps, or an epoch."""
@@ -44,6 +53,9 @@ class Schedule:
             last, may be called more than once per step, and must return the same value on all ranks.
         max_overhead: The maximum fraction of training time that recording may take, such as 0.02. If it takes more, the
             recording interval is increased, and the change is logged.
+        stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
+            is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
+            recorded. Used by :class:`~lightning_recorder.ActivationRecorder` only.
 
     Raises:
         ArgumentError: If an argument has an invalid value; names the argument.
@@ -58,6 +70,7 @@ class Schedule:
     step_window: Sequence[int] | None = None
     when: Callable[[int], object] | str | None = None
     max_overhead: float | None = None
+    stages: str | Sequence[Literal["train", "validate", "test", "predict"]] = ("train",)
 
     def __post_init__(self) -> None:
         check_integer("every_n_epochs", self.every_n_epochs, 1)
@@ -69,6 +82,8 @@ class Schedule:
             check_callable("when", self.when, "step", " that returns whether to record the step")
         if self.max_overhead is not None:
             check_overhead(self.max_overhead)
+        chosen = check_some("stages", self.stages, _STAGES, STAGE_SYNONYMS)
+        object.__setattr__(self, "stages", tuple(stage for stage in _STAGES if stage in chosen))
 
     def __repr__(self) -> str:
         return repr_of_changed(self)

@@ -50,7 +50,7 @@ _SYNONYMS = {
 
 _PARTS = {
     "quantiles": ("statistics", 'statistics=[…, "quantile_0.99"]'),
-    "histogram_sample": ("histograms", "histograms=…"),
+    "histogram_sample": ("outputs", "outputs=Outputs(histograms=…)"),
 }
 """Words for a part of another argument: the argument, and the code to write."""
 

@@ -65,11 +65,11 @@ class RecorderTab(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard ha
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
         return {"/index.js": self._index, "/page": self._answer, "/data": self._answer}
 
-    @Request.application
+    @Request.application  # type: ignore[arg-type]  # it also takes methods
     def _index(self, request: Request) -> Response:
         return Response(_SCRIPT, content_type="application/javascript")
 
-    @Request.application
+    @Request.application  # type: ignore[arg-type]  # it also takes methods
     def _answer(self, request: Request) -> Response:
         try:
             page = self._opened()

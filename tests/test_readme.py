@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 import lightning_recorder
-from lightning_recorder import ActivationRecorder, GraphRecorder, Outputs, sinks
+from lightning_recorder import ActivationRecorder, GraphRecorder, Outputs, Schedule, sinks
 from tests.callbacks.models import Classifier, digits
 
 README = Path(lightning_recorder.__file__).parent.parent / "README.md"
@@ -42,7 +42,7 @@ def test_a_block_runs_as_printed(block: str, tmp_path: Path, monkeypatch: pytest
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`max_epochs` was not set")  # by snippets that do not train
         if OPENED in block:
-            recorder = ActivationRecorder(stages=["train", "validate"], outputs=Outputs(plots=False))
+            recorder = ActivationRecorder(schedule=Schedule(stages=["train", "validate"]), outputs=Outputs(plots=False))
             trainer = quiet(callbacks=[recorder, GraphRecorder(formats=[])])
             trainer.fit(namespace["model"], namespace["loader"], digits(2))
         exec(compile(block, str(README), "exec"), namespace)

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS
 from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
-from lightning_recorder.errors import check_some
+from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS
+from lightning_recorder.callbacks.tensors import TensorsCallback
 from lightning_recorder.internals.compiled import compiled_modules
-from lightning_recorder.reductions import Reduction
+from lightning_recorder.reductions.user import Extra
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
-from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
-from lightning_recorder.taps import OutputTap
+from lightning_recorder.statistics import BaseStatisticsRecorder
+from lightning_recorder.taps import InputTap, OutputTap
 
 __all__ = ["ActivationRecorder"]
 
-_STAGES = ("train", "validate", "test", "predict")
 
-
-class ActivationRecorder(StatisticsCallback):
-    """Records statistics of module outputs on sampled training steps and writes them to every logger of the trainer.
+class ActivationRecorder(TensorsCallback):
+    """Records statistics of module outputs, and on request inputs, on sampled steps for every logger of the trainer.
 
     By default, it records every leaf module and every module that owns parameters (see
     :class:`~lightning_recorder.Selection`), on the first step and then whenever ``self.log`` logs. The tags are
@@ -49,18 +46,20 @@ class ActivationRecorder(StatisticsCallback):
             :class:`~lightning_recorder.Schedule`.
         reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
             recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
-        stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
-            is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
-            recorded. By default, the first batches of validations, at most one of a hundred, are recorded for the
-            findings and the record file.
+        tensors: The tensors of a module to record: any of ``"inputs"`` and ``"outputs"``. Inputs are those before the
+            call, positional or by keyword, also in nested containers; their tags are ``activations/<module>/in[0]/…``
+            and ``activations/<module>/in.mask/…``.
+        per_call: Keep the calls of a module that is called several times in a batch apart. The tags of its second call
+            are ``activations/<module>#2/…``. By default, all calls are merged.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
             single rank. Quantiles are estimated from the histogram.
-        histograms: True writes histograms of all values. A number n counts a fixed sample of at most n values of each
-            tensor, one from each of n equal parts; it is faster but approximate. False writes none.
-        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
-            statistics are shown; other statistics are in the dumps and in ``latest``.
+        extra: Further reductions of the same tensors, computed with torch operations: a reduction of this package, such
+            as ``Norms()``; a ``torchmetrics.Metric``; a function of the previous result, initially the first tensor,
+            and the next tensor, such as ``torch.maximum``; the import path of one; or a list, or a mapping from names
+            to these. Results that are one number are shown as scalars, vectors as heat maps over the steps, matrices
+            and images as pictures. See the README for the merging of ranks.
         outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
@@ -85,6 +84,7 @@ class ActivationRecorder(StatisticsCallback):
     """
 
     group = "activations"
+    unused: ClassVar = {"max_bytes": ""}
 
     @checked_arguments
     def __init__(
@@ -96,18 +96,17 @@ class ActivationRecorder(StatisticsCallback):
         every_n_train_steps: int | None = None,
         schedule: Schedule = Schedule(),
         reduce: int | Literal["step", "epoch"] = "step",
-        stages: str | Sequence[Literal["train", "validate", "test", "predict"]] = ("train",),
+        tensors: str | Sequence[Literal["inputs", "outputs"]] = ("outputs",),
+        per_call: bool = False,
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        histograms: bool | int = True,
-        extra: Reduction | Sequence[Reduction] = (),
+        extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
         outputs: Outputs = Outputs(),
         compiled: Literal["eager", "skip"] = "eager",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
     ) -> None:
-        chosen = check_some("stages", stages, _STAGES, STAGE_SYNONYMS)
-        self._stages = tuple(stage for stage in _STAGES if stage in chosen)
+        self._choose_tensors(tensors, per_call)
         super().__init__(
             names,
             types=types,
@@ -116,7 +115,6 @@ class ActivationRecorder(StatisticsCallback):
             schedule=schedule,
             reduce=reduce,
             statistics=statistics,
-            histograms=histograms,
             extra=extra,
             outputs=outputs,
             compiled=compiled,
@@ -128,7 +126,7 @@ class ActivationRecorder(StatisticsCallback):
     @property
     @override
     def stages(self) -> tuple[str, ...]:
-        return self._stages
+        return tuple(self.sampling.stages)
 
     @override
     def _samples_validation(self, trainer: Trainer, pl_module: LightningModule) -> bool:
@@ -137,6 +135,4 @@ class ActivationRecorder(StatisticsCallback):
 
     @override
     def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
-        recorder = StatisticsRecorder(modules, OutputTap, **self.options)
-        recorder.tap.eager = self.compiled == "eager"
-        return recorder
+        return self._tapping(modules, {"inputs": InputTap, "outputs": OutputTap})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_recorder.errors import ArgumentError, check_integer, did_you_mean
 from lightning_recorder.reductions import DeadChannels, HigherMoments, Norms, Reduction
+from lightning_recorder.reductions.user import UserReduction, as_reductions
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import SHOWN_STATISTICS
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from lightning_recorder.callbacks.statistics import StatisticsCallback
 
 __all__ = [
-    "STAGE_SYNONYMS",
     "check_compiled",
     "check_name",
     "check_names",
@@ -32,12 +32,6 @@ __all__ = [
 ]
 
 _LONGEST_NAME = 200  # bytes; a file name may have 255, including the name of a checkpoint as its prefix
-
-STAGE_SYNONYMS = {
-    "fit": "train", "training": "train", "val": "validate", "valid": "validate", "validation": "validate",
-    "eval": "validate", "testing": "test", "prediction": "predict", "inference": "predict", "example_input": "example",
-}  # fmt: skip
-"""Synonyms of the stages, including the names that Lightning uses."""
 
 _STATISTIC_SYNONYMS = {
     "sd": "std", "stddev": "std", "variance": "std", "var": "std", "average": "mean", "avg": "mean", "sparsity":
@@ -77,7 +71,7 @@ def _quantile(name: object) -> float | None:
 def _where_it_is(name: object) -> str:
     """Return the end of an error message: a hint on how to get a statistic that ``statistics`` does not accept."""
     if name == "histogram":
-        return ": histograms=True or False chooses those"
+        return ": outputs=Outputs(histograms=True) or False chooses those"
     if isinstance(name, str) and name.startswith(("quantile", "percentile")):
         return ": 'quantile_0.99' shows the value below which 99 % of the values are"
     meant = did_you_mean(name, (*SHOWN_STATISTICS, "quantile_0.5"), _STATISTIC_SYNONYMS)
@@ -101,18 +95,13 @@ def checked_histograms(given: object) -> tuple[bool, int | None]:
     return True, given
 
 
-def checked_reductions(given: object) -> tuple[Reduction, ...]:
+def checked_reductions(given: object) -> tuple[Reduction | UserReduction, ...]:
     """Return the extra reductions as a tuple.
 
     Raises:
-        ArgumentError: If one of them is not an instance of :class:`Reduction`.
+        ArgumentError: If one of them is no reduction, no metric and no function of two arguments.
     """
-    found = (given,) if isinstance(given, (Reduction, type)) else _listed("extra", given)
-    for each in found:
-        if not isinstance(each, Reduction):
-            called = f"the class {each.__name__}: write {each.__name__}()" if isinstance(each, type) else repr(each)
-            raise ArgumentError(f"extra takes reductions, which are instances of Reduction, got {called}")
-    return found
+    return tuple(as_reductions(given))
 
 
 def check_compiled(value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from torch import nn
@@ -43,7 +44,8 @@ def default_recorders(
         exclude: Names or globs of modules to leave out.
         every_n_train_steps: Record the first optimizer step and then every n-th one. Defaults to
             ``Trainer(log_every_n_steps=…)``. The graph is recorded once.
-        schedule: Further conditions on the steps, and a limit on the overhead of each recorder.
+        schedule: Further conditions on the steps, and a limit on the overhead of each recorder. Its ``stages`` are
+            those of the activations.
         outputs: Record files, plots, dumps, uploads, and their limits.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps; ``"skip"`` leaves compiled
             code compiled and does not record it.
@@ -62,13 +64,14 @@ def default_recorders(
         Trainer(callbacks=default_recorders(every_n_train_steps=100))
     """
     sinks = list(sinks)
+    in_training = replace(schedule, stages=("train",))
     statistics = (
         kind(
             names,
             types=types,
             exclude=exclude,
             every_n_train_steps=every_n_train_steps,
-            schedule=schedule,
+            schedule=schedule if kind is ActivationRecorder else in_training,
             outputs=outputs,
             compiled=compiled,
             sinks=sinks,

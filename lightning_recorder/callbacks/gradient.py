@@ -10,23 +10,21 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_recorder.callbacks.output_options import Outputs
-from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
+from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS
+from lightning_recorder.callbacks.tensors import TensorsCallback
 from lightning_recorder.callbacks.trainer import averaged_ranks, gradient_factor
-from lightning_recorder.errors import ArgumentError, did_you_mean
-from lightning_recorder.reductions import Reduction
+from lightning_recorder.reductions.user import Extra
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics import BaseStatisticsRecorder, StatisticsRecorder
-from lightning_recorder.taps import OutputGradientTap
+from lightning_recorder.taps import InputGradientTap, OutputGradientTap
 
 __all__ = ["GradientRecorder"]
 
-LOSSES = ("global", "rank")
 
-
-class GradientRecorder(StatisticsCallback):
-    """Records the gradients of the loss with respect to module outputs, on sampled training steps.
+class GradientRecorder(TensorsCallback):
+    """Records the gradients of the loss with respect to module outputs, and on request inputs, on sampled steps.
 
     The loss is the one that ``training_step`` returned: the scale of a ``GradScaler`` and the division by the number of
     accumulated batches are undone. In distributed training, it is the mean of the losses of all ranks. The tags are
@@ -48,20 +46,25 @@ class GradientRecorder(StatisticsCallback):
             :class:`~lightning_recorder.Schedule`.
         reduce: The steps that are merged into one record. ``"step"``: each recorded step is a record. A number n: all
             recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
+        tensors: The tensors of a module to record: any of ``"inputs"`` and ``"outputs"``. Inputs are those before the
+            call, positional or by keyword, also in nested containers; their tags are ``gradients/<module>/in[0]/…``
+            and ``gradients/<module>/in.mask/…``. The gradient of an
+            input is the part that flows through the module.
+        per_call: Keep the calls of a module that is called several times in a batch apart. The tags of its second call
+            are ``gradients/<module>#2/…``. By default, all calls are merged.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
             single rank. Quantiles are estimated from the histogram.
-        histograms: True writes histograms of all values. A number n counts a fixed sample of at most n values of each
-            tensor, one from each of n equal parts; it is faster but approximate. False writes none.
-        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
-            statistics are shown; other statistics are in the dumps and in ``latest``.
+        extra: Further reductions of the same tensors, computed with torch operations: a reduction of this package, such
+            as ``Norms()``; a ``torchmetrics.Metric``; a function of the previous result, initially the first tensor,
+            and the next tensor, such as ``torch.maximum``; the import path of one; or a list, or a mapping from names
+            to these. Results that are one number are shown as scalars, vectors as heat maps over the steps, matrices
+            and images as pictures. See the README for the merging of ranks.
         outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
             and in the receipt; ``"skip"`` leaves compiled code compiled and does not record the modules in it.
-        loss: The loss of distributed training. ``"global"``: the mean of the losses of all ranks, as DDP and FSDP
-            optimize it. ``"rank"``: each rank's own loss, whose gradients are N times as large with N ranks.
         name: A name that distinguishes this callback from others of the same class. It is used in checkpoints, in the
             names of dumps and in the tags, which then begin with ``<group>-<name>``.
         sinks: Further sinks, in addition to the loggers of the trainer and the files in ``<log_dir>/recorder``.
@@ -74,10 +77,10 @@ class GradientRecorder(StatisticsCallback):
     Note:
         Gradients are captured by hooks on the output tensors. In-place modules and outputs that are dictionaries or
         dataclasses are therefore supported, and the gradients stay bitwise identical. If a backward pass runs twice in
-        a step, both runs are counted. With ``loss="global"``, N ranks record what one process does whose batch has the
-        batches of all ranks, if the loss is a mean over the batch and the ranks have batches of equal size. Otherwise
-        the gradients belong to the mean of the losses of the ranks, like those of the parameters. Everything else is
-        the same as for :class:`~lightning_recorder.ActivationRecorder`.
+        a step, both runs are counted. N ranks record what one process does whose batch has the batches of all ranks, if
+        the loss is a mean over the batch and the ranks have batches of equal size. Otherwise the gradients belong to
+        the mean of the losses of the ranks, like those of the parameters. Everything else is the same as for
+        :class:`~lightning_recorder.ActivationRecorder`.
 
     Example::
 
@@ -96,19 +99,17 @@ class GradientRecorder(StatisticsCallback):
         every_n_train_steps: int | None = None,
         schedule: Schedule = Schedule(),
         reduce: int | Literal["step", "epoch"] = "step",
+        tensors: str | Sequence[Literal["inputs", "outputs"]] = ("outputs",),
+        per_call: bool = False,
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        histograms: bool | int = True,
-        extra: Reduction | Sequence[Reduction] = (),
+        extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
         outputs: Outputs = Outputs(),
         compiled: Literal["eager", "skip"] = "eager",
-        loss: Literal["global", "rank"] = "global",
         name: str = "",
         sinks: Iterable[Sink] = (),
         strict: bool = False,
     ) -> None:
-        if loss not in LOSSES:
-            raise ArgumentError(f"loss must be 'global' or 'rank', got {loss!r:.80}{did_you_mean(str(loss), LOSSES)}")
-        self.loss = loss
+        self._choose_tensors(tensors, per_call)
         super().__init__(
             names,
             types=types,
@@ -117,7 +118,6 @@ class GradientRecorder(StatisticsCallback):
             schedule=schedule,
             reduce=reduce,
             statistics=statistics,
-            histograms=histograms,
             extra=extra,
             outputs=outputs,
             compiled=compiled,
@@ -128,15 +128,13 @@ class GradientRecorder(StatisticsCallback):
 
     @override
     def _make_recorder(self, modules: Mapping[str, nn.Module], stage: str) -> BaseStatisticsRecorder:
-        recorder = StatisticsRecorder(modules, OutputGradientTap, **self.options)
-        recorder.tap.eager = self.compiled == "eager"
-        return recorder
+        return self._tapping(modules, {"inputs": InputGradientTap, "outputs": OutputGradientTap})
 
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule, recorder: BaseStatisticsRecorder) -> None:
         if isinstance(recorder, StatisticsRecorder):
-            ranks = averaged_ranks(trainer) if self.loss == "global" else 1
-            recorder.factor = gradient_factor(trainer, pl_module, self.loss_scale.value) / ranks
+            factor = gradient_factor(trainer, pl_module, self.loss_scale.value)
+            recorder.factor = factor / averaged_ranks(trainer)
 
     @property
     @override

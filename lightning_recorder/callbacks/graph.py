@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_recorder.callbacks.arguments import STAGE_SYNONYMS
 from lightning_recorder.callbacks.base import RecorderCallback, fixed_in_run
 from lightning_recorder.callbacks.guard import guarded
 from lightning_recorder.callbacks.messages import (
@@ -36,6 +35,7 @@ from lightning_recorder.graph import Direction, Graph, GraphCapture, GraphvizSty
 from lightning_recorder.graph.renderers.graphviz import check_direction
 from lightning_recorder.outputs import GraphOutput
 from lightning_recorder.portable import Portable, unwrap
+from lightning_recorder.schedule import STAGE_SYNONYMS
 from lightning_recorder.signatures import checked_arguments
 from lightning_recorder.sinks import Sink
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
 
+from lightning_recorder.callbacks.arguments import checked_histograms
 from lightning_recorder.errors import check_bool, check_callable, check_integer, imported
 from lightning_recorder.outputs import (
     DrawingTime,
@@ -36,11 +37,14 @@ class Outputs:
     A :class:`~lightning_recorder.TensorDumper` uses only ``dump_when``, ``upload`` and the limits in bytes.
 
     Args:
+        histograms: True writes histograms of all values to the loggers. A number n counts a fixed sample of at most n
+            values of each tensor, one from each of n equal parts; it is faster but approximate. False writes none.
         records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
         plots: Draw plots of all records when the fit ends and, in a long fit, after 10, 20, 40, … records, in another
             process. All drawings during a fit together take at most 2 % of its time.
         plot_every_n_records: Draw the plots after every n-th record instead, whatever time it takes.
-        max_images: The maximum number of plots that show a single module over time.
+        max_images: The maximum number of plots that show a single module over time, and of pictures of statistics of
+            more than one number.
         max_tags: The maximum number of tags for the loggers. If there are more, only some modules are shown: first
             those with unusual statistics, then an even selection of the others. A module that becomes unusual later is
             shown from then on. One warning is given. Record files and heat maps contain all modules. By default,
@@ -71,6 +75,7 @@ class Outputs:
         ActivationRecorder(outputs=Outputs(plots=False, dumps="epochs", upload=True))
     """
 
+    histograms: bool | int = True
     records: bool = True
     plots: bool = True
     plot_every_n_records: int | None = None
@@ -88,6 +93,7 @@ class Outputs:
     def __post_init__(self) -> None:
         for flag in ("records", "plots", "numbered_tags", "findings", "upload"):
             check_bool(flag, getattr(self, flag))
+        checked_histograms(self.histograms)
         for limit, least in (("max_images", 0), ("max_upload_bytes", 0), ("max_bytes", 1)):
             check_integer(limit, getattr(self, limit), least)
         for limit, least in (("plot_every_n_records", 1), ("max_tags", 1), ("max_total_bytes", 0)):

@@ -14,7 +14,7 @@ from lightning_recorder.callbacks.output_options import Outputs
 from lightning_recorder.callbacks.statistics import DEFAULT_STATISTICS, StatisticsCallback
 from lightning_recorder.errors import SelectionError, check_some
 from lightning_recorder.names import default_modules, named_submodules, own_parameters
-from lightning_recorder.reductions import Reduction
+from lightning_recorder.reductions.user import Extra
 from lightning_recorder.schedule import Schedule
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.signatures import checked_arguments
@@ -78,10 +78,11 @@ class ParameterRecorder(StatisticsCallback):
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
             single rank. Quantiles are estimated from the histogram.
-        histograms: True writes histograms of all values. A number n counts a fixed sample of at most n values of each
-            tensor, one from each of n equal parts; it is faster but approximate. False writes none.
-        extra: Further reductions, such as ``[Norms(), DeadChannels()]``, computed with torch operations. Scalar
-            statistics are shown; other statistics are in the dumps and in ``latest``.
+        extra: Further reductions of the same tensors, computed with torch operations: a reduction of this package, such
+            as ``Norms()``; a ``torchmetrics.Metric``; a function of the previous result, initially the first tensor,
+            and the next tensor, such as ``torch.maximum``; the import path of one; or a list, or a mapping from names
+            to these. Results that are one number are shown as scalars, vectors as heat maps over the steps, matrices
+            and images as pictures. See the README for the merging of ranks.
         outputs: Files, plots and their limits; see :class:`~lightning_recorder.Outputs`. By default: record files and
             plots in ``<log_dir>/recorder``, and a file of tensors beside each checkpoint.
         compiled: ``"eager"`` runs compiled modules and functions eagerly on recorded steps and lists them in the log
@@ -120,8 +121,7 @@ class ParameterRecorder(StatisticsCallback):
         reduce: int | Literal["step", "epoch"] = "step",
         parts: str | Sequence[Literal["values", "gradients", "updates", "moments", "buffers"]] = PARAMETER_PARTS,  # type: ignore[assignment]  # a tuple of just these
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        histograms: bool | int = True,
-        extra: Reduction | Sequence[Reduction] = (),
+        extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
         outputs: Outputs = Outputs(),
         compiled: Literal["eager", "skip"] = "eager",
         name: str = "",
@@ -137,7 +137,6 @@ class ParameterRecorder(StatisticsCallback):
             schedule=schedule,
             reduce=reduce,
             statistics=statistics,
-            histograms=histograms,
             extra=extra,
             outputs=outputs,
             compiled=compiled,

@@ -209,9 +209,14 @@ class ResumingCallback(EvaluationCallback):
     def state_key(self) -> str:
         """The key of this callback's state in a checkpoint."""
         chosen = {"name": self.name, **vars(self.selection), **vars(self.sampling), "reduce": self.reduce}
-        del chosen["when"], chosen["max_overhead"]
+        del chosen["when"], chosen["max_overhead"], chosen["stages"]
         named = {key: in_words(value) for key, value in chosen.items() if value not in (None, "", 0)}
-        return self._generate_state_key(**named, stages=list(self.stages))
+        return self._generate_state_key(**named, stages=list(self.stages), **self._kept_apart)
+
+    @property
+    def _kept_apart(self) -> dict[str, object]:
+        """Further settings that distinguish the state of this callback, none if they are the defaults."""
+        return {}
 
     @guarded
     @override

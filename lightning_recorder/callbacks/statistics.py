@@ -37,8 +37,8 @@ from lightning_recorder.callbacks.trainer import LossScale, decline, logged_step
 from lightning_recorder.callbacks.watch import add_watch
 from lightning_recorder.errors import ArgumentError, SelectionError, warn
 from lightning_recorder.outputs import Coverage, RecordPipeline, RunFindings, SinkFormatter, TagBudget
-from lightning_recorder.reductions import Reduction
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
+from lightning_recorder.reductions.user import Extra, UserReduction
 from lightning_recorder.schedule import Sampling, Schedule, check_reduce
 from lightning_recorder.selection import SelectedModules, Selection
 from lightning_recorder.signatures import checked_arguments
@@ -69,8 +69,10 @@ class StatisticsCallback(ResumingCallback):
     :class:`~lightning_recorder.GradientRecorder`.
     """
 
-    unused: ClassVar = {"max_bytes": ""}
+    unused: ClassVar = {"max_bytes": "", "stages": ""}
 
+    tensors: tuple[str, ...] = ("outputs",)
+    """The recorded tensors of a module: ``"inputs"``, ``"outputs"`` or both."""
     loss_scale: LossScale
     _findings: RunFindings | None
     _fingerprints: BatchFingerprints
@@ -87,8 +89,7 @@ class StatisticsCallback(ResumingCallback):
         schedule: Schedule = Schedule(),
         reduce: int | Literal["step", "epoch"] = "step",
         statistics: str | Sequence[str] = DEFAULT_STATISTICS,
-        histograms: bool | int = True,
-        extra: Reduction | Sequence[Reduction] = (),
+        extra: Extra | Sequence[Extra] | Mapping[str, Extra] = (),
         outputs: Outputs = Outputs(),
         compiled: Literal["eager", "skip"] = "eager",
         name: str = "",
@@ -101,13 +102,13 @@ class StatisticsCallback(ResumingCallback):
         check_reduce(reduce)
         self.reduce = reduce
         self.statistics, quantiles = checked_statistics(statistics)
-        self.histograms, sample = checked_histograms(histograms)
         self.outputs = outputs
+        self.histograms, sample = checked_histograms(outputs.histograms)
         extras = checked_reductions(extra)
         self.options: dict[str, Any] = {"extra": extras, "quantiles": quantiles, "sample": sample, "strict": strict}
         """The keyword arguments of the recorders of this callback."""
         recorder = self._make_recorder({}, "train")  # raises argument errors now instead of when the fit starts
-        self._settings = f"{self.reduce} {recorder.states.described}"
+        self._settings = " ".join([f"{self.reduce} {recorder.states.described}", *map(str, self._further_settings)])
         self.__dict__.update(self._idle())
 
     @override
@@ -180,10 +181,22 @@ class StatisticsCallback(ResumingCallback):
         )
         if error is not None:
             raise error
+        if modules is not None and is_first and trainer.world_size > 1:
+            self._warn_of_unmerged()
         if modules is None and is_first:
             warn(f"{self} records nothing: {type(pl_module).__name__} has no submodules, or all are compiled")
         if modules is not None and "checkpoints" in self._dumps.at and self._run is not None:
             self._checkpoints.begin(trainer)
+
+    def _warn_of_unmerged(self) -> None:
+        """Warn about extra reductions whose results cannot be merged across ranks."""
+        alone = [each for each in self.options["extra"] if isinstance(each, UserReduction) and not each.is_mergeable]
+        if alone:
+            warn(
+                f"{self} records the results of {', '.join(map(repr, alone))} for rank 0 only, because they cannot be "
+                "merged across ranks. Results of a Reduction, of a torchmetrics.Metric without inner metrics, and of "
+                "torch.add, torch.mul, torch.maximum or torch.minimum are merged."
+            )
 
     def _begin_results(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> None:
         label = self.label(trainer)
@@ -251,6 +264,11 @@ class StatisticsCallback(ResumingCallback):
         return is_news
 
     @property
+    def _further_settings(self) -> list[object]:
+        """The settings of a subclass that ranks and resumed runs must share, as far as they are not the defaults."""
+        return []
+
+    @property
     def tags(self) -> set[str]:
         """The kinds of tags. Two recorders of the same name must not write the same kind for the same module."""
         return set(self.stages)
@@ -266,7 +284,15 @@ class StatisticsCallback(ResumingCallback):
         modules = self._choose(pl_module)
         skipped = self._skip_compiled(pl_module, modules)
         is_default = self.selection.is_default
-        self._results.coverage = Coverage(pl_module, modules, (), skipped=skipped, of=self.group, is_default=is_default)
+        self._results.coverage = Coverage(
+            pl_module,
+            modules,
+            (),
+            skipped=skipped,
+            of=self.group,
+            tensors=self.tensors,
+            is_default=is_default,
+        )
         return modules or None
 
     @override

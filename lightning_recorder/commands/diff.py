@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from lightning_recorder.commands.terminal import module, printable, table
 from lightning_recorder.errors import ArgumentError
+from lightning_recorder.names import site_title
 from lightning_recorder.recordings import Comparison, Difference, Divergence, Tolerance, compare, open_recording
 from lightning_recorder.recordings.explanation import explain, place, site_name, written_apart
 from lightning_recorder.recordings.rank_spread import RankComparison, compare_ranks
@@ -101,7 +102,7 @@ def _stage(divergence: Divergence) -> str:
 
 def _site(divergence: Divergence) -> str:
     name, path = divergence.site
-    return module(name) + ("" if path == "out" else f" {printable(path)}")
+    return module(name) + printable(site_title("", path).removeprefix("(root)"))
 
 
 def _table(found: Comparison, most: int) -> list[str]:

@@ -91,19 +91,25 @@ class Examination:
 
     def add(self, record: SiteRecords) -> None:
         """Add a record. Records of one recorder come in the order of their steps; a repeated step is replaced."""
-        self._tables.setdefault((record.group, record.stage), Table()).add(record)
+        outputs, inputs = record.split()
+        if outputs.sites or inputs is None:
+            self._tables.setdefault((record.group, record.stage), Table()).add(outputs)
+        if inputs is not None:
+            self._tables.setdefault((f"{record.group} of inputs", record.stage), Table()).add(inputs)
 
     def evidence(self) -> Evidence:
         """Return the evidence so far."""
         activations, gradients, parameters = (
             self._tables.get((group, "train"), Table()) for group in ("activations", "gradients", "parameters")
         )
-        names = [site.name for table in (activations, gradients, parameters) for site in table.places]
+        inputs = self._tables.get(("activations of inputs", "train"), Table())
+        names = [site.name for table in (activations, gradients, parameters, inputs) for site in table.places]
         return Evidence(
             activations=activations,
             gradients=gradients,
             parameters=parameters,
             validation=self._tables.get(("activations", "validate"), Table()),
+            inputs=inputs,
             wiring=Wiring(names, self.graph, {**_types(self.coverage), **self.types}),
             coverage=self.coverage,
         )

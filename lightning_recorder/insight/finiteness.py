@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import Floats, Table
+from lightning_recorder.names import split_call
 from lightning_recorder.taps import Site
 
 __all__ = ["RULES", "first_bad_step"]
@@ -21,7 +22,7 @@ _PASSIVE = ("ReLU", "Dropout", "Identity", "Flatten", "Dropout1d", "Dropout2d", 
 
 def first_bad_step(evidence: Evidence) -> int | None:
     """Return the first recorded step of training with a NaN; None if all values are numbers or infinities."""
-    tables = (evidence.activations, evidence.gradients, evidence.parameters)
+    tables = (evidence.activations, evidence.gradients, evidence.parameters, evidence.inputs)
     return min((step for table in tables for step in _nan_steps(table)), default=None)
 
 
@@ -43,12 +44,14 @@ def _rows_with(table: Table, statistic: str) -> NDArray[np.bool_]:
     return found
 
 
-def _bad(table: Table, step: int) -> dict[Site, float]:
-    """Return the number of values that are not finite at each site with any, at a step."""
+def _bad(table: Table, step: int, *, only_nan: bool = False) -> dict[Site, float]:
+    """Return the number of values that are not finite, or only of NaN, at each site with any, at a step."""
     if step not in table.steps:
         return {}
     row = table.steps.index(step)
-    counts: Floats = np.nan_to_num(table.get("nan_count")[row]) + np.nan_to_num(table.get("inf_count")[row])
+    counts: Floats = np.nan_to_num(table.get("nan_count")[row])
+    if not only_nan:  # an input may be a mask of minus infinity
+        counts = counts + np.nan_to_num(table.get("inf_count")[row])
     return {site: count for site, count in zip(table.places, counts.tolist(), strict=True) if count > 0}
 
 
@@ -80,16 +83,34 @@ def _first(rule: Rule, evidence: Evidence, step: int) -> Finding:
         site, fed = _origin(evidence, list(outputs))
         total = outputs[site]
         where = f"the output of {_named(site)} has {total:.0f} values that are not finite at step {step}"
+        spoiled_inputs = _bad(evidence.inputs, step, only_nan=True)
+        first = next((each for each in evidence.inputs_of(site.name) if each in spoiled_inputs), None)
+        if first is not None:
+            return _from_input(rule, evidence, step, first, spoiled_inputs[first])
+        fed = fed or [each.path for each in evidence.inputs_of(site.name) if step in evidence.inputs.steps]
         clean = f"; its inputs ({', '.join(fed)}) are finite" if fed else ""
         table = evidence.activations
         return rule.found(
             evidence, table, site, f"{where}{clean}", statistic="nan_count", since=step, values=total, forward=1
         )
+    if inputs := _bad(evidence.inputs, step, only_nan=True):
+        first = min(inputs, key=lambda each: evidence.inputs.places[each])
+        return _from_input(rule, evidence, step, first, inputs[first])
     if gradients := _bad(evidence.gradients, step):
         return _from_backward(rule, evidence, step, gradients)
     site = next(iter(bad))
     verdict = f"{site.path} of {site.name or '(root)'} has {bad[site]:.0f} values that are not finite at step {step}"
     return rule.found(evidence, evidence.parameters, site, verdict, statistic="nan_count", since=step, values=bad[site])
+
+
+def _from_input(rule: Rule, evidence: Evidence, step: int, site: Site, count: float) -> Finding:
+    verdict = (
+        f"the input {site.path} of {site.name or '(root)'} has {count:.0f} NaN at step {step}: "
+        "they are in the data, or arose in a function before this module"
+    )
+    return rule.found(
+        evidence, evidence.inputs, site, verdict, statistic="nan_count", since=step, values=count, forward=1
+    )
 
 
 def _from_parameters(rule: Rule, evidence: Evidence, step: int, spoiled: list[Site]) -> Finding:
@@ -165,7 +186,8 @@ def _from_backward(rule: Rule, evidence: Evidence, step: int, bad: dict[Site, fl
 
 
 def _named(site: Site) -> str:
-    return (site.name or "(root)") + ("" if site.path == "out" else f" ({site.path})")
+    inner, call = split_call(site.path)
+    return (site.name or "(root)") + call + ("" if inner == "out" else f" ({inner})")
 
 
 RULES = (

@@ -13,6 +13,7 @@ from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.rule import Evidence, Rule
 from lightning_recorder.insight.table import Floats
 from lightning_recorder.insight.wiring import INPUT
+from lightning_recorder.names import site_title
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 
@@ -37,7 +38,7 @@ def _dead(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             continue
         since = _since(values >= (limit if dead else rule.thresholds["nearly"]), steps)
         share = "only zeros" if values[-1] == 1 else f"{values[-1]:.1%} zeros"
-        verdict = f"{site.name or '(root)'} returns {share} {_from(since, steps)}{_feed(evidence, site)}"
+        verdict = f"{site_title(*site)} returns {share} {_from(since, steps)}{_feed(evidence, site)}"
         found = rule.found(
             evidence, table, site, verdict, statistic="zero_fraction", since=since, zero_fraction=values[-1]
         )
@@ -76,7 +77,7 @@ def _share_rule(
                 continue
             shares = [share(each) for each in table.histograms(site)]
             if len(shares) >= rule.persistence and min(shares) > rule.thresholds["share"]:
-                verdict = text.format(name=site.name, share=shares[-1])
+                verdict = text.format(name=site_title(*site), share=shares[-1])
                 yield rule.found(evidence, table, site, verdict, statistic="rms", share=shares[-1])
 
     return examine
@@ -179,10 +180,20 @@ def _input_scale(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             not evidence.wiring.has_graph and table.places[site] == 0
         ):
             continue
-        scale = None if "Embedding" in evidence.type_of(site.name) else _input_rms(evidence, site)
+        recorded = [each for each in evidence.inputs_of(site.name) if "float" in evidence.inputs.dtype(each)]
+        yield from _large_inputs(rule, evidence, recorded)
+        scale = None if recorded or "Embedding" in evidence.type_of(site.name) else _input_rms(evidence, site)
         if scale is not None and scale > rule.thresholds["rms"]:
             verdict = f"the input of {site.name} has rms {scale:.3g}, estimated from its output and weights"
             yield rule.found(evidence, table, site, verdict, statistic="rms", input_rms=scale, rms=rms)
+
+
+def _large_inputs(rule: Rule, evidence: Evidence, sites: list[Site]) -> Iterator[Finding]:
+    """Yield the recorded inputs that are too large."""
+    for site, rms in evidence.medians(evidence.inputs, "rms").items():
+        if site in sites and rms > rule.thresholds["rms"]:
+            verdict = f"the input {site.path} of {site.name or '(root)'} has rms {rms:.3g}"
+            yield rule.found(evidence, evidence.inputs, site, verdict, statistic="rms", input_rms=rms)
 
 
 def _input_rms(evidence: Evidence, site: Site) -> float | None:
@@ -256,7 +267,7 @@ def _sudden(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             factor = rule.thresholds["factor"]
             if now.min() > factor * high > 0 or (low > 0 and now.max() * factor < low):
                 ratio = np.median(now) / np.median(past)
-                verdict = f"the rms of {site.name} changes {ratio:.3g}-fold at step {steps[at]}, and stays so"
+                verdict = f"the rms of {site_title(*site)} changes {ratio:.3g}-fold at step {steps[at]}, and stays so"
                 yield rule.found(evidence, table, site, verdict, statistic="rms", since=int(steps[at]), ratio=ratio)
                 break
 

@@ -134,6 +134,7 @@ class Evidence:
         validation: The outputs in validation.
         wiring: The modules and their edges.
         coverage: The contents of the receipt: the missing modules of each recorder with the reasons.
+        inputs: The inputs of modules in training, if they were recorded.
     """
 
     activations: Table
@@ -142,13 +143,19 @@ class Evidence:
     validation: Table
     wiring: Wiring
     coverage: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Table = field(default_factory=Table)
 
     def before(self, step: int) -> Evidence:
         """Return the evidence before a step."""
         tables = {
-            name: getattr(self, name).before(step) for name in ("activations", "gradients", "parameters", "validation")
+            name: getattr(self, name).before(step)
+            for name in ("activations", "gradients", "parameters", "validation", "inputs")
         }
         return replace(self, **tables)
+
+    def inputs_of(self, name: str) -> list[Site]:
+        """Return the recorded inputs of a module."""
+        return [site for site in self.inputs.places if site.name == name]
 
     def type_of(self, name: str) -> str:
         """Return the class name of a module; an empty string if it is unknown."""

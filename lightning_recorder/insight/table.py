@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from lightning_recorder.names import is_input
 from lightning_recorder.reductions import Histogram
 from lightning_recorder.taps import Site
 
@@ -93,6 +94,25 @@ class SiteRecords:
     values: Floats
     histogram: Callable[[Site], Histogram | None] = no_histogram
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    def split(self) -> tuple[Self, Self | None]:
+        """Return the record without the inputs of modules, and the record of the inputs alone, if there are any.
+
+        The rules compare outputs with each other.
+        """
+        inputs = [place for place, site in enumerate(self.sites) if site.path[:2] == "in" and is_input(site.path)]
+        if not inputs or self.group == "parameters":
+            return self, None
+        return self._part([place for place in range(len(self.sites)) if place not in inputs]), self._part(inputs)
+
+    def _part(self, places: list[int]) -> Self:
+        return replace(
+            self,
+            sites=tuple(self.sites[place] for place in places),
+            dtypes=tuple(self.dtypes[place] for place in places),
+            shapes=tuple(self.shapes[place] for place in places),
+            values=self.values[places],
+        )
 
     @classmethod
     def of(
@@ -231,6 +251,10 @@ class Table:
         values = self.get(statistic)[:, self.places[site]]
         known = ~np.isnan(values)
         return values[known], np.array(self.steps, dtype=np.int64)[known]
+
+    def dtype(self, site: Site) -> str:
+        """Return the dtype of a site, such as ``"float32"``; an empty string if it is unknown."""
+        return self.dtypes[self.places[site]] or ""
 
     def histograms(self, site: Site) -> list[Histogram]:
         """Return the histograms of a site in the last two records of its recorder, as far as they exist."""

@@ -23,6 +23,7 @@ _REASONS = (
     "no gradient",
     "changed in place",
     "unsupported output",
+    "unsupported input",
     "compiled",
     "frozen",
     "no step",
@@ -47,6 +48,7 @@ class Coverage:
             place.
         trained: The names of the modules that own a parameter with a gradient.
         of: The kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``.
+        tensors: The recorded tensors of modules: ``"inputs"``, ``"outputs"`` or both.
         parts: The recorded parts of parameters, such as ``"gradients"``.
         is_default: True if the modules were selected by default. Loss modules that are never called are then not listed
             as missing.
@@ -65,6 +67,7 @@ class Coverage:
     changed_in_place: Collection[str] = ()
     trained: Collection[str] = ()
     of: str = "activations"
+    tensors: Collection[str] = ("outputs",)
     parts: Collection[str] = ()
     is_default: bool = False
     state_bytes: int = 0
@@ -90,6 +93,10 @@ class Coverage:
         why = {name: self._missing_reason(name, parents.get(name)) for name in missing if not self._is_idle_loss(name)}
         return dict(sorted(why.items(), key=lambda item: self._importance(*item)))
 
+    @property
+    def _what(self) -> str:
+        return "output" if "outputs" in self.tensors else "input"
+
     def _importance(self, name: str, why: str) -> tuple[int, bool]:
         """Return a sort key: by reason, with modules without parameters, such as ``Identity``, last."""
         reason = why.partition(":")[0]
@@ -113,12 +120,12 @@ class Coverage:
             return self._missing_parameter_reason(name)
         if name in self.called:
             if self.of == "activations":
-                return "unsupported output: its output has no tensors"
+                return f"unsupported {self._what}: its {self._what} has no tensors"
             if name in self.without_gradient:
-                return "no gradient: its output does not require one"
+                return f"no gradient: its {self._what} does not require one"
             if name in self.changed_in_place:
                 return "changed in place: its output is a view that was changed after the module returned it"
-            return "no gradient: its output was not used by the loss, or is not a tensor"
+            return f"no gradient: its {self._what} was not used by the loss, or is not a tensor"
         if isinstance(parent, nn.MultiheadAttention):
             return "bypassed: nn.MultiheadAttention uses its parameters without calling it"
         if isinstance(parent, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) and not parent.training:
@@ -155,12 +162,12 @@ class Coverage:
         if name not in self.called:
             return "no longer called"
         if self.of == "activations":
-            return "its output no longer has tensors"
+            return f"its {self._what} no longer has tensors"
         if name not in self.without_gradient:
-            return "its output is no longer used by the loss"
+            return f"its {self._what} is no longer used by the loss"
         own = [each for _, each in own_parameters(self.modules[name])]
         frozen = own and not any(each.requires_grad for each in own)
-        return "its output no longer requires a gradient" + (", its parameters are frozen" if frozen else "")
+        return f"its {self._what} no longer requires a gradient" + (", its parameters are frozen" if frozen else "")
 
     def gradient_stop_reason(self, name: str, path: str) -> str:
         """Return the reason why a parameter that had a gradient before has none now."""

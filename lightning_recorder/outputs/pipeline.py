@@ -23,6 +23,7 @@ from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.receipt import ReceiptFacts, ReceiptWriter
 from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteTable, records_path
+from lightning_recorder.recordings.vectors import pack_vectors
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
 from lightning_recorder.statistics.run_recorder import RunRecorder
 from lightning_recorder.statistics.sites import Record, SiteStatistics, statistics_of
@@ -432,6 +433,7 @@ class RecordFile(RecordConsumer):
         self._writer = RecordWriter(records_path(directory, label))
         self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
         self._settings = {} if settings is None else settings
+        self._group = group
         self._is_backward = group == "gradients"
         self._has_begun = False
         self._header_bytes = 0  # written once, so they are no part of the bytes per record
@@ -455,6 +457,9 @@ class RecordFile(RecordConsumer):
         values = np.ascontiguousarray(found.numbers[self._order], dtype="<f8")
         table = SiteTable(self._layout, values.tobytes(), found.counts.take(self._order).packed())
         fields = {**record.about, **{name: getattr(record, name) for name in _FIELDS}}
+        fields |= self._calls(record, self._layout.sites)
+        if found.tensors and (vectors := pack_vectors([found.tensors.get(site, {}) for site in self._layout.sites])):
+            fields["vectors"] = vectors
         if record.is_sample:
             fields["is_sample"] = True
         if record.batch is not None:
@@ -471,6 +476,21 @@ class RecordFile(RecordConsumer):
             self._header_bytes = self._writer.written_bytes
         held, self._held = self._held, []
         self._writer.write_all(held)
+
+    def _calls(self, record: Record, sites: tuple[Site, ...]) -> dict[str, Any]:
+        """Return the number of tensors of each site, and their order if it is not that of the sites."""
+        calls = record.snapshot.calls
+        if not calls or self._group == "parameters":
+            return {}
+        seen, numbers = list(calls), list(calls.values())
+        if self._is_backward:
+            seen.reverse()
+            numbers.reverse()
+        if tuple(seen) == sites:  # the common case
+            return {"calls": numbers}
+        places = {site: place for place, site in enumerate(sites)}
+        order = [places[site] for site in seen if site in places]
+        return {"calls": [calls.get(site, 0) for site in sites], "order": order}
 
 
 def _layout(schema: TableSchema, order: NDArray[np.int64]) -> RecordSchema:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
 from lightning_recorder.outputs.pipeline import RecordConsumer
+from lightning_recorder.outputs.tensor_pictures import TensorPictures
 from lightning_recorder.plots import DrawingProcess, History, overview
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.statistics.sites import SETTINGS, SHOWN_STATISTICS, Record
@@ -102,7 +103,8 @@ class Plotter(RecordConsumer):
         group: The kind of tensors: ``"activations"``, ``"gradients"`` or ``"parameters"``.
         tags: The first part of the tags, by default the group.
         every: Draw after every ``every``-th record instead, in the thread that calls, whatever time it takes.
-        max_images: The maximum number of plots of single sites over time.
+        max_images: The maximum number of plots of single sites over time, and of pictures of statistics of more than
+            one number.
         statistics: The statistics to draw as heat maps, in addition to those of extra reductions. By default, a few.
         show: A callback that receives the step and the images by tag. It returns the number of bytes written, or None
             if they are not counted.
@@ -135,6 +137,7 @@ class Plotter(RecordConsumer):
         self._statistics = tuple(statistics)
         self._histories: dict[str, History] = {}
         self._heat_maps: dict[str, tuple[str, ...]] = {}
+        self._tensors = TensorPictures(max_images)
         self._left_out: set[Site] = set()
         self._schema: TableSchema | None = None
         self._places: dict[str, _Rows] = {}
@@ -164,6 +167,9 @@ class Plotter(RecordConsumer):
         for part, (sites, rows) in self._places.items():
             history = self._histories[part]
             history.add_table(record.step, sites, found.part(rows, history.statistics), found.counts.take(rows))
+        if found.tensors:
+            order = found.schema.backward if self._group == "gradients" else found.schema.forward
+            self._tensors.add(record.step, [found.sites[row] for row in order.tolist()], found)
         self._records += 1
         self._step = record.step
         if is_due and self._every is not None:
@@ -282,7 +288,7 @@ class Plotter(RecordConsumer):
         self._show_images(self._step, _draw(self._work()))
 
     def _show_images(self, step: int, images: Mapping[str, Image]) -> None:
-        written = self._show(step, images)
+        written = self._show(step, {**images, **self._tensors.draw(self._group, self._tags)})
         self._drawings += 1
         if written is not None:
             self._bytes = (self._bytes or 0) + written

@@ -40,7 +40,9 @@ _LONGEST = 8.0  # aspect ratio; a longer panel is stretched across its shorter s
 _MOST_VALUES = 40_000  # in all panels together; it bounds the size of the file
 
 
-def feature_maps(tensor: Any, *, title: str, max_maps: int = 64, shared: bool = True) -> Image:
+def feature_maps(
+    tensor: Any, *, title: str, max_maps: int = 64, shared: bool = True, label: str = "activation"
+) -> Image:
     """Draw the channels of a sample side by side.
 
     Args:
@@ -50,6 +52,7 @@ def feature_maps(tensor: Any, *, title: str, max_maps: int = 64, shared: bool = 
         max_maps: The maximum number of channels, up to 256. If there are more, evenly spaced ones are drawn.
         shared: If True, use one color scale for all channels. Otherwise each channel has its own, so that weak ones
             stay visible.
+        label: The label of the color scale.
 
     Returns:
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
@@ -64,10 +67,9 @@ def feature_maps(tensor: Any, *, title: str, max_maps: int = 64, shared: bool = 
         values = values[0] if len(values) else values.reshape(0, 1, 1)
     rows, omitted = _chosen(len(values), max_maps, "max_maps", "channels")
     scale = "one scale of colors for all channels" if shared else "each channel has its own scale of colors"
-    captions = [str(row) for row in rows]
-    return _grid(
-        values[rows], captions, title=title, label="activation", shared=shared, notes=[*notes, *omitted, scale]
-    )
+    captions = [str(row) for row in rows] if len(rows) > 1 else [""]
+    scales = [scale] if len(rows) > 1 else []
+    return _grid(values[rows], captions, title=title, label=label, shared=shared, notes=[*notes, *omitted, *scales])
 
 
 def attention_maps(tensor: Any, *, title: str, max_maps: int = 16, shared: bool = False) -> Image:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, check_integer
 from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
-from lightning_recorder.names import make_tag
+from lightning_recorder.names import make_tag, site_title
 from lightning_recorder.plots.axes import Floats, to_floats
 from lightning_recorder.plots.canvas import Image
 from lightning_recorder.plots.gradient_flow import gradient_flow
@@ -384,8 +384,7 @@ def _most_telling(history: History, degrees: Floats) -> str | None:
 def _name(site: Hashable) -> str:
     """Return the display name of a site: its module, with the path unless it is the whole output."""
     if isinstance(site, tuple) and len(site) == 2:
-        name, path = site
-        return f"{name or '(root)'}" + (f" {path}" if path != "out" else "")
+        return site_title(*site)
     return str(site) or "(root)"
 
 

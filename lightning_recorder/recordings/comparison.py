@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_recorder.errors import ArgumentError, check_number
+from lightning_recorder.names import site_title
 from lightning_recorder.recordings.bands import noise_bands, rounding_sites
 from lightning_recorder.recordings.call_order import CallOrder
 from lightning_recorder.recordings.divergence import SETTINGS, Divergence, SeriesPair, SiteDivergence, Tolerance
@@ -296,8 +297,7 @@ def _only(kind: str, label: str, one: Iterable[str], other: Iterable[str]) -> It
 
 
 def _site_name(site: tuple[str, str]) -> str:
-    name, path = site
-    return (name or "(root)") + ("" if path == "out" else f" {path}")
+    return site_title(*site)
 
 
 def _shown(value: str | tuple[int, ...]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.recordings.packed_counts import counts_of
 from lightning_recorder.recordings.record_format import FORMAT, FORMATS, RecordSchema, Row, parse, read_row
+from lightning_recorder.recordings.vectors import unpack_vectors
 from lightning_recorder.taps import Site
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "rows_of",
     "write_parquet",
 ]
+
+Read = TypeVar("Read")
 
 _LONGEST_LINE = 1 << 25  # bytes; 30,000 sites with histograms need less
 _PIECE = 1 << 20  # bytes
@@ -186,6 +189,7 @@ class History:
             if "format" in found:
                 self._take_session(found)
                 return False
+            found.pop("vectors", None)  # like histograms, they stay in the file
             row = read_row(found, self._layouts)
         except DumpError:
             self._begin()  # the next call raises again, and a partly read file is never mistaken for a complete one
@@ -213,12 +217,25 @@ class History:
         Raises:
             DumpError: If the line has changed since it was first read.
         """
+        return self._again(entry, counts_of)
+
+    def vectors(self, entry: Entry, site: Site) -> dict[str, Tensor]:
+        """Read the vectors of a site in a record from the file, by statistic.
+
+        Raises:
+            DumpError: If the line has changed since it was first read.
+        """
+        place = entry.row.layout.places[site]
+        return self._again(entry, lambda found: unpack_vectors(found.get("vectors", ()), place))
+
+    def _again(self, entry: Entry, read: Callable[[dict[str, Any]], Read]) -> Read:
+        """Read a line again."""
         try:
             found = parse(self._tail.line_at(entry.offset))
             sites = [(line[0], line[1]) for line in found["sites" if "sites" in found else "layout"]]
             if found["step"] != entry.row.about["step"] or sites != list(entry.row.layout.sites):
                 raise ValueError("its place holds another record")
-            return counts_of(found)
+            return read(found)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DumpError(f"{self.path} has changed since it was read: {error}") from error
 

@@ -14,6 +14,7 @@ from lightning_recorder.names import closest_names
 from lightning_recorder.recordings.history import Entry, History, Part, PartKey, Session, frame_of
 from lightning_recorder.recordings.packed_counts import unpack_counts
 from lightning_recorder.recordings.record_format import RecordSchema
+from lightning_recorder.recordings.vectors import calls_of
 from lightning_recorder.taps import Site
 
 if TYPE_CHECKING:
@@ -163,6 +164,17 @@ class Series:
             ArgumentError: If the step was not recorded.
         """
         return self._entry(step).row.about
+
+    def calls(self, step: int) -> dict[Site, int]:
+        """Return the number of recorded tensors of each site of a record, in the order of first execution in it.
+
+        Each call of a module gives one tensor, unless it has several. Empty for a file of an older version, and for
+        parameters.
+
+        Raises:
+            ArgumentError: If the step was not recorded.
+        """
+        return calls_of(self._entry(step).row)
 
     def session(self, step: int) -> int:
         """Return the number of the session in which a step was recorded.
@@ -342,6 +354,23 @@ class SiteSeries:
         if found is None or self.site not in found.row.layout.places:
             raise ArgumentError(f"{self.name!r} was not recorded at step {step!r}; {_nearest_steps(step, self.steps)}")
         return found
+
+    def vectors(self, step: int) -> dict[str, Tensor]:
+        """Return the statistics that are vectors at one step, such as a mean for each channel, ``[channels]`` float64.
+
+        Raises:
+            ArgumentError: If the site was not recorded at that step.
+            DumpError: If the file has changed since it was read.
+        """
+        return self.series._history.vectors(self._entry(step), self.site)
+
+    @property
+    def calls(self) -> list[int | None]:
+        """The number of recorded tensors of the site at each of :attr:`steps`, such as one for each call of its module.
+
+        With several ranks, the number on the first one. ``None`` if the file does not contain it.
+        """
+        return [calls_of(entry.row).get(self.site) for entry in self._entries()]
 
     def bins(self, step: int) -> Tensor:
         """Return the counts of the histogram at one step, ``[2048]`` int64; see ``ExponentHistogram``.

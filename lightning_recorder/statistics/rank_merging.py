@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from lightning_recorder.statistics.packing import Contribution, Key
 from lightning_recorder.statistics.rank_channel import WAIT_S, RankChannel
 from lightning_recorder.statistics.recorder import BaseStatisticsRecorder
 from lightning_recorder.statistics.sites import Snapshot
+from lightning_recorder.statistics.user_states import UserSnapshot, merge_snapshots
 from lightning_recorder.taps import Site
 
 __all__ = ["Exchange", "Merged", "PendingMerge", "RankMergingRecorder"]
@@ -300,18 +302,32 @@ class RankMergingRecorder:
         if self.exchange is None or not self.exchange.is_open:
             return None
         scope = f"{self.name} {scope}"
-        pending = self.exchange.submit(self._snapshot(), copies=self.recorder.replicated, scope=scope)
+        own = self._snapshot()
+        # The results of the user's functions and metrics.
+        users = None if own is None or not own.users else [each.payload for each in own.users]
+        pending = self.exchange.submit(own, copies=self.recorder.replicated, scope=scope, value=users)
         self._pending.append(pending)
         return pending
 
     def finished(self, pending: PendingMerge) -> Merged:
         """Wait for a merge, and warn of the ranks that it lacks. May be called in any thread."""
         merged = pending.result()
+        if merged.snapshot is not None and merged.values:
+            merged = replace(merged, snapshot=self._with_users(merged.snapshot, merged.values))
         new = set(merged.absent) - self._absent_ranks
         if new and self._is_first:
             warn(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
         self._absent_ranks |= new
         return merged
+
+    def _with_users(self, merged: Snapshot, values: tuple[bytes, ...]) -> Snapshot:
+        """Merge the results of the user's functions and metrics into the snapshot of the first rank."""
+        gathered = [pickle.loads(each) for each in values]
+        users: list[UserSnapshot] = []
+        with self.contained():
+            for place, reduction in enumerate(self.recorder.states.users):
+                users.append(merge_snapshots(reduction, [each[place] for each in gathered]))
+        return replace(merged, users=users)
 
     def _report_errors(self) -> None:
         """Report the errors of earlier merges on this rank, in the training thread."""

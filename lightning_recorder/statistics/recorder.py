@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from lightning_recorder.internals.stopwatch import Stopwatch
-from lightning_recorder.reductions import Reduction, prepare_device
+from lightning_recorder.reductions import prepare_device
 from lightning_recorder.statistics.sites import SiteStates, SiteStatistics, Snapshot
 from lightning_recorder.taps import OutputTap, Site, Tap
+from lightning_recorder.taps.gradient import GradientTap
 
 __all__ = ["BaseStatisticsRecorder", "StatisticsRecorder"]
 
@@ -142,20 +143,24 @@ class BaseStatisticsRecorder(ABC):
 
 
 class StatisticsRecorder(BaseStatisticsRecorder):
-    """A tap with :class:`~lightning_recorder.reductions.Statistics` for each site, usable as a context manager.
+    """Taps with :class:`~lightning_recorder.reductions.Statistics` for each site, usable as a context manager.
 
     Leaving the context removes the hooks and keeps the recorded statistics. Entering it again continues the recording.
-    All calls of a module are merged into the same sites.
 
     Args:
         modules: The modules by name, as returned by ``Selection.resolve``.
-        tap: The class of the :class:`~lightning_recorder.taps.Tap`, which determines the tensors to record.
-        extra: Additional reductions of the same tensors. A reduction that fails for a tensor, for example because of
-            its shape, is skipped at that site with one warning.
+        tap: The class of the :class:`~lightning_recorder.taps.Tap`, which determines the tensors to record, or several
+            classes, such as ``[InputTap, OutputTap]``.
+        extra: Additional reductions of the same tensors: a :class:`~lightning_recorder.reductions.Reduction`, a
+            ``torchmetrics.Metric``, a function as for ``functools.reduce``, or a list or mapping of these. A reduction
+            that fails for a tensor, for example because of its shape, is skipped at that site with one warning.
         sample: The number of values of a tensor that are counted in the histogram. By default, all values are counted.
         quantiles: The quantiles to estimate from the histogram, between 0 and 1. Their scalars are named
             ``quantile_<q>``.
         condition: See :class:`~lightning_recorder.taps.Tap`.
+        per_call: Keep the calls of a module apart. The paths of the second call since :meth:`attach` end with ``#2``.
+            By default, all calls are merged into the same sites.
+        eager: Run compiled code eagerly while the hooks are attached.
         strict: See :class:`~lightning_recorder.taps.Tap`.
 
     Raises:
@@ -180,20 +185,24 @@ class StatisticsRecorder(BaseStatisticsRecorder):
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        tap: type[Tap] = OutputTap,
+        tap: type[Tap] | Sequence[type[Tap]] = OutputTap,
         *,
-        extra: Iterable[Reduction] = (),
+        extra: Any = (),
         sample: int | None = None,
         quantiles: Iterable[float] = (),
         condition: Callable[[], object] | None = None,
+        per_call: bool = False,
+        eager: bool = True,
         strict: bool = False,
     ) -> None:
         super().__init__(SiteStates(extra=extra, sample=sample, quantiles=quantiles, strict=strict))
         self.factor = 1.0
         """The factor that each tensor is multiplied by before the reduction: the inverse loss scale, for gradients."""
-        self.tap = tap(modules, self._receive, condition=condition, strict=strict)
-        """The tap that provides the tensors."""
-        self.tap.fast_path = self._try_fast_path
+        kinds = [tap] if isinstance(tap, type) else tap
+        self.taps = [kind(modules, self._receive, condition=condition, strict=strict) for kind in kinds]
+        """The taps that provide the tensors."""
+        for each in self.taps:
+            each.fast_path, each.per_call, each.eager = self._try_fast_path, per_call, eager
 
     def _try_fast_path(self, site: Site, tensor: Tensor) -> bool:
         return self.states.try_fast_path(site, tensor, self.factor)
@@ -204,56 +213,64 @@ class StatisticsRecorder(BaseStatisticsRecorder):
     @property
     @override
     def modules(self) -> dict[str, nn.Module]:
-        return self.tap.modules
+        return self.taps[0].modules
 
     @property
     @override
     def failed(self) -> frozenset[str]:
-        return self.tap.failed
+        return frozenset().union(*(tap.failed for tap in self.taps))
 
     @override
     def revive(self) -> None:
-        self.tap.revive()
+        for tap in self.taps:
+            tap.revive()
         super().revive()
 
     @override
     def watch(self, stopwatch: Stopwatch | None) -> None:
-        self.tap.stopwatch = stopwatch
+        for tap in self.taps:
+            tap.stopwatch = stopwatch
 
     @override
     def traces(self) -> dict[str, Any]:
-        # Only gradient taps have these two attributes.
-        seen = {name: frozenset(getattr(self.tap, name, ())) for name in ("without_gradient", "changed_in_place")}
-        compiled_calls = frozenset(self.tap.compiled_calls)
-        return {**super().traces(), "called": frozenset(self.tap.called), "compiled_calls": compiled_calls, **seen}
+        # Only gradient taps have these two attributes. With several taps, the last one decides: the outputs.
+        last = self.taps[-1]
+        seen = {name: frozenset(getattr(last, name, ())) for name in ("without_gradient", "changed_in_place")}
+        for name in ("called", "compiled_calls"):
+            seen[name] = frozenset().union(*(getattr(tap, name) for tap in self.taps))
+        return {**super().traces(), **seen}
 
     @override
     def take_traces(self) -> dict[str, Any]:
         traces = self.traces()
-        self.tap.called = set()
-        if traces["without_gradient"]:
-            self.tap.without_gradient = set()  # type: ignore[attr-defined]  # only gradient taps have it
+        for tap in self.taps:
+            tap.called = set()
+            if isinstance(tap, GradientTap):
+                tap.without_gradient = set()
         return traces
 
     @property
     @override
     def ran_eagerly(self) -> tuple[str, ...]:
-        return self.tap.ran_eagerly
+        return tuple(dict.fromkeys(name for tap in self.taps for name in tap.ran_eagerly))
 
     @property
     @override
     def attached(self) -> bool:
-        return self.tap.attached
+        return any(tap.attached for tap in self.taps)
 
     @override
     def attach(self) -> None:
         self.prepare()
-        self.tap.attach()
+        for tap in self.taps:
+            tap.attach()
 
     @override
     def pause(self) -> None:
-        self.tap.pause()
+        for tap in self.taps:
+            tap.pause()
 
     @override
     def remove(self) -> None:
-        self.tap.remove()
+        for tap in self.taps:
+            tap.remove()

@@ -94,7 +94,7 @@ class RunRecorder(RankMergingRecorder):
         self._step = 0  # the current step, or the next one between two steps
         self._epoch = 0
         self._window = RunWindow()
-        self._savepoint: list[Any] | None = None  # the states before the current step; None if they were empty
+        self._savepoint: Any = None  # the states before the current step; None if they were empty
         self._final_state: dict[str, Any] | None = None  # of a run that has ended
 
     @property

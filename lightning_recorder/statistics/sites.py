@@ -29,7 +29,9 @@ from lightning_recorder.reductions import (
     row_state,
 )
 from lightning_recorder.reductions.row import DERIVED_STATISTICS, HISTOGRAM
+from lightning_recorder.reductions.user import Results, UserReduction, as_reductions
 from lightning_recorder.statistics.table import SiteStatistics, StatisticsTable, make_schema
+from lightning_recorder.statistics.user_states import UserSnapshot, UserStates
 from lightning_recorder.taps import Site
 
 __all__ = [
@@ -68,6 +70,9 @@ class Snapshot:
         diverged: The sites whose values should be equal on all ranks but differ.
         kinds: The dtype and shape of the latest tensor of each site, in the order in which the sites were first seen.
         settings: Scalars of sites that are no statistics of a tensor, such as the learning rate of a parameter.
+        calls: The number of tensors of each site since the last reset, in the order in which the first of them came; on
+            this rank.
+        users: The states of each function and metric of the user.
         warned: The indices of the reductions that have caused a warning because summarizing them failed. Updated in
             place.
         strict: Raise the errors of extra reductions instead of warning and skipping the reduction.
@@ -80,6 +85,8 @@ class Snapshot:
     diverged: frozenset[Site] = frozenset()
     kinds: Mapping[Site, tuple[torch.dtype, torch.Size | None]] = field(default_factory=dict)
     settings: Mapping[Site, Mapping[str, float]] = field(default_factory=dict)
+    calls: Mapping[Site, int] = field(default_factory=dict)
+    users: Sequence[UserSnapshot] = ()
     warned: set[int] = field(default_factory=set)
     strict: bool = False
 
@@ -112,14 +119,12 @@ class Snapshot:
             found = {
                 site: (scalars, tensors)
                 for site, scalars, tensors in self._summaries(place, groups)
-                if site in table and site not in self.left_out[place]
+                if site not in self.left_out[place]
             }
-            tensors = {site: {**table.tensors.get(site, {}), **more} for site, (_, more) in found.items() if more}
-            table.tensors = {**table.tensors, **tensors}
-            for name in dict.fromkeys(name for scalars, _ in found.values() for name in scalars):
-                has = np.array([site in found and name in found[site][0] for site in table.sites], dtype=bool)
-                values = [found[site][0].get(name, math.nan) if site in found else math.nan for site in table.sites]
-                table = table.with_column(name, np.array(values), has)
+            table = _extended(table, found)
+        for place, user in enumerate(self.users, start=len(self.groups)):
+            results = self._user_results(place, user)
+            table = _extended(table, {site: (each.scalars, each.tensors) for site, each in results.items()})
         return table
 
     def _summaries(
@@ -128,13 +133,24 @@ class Snapshot:
         """Return the statistics of an extra reduction for its sites, or an empty list if it fails."""
         try:
             return [each for group in groups for each in _by_site(group)]
-        except Exception as error:
-            if self.strict:
-                raise
-            if place not in self.warned:
-                self.warned.add(place)
-                warn(f"{groups[0].reduction} is left out, because its summarize failed: {describe_error(error)}")
+        except Exception as error:  # noqa: BLE001 - a user's code may raise anything
+            self._warn_of(place, f"{groups[0].reduction} is left out, because its summarize failed", error)
             return []
+
+    def _user_results(self, place: int, user: UserSnapshot) -> dict[Site, Results]:
+        """Return the results of a function or metric for its sites, or an empty mapping if it fails."""
+        try:
+            return {site: user.reduction.results(state) for site, state in user.states.items()}
+        except Exception as error:  # noqa: BLE001 - a user's code may raise anything
+            self._warn_of(place, f"{user.reduction} is left out, because its result failed", error)
+            return {}
+
+    def _warn_of(self, place: int, what: str, error: Exception) -> None:
+        if self.strict:
+            raise error
+        if place not in self.warned:
+            self.warned.add(place)
+            warn(f"{what}: {describe_error(error)}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states in the format of :meth:`SiteStates.load_state_dict`, on one device."""
@@ -148,6 +164,8 @@ class Snapshot:
                 for groups in self.groups
             ],
             "left_out": [[list(site) for site in sorted(sites)] for sites in self.left_out],
+            "calls": [[*site, number] for site, number in self.calls.items()],
+            **({"users": [user.state_dict() for user in self.users]} if self.users else {}),
         }
 
 
@@ -205,8 +223,9 @@ class SiteStates:
     """A :class:`~lightning_recorder.reductions.Statistics` state and the states of the extra reductions for each site.
 
     Args:
-        extra: Additional reductions of the same tensors. A reduction that fails for a tensor, for example because of
-            its shape, is skipped at that site with one warning.
+        extra: Additional reductions of the same tensors: a :class:`~lightning_recorder.reductions.Reduction`, a
+            ``torchmetrics.Metric``, a function as for ``functools.reduce``, or a list or mapping of these. A reduction
+            that fails for a tensor, for example because of its shape, is skipped at that site with one warning.
         sample: The number of values of a tensor that are counted in the histogram. By default, all values are counted.
         quantiles: The quantiles to estimate from the histogram, between 0 and 1. Their scalars are named
             ``quantile_<q>``.
@@ -222,13 +241,15 @@ class SiteStates:
     def __init__(
         self,
         *,
-        extra: Iterable[Reduction] = (),
+        extra: Any = (),
         sample: int | None = None,
         quantiles: Iterable[float] = (),
         strict: bool = False,
     ) -> None:
         statistics = Statistics(sample=sample, quantiles=quantiles)
-        reductions = [statistics, *((extra,) if isinstance(extra, Reduction) else extra)]
+        self._extra = as_reductions(extra, taken=statistics.statistics)
+        reductions = [statistics, *(each for each in self._extra if isinstance(each, Reduction))]
+        self._users = [UserStates(each, strict=strict) for each in self._extra if isinstance(each, UserReduction)]
         Combined(reductions)  # rejects objects that are not reductions, and duplicate names
         self.strict = strict
         self._reductions = reductions
@@ -236,21 +257,26 @@ class SiteStates:
         with pause_recording():
             # One bank per reduction, so that a reduction that fails for a tensor does not affect the others.
             self._banks: list[StateBank[Site]] = [StateBank(reduction) for reduction in reductions]
+        self._stores: list[StateBank[Site] | UserStates] = [*self._banks, *self._users]
         self._left_out: list[set[Site]] = [set() for _ in reductions]
         self._kinds: dict[Site, tuple[torch.dtype, torch.Size | None]] = {}
+        self._calls: dict[Site, int] = {}
         self._rows: dict[Site, Tensor] = {}
         self._warned: set[int] = set()
 
     def new_empty(self) -> SiteStates:
         """Return empty states of the same kind."""
-        return SiteStates(
-            extra=self._reductions[1:], sample=self._sample, quantiles=self._quantiles, strict=self.strict
-        )
+        return SiteStates(extra=self._extra, sample=self._sample, quantiles=self._quantiles, strict=self.strict)
 
     @property
     def described(self) -> str:
         """The reductions with their settings, as a text that is the same in every process."""
-        return ", ".join(reduction.described for reduction in self._reductions)
+        return ", ".join(each.described for each in (*self._reductions[:1], *self._extra))
+
+    @property
+    def users(self) -> tuple[UserReduction, ...]:
+        """The functions and metrics of the user."""
+        return tuple(states.reduction for states in self._users)
 
     @property
     def survives_reset(self) -> bool:
@@ -265,7 +291,7 @@ class SiteStates:
     @property
     def nbytes(self) -> int:
         """The size of the states on all devices, in bytes."""
-        return sum(bank.nbytes for bank in self._banks)
+        return sum(each.nbytes for each in self._stores)
 
     def add(self, site: Site, tensor: Tensor, factor: float = 1.0) -> None:
         """Update the statistics of a site with a tensor multiplied by a factor."""
@@ -274,9 +300,12 @@ class SiteStates:
         values = Values(tensor, factor)
         self._banks[0].add(site, values)
         self._kinds[site] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
+        self._calls[site] = self._calls.get(site, 0) + 1
         for place in range(1, len(self._banks)):
             if site not in self._left_out[place]:
                 self._add_extra(place, site, values)
+        for states in self._users:
+            states.add(site, tensor, factor)
 
     def try_fast_path(self, site: Site, tensor: Tensor, factor: float = 1.0) -> bool:
         """Try the fast path: update a site without any torch operation; return False to fall back to :meth:`add`.
@@ -286,7 +315,7 @@ class SiteStates:
         """
         row = self._rows.get(site)
         if row is None:
-            row = None if len(self._banks) > 1 else self._banks[0].row(site)
+            row = None if self._extra else self._banks[0].row(site)
             if row is None:
                 return False
             self._rows[site] = row
@@ -294,6 +323,7 @@ class SiteStates:
         if not add_tensor(row, tensor, factor, self._sample):
             return False
         self._kinds[site] = kind
+        self._calls[site] = self._calls.get(site, 0) + 1
         return True
 
     def _add_extra(self, place: int, site: Site, values: Values) -> None:
@@ -313,6 +343,8 @@ class SiteStates:
         """Record the skipped reductions again."""
         for left_out in self._left_out:
             left_out.clear()
+        for states in self._users:
+            states.revive()
 
     @torch.no_grad()
     def snapshot(self, names: Iterable[str], device: torch.device | str = "cpu") -> Snapshot:
@@ -324,31 +356,34 @@ class SiteStates:
         """
         groups = [bank.collect(device) for bank in self._banks]
         left_out = [frozenset(sites) for sites in self._left_out]
-        return Snapshot(
-            tuple(names), groups, left_out, kinds=dict(self._kinds), warned=self._warned, strict=self.strict
-        )
+        users = [states.snapshot() for states in self._users]
+        kinds, calls = dict(self._kinds), dict(self._calls)
+        return Snapshot(tuple(names), groups, left_out, {}, frozenset(), kinds, calls, users, self._warned, self.strict)
 
     @torch.no_grad()
-    def saved(self) -> list[Any]:
+    def saved(self) -> tuple[list[Any], dict[Site, int]]:
         """Return a copy of all states on their devices, for :meth:`restore`."""
-        return [bank.saved() for bank in self._banks]
+        return [each.saved() for each in self._stores], dict(self._calls)
 
     @torch.no_grad()
-    def restore(self, saved: list[Any]) -> None:
+    def restore(self, saved: tuple[list[Any], dict[Site, int]]) -> None:
         """Restore the states from :meth:`saved`."""
-        for bank, states in zip(self._banks, saved, strict=True):
-            bank.restore(states)
+        banks, calls = saved
+        self._calls = dict(calls)
+        for store, states in zip(self._stores, banks, strict=True):
+            store.restore(states)
 
     @torch.no_grad()
     def reset(self) -> None:
         """Discard the recorded statistics."""
-        for bank in self._banks:
-            bank.reset()
+        self._calls.clear()
+        for store in self._stores:
+            store.reset()
 
     @torch.no_grad()
     def reset_all(self) -> None:
         """Discard the recorded statistics, including the states that survive a reset."""
-        self.restore([[] for _ in self._banks])
+        self.restore(([*([] for _ in self._banks), *({} for _ in self._users)], {}))
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -356,6 +391,8 @@ class SiteStates:
         return {
             "banks": [bank.state_dict() for bank in self._banks],
             "left_out": [[list(site) for site in sorted(sites)] for sites in self._left_out],
+            "calls": [[*site, number] for site, number in self._calls.items()],
+            **({"users": [states.state_dict() for states in self._users]} if self._users else {}),
         }
 
     @torch.no_grad()
@@ -376,6 +413,23 @@ class SiteStates:
             bank.load_state_dict(rows, lambda key: Site(*key), device)
         for left_out, sites in zip(self._left_out, state_dict["left_out"], strict=True):
             left_out.update(Site(*site) for site in sites)
+        for states, rows in zip(self._users, state_dict.get("users", ()), strict=True):
+            states.load_state_dict(rows)
+        self._calls.update((Site(name, path), int(number)) for name, path, number in state_dict.get("calls", ()))
+
+
+def _extended(
+    table: StatisticsTable, found: Mapping[Site, tuple[Mapping[str, float], Mapping[str, Tensor]]]
+) -> StatisticsTable:
+    """Return a table with further scalars and tensors of its sites."""
+    found = {site: each for site, each in found.items() if site in table}
+    tensors = {site: {**table.tensors.get(site, {}), **more} for site, (_, more) in found.items() if more}
+    table.tensors = {**table.tensors, **tensors}
+    for name in dict.fromkeys(name for scalars, _ in found.values() for name in scalars):
+        has = np.array([site in found and name in found[site][0] for site in table.sites], dtype=bool)
+        values = [found[site][0].get(name, math.nan) if site in found else math.nan for site in table.sites]
+        table = table.with_column(name, np.array(values), has)
+    return table
 
 
 # torch parallelizes operations on more elements than this. In the writer thread, its threads would compete with the

@@ -39,7 +39,7 @@ class Site(NamedTuple):
     path: str
     """The path of the tensor in the module: ``out`` for the output and ``out.logits`` inside it, ``in[0]`` for the
     first positional argument, ``in.mask`` for the keyword argument of that name; for a parameter its name in the
-    module, ``weight``."""
+    module, ``weight``. If the calls of a module are kept apart, the paths of its second call end with ``#2``."""
 
 
 Receiver = Callable[[Site, Tensor], None]
@@ -108,6 +108,9 @@ class Tap(ABC):
         tensor without any torch operation and returns True, or returns False to fall back to ``receive``."""
         self.called: set[str] = set()
         """The names of the modules whose hooks were called; may be cleared."""
+        self.per_call = False
+        """Keep the calls of a module apart: the paths of its n-th call since :meth:`attach` end with ``#n``."""
+        self._calls: dict[str, int] = {}
         self._ignored: set[str] = set()
         self._unknown: set[type] = set()
         self._prune_at = _FEW_HANDLES
@@ -140,6 +143,7 @@ class Tap(ABC):
         if self._attached:
             return
         self._attached = True
+        self._calls.clear()
         if self._hooked:
             return
         self._hooked = True
@@ -257,6 +261,17 @@ class Tap(ABC):
             if watch is not None and started is not None:
                 watch.stop(started)
 
+    def _count_call(self, name: str) -> None:
+        """Count a call of a module whose tensors will be recorded."""
+        # A call without autograd, such as the first one of a reentrant checkpoint, has no gradient.
+        if not self._during_backward or torch.is_grad_enabled():
+            self._calls[name] = self._calls.get(name, 0) + 1
+
+    def _suffix(self, name: str) -> str:
+        """Return the end of the paths in the current call of a module, empty in the first call."""
+        number = self._calls.get(name, 1) if self.per_call else 1
+        return "" if number == 1 else f"#{number}"
+
     def _pass_on(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._condition is not None and not self._condition():
             return
@@ -271,10 +286,12 @@ class Tap(ABC):
                     raise
 
     def _tensors(self, name: str, value: Any, path: str) -> Iterable[tuple[str, Tensor]]:
-        """Return the tensors in the arguments or the output of the named module."""
+        """Return the tensors in the arguments or the output of the current call of the named module."""
         if isinstance(value, Tensor):  # the common case, without a traversal
-            return ((path, value),)
-        return iter_tensors(value, path, unknown=partial(self._warn_of_unknown, name))
+            return ((path + self._suffix(name), value),)
+        found = iter_tensors(value, path, unknown=partial(self._warn_of_unknown, name))
+        suffix = self._suffix(name)
+        return ((f"{inner}{suffix}", tensor) for inner, tensor in found) if suffix else found
 
     def _inputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors in the arguments of the named module."""
@@ -305,13 +322,17 @@ class TapHook(ModuleHook):
         name: The name of the module.
         method: The method.
         site: The site of the last argument, if the fast path may take it.
+        begins: True for the first hook of a call, which counts the call.
     """
 
-    def __init__(self, tap: Tap, name: str, method: Callable[..., None], site: Site | None = None) -> None:
+    def __init__(
+        self, tap: Tap, name: str, method: Callable[..., None], site: Site | None = None, *, begins: bool = True
+    ) -> None:
         self._tap = tap
         self._name = name
         self._method = method
         self._site = site
+        self._begins = begins
 
     def __call__(self, module: nn.Module, *passed: Any) -> None:
         # torch.compile would trace the hook into the graph. Compiled code is recorded only in eager steps.
@@ -320,4 +341,9 @@ class TapHook(ModuleHook):
             return
         tap.called.add(self._name)
         if tap._during_backward or not in_backward():
-            tap._guarded(self._name, self._site, self._method, module, *passed)
+            site = self._site
+            if tap.per_call:
+                if self._begins:
+                    tap._count_call(self._name)
+                site = site and Site(site.name, site.path + tap._suffix(site.name))
+            tap._guarded(self._name, site, self._method, module, *passed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_recorder.names import own_parameters
@@ -51,12 +51,22 @@ class InputTap(Tap):
     @override
     def _register(self, name: str, module: nn.Module) -> None:
         register = module.register_forward_hook if self.after else module.register_forward_pre_hook
-        self._keep(register(TapHook(self, name, self._record), with_kwargs=True))
+        self._keep(register(_InputHook(self, name, self._record, Site(name, "in[0]")), with_kwargs=True))
 
     def _record(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], only: Tensor | None
     ) -> None:
         self._pass_on(name, self._inputs(name, args, kwargs))
+
+
+class _InputHook(TapHook):
+    """A hook that also passes the only argument to its tap, for the fast path; ``None`` if there are several."""
+
+    @override
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, output: Any = None
+    ) -> None:
+        super().__call__(module, args, kwargs or {}, args[0] if len(args) == 1 and not kwargs else None)
 
 
 class OutputTap(Tap):

@@ -85,7 +85,8 @@ class GradientTap(Tap):
     ) -> None:
         super().__init__(modules, receive, condition=condition, strict=strict)
         self.without_gradient: set[str] = set()
-        """The names of modules with a call in which no output tensor required a gradient; may be cleared."""
+        """The names of modules with a call in which none of its output tensors (for input gradients: of its input
+        tensors) required a gradient; may be cleared."""
         self.changed_in_place: set[str] = set()
         """The names of modules that returned a view whose gradient is unknown because the view was changed in place;
         may be cleared."""

@@ -62,7 +62,8 @@ class InputGradientTap(GradientTap):
     def _register(self, name: str, module: nn.Module) -> None:
         self._keep(module.register_forward_pre_hook(TapHook(self, name, self._enter_call), with_kwargs=True))
         # Also called if the module raises, as it does when a recomputation stops early, so that every call is closed.
-        self._keep(module.register_forward_hook(TapHook(self, name, self._leave_call), always_call=True))
+        leave = TapHook(self, name, self._leave_call, begins=False)
+        self._keep(module.register_forward_hook(leave, always_call=True))
 
     @override
     def remove(self) -> None:
@@ -71,8 +72,11 @@ class InputGradientTap(GradientTap):
 
     def _enter_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entering: dict[_Edge, _Input] = {}
-        if self._may_visit(1):
-            for path, tensor in self._inputs(name, args, kwargs):
+        found = tuple(self._inputs(name, args, kwargs))
+        if found and not any(tensor.requires_grad for _, tensor in found):
+            self.without_gradient.add(name)
+        elif self._may_visit(1):
+            for path, tensor in found:
                 edge = _edge(tensor)
                 if edge is not None:
                     entering.setdefault(edge, _Input(path, tensor))

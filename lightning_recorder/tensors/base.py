@@ -14,9 +14,9 @@ from typing_extensions import Self
 
 from lightning_recorder.errors import ArgumentError, SelectionError, check_callable
 from lightning_recorder.reductions import Reduction
+from lightning_recorder.reductions.accumulators import Accumulator, ByteBudget, Fold, Metric, make_accumulator
 from lightning_recorder.selection import Selection, is_of_types
 from lightning_recorder.taps import Receiver, Tap
-from lightning_recorder.tensors.accumulators import Accumulator, ByteBudget, Fold, Metric, make_accumulator
 from lightning_recorder.tensors.saving import load_recording, save_recording
 from lightning_recorder.tensors.subrecorder import RecordedData, SubRecorder
 

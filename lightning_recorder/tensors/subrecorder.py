@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError, did_you_mean, warn
+from lightning_recorder.reductions.accumulators import Accumulator, UnequalBatchError, without_autocast
 from lightning_recorder.taps import Receiver, Site, Tap
-from lightning_recorder.tensors.accumulators import Accumulator, UnequalBatchError
 
 __all__ = ["RecordedData", "SubRecorder"]
 
@@ -150,7 +149,7 @@ class SubRecorder:
         samples = tensor.size(0) if tensor.dim() else 1
         if self._first_sample and tensor.dim() and samples:
             tensor, samples = tensor[0], 1
-        with _precise(tensor.device):
+        with without_autocast(tensor.device):
             taken = self._update(recorded.accumulator, tensor)
         if taken:
             recorded.calls += 1
@@ -237,12 +236,6 @@ class _PathData(dict[str, Any]):
         return OrderedDict, (), None, None, iter(list(self.items()))
 
     __delitem__ = __ior__ = clear = pop = popitem = setdefault = _refuse
-
-
-def _precise(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without the model's autocast, which would reduce the precision of reductions."""
-    is_on = device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 @dataclass

@@ -20,7 +20,6 @@ from typing_extensions import Self, override
 from lightning_recorder.errors import RecorderError
 from lightning_recorder.internals.autograd import (
     LEAF_NUMBER,
-    address_of,
     current_node,
     in_backward,
     is_transformed,
@@ -29,7 +28,7 @@ from lightning_recorder.internals.autograd import (
 )
 from lightning_recorder.internals.compiled import EagerStance
 from lightning_recorder.internals.hooks import ModuleHook
-from lightning_recorder.internals.storage import storage_of
+from lightning_recorder.internals.storage import address_of, storage_of
 from lightning_recorder.structure import iter_tensors
 
 __all__ = ["CommunicationError", "Origin", "OriginTrace"]

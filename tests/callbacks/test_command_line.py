@@ -25,7 +25,7 @@ from lightning_recorder import (
 )
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.graph import GraphvizStyler
-from lightning_recorder.reductions import Norms
+from lightning_recorder.reductions import ChannelMoments, ExponentHistogram
 from lightning_recorder.statistics import SiteStatistics
 from tests.callbacks.models import Classifier, digits
 
@@ -51,7 +51,12 @@ def output(field: str) -> Any:
 
 
 def reductions(callback: StatisticsCallback) -> list[str]:
-    return [type(each).__name__ for each in callback.options["extra"]]
+    return [getattr(each, "name", type(each).__name__) for each in callback.options["extra"]]
+
+
+def ignoring(callback: StatisticsCallback) -> str:
+    """Return the argument of the extra metrics."""
+    return ", ".join(each.given.nan_strategy for each in callback.options["extra"] if hasattr(each, "given"))
 
 
 def sinks(callback: Any) -> list[str]:
@@ -83,6 +88,8 @@ EXTRA = [
     {"class_path": "lightning_recorder.reductions.Norms"},
     {"class_path": "lightning_recorder.reductions.DeadChannels"},
 ]
+
+MIXED = ["add", "max_metric", "Norms"]
 
 SHARED: list[tuple[str, Any, Any, Any]] = [
     ("name", "mine", plain("name"), "mine"),
@@ -117,11 +124,15 @@ STATISTICS: list[tuple[str, Any, Any, Any]] = [
     ("statistics", "count", plain("statistics"), ("count",)),
     ("statistics", ["mean", "rank_mean_min"], plain("statistics"), ("mean", "rank_mean_min")),
     ("statistics", ["mean", "quantile_0.5", "quantile_0.99"], quantiles, (("mean",), (0.5, 0.99))),
+    ("extra", "torch.maximum", reductions, ["maximum"]),
+    ("extra", {"peak": "torch.maximum"}, reductions, ["peak"]),
+    ("extra", {"class_path": "torchmetrics.MeanMetric", "init_args": {"nan_strategy": "ignore"}}, ignoring, "ignore"),
+    ("extra", ["torch.add", {"class_path": "torchmetrics.MaxMetric"}, EXTRA[0]], reductions, [*MIXED]),
     ("extra", EXTRA, reductions, ["Norms", "DeadChannels"]),
     ("extra", EXTRA[0], reductions, ["Norms"]),
-    ("histograms", False, histograms, (False, None)),
-    ("histograms", True, histograms, (True, None)),
-    ("histograms", 100, histograms, (True, 100)),
+    ("outputs", {"histograms": False}, histograms, (False, None)),
+    ("outputs", {"histograms": True}, histograms, (True, None)),
+    ("outputs", {"histograms": 100}, histograms, (True, 100)),
     ("outputs", {"max_tags": 40}, lambda callback: callback._results.formatter._budget.max_tags, 40),
     ("outputs", {"dumps": False}, output("dumps"), False),
     ("outputs", {"dumps": "epochs"}, output("dumps"), "epochs"),
@@ -133,13 +144,19 @@ STATISTICS: list[tuple[str, Any, Any, Any]] = [
     ("outputs", {"max_images": 2}, output("max_images"), 2),
     *SHARED,
 ]
+TENSORS: list[tuple[str, Any, Any, Any]] = [
+    ("tensors", "inputs", plain("tensors"), ("inputs",)),
+    ("tensors", ["outputs", "inputs"], plain("tensors"), ("inputs", "outputs")),
+    ("per_call", True, plain("per_call"), True),
+]
 CASES: dict[type[Any], list[tuple[str, Any, Any, Any]]] = {
     ActivationRecorder: [
-        ("stages", "validate", plain("stages"), ("validate",)),
-        ("stages", ["validate", "train"], plain("stages"), ("train", "validate")),
+        ("schedule", {"stages": "validate"}, plain("stages"), ("validate",)),
+        ("schedule", {"stages": ["validate", "train"]}, plain("stages"), ("train", "validate")),
+        *TENSORS,
         *STATISTICS,
     ],
-    GradientRecorder: [("loss", "rank", plain("loss"), "rank"), *STATISTICS],
+    GradientRecorder: [*TENSORS, *STATISTICS],
     ParameterRecorder: [
         ("parts", "updates", plain("parts"), ("updates",)),
         ("parts", ["values", "moments"], plain("parts"), ("values", "moments")),
@@ -342,10 +359,15 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (3, "statistics"),
         (["quantile_50"], "write 'quantile_0.5'"),
     ],
-    "extra": [(3, "takes a list"), ([Norms], r"write Norms\(\)"), ("norms", "extra")],
-    "histograms": [("yes", "True, False or the number"), (0, "integer of at least 1"), (2.5, "True, False or")],
+    "extra": [
+        (3, "takes a Reduction, a torchmetrics.Metric, a function of two arguments"),
+        ([ExponentHistogram(), ExponentHistogram()], "two reductions have the statistics 'histogram'"),
+        ("norms", "cannot be imported"),
+        (len, r"takes a function \(before, new\)"),
+        ([ChannelMoments, "torch.nn.Linear"], r"Linear\(\) raised"),
+    ],
+    "per_call": [("no", "True or False")],
     "compiled": [("both", "'eager' or 'skip'"), (None, "'eager' or 'skip'")],
-    "loss": [("sum", "'global' or 'rank'"), (None, "'global' or 'rank'")],
     "tensors": [("weights", "'inputs', 'outputs'"), ([], "'inputs'"), (3, "'inputs'")],
     "at": [("batches", "'checkpoints', 'steps', 'epochs'"), (3, "'checkpoints'")],
     "samples": [(0, "integer of at least 1"), ("all", "integer of at least 1")],
@@ -354,7 +376,6 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     "name": [(3, "must be a string"), (None, "must be a string")],
     "sinks": [(MemorySink(), "takes a list of sinks"), ([MemorySink], r"write MemorySink\(\)"), (3, "takes a list")],
     "strict": [("no", "True or False")],
-    "stages": [("fit", "'train', 'validate', 'test', 'predict'"), ([], "'train'"), (3, "'train'"), ([[]], "'train'")],
     "parts": [("weights", "'values', 'gradients', 'updates', 'moments'"), ([], "'values'"), (3, "'values'")],
     "depth": [(0, "integer of at least 1"), ("2", "integer of at least 1")],
     "max_nodes": [(0, "integer of at least 1"), (None, "integer of at least 1")],
@@ -403,7 +424,7 @@ UNKNOWN = {
     "type": "types",
     "excludes": "exclude",
     "statistic": "statistics",
-    "stage": "stages",
+    "per_calls": "per_call",
     "stages": "stage",
     "part": "parts",
     "logger": "sinks",
@@ -440,7 +461,7 @@ OPTIONS = {
         "dump": ": did you mean outputs=Outputs(dumps=…)?",
         "quantiles": ': write statistics=[…, "quantile_0.99"]',
         "quantile": ': did you mean statistics=[…, "quantile_0.99"]?',
-        "histogram_sample": ": write histograms=…",
+        "histogram_sample": ": write outputs=Outputs(histograms=…)",
     },
     TensorDumper: {
         "when": ": write outputs=Outputs(dump_when=…)",
@@ -505,7 +526,7 @@ def test_several_names_are_a_list() -> None:
 
 
 MISTYPED = [
-    (ActivationRecorder, {"stages": "val"}, "'validate'"),
+    (ActivationRecorder, {"tensors": "input"}, "'inputs'"),
     (ActivationRecorder, {"reduce": "epochs"}, "'epoch'"),
     (GradientRecorder, {"statistics": "average"}, "'mean'"),
     (ParameterRecorder, {"parts": "grads"}, "'gradients'"),
@@ -547,7 +568,7 @@ def test_an_unknown_argument_in_a_file_is_refused(
 @pytest.mark.parametrize(
     ("kind", "name", "value", "warned"),
     [
-        (ActivationRecorder, "stages", ["fit"], "validate"),
+        (ActivationRecorder, "tensors", ["weights"], "inputs"),
         (GradientRecorder, "reduce", "batch", "epoch"),
         (ParameterRecorder, "parts", ["weights"], "moments"),
         (ParameterRecorder, "compiled", "both", "skip"),

@@ -22,6 +22,7 @@ from lightning_recorder import (
     Graph,
     GraphRecorder,
     ParameterRecorder,
+    Schedule,
     TensorDumper,
 )
 from tests.callbacks.models import LEAVES, Classifier, digits, fit
@@ -135,7 +136,7 @@ def test_functions_that_ran_eagerly_are_named_once(
 
 def test_functions_of_an_evaluation_are_named_once(logged: Callable[[], list[str]], tmp_path: Path) -> None:
     """A function called only in validation has its own log line after the first recorded validation."""
-    recorder = ActivationRecorder(stages=["train", "validate"], strict=True)
+    recorder = ActivationRecorder(schedule=Schedule(stages=["train", "validate"]), strict=True)
     train(tmp_path, [recorder], validation=digits(2), max_epochs=2)
     first, second = logged()
     assert f": Model.encode, {MARGIN}. " in first

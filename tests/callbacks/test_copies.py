@@ -37,7 +37,7 @@ from tests.callbacks.models import Classifier, fit, hooks_left
 
 KINDS: dict[str, Callable[[], RecorderCallback]] = {
     "activations": lambda: ActivationRecorder(
-        "encoder.*", extra=[Norms()], stages=("train",), outputs=Outputs(dump_when=is_large)
+        "encoder.*", extra=[Norms()], schedule=Schedule(stages=("train",)), outputs=Outputs(dump_when=is_large)
     ),
     "gradients": lambda: GradientRecorder(
         types=torch.nn.Conv2d, every_n_train_steps=1, schedule=Schedule(when=is_even)

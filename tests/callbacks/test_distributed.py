@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -33,6 +34,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_recorder import (
     ActivationRecorder,
+    BackwardInput,
+    BackwardOutput,
+    ForwardOutput,
+    ForwardPre,
     GradientRecorder,
     GraphRecorder,
     MemorySink,
@@ -45,8 +50,9 @@ from lightning_recorder import (
 )
 from lightning_recorder.callbacks import attach
 from lightning_recorder.callbacks.attach import AttachRecorders
-from lightning_recorder.reductions import Change, Reduction, Statistics, Values, to_histogram
+from lightning_recorder.reductions import Change, ChannelMoments, Norms, Reduction, Statistics, Values, to_histogram
 from lightning_recorder.statistics import SHOWN_STATISTICS, BaseStatisticsRecorder
+from lightning_recorder.tensors import Recorder
 from tests.callbacks.models import LEAVES, Classifier, digits
 from tests.reductions.reference import Moments, values_of
 
@@ -165,13 +171,65 @@ def scenario(function: Scenario) -> Scenario:
 def merged(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
     options: dict[str, Any] = {"every_n_train_steps": 1, "statistics": SHOWN_STATISTICS, "sinks": [sink]}
-    gradients = [
+    recorders = [
+        watching(sink, "squash", "hidden"),
         GradientRecorder("hidden", **options),
-        GradientRecorder("hidden", name="own", loss="rank", **options),
+        ParameterRecorder(**options),
     ]
-    model: Any = train(folder, [watching(sink, "squash", "hidden"), *gradients, ParameterRecorder(**options)])
+    model: Any = train(folder, recorders)
     bare = train(folder, [])
     return {**written(sink), "kept": model.kept, "final": state_of(model), "bare": state_of(bare)}
+
+
+def rows(total: Tensor, new: Tensor) -> Tensor:
+    """Sum the rows of all batches; unknown to be associative."""
+    return total.sum(0, keepdim=True) + new.sum(0, keepdim=True)
+
+
+USER: dict[str, Any] = {
+    "peak": torch.maximum,
+    "total": torch.add,
+    "rows": rows,
+    "average": torchmetrics.MeanMetric,
+    "all": torchmetrics.CatMetric,
+    "norms": Norms,
+    "channels": ChannelMoments(-1),
+}
+
+
+class Kept(Callback):
+    """Keeps the inputs and outputs of a module, and their gradients, at each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, list[Tensor]]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        kinds: dict[str, type[Recorder]]
+        kinds = {"in": ForwardPre, "out": ForwardOutput, "in.grad": BackwardInput, "out.grad": BackwardOutput}
+        self.below = {name: kind().select(pl_module, "head") for name, kind in kinds.items()}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps.append({name: [each.clone() for each in below["head"]] for name, below in self.below.items()})
+        for below in self.below.values():
+            below.reset()
+
+
+@scenario
+def user_reductions(folder: Path) -> dict[str, Any]:
+    """Record inputs, outputs and their gradients with reductions of the user, at every step, with accumulation."""
+    seen: dict[str, Any] = {}
+    options: dict[str, Any] = {"tensors": ["inputs", "outputs"], "extra": USER, "every_n_train_steps": 1}
+    recorders = [
+        kind("head", outputs=Outputs(plots=False), **options) for kind in (ActivationRecorder, GradientRecorder)
+    ]
+    kept = Kept()
+    train(folder, [*recorders, kept], accumulate_grad_batches=STEPS)
+    if this_rank() == 0:
+        for recorder in recorders:
+            for site, found in recorder.latest.items():
+                path = site.path.partition("[")[0] + (".grad" if recorder.group == "gradients" else "")
+                seen[path] = {**found.scalars, **found.tensors}
+    return {"seen": seen, "kept": kept.steps}
 
 
 COLLECTIVES = [
@@ -257,7 +315,7 @@ def one_sided(folder: Path) -> dict[str, Any]:
     rows, batches = (4, 12)[rank], (2, 3)[rank]
     train(
         folder,
-        [watching(sink, stages=["train", "validate"])],
+        [watching(sink, schedule=Schedule(stages=["train", "validate"]))],
         OneSided(),
         loader=digits(STEPS, rows),
         validation=digits(batches, rows),
@@ -278,7 +336,7 @@ def shapes(folder: Path) -> dict[str, Any]:
 def stage_shapes(folder: Path) -> dict[str, Any]:
     """Use the same reduction when training and two validations have different batch sizes."""
     sink = MemorySink()
-    recorder = watching(sink, "head", stages=["train", "validate"], extra=[Change()])
+    recorder = watching(sink, "head", schedule=Schedule(stages=["train", "validate"]), extra=[Change()])
     train(folder, [recorder], validation=[digits(4, 4), digits(4, 2)])
     return written(sink)
 
@@ -536,7 +594,7 @@ def windows(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for reduce in 2, "epoch":
         sink = MemorySink()
-        recorder = watching(sink, "squash", reduce=reduce, stages=["train", "validate"])
+        recorder = watching(sink, "squash", reduce=reduce, schedule=Schedule(stages=["train", "validate"]))
         train(folder, [recorder], validation=digits(4, 4), max_epochs=2)
         found[str(reduce)] = sink.scalars
     return found
@@ -545,7 +603,9 @@ def windows(folder: Path) -> dict[str, Any]:
 @scenario
 def evaluated(folder: Path) -> dict[str, Any]:
     sink = MemorySink()
-    trainer_of(folder, [watching(sink, "squash", stages=["test"])]).test(Net(), digits(4, 4), verbose=False)
+    trainer_of(folder, [watching(sink, "squash", schedule=Schedule(stages=["test"]))]).test(
+        Net(), digits(4, 4), verbose=False
+    )
     return written(sink)
 
 
@@ -597,7 +657,7 @@ def empty_share(folder: Path) -> dict[str, Any]:
     validation = digits(2, 4) if this_rank() == 0 else DataLoader(nothing)
     train(
         folder,
-        [watching(sink, "squash", stages=["train", "validate"])],
+        [watching(sink, "squash", schedule=Schedule(stages=["train", "validate"]))],
         model,
         loader=digits(STEPS, ROWS),
         validation=validation,
@@ -698,7 +758,7 @@ HEALTHY = (
     "merged", "transfers", "one_sided", "shapes", "unused", "sharded", "windows", "evaluated", "budgeted", "resumed",
     "switched_off", "other_modules", "shifted", "negated", "spoilt", "stage_shapes", "own_reduction", "local_reduction",
     "broken_attach_0", "broken_attach_1", "broken_snapshot_0", "broken_snapshot_1", "broken_reset_0", "broken_reset_1",
-    "ddp",
+    "ddp", "user_reductions",
 )  # fmt: skip
 SPAWNED = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 
@@ -734,7 +794,7 @@ def outcome(folder: Path, name: str) -> tuple[list[Any], list[list[str]]]:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the results of all scenarios that end normally."""
     folder = tmp_path_factory.mktemp("pair")
-    code, log = go(folder, *HEALTHY, timeout_s=120.0)
+    code, log = go(folder, *HEALTHY, timeout_s=180.0)
     assert code == 0, log[-3000:]
     return folder
 
@@ -816,17 +876,12 @@ def test_parameters_are_those_of_a_run_without_callbacks(pair: Path, name: str) 
 
 
 def test_two_processes_record_what_one_does_over_their_batches(pair: Path, tmp_path: Path) -> None:
-    """One process over both ranks' batches gives equal records, up to a relative 1e-5 from matrix products.
-
-    With ``loss="rank"``, the gradients of the activations are twice as large, since the loss is the mean of half as
-    many rows.
-    """
+    """One process over both ranks' batches gives equal records, up to a relative 1e-5 from matrix products."""
     sink = MemorySink()
     options: dict[str, Any] = {"every_n_train_steps": 1, "sinks": [sink], "statistics": SHOWN_STATISTICS}
     recorders = [
         watching(sink, "squash", "hidden"),
         GradientRecorder("hidden", **options),
-        GradientRecorder("hidden", name="own", loss="rank", **options),
         ParameterRecorder(**options),
     ]
     train(tmp_path, recorders, loader=digits(STEPS, 2 * ROWS), devices=1, strategy="auto")
@@ -835,10 +890,9 @@ def test_two_processes_record_what_one_does_over_their_batches(pair: Path, tmp_p
     for tag, by_step in sink.scalars.items():
         place, _, statistic = tag.rpartition("/")
         is_size = statistic in ("mean", "std", "rms", "min", "max")
-        factor = 2 if place == "gradients-own/hidden" and is_size else 1
         for step, value in by_step.items():
             size = sink.scalars[f"{place.removesuffix('/update_ratio')}/rms"][step] if is_size else 1.0
-            assert two["scalars"][tag][step] == pytest.approx(factor * value, rel=1e-5, abs=1e-5 * size), (tag, step)
+            assert two["scalars"][tag][step] == pytest.approx(value, rel=1e-5, abs=1e-5 * size), (tag, step)
     histograms = two["histograms"]["activations/squash/histogram"]
     alone = sink.histograms["activations/squash/histogram"]
     assert all(same_histogram(histograms[step], alone[step]) for step in range(STEPS))
@@ -929,6 +983,40 @@ def test_a_reduction_of_the_user_is_merged(pair: Path, name: str) -> None:
     for step in range(STEPS):
         expected = 2 * math.fsum(values_of(union(results, "squash", step)))
         assert results[0]["scalars"]["activations/squash/scaled_sum"][step] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("path", ["in", "out", "in.grad", "out.grad"])
+def test_results_of_the_user_are_merged(pair: Path, path: str) -> None:
+    """Results of both ranks are those of all tensors, and a function that may not be associative has rank 0's.
+
+    One warning per recorder, when the fit starts, names that function.
+    """
+    results, warned = outcome(pair, "user_reductions")
+    assert [len(each) for each in warned] == [2, 0]
+    assert all("records the results of rows (" in each for each in warned[0])
+    seen = results[0]["seen"][path]
+    ranks = [[tensor for step in result["kept"] for tensor in step[path]] for result in results]
+    scales = (STEPS, STEPS / 2) if path.endswith("grad") else (1,)  # of each rank's own loss, or of the global one
+    whole = [tensor.double() for tensors in ranks for tensor in tensors]
+    assert len(whole) == 2 * STEPS
+    joined = torch.cat(whole)
+    expected = {
+        "peak": torch.stack(whole).amax(0),
+        "total": torch.stack(whole).sum(0),
+        "rows": torch.cat(ranks[0]).double().sum(0, keepdim=True),
+        "all": joined,
+        "average": joined.mean(),
+        "l2_norm": joined.norm(),
+        "abs_max": joined.abs().max(),
+        "channel_mean": joined.mean(0),
+        "channel_rms": joined.square().mean(0).sqrt(),
+    }
+    found = {name: torch.as_tensor(seen[name], dtype=torch.float64) for name in expected}
+
+    def fits(scale: float) -> bool:
+        return all(torch.allclose(found[name], scale * value, 1e-5, 1e-7) for name, value in expected.items())
+
+    assert any(map(fits, scales))
 
 
 def test_unused_parameters_change_nothing(pair: Path) -> None:

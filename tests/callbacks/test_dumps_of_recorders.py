@@ -282,7 +282,7 @@ def test_named_recorders_have_files_of_their_own(tmp_path: Path) -> None:
     """File names contain the name of the recorder, or its number if it has no name."""
     made = [
         recorder(name="a"),
-        recorder(histograms=False),
+        recorder(outputs=Outputs(histograms=False)),
         ActivationRecorder("dropout", strict=True, outputs=Outputs(dumps="records")),
     ]
     fit(Classifier(), tmp_path, made, logger=False, loader=digits(1))

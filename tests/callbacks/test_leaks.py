@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, ParameterRecorder
+from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, ParameterRecorder, Schedule
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.schedule import Reduce
 from tests.callbacks.models import digits, fit
@@ -236,7 +236,7 @@ def test_an_evaluation_leaves_nothing_of_the_model(function: str, tmp_path: Path
         def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
             return self(batch[0])
 
-    callback = ActivationRecorder(stages=function)
+    callback = ActivationRecorder(schedule=Schedule(stages=function))
     model = Evaluated()
     silent = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", callbacks=[callback], **silent)  # type: ignore[arg-type]  # values of different types

@@ -29,6 +29,7 @@ from lightning_recorder import (
     GradientRecorder,
     GraphRecorder,
     MemorySink,
+    Outputs,
     ParameterRecorder,
     RecorderWarning,
     Schedule,
@@ -119,7 +120,8 @@ class Net(LightningModule):
 
 def recorders(sink: MemorySink, **options: Any) -> list[Callback]:
     """Return one recorder of each kind that records every step and counts values."""
-    options = {"every_n_train_steps": 1, "statistics": ["count"], "histograms": False, **options}
+    outputs = Outputs(histograms=False)
+    options = {"every_n_train_steps": 1, "statistics": ["count"], "outputs": outputs, **options}
     kinds: tuple[type[StatisticsCallback], ...] = (ActivationRecorder, GradientRecorder, ParameterRecorder)
     statistics = [kind(sinks=[sink], strict=True, **options) for kind in kinds]
     return [*statistics, GraphRecorder(formats=[], sinks=[sink], strict=True)]
@@ -516,7 +518,7 @@ def test_an_evaluation_alone_is_one_record(stage: str, inference_mode: bool, tmp
     callbacks = recorders(sink)[1:]
     callbacks.append(
         ActivationRecorder(
-            stages=["train", *STAGES],  # type: ignore[list-item]  # of just these strings
+            schedule=Schedule(stages=["train", *STAGES]),  # type: ignore[list-item]  # of just these strings
             every_n_train_steps=1,
             statistics=["count"],
             sinks=[sink],
@@ -540,7 +542,7 @@ def test_an_evaluation_alone_is_one_record(stage: str, inference_mode: bool, tmp
 def test_each_loader_has_a_record(stage: str, tmp_path: Path) -> None:
     """With several loaders, each one has a record of its own batches under its index."""
     sink, model = MemorySink(), Net()
-    recorder = ActivationRecorder(stages=stage, statistics=["count"], sinks=[sink], strict=True)
+    recorder = ActivationRecorder(schedule=Schedule(stages=stage), statistics=["count"], sinks=[sink], strict=True)
     trainer = trainer_of(tmp_path, [recorder], limit_val_batches=2, limit_test_batches=2, limit_predict_batches=2)
     getattr(trainer, stage)(model, [loader(3), loader(2, 6)], **({} if stage == "predict" else {"verbose": False}))
     assert_nothing_left(trainer, model)
@@ -575,7 +577,11 @@ def test_validation_inside_a_fit(options: dict[str, Any], steps: list[int], tmp_
 
     sink = MemorySink()
     recorder = ActivationRecorder(
-        stages=["train", "validate"], every_n_train_steps=1, statistics=["count"], sinks=[sink], strict=True
+        schedule=Schedule(stages=["train", "validate"]),
+        every_n_train_steps=1,
+        statistics=["count"],
+        sinks=[sink],
+        strict=True,
     )
     model = Logged()
     trainer = trainer_of(tmp_path, [recorder, *recorders(MemorySink())[1:]], num_sanity_val_steps=2, **options)
@@ -590,7 +596,7 @@ def test_an_evaluation_after_epochs_that_are_left_out_is_recorded(tmp_path: Path
     """``every_n_epochs`` applies to a fit only; a separate test run is always recorded."""
     sink, model = MemorySink(), Net()
     recorder = ActivationRecorder(
-        stages=["train", "test"], statistics=["count"], sinks=[sink], strict=True, schedule=Schedule(every_n_epochs=3)
+        statistics=["count"], sinks=[sink], strict=True, schedule=Schedule(every_n_epochs=3, stages=["train", "test"])
     )
     trainer = trainer_of(tmp_path, [recorder])
     trainer.fit(model, loader())
@@ -638,7 +644,10 @@ def test_sampling_chooses_steps(sampling: str, accumulate: int, tmp_path: Path) 
     options, steps = SAMPLINGS[sampling]
     sink = MemorySink()
     kinds = (ActivationRecorder, GradientRecorder, ParameterRecorder)
-    callbacks = [kind(statistics=["count"], histograms=False, sinks=[sink], strict=True, **options) for kind in kinds]
+    callbacks = [
+        kind(statistics=["count"], outputs=Outputs(histograms=False), sinks=[sink], strict=True, **options)
+        for kind in kinds
+    ]
     trainer = trainer_of(tmp_path, callbacks, max_epochs=4, accumulate_grad_batches=accumulate)
     trainer.fit(Net(), DataLoader(batches() * accumulate, batch_size=None))  # type: ignore[arg-type]  # a list
     expected = {
@@ -1033,7 +1042,7 @@ def failing(hook: str, error: BaseException) -> Net:
 def test_a_failing_hook_leaves_nothing_behind(hook: str, accumulate: int, tmp_path: Path) -> None:
     """Wherever a model raises, its own error propagates, and hooks and stance are as before."""
     model, sink = failing(hook, ZeroDivisionError("the model's own")), MemorySink()
-    callbacks = [*recorders(sink), ActivationRecorder(stages="validate", strict=True)]
+    callbacks = [*recorders(sink), ActivationRecorder(schedule=Schedule(stages="validate"), strict=True)]
     options = {"num_sanity_val_steps": 0, "val_check_interval": 3, "accumulate_grad_batches": accumulate}
     trainer = trainer_of(tmp_path, callbacks, max_epochs=2, **options)
     with pytest.raises(ZeroDivisionError, match="the model's own"):
@@ -1105,7 +1114,8 @@ def test_a_failing_evaluation_leaves_nothing_behind(stage: str, tmp_path: Path) 
     """If a separate evaluation raises, hooks and stance are as before, and a later fit is recorded."""
     step = "validation_step" if stage == "validate" else f"{stage}_step"
     model, sink = failing(step, ZeroDivisionError()), MemorySink()
-    recorder = ActivationRecorder(stages=["train", *STAGES], statistics=["count"], sinks=[sink], strict=True)  # type: ignore[list-item]  # of just these strings
+    stages = Schedule(stages=["train", *STAGES])  # type: ignore[list-item]  # of just these strings
+    recorder = ActivationRecorder(schedule=stages, statistics=["count"], sinks=[sink], strict=True)
     trainer = trainer_of(tmp_path, [recorder, *recorders(MemorySink())[1:]], log_every_n_steps=1)
     with pytest.raises(ZeroDivisionError):
         getattr(trainer, stage)(model, loader(), **({} if stage == "predict" else {"verbose": False}))

@@ -22,6 +22,7 @@ from lightning_recorder import (
     MemorySink,
     ParameterRecorder,
     RecorderWarning,
+    Schedule,
     SelectionError,
     read_dump,
 )
@@ -201,7 +202,9 @@ def test_training_is_bitwise_the_same(tmp_path: Path) -> None:
 def test_evaluations_are_recorded(function: str, tmp_path: Path) -> None:
     """All batches of an evaluation by its trainer are one record."""
     sink = MemorySink()
-    recorder = ActivationRecorder("second", stages=function, statistics="count", strict=True, sinks=[sink])
+    recorder = ActivationRecorder(
+        "second", schedule=Schedule(stages=function), statistics="count", strict=True, sinks=[sink]
+    )
     trainer = make_trainer(tmp_path, [recorder], logger=False)
     getattr(trainer, function)(Net(), digits(2), **({} if function == "predict" else {"verbose": False}))
     assert sink.scalars == {f"activations_{function}/second/count": {0: 160.0}}

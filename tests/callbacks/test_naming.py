@@ -20,6 +20,7 @@ from lightning_recorder import (
     MemorySink,
     Outputs,
     ParameterRecorder,
+    Schedule,
     TensorDumper,
     open_recording,
 )
@@ -71,7 +72,7 @@ EQUAL: dict[str, tuple[Callable[[], list[Callback]], str]] = {
     ),
     "tags of an evaluation": (
         lambda: [
-            ActivationRecorder("head", name="x", stages="validate"),
+            ActivationRecorder("head", name="x", schedule=Schedule(stages="validate")),
             ActivationRecorder("head", name="x_validate"),
         ],
         "two ActivationRecorder have the names 'x' and 'x_validate', and tags of 'x' begin with 'x_validate' as well",

@@ -16,6 +16,7 @@ from lightning_recorder import (
     MemorySink,
     Outputs,
     RecorderWarning,
+    Schedule,
     TensorDumper,
 )
 from tests.callbacks.models import Classifier, digits, fit, hooks_left
@@ -66,7 +67,9 @@ class Failing(Callback):
 
 def recorders(sink: MemorySink) -> list[Callback]:
     return [
-        ActivationRecorder(every_n_train_steps=1, sinks=[sink], stages=STAGES, outputs=Outputs(plots=False)),
+        ActivationRecorder(
+            every_n_train_steps=1, sinks=[sink], schedule=Schedule(stages=STAGES), outputs=Outputs(plots=False)
+        ),
         GraphRecorder(formats=(), stage="validate"),
         TensorDumper("head", at="steps", every_n_train_steps=1),
     ]

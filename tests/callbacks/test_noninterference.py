@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,7 +22,14 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, MemorySink, ParameterRecorder
+from lightning_recorder import (
+    ActivationRecorder,
+    GradientRecorder,
+    GraphRecorder,
+    MemorySink,
+    ParameterRecorder,
+    Schedule,
+)
 from lightning_recorder.callbacks.statistics import StatisticsCallback
 from lightning_recorder.schedule import Reduce
 from tests.callbacks.models import Classifier, digits, fit, hooks_left
@@ -275,13 +282,18 @@ def run(make: Callable[[], Classifier], folder: Path, callbacks: list[Callback],
     }
 
 
+def _sum(total: Tensor, new: Tensor) -> Tensor:
+    return total.sum() + new.mul_(2).sum()  # changes its own copy
+
+
 def recorders(reduce: Reduce = "step") -> list[Callback]:
-    """Return all callbacks, recording every step."""
+    """Return all callbacks, recording every step, with the inputs and a reduction of the user."""
     options: dict[str, Any] = {"every_n_train_steps": 1, "reduce": reduce, "strict": True}
+    both: list[Literal["inputs", "outputs"]] = ["inputs", "outputs"]
     return [
         GraphRecorder(strict=True),
-        ActivationRecorder(stages=["train", "validate"], **options),
-        GradientRecorder(**options),
+        ActivationRecorder(schedule=Schedule(stages=["train", "validate"]), tensors=both, per_call=True, **options),
+        GradientRecorder(tensors=both, extra={"seen": _sum}, **options),
         ParameterRecorder(**options),
     ]
 

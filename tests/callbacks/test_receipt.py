@@ -221,7 +221,9 @@ def test_parameters_that_no_optimizer_has_say_so(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"extra": [Norms()]}, {"reduce": 3}, {"histograms": 10}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"extra": [Norms()]}, {"reduce": 3}, {"outputs": Outputs(histograms=10)}], ids=str
+)
 def test_the_bytes_of_state_are_those_of_the_recorder(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
         "ActivationRecorder recorded nothing: every_n_train_steps=0 records no step. Pass a number of at least 1.",
     ),
     "no validation loader": (
-        lambda: ActivationRecorder(stages=["validate"]),
+        lambda: ActivationRecorder(schedule=Schedule(stages=["validate"])),
         {},
         (
             "ActivationRecorder recorded nothing: the fit had no validation. "
@@ -68,7 +68,7 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
         ),
     ),
     "no validation loader beside the training": (
-        lambda: ActivationRecorder(stages=["train", "validate"]),
+        lambda: ActivationRecorder(schedule=Schedule(stages=["train", "validate"])),
         {},
         (
             "ActivationRecorder recorded nothing in the validation: the fit had no validation. "
@@ -76,7 +76,7 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
         ),
     ),
     "only the sanity check": (
-        lambda: ActivationRecorder(stages=["validate"]),
+        lambda: ActivationRecorder(schedule=Schedule(stages=["validate"])),
         {"validation": True, "check_val_every_n_epoch": 2},
         (
             "ActivationRecorder recorded nothing: the fit ran no validation except the sanity check "
@@ -84,7 +84,7 @@ NOTHING: dict[str, tuple[Callable[[], Callback], dict[str, Any], str]] = {
         ),
     ),
     "validation switched off": (
-        lambda: ActivationRecorder(stages="validate"),
+        lambda: ActivationRecorder(schedule=Schedule(stages="validate")),
         {"validation": True, "limit_val_batches": 0},
         "ActivationRecorder recorded nothing: Trainer(limit_val_batches=0) validates nothing. Raise limit_val_batches.",
     ),
@@ -252,7 +252,7 @@ class Insane(Small):
 def every_kind(**options: Any) -> list[Callback]:
     """Return a callback of each kind that records something in any fit."""
     return [
-        ActivationRecorder(stages=["train", "validate", "test", "predict"], **options),
+        ActivationRecorder(schedule=Schedule(stages=["train", "validate", "test", "predict"]), **options),
         GradientRecorder(**options),
         ParameterRecorder(**options),
         GraphRecorder(formats=[]),
@@ -325,5 +325,5 @@ def test_an_evaluation_without_a_tensor_says_so(says: Says, tmp_path: Path) -> N
     message = (
         "ActivationRecorder recorded nothing: the selected modules produced no tensor in the validation. Select others."
     )
-    recorder = ActivationRecorder("head", stages="validate")
+    recorder = ActivationRecorder("head", schedule=Schedule(stages="validate"))
     assert says(run(tmp_path, recorder, model=Training(), validation=True)) == ([message], [])

@@ -405,7 +405,7 @@ def test_a_model_without_submodules_is_a_warning(tmp_path: Path) -> None:
         ({"names": []}, "names is empty; omit it"),
         ({"sinks": [MemorySink]}, r"sinks takes Sink instances, got the class MemorySink: write MemorySink\(\)"),
         ({"sinks": ["memory"]}, "sinks takes Sink instances, got 'memory'"),
-        ({"statistics": ["histogram"]}, "got 'histogram': histograms=True or False chooses"),
+        ({"statistics": ["histogram"]}, "got 'histogram': outputs=Outputs\\(histograms=True\\) or False chooses"),
         ({"statistics": ["median"]}, "statistics must be one or more of count, mean, .*; got 'median'"),
         ({"sinks": MemorySink()}, r"write sinks=\[MemorySink"),
     ],
@@ -603,7 +603,7 @@ def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
         every_n_train_steps=3,
         statistics=["count", "quantile_0.5"],
         extra=[Norms(), ChannelMoments()],
-        histograms=100,
+        outputs=Outputs(histograms=100),
         sinks=[sink],
     )
     checkpoint = ModelCheckpoint(tmp_path, filename="last")
@@ -625,13 +625,14 @@ def test_further_reductions_are_shown_and_dumped(tmp_path: Path) -> None:
     ("arguments", "warned"),
     [
         ({"extra": [Extrema()]}, "two reductions have the statistics 'min', 'max': remove one of them"),
-        ({"extra": None}, "extra takes a list, got None"),
+        ({"extra": None}, "extra takes a Reduction, a torchmetrics.Metric, a function of two arguments, .* got None"),
         ({"statistics": 0.5}, "statistics takes a list, got 0.5"),
-        ({"extra": [Extrema]}, r"got the class Extrema: write Extrema\(\)"),
+        ({"extra": [Extrema]}, "two reductions have the statistics 'min', 'max': remove one of them"),
         ({"statistics": ["quantile_2"]}, "takes quantiles between 0 and 1, got 'quantile_2': write 'quantile_0.02'$"),
         ({"statistics": ["quantile_a"]}, "got 'quantile_a': 'quantile_0.99' shows the value below which 99 % of"),
         ({"statistics": "median"}, "got 'median': did you mean 'quantile_0.5'"),
-        ({"histograms": 0}, "histograms must be an integer of at least 1, got 0"),
+        ({"histograms": 0}, r"no argument histograms: write outputs=Outputs\(histograms=…\)"),
+        ({"stages": "test"}, r"no argument stages: write schedule=Schedule\(stages=…\)"),
         ({"statistics": "abs_max"}, r"got 'abs_max': extra=\[Norms"),
     ],
 )

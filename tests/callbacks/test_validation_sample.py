@@ -92,8 +92,8 @@ def test_more_batches_of_a_long_validation_are_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "recorder",
     [
-        ActivationRecorder(stages="train", outputs=Outputs(plots=False, findings=False)),
-        ActivationRecorder(stages=["train", "validate"], outputs=Outputs(plots=False)),
+        ActivationRecorder(outputs=Outputs(plots=False, findings=False)),
+        ActivationRecorder(schedule=Schedule(stages=["train", "validate"]), outputs=Outputs(plots=False)),
     ],
     ids=["no findings", "all batches"],
 )

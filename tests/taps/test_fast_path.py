@@ -14,7 +14,7 @@ from lightning_recorder import StatisticsRecorder
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.reductions import Norms
-from lightning_recorder.taps import OutputGradientTap, OutputTap, Site, Tap
+from lightning_recorder.taps import InputGradientTap, InputTap, OutputGradientTap, OutputTap, Site, Tap
 
 each_tap = pytest.mark.parametrize("kind", [OutputTap, OutputGradientTap])
 
@@ -205,3 +205,43 @@ def test_a_factor_is_kept() -> None:
         for _ in range(2):
             module(torch.tensor([2.0, 4.0]))
     assert recorder.collect()[SITE].mean == 1.5
+
+
+def test_the_fast_path_takes_an_only_input() -> None:
+    """The fast path is tried for a single positional tensor, and for none of several arguments."""
+    seen = Seen(InputTap, module := nn.Bilinear(2, 2, 2))
+    with seen.tap:
+        module(torch.ones(2, 2), torch.ones(2, 2))
+    assert (seen.asked, seen.received) == ([], [Site("m", "in[0]"), Site("m", "in[1]")])
+    single = Seen(InputTap, linear := nn.Linear(2, 2))
+    single.step(linear)
+    assert (single.asked, single.received) == ([Site("m", "in[0]")], [])
+
+
+@pytest.mark.parametrize("kind", [InputTap, OutputTap, InputGradientTap, OutputGradientTap])
+def test_calls_that_are_kept_apart_have_numbered_paths(kind: type[Tap]) -> None:
+    """The paths of later calls end with their number, with and without the fast path, and start anew when attached."""
+    module = nn.Linear(2, 2)
+    path = "in[0]" if kind in (InputTap, InputGradientTap) else "out"
+    expected = [Site("m", path), Site("m", f"{path}#2")]
+    for is_taken in (True, False):
+        seen = Seen(kind, module, lambda: is_taken)  # noqa: B023 - called in this iteration
+        seen.tap.per_call = True
+        for _ in range(2):
+            with seen.tap:
+                module(module(torch.ones(2, 2, requires_grad=True))).sum().backward()
+        found = seen.asked if is_taken and kind is not InputGradientTap else seen.received
+        order = expected if kind in (InputTap, OutputTap) else expected[::-1]
+        assert found == order * 2
+
+
+def test_calls_without_autograd_have_no_number_of_gradients() -> None:
+    """A call without autograd does not count for gradients, so that the numbers are those of calls with a gradient."""
+    module = nn.Linear(2, 2)
+    seen = Seen(OutputGradientTap, module, lambda: False)
+    seen.tap.per_call = True
+    with seen.tap:
+        with torch.no_grad():
+            hidden = module(torch.ones(2, 2))
+        module(hidden).sum().backward()
+    assert seen.received == [SITE]

@@ -32,8 +32,8 @@ from lightning_recorder import (
 )
 from lightning_recorder.reductions import RunningMoments
 from lightning_recorder.tensors import Recorder
+from tests.reductions.test_accumulators import equal
 from tests.taps.inspection import hooks_on
-from tests.tensors.test_accumulators import equal
 
 KINDS: list[type[Recorder]] = [ForwardPre, ForwardInput, ForwardOutput, BackwardInput, BackwardOutput]
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, Outputs, ParameterRecorder
+from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, Outputs, ParameterRecorder, Schedule
 from tests.insight.corpus.faults import FAULTS
 from tests.insight.corpus.task import HEALTHY, Task
 
@@ -35,7 +35,7 @@ def train(task: Task, folder: Path) -> list[float]:
     """Train and record a task; return its losses."""
     outputs = Outputs(plots=False, dumps=False)
     recorders: list[Callback] = [
-        ActivationRecorder(every_n_train_steps=10, stages=("train", "validate"), outputs=outputs),
+        ActivationRecorder(every_n_train_steps=10, schedule=Schedule(stages=("train", "validate")), outputs=outputs),
         GradientRecorder(every_n_train_steps=10, outputs=outputs),
         ParameterRecorder(every_n_train_steps=10, outputs=outputs),
         GraphRecorder(),

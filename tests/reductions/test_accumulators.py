@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_recorder import ArgumentError, RecorderWarning
 from lightning_recorder.reductions import Extrema, Reduction, RunningMoments, Statistics
-from lightning_recorder.tensors.accumulators import Accumulator, ByteBudget, make_accumulator
+from lightning_recorder.reductions.accumulators import Accumulator, ByteBudget, make_accumulator
 
 PLENTY = 2**20
 BATCHES = [torch.tensor([[1.0, -2.0]]), torch.tensor([[4.0, 8.0], [0.5, 3.0]]), torch.tensor([[7.0, 7.0]])]

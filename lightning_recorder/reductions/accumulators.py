@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from numbers import Number
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_recorder.errors import ArgumentError, check_callable, check_integer, warn
-from lightning_recorder.internals.storage import storage_of
-from lightning_recorder.reductions import Reduction
+from lightning_recorder.reductions.base import Reduction
+from lightning_recorder.reductions.nested_values import as_tensor, copied, nbytes_of, tensors_in, trimmed
 
-__all__ = ["Accumulator", "ByteBudget", "Fold", "Metric", "UnequalBatchError", "make_accumulator"]
+__all__ = ["Accumulator", "ByteBudget", "Fold", "Metric", "UnequalBatchError", "make_accumulator", "without_autocast"]
 
 _WHOLE = ""
 """The name of a value that is the entire state."""
@@ -65,6 +66,39 @@ class Accumulator(ABC):
     def replace(self, value: Any) -> None:
         """Replace the value."""
 
+    def reset(self) -> None:
+        """Discard the tensors so far.
+
+        Raises:
+            NotImplementedError: For an accumulator that keeps all tensors.
+        """
+        raise NotImplementedError
+
+    def copy(self, device: torch.device | str | None = None) -> Accumulator:
+        """Return a copy that later updates do not change.
+
+        Args:
+            device: The device of its tensors; by default they stay where they are.
+
+        Raises:
+            NotImplementedError: For an accumulator that keeps all tensors.
+        """
+        raise NotImplementedError
+
+    @property
+    def payload(self) -> Any:
+        """The state in a form that :meth:`merged` accepts from other processes."""
+        raise NotImplementedError
+
+    def merged(self, payloads: Sequence[Any]) -> Accumulator:
+        """Return an accumulator with the states of several processes, each from :attr:`payload`."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors of the state, in bytes."""
+        return sum(nbytes_of(each) for each in tensors_in(self.payload))
+
     def release(self) -> None:  # noqa: B027 - a no-op for those without a share of the budget
         """Return the bytes in use to the budget, before the accumulator is discarded."""
 
@@ -97,13 +131,16 @@ class Accumulator(ABC):
         """Load a state of several parts, or of none."""
 
 
-def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget: ByteBudget) -> Accumulator:
+def make_accumulator(
+    reduction: Fold | Reduction | Metric | type | None, budget: ByteBudget, argument: str = "reduction"
+) -> Accumulator:
     """Create the accumulator of a new site.
 
     Args:
         reduction: A function of two arguments, a :class:`~lightning_recorder.reductions.Reduction` or a metric, or the
             class of one; ``None`` keeps every tensor.
         budget: The limit in bytes for all sites together without a reduction.
+        argument: The name of the argument, for messages.
 
     Raises:
         ArgumentError: If the reduction is none of these.
@@ -117,10 +154,10 @@ def make_accumulator(reduction: Fold | Reduction | Metric | type | None, budget:
         return _MetricAccumulator(given)
     if not callable(given):
         raise ArgumentError(
-            "reduction takes a function of two arguments, a Reduction, a torchmetrics.Metric or None; "
+            f"{argument} takes a function of two arguments, a Reduction, a torchmetrics.Metric or None; "
             f"got {reduction!r}"
         )
-    check_callable("reduction", given, "before, new", " that returns the new result, as in functools.reduce")
+    check_callable(argument, given, "before, new", " that returns the new result, as in functools.reduce")
     return _FoldAccumulator(given)
 
 
@@ -172,7 +209,7 @@ class _ListAccumulator(Accumulator):
         return self._value
 
     def update(self, tensor: Tensor) -> bool:
-        nbytes = _nbytes_of(tensor)
+        nbytes = nbytes_of(tensor)
         if not self._budget.take(nbytes):
             return False
         self._nbytes += nbytes
@@ -189,12 +226,12 @@ class _ListAccumulator(Accumulator):
 
     def state_dict(self) -> dict[str, Tensor]:
         if not isinstance(self._value, list):
-            return {_WHOLE: _as_tensor(self._value)}
-        return {str(index): _as_tensor(each) for index, each in enumerate(self._value)}
+            return {_WHOLE: as_tensor(self._value)}
+        return {str(index): as_tensor(each) for index, each in enumerate(self._value)}
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self.replace([state[str(index)].clone() for index in range(len(state))])
-        self._nbytes = sum(map(_nbytes_of, self._value))
+        self._nbytes = sum(map(nbytes_of, self._value))
         self._budget.used += self._nbytes
 
 
@@ -213,8 +250,10 @@ class _FoldAccumulator(Accumulator):
     def update(self, tensor: Tensor) -> bool:
         # A copy: the function may keep it or write to it.
         new = tensor.clone()
+        if isinstance(self._value, Tensor) and self._value.device != new.device:  # loaded on another device
+            self._value = self._value.to(new.device)
         try:
-            self._value = _trimmed(new if self._empty else self._function(self._value, new))
+            self._value = trimmed(new if self._empty else self._function(self._value, new))
         except RuntimeError as error:
             if not _differ_in_rows(self._value, new):
                 raise
@@ -229,12 +268,30 @@ class _FoldAccumulator(Accumulator):
     def replace(self, value: Any) -> None:
         self._value, self._empty = value, False
 
+    def reset(self) -> None:
+        self._value, self._empty = None, True
+
+    def copy(self, device: torch.device | str | None = None) -> Accumulator:
+        return self._with(copied(self._value, device))
+
+    def _with(self, value: Any) -> Accumulator:
+        new = _FoldAccumulator(self._function)
+        new.replace(value)
+        return new
+
+    @property
+    def payload(self) -> Any:
+        return self._value
+
+    def merged(self, payloads: Sequence[Any]) -> Accumulator:
+        return self._with(functools.reduce(self._function, payloads))
+
     def state_dict(self) -> dict[str, Tensor]:
         if self._empty:
             return {}
         if isinstance(self._value, dict):
-            return {str(key): _as_tensor(part) for key, part in self._value.items()}
-        return {_WHOLE: _as_tensor(self._value)}
+            return {str(key): as_tensor(part) for key, part in self._value.items()}
+        return {_WHOLE: as_tensor(self._value)}
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self._empty = not state
@@ -266,7 +323,7 @@ class _ComputedAccumulator(Accumulator):
         self._replaced = (value,)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {_WHOLE: _as_tensor(self._replaced[0])} if self._replaced else self._state()
+        return {_WHOLE: as_tensor(self._replaced[0])} if self._replaced else self._state()
 
     @abstractmethod
     def _compute(self) -> Any: ...
@@ -308,8 +365,40 @@ class _MetricAccumulator(_ComputedAccumulator):
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
         self._metric.persistent(True)
-        # Computing the result on one rank must not wait for the others.
-        self._metric.sync_on_compute = False
+        # Computing the result on one rank must not wait for the others, also in metrics inside this one. torchmetrics
+        # reads ``sync_on_compute`` only at construction and in ``forward``.
+        inner = self._metric.modules() if isinstance(self._metric, nn.Module) else [self._metric]
+        for each in inner:
+            each.sync_on_compute = each._to_sync = False
+
+    def reset(self) -> None:
+        self._replaced = ()
+        self._metric.reset()
+
+    def copy(self, device: torch.device | str | None = None) -> _MetricAccumulator:
+        new = copy.copy(self)
+        new._metric = copy.deepcopy(self._metric)
+        if device is not None:
+            new._metric.to(device)
+        return new
+
+    @property
+    def payload(self) -> Any:
+        return {name: getattr(self._metric, name) for name in self._metric._defaults}
+
+    def merged(self, payloads: Sequence[Any]) -> Accumulator:
+        new = self.copy()
+        for name, reduce in self._metric._reductions.items():
+            states = [each[name] for each in payloads]
+            # As torchmetrics does in ``Metric.sync``.
+            if isinstance(states[0], list):
+                found = [part for state in states for part in state]
+                setattr(new._metric, name, reduce(found) if reduce is not None and found else found)
+            else:
+                stacked = torch.stack(states)
+                setattr(new._metric, name, stacked if reduce is None else reduce(stacked))
+        new._metric._computed = None
+        return new
 
     def _compute(self) -> Any:
         with warnings.catch_warnings(), torch.inference_mode(False):
@@ -341,42 +430,13 @@ class _MetricAccumulator(_ComputedAccumulator):
         self._metric.load_state_dict(grouped)
 
 
-def _trimmed(value: Any) -> Any:
-    """Return the value with copies of tensors that keep a larger storage alive, such as a row of a batch."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        return value.clone() if _is_part(value) else value
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(map(_trimmed, value))
-    if isinstance(value, dict):
-        return {key: _trimmed(part) for key, part in value.items()}
-    return value
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context without the model's autocast, which would reduce the precision of reductions."""
+    is_on = device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def _differ_in_rows(value: Any, tensor: Tensor) -> bool:
     """Return True if the value is a tensor of the same shape, except for the number of rows."""
     same = isinstance(value, Tensor) and value.dim() > 0 and value.shape[1:] == tensor.shape[1:]
     return same and value.shape != tensor.shape
-
-
-def _nbytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; for a sparse one, whose size is unknown, those of a dense tensor of its shape."""
-    try:
-        return tensor.nbytes
-    except RuntimeError:
-        return tensor.numel() * tensor.element_size()
-
-
-def _is_part(value: Tensor) -> bool:
-    storage = storage_of(value)
-    return storage is not None and storage.nbytes() > value.nbytes
-
-
-def _as_tensor(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, (Number, bool)):
-        return torch.tensor(value)
-    raise ArgumentError(
-        f"a {type(value).__name__} cannot be saved by name; only tensors and numbers can. apply() can convert it"
-    )

@@ -1,0 +1,97 @@
+"""Pictures of the statistics that are vectors, matrices or images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from lightning_recorder.names import make_tag, site_title
+from lightning_recorder.plots import History, feature_maps, heat_map
+from lightning_recorder.plots.canvas import Image
+from lightning_recorder.plots.frame import evenly
+from lightning_recorder.statistics.sites import SiteStatistics
+from lightning_recorder.taps import Site
+
+__all__ = ["TensorPictures"]
+
+_Key = tuple[Site, str]
+"""A site and the name of a statistic."""
+
+_VALUE = "value"
+_MOST_CHANNELS = 4096  # of a vector; a longer one has no heat map
+
+
+class TensorPictures:
+    """Keep the statistics of more than one number over a run, and draw them.
+
+    A vector is drawn as a heat map with a row for each entry, such as a channel, and a column for each step. A matrix
+    and an image are drawn as they are in the latest record, with the leading dimension of three as panels.
+
+    Args:
+        max_images: The maximum number of pictures. The sites are evenly spaced among those of the first record that
+            has such statistics.
+    """
+
+    def __init__(self, max_images: int) -> None:
+        self._max_images = max_images
+        self._chosen: dict[_Key, None] = {}
+        self._vectors: dict[_Key, History] = {}
+        self._latest: dict[_Key, Tensor] = {}
+
+    def add(self, step: int, sites: Sequence[Site], found: Mapping[Site, SiteStatistics]) -> None:
+        """Add a record.
+
+        Args:
+            step: The step.
+            sites: The sites in the order of execution.
+            found: Their statistics.
+        """
+        if not self._chosen:
+            self._choose(sites, found)
+        for site, statistic in self._chosen:
+            tensor = found[site].tensors.get(statistic) if site in found else None
+            if tensor is None:
+                continue
+            if tensor.dim() > 1:
+                self._latest[site, statistic] = tensor
+            elif tensor.numel() <= _MOST_CHANNELS:
+                history = self._vectors.setdefault((site, statistic), History(statistics=(_VALUE,), max_histograms=0))
+                history.add(step, {row: ({_VALUE: value}, None) for row, value in enumerate(tensor.tolist())})
+
+    def _choose(self, sites: Sequence[Site], found: Mapping[Site, SiteStatistics]) -> None:
+        having = [site for site in sites if found[site].tensors]
+        names = dict.fromkeys(name for site in having for name in found[site].tensors)
+        rows = max(1, self._max_images // max(1, len(names)))
+        chosen = [having[place] for place in evenly(len(having), rows)]
+        keys = [(site, name) for site in chosen for name in found[site].tensors]
+        self._chosen = dict.fromkeys(keys[: self._max_images])
+
+    def draw(self, group: str, tags: str) -> dict[str, Image]:
+        """Return the pictures by tag.
+
+        Args:
+            group: The kind of tensors, for the titles.
+            tags: The first part of the tags.
+        """
+        images: dict[str, Image] = {}
+        for (site, statistic), history in self._vectors.items():
+            title, names = _title(group, site, statistic), [str(row) for row in history.sites]
+            values = history.table(_VALUE)
+            image = heat_map(history.steps, names, values, statistic=statistic, title=title)
+            images[_tag(tags, site, statistic)] = image
+        for (site, statistic), tensor in self._latest.items():
+            maps = tensor if tensor.dim() > 2 else tensor[None]
+            values = np.asarray(maps.flatten(0, -4) if maps.dim() > 4 else maps)
+            title = _title(group, site, statistic)
+            images[_tag(tags, site, statistic)] = feature_maps(values, title=title, label=statistic)
+        return images
+
+
+def _title(group: str, site: Site, statistic: str) -> str:
+    return f"{group}: {statistic} of {site_title(*site)}"
+
+
+def _tag(tags: str, site: Site, statistic: str) -> str:
+    return make_tag(f"{tags}_plots", statistic, "out", site_title(*site))

@@ -1,0 +1,78 @@
+"""Copies, sizes and conversion of values that may contain tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recorder.errors import ArgumentError
+from lightning_recorder.internals.storage import storage_of
+
+__all__ = ["as_tensor", "copied", "nbytes_of", "tensors_in", "trimmed"]
+
+
+def trimmed(value: Any) -> Any:
+    """Return the value with copies of tensors that keep a larger storage alive, such as a row of a batch."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        return value.clone() if _is_part(value) else value
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map(trimmed, value))
+    if isinstance(value, dict):
+        return {key: trimmed(part) for key, part in value.items()}
+    return value
+
+
+def copied(value: Any, device: torch.device | str | None) -> Any:
+    """Return the value with copies of its tensors."""
+    if isinstance(value, Tensor):
+        return value.clone() if device is None else value.detach().to(device, copy=True)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(copied(part, device) for part in value)
+    if isinstance(value, dict):
+        return {key: copied(part, device) for key, part in value.items()}
+    return copy.deepcopy(value)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; for a sparse one, whose size is unknown, those of a dense tensor of its shape."""
+    try:
+        return tensor.nbytes
+    except RuntimeError:
+        return tensor.numel() * tensor.element_size()
+
+
+def _is_part(value: Tensor) -> bool:
+    storage = storage_of(value)
+    return storage is not None and storage.nbytes() > value.nbytes
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Return a tensor or number as a tensor outside the autograd graph.
+
+    Raises:
+        ArgumentError: If the value is something else.
+    """
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (Number, bool)):
+        return torch.tensor(value)
+    raise ArgumentError(
+        f"a {type(value).__name__} cannot be saved by name; only tensors and numbers can. apply() can convert it"
+    )
