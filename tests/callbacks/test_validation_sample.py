@@ -17,6 +17,7 @@ from lightning_recorder import (
     GraphRecorder,
     MemorySink,
     Outputs,
+    Schedule,
     open_recording,
 )
 
