@@ -141,8 +141,12 @@ def _add_show(commands: Any) -> None:
     show.add_argument("--recorder", metavar="LABEL", help="show only this recorder, for example activations")
     show.add_argument("--stage", help="show this stage, for example validate; by default train")
     show.add_argument("--statistic", action="append", help="show this statistic, by default rms; may be repeated")
-    show.add_argument("--all", action="store_true", help="list all sites, even if they are more than a screen has lines")
-    show.add_argument("--details", action="store_true", help="print all statistics of each site, with a line for each step")
+    show.add_argument(
+        "--all", action="store_true", help="list all sites, even if they are more than a screen has lines"
+    )
+    show.add_argument(
+        "--details", action="store_true", help="print all statistics of each site, with a line for each step"
+    )
     show.add_argument(
         "--where",
         metavar="CONDITION",

@@ -87,7 +87,8 @@ class StatisticStyler(GraphvizStyler):
         """Return a number for each module with a value; equal modules with the same number have similar colors.
 
         The number is the distance of the value from the median of the modules at the same place of repeated blocks, in
-        units of an eighth of the legend; 0 if they differ by less than a quarter of the median. Modules that stand out differ from the others in any case.
+        units of an eighth of the legend; 0 if they differ by less than a quarter of the median. Modules that stand out
+        differ from the others in any case.
         """
         found = dict.fromkeys(self.values, 0)
         for group in {id(each): each for each in self._families.values()}.values():

@@ -15,8 +15,7 @@ from torch import nn
 
 from lightning_recorder import ArgumentError
 from lightning_recorder.graph import Graph, capture_graph, draw, make_dot
-from lightning_recorder.plots import StatisticStyler, color_graph
-from lightning_recorder.plots.axes import number
+from lightning_recorder.plots import StatisticStyler, axes, color_graph
 from lightning_recorder.plots.colored_graph import legible_on
 
 LOW, MIDDLE, HIGH = "#440154", "#21918c", "#fde725"
@@ -101,12 +100,14 @@ def test_a_folded_box_has_the_range_of_its_values() -> None:
 @given(st.integers(0, 23), st.sampled_from([1e4, 1e-4, 0.0, 8.0, float("nan")]))
 def test_a_sick_block_is_drawn_apart(place: int, factor: float) -> None:
     """The one of 24 equal blocks that has another color is drawn with its own value, and the others are folded."""
-    values = {f"{i}.{j}": (1.0 + i / 100) * (factor if (i, j) == (place, 0) else 1.0) for i in range(24) for j in (0, 1)}
+    values = {
+        f"{i}.{j}": (1.0 + i / 100) * (factor if (i, j) == (place, 0) else 1.0) for i in range(24) for j in (0, 1)
+    }
     drawing = color_graph(BLOCKS, values, statistic="rms")
     leaves = [node.name for node in drawing.view.module_calls() if node.name in values]
     assert f"{place}.0" in leaves
     assert len(leaves) <= 6
-    shown = f"rms {'NaN' if math.isnan(factor) else number(values[f'{place}.0'])}"
+    shown = f"rms {'NaN' if math.isnan(factor) else axes.number(values[f'{place}.0'])}"
     assert f">{shown}</font>" in drawing.visual_graph.source
 
 
