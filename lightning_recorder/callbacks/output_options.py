@@ -149,6 +149,14 @@ def consumers(
     if outputs.records and directory is not None:
         found.append(RecordFile(directory, label, group=group, name=name, ranks=ranks))
     if outputs.plots and shown:
-        options = {"every": outputs.plot_every_n_records, "max_images": outputs.max_images}
-        found.append(Plotter(group, label, statistics=results.formatter.statistics, show=results.show, **options))
+        found.append(
+            Plotter(
+                group,
+                label,
+                every=outputs.plot_every_n_records,
+                max_images=outputs.max_images,
+                statistics=results.formatter.statistics,
+                show=results.show,
+            )
+        )
     return found

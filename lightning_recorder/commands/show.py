@@ -194,10 +194,10 @@ def _lines_of(sites: list[SiteSeries], parts: list[_Part], where: str, out: Text
     order = [*ranked, *(place for place in range(len(sites)) if place not in set(ranked))]
     longest = max(len(site.name) + len(site.path) for site in sites)
     width = max((shutil.get_terminal_size().columns - longest - 6) // len(parts) - _NUMBERS, _NARROWEST)
-    heads = [
-        f"{part.title} {end}" if end and len(parts) > 1 else end for part in parts for end in ("last", "min", "max", "")
-    ]
-    what = "" if len(parts) > 1 else f"{printable(parts[0].title)}, "
+    ends = ("last", "min", "max", "")
+    several = len(parts) > 1
+    heads = [f"{part.title} {end}" if end and several else end for part in parts for end in ends]
+    what = "" if several else f"{printable(parts[0].title)}, "
     rows = [["", "site", *map(printable, heads)]]
     for rank, place in enumerate(order[:most], 1):
         site = sites[place]

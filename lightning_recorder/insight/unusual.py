@@ -208,7 +208,8 @@ def _around(values: Floats) -> Floats:
 def _over_steps(degrees: Floats) -> Floats:
     """Return the degree at the last step, or half of the largest one before it."""
     known = np.nan_to_num(degrees)
-    return np.maximum(known[:, -1], _EARLIER * known.max(axis=1))
+    found: Floats = np.maximum(known[:, -1], _EARLIER * known.max(axis=1))
+    return found
 
 
 def _against_the_past(logs: Floats) -> Floats:
@@ -234,7 +235,7 @@ def _empty(zero_fraction: Floats, groups: _Groups) -> Floats:
 
 def _missing(tables: list[Floats], groups: _Groups) -> Floats:
     """Return the degree of sites that were recorded before, but not at the last step, unless most of their path are."""
-    known = ~np.isnan(np.stack([table for table in tables if table.shape == tables[0].shape])).all(axis=0)
+    known: NDArray[np.bool_] = np.any([~np.isnan(table) for table in tables], axis=0)
     found = np.zeros(len(known))
     for group in groups.paths:
         if 2 * known[group, -1].sum() > len(group):

@@ -113,7 +113,7 @@ def test_show_a_glob(runs: Path) -> None:
 
 @pytest.mark.parametrize(("lines", "rows"), [("16", 11), ("9", 5), ("300", 200)])
 def test_show_is_thinned(lines: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--details`` prints at most as many rows as the terminal has lines, with the first and last step, and says so."""
+    """``--details`` prints at most as many rows as a terminal has lines, with the first and last step, and says so."""
     monkeypatch.setenv("LINES", lines)
     write_simple(tmp_path, {step: float(step) for step in range(200)})
     shown = run("show", tmp_path, "fc", "--details").out.splitlines()
