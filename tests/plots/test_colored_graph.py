@@ -114,6 +114,17 @@ def test_a_sick_block_is_drawn_apart(place: int, factor: float) -> None:
 BLOCKS = blocks(24)
 
 
+@pytest.mark.parametrize("place", [0, 13, 23])
+def test_a_block_without_a_value_is_drawn_apart(place: int) -> None:
+    """The one of 24 equal blocks that was not recorded is drawn in grey, and not as one of the others."""
+    values = {f"{i}.{j}": 1.0 for i in range(24) for j in (0, 1) if i != place}
+    drawing = color_graph(BLOCKS, values, statistic="rms")
+    leaves = {node.name for node in drawing.view.module_calls()}
+    assert {f"{place}.0", f"{place}.1"} <= leaves
+    assert len(leaves) <= 11
+    assert drawing.visual_graph.source.count('fillcolor="#f0f0f0"') == 2
+
+
 def test_a_trend_over_the_blocks_is_drawn_in_few_parts() -> None:
     """Blocks whose values grow over three decades are folded into parts of similar colors."""
     values = {f"{i}.0": 10 ** (i / 8) for i in range(24)}
