@@ -107,4 +107,4 @@ def _command(finding: Finding, run: Run) -> str:
     words += [finding.module] if finding.module else []
     if finding.trace is not None:
         words += ["--recorder", finding.trace.recorder, "--statistic", finding.trace.statistic]
-    return printable(shlex.join(words))
+    return printable(shlex.join([*words, "--details"]))

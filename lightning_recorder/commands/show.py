@@ -25,6 +25,7 @@ __all__ = ["run"]
 
 _FEWEST_ROWS = 5
 _NARROWEST = 6  # characters of a bar chart
+_NUMBERS = 30  # characters of the last, the smallest and the largest value
 _AROUND = 4  # lines around the rows: title, column names, prompt
 
 _OPERATORS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -191,9 +192,12 @@ def _lines_of(sites: list[SiteSeries], parts: list[_Part], where: str, out: Text
     own = [max(degrees.get((site.name, path), 0.0) for path in some) for site, some in zip(sites, paths, strict=True)]
     ranked = standing_out(np.array(own))
     order = [*ranked, *(place for place in range(len(sites)) if place not in set(ranked))]
-    width = max((shutil.get_terminal_size().columns - 40) // len(parts) - 34, _NARROWEST)
-    heads = [f"{part.title} {end}" if len(parts) > 1 else end for part in parts for end in ("last", "min", "max", "")]
-    what = "" if len(parts) > 1 else f"{printable(parts[0].title)}, "
+    longest = max(len(site.name) + len(site.path) for site in sites)
+    width = max((shutil.get_terminal_size().columns - longest - 6) // len(parts) - _NUMBERS, _NARROWEST)
+    ends = ("last", "min", "max", "")
+    several = len(parts) > 1
+    heads = [f"{part.title} {end}" if end and several else end for part in parts for end in ends]
+    what = "" if several else f"{printable(parts[0].title)}, "
     rows = [["", "site", *map(printable, heads)]]
     for rank, place in enumerate(order[:most], 1):
         site = sites[place]
@@ -209,7 +213,7 @@ def _lines_of(sites: list[SiteSeries], parts: list[_Part], where: str, out: Text
 
 
 def _cells(site: SiteSeries, part: _Part, width: int, out: TextIO) -> list[str]:
-    """Return the last value, the smallest, the largest and a bar chart; empty cells for a statistic that cannot exist."""
+    """Return the last value, the smallest, the largest and a bar chart; empty cells if the statistic cannot exist."""
     series, key = site.series, (site.name, site.path + part.suffix)
     if key not in series or part.statistic not in series.statistics:
         return [""] * 4

@@ -29,6 +29,7 @@ _MOSTLY_ZERO = 0.9
 # network differ by a power of ten or more.
 _AMONG_EQUALS, _AMONG_ALL, _OVER_TIME = (0.6, 6.0), (1.5, 6.0), (0.6, 8.0)
 _AT_THE_END = 2.0  # the first and the last block have other neighbors, so twice the distance is normal there
+_MISSING = 2.0  # the degree of a site that is not recorded any more
 _EARLIER = 0.5  # the weight of earlier steps: a recovered layer ranks behind one that is unusual now
 _BELOW = 3.0  # zero counts as this many powers of ten below the smallest value
 
@@ -41,8 +42,9 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats]) -> Floa
     The logarithm of each size is compared with that of the same tensor in the neighboring blocks (modules at the same
     place of repeated blocks), with that of all sites of the same path, and with the site's own past. A distance counts
     in units of the median distance of the compared values, so a noisy statistic needs a larger one. Values of earlier
-    steps count half. A change that most sites share is not unusual, and neither are zeros that most sites have. The
-    degree of a site with NaN or infinities is infinite.
+    steps count half. A change that most sites share is not unusual, and neither are zeros that most sites have. A site
+    that is not recorded any more, while most others are, stands out as well. The degree of a site with NaN or
+    infinities is infinite.
 
     Args:
         sites: The sites in the order of execution: pairs of name and path, or display names such as ``"fc weight"``.
@@ -66,6 +68,7 @@ def unusualness(sites: Sequence[Hashable], values: Mapping[str, Floats]) -> Floa
             degrees = np.maximum(degrees, _degrees(*_log10(table), groups))
         if "zero_fraction" in tables:
             degrees = np.maximum(degrees, _empty(tables["zero_fraction"][:, -1], groups))
+        degrees = np.maximum(degrees, _missing(list(tables.values()), groups))
         for name in ("nan_count", "inf_count"):
             if name in tables:
                 degrees[(tables[name] > 0).any(axis=1)] = np.inf
@@ -205,7 +208,8 @@ def _around(values: Floats) -> Floats:
 def _over_steps(degrees: Floats) -> Floats:
     """Return the degree at the last step, or half of the largest one before it."""
     known = np.nan_to_num(degrees)
-    return np.maximum(known[:, -1], _EARLIER * known.max(axis=1))
+    found: Floats = np.maximum(known[:, -1], _EARLIER * known.max(axis=1))
+    return found
 
 
 def _against_the_past(logs: Floats) -> Floats:
@@ -226,6 +230,16 @@ def _empty(zero_fraction: Floats, groups: _Groups) -> Floats:
         empty = zero_fraction[group] >= _MOSTLY_ZERO
         if 2 * empty.sum() <= len(group) or len(group) < _FEWEST:  # the majority is not unusual: new biases are zero
             found[group] = empty
+    return found
+
+
+def _missing(tables: list[Floats], groups: _Groups) -> Floats:
+    """Return the degree of sites that were recorded before, but not at the last step, unless most of their path are."""
+    known: NDArray[np.bool_] = np.any([~np.isnan(table) for table in tables], axis=0)
+    found = np.zeros(len(known))
+    for group in groups.paths:
+        if 2 * known[group, -1].sum() > len(group):
+            found[group] = np.where(known[group, -1] | ~known[group].any(axis=1), 0.0, _MISSING)
     return found
 
 

@@ -198,8 +198,8 @@ class TagBudget:
             if self.is_brief:
                 what = "parameters" if any(" " in key for key in self._left_out) else "modules"
                 self._log(
-                    f"{self._name} shows {len(self._shown)} of {len(self._shown) + len(self._left_out)} {what} as curves: "
-                    "those with unusual statistics, and the others evenly spread. The heat maps and "
+                    f"{self._name} shows {len(self._shown)} of {len(self._shown) + len(self._left_out)} {what} as "
+                    "curves: those with unusual statistics, and the others evenly spread. The heat maps and "
                     "<log_dir>/recorder/records have all of them, and Outputs(max_tags=…) shows more curves"
                 )
                 return
@@ -241,7 +241,7 @@ class _Plan(NamedTuple):
 
 
 def _is_main(site: Site, sites: Collection[Site]) -> bool:
-    """Return True for outputs, parameters and their gradients, and False for updates and the states of the optimizer."""
+    """Return True for outputs, parameters and their gradients, and False for updates and states of the optimizer."""
     of, _, last = site.path.rpartition(".")
     return last == "grad" or Site(site.name, of) not in sites
 

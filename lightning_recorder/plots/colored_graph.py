@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -32,7 +32,7 @@ _NOT_FINITE = "#000000"
 _LIGHT, _DARK = "#ffffff", "#000000"
 _SIMILAR = 1 / 8  # the part of the legend within which colors are similar
 _NOISE = 1 / 4  # a value that differs less from the median, relative to it, is similar whatever the legend
-_LOOK_NOT_FINITE, _LOOK_STANDS_OUT = 99, 100
+_LOOK_NOT_FINITE, _LOOK_STANDS_OUT, _LOOK_MISSING = 99, 100, 101
 _LOOK = "statistic"  # the name of an argument that keeps modules of other colors from being folded
 
 
@@ -83,13 +83,20 @@ class StatisticStyler(GraphvizStyler):
         self.scale = scale_of(np.array([*self.values.values()], dtype=np.float64), log=log)
         self._families = {name: group for group in families(dict.fromkeys(self.values), 2) for name in group}
 
-    def looks(self) -> dict[str, int]:
-        """Return a number for each module with a value; equal modules with the same number have similar colors.
+    def looks(self, modules: Iterable[str]) -> dict[str, int]:
+        """Return a number for each module; equal modules with the same number have similar colors.
 
         The number is the distance of the value from the median of the modules at the same place of repeated blocks, in
-        units of an eighth of the legend; 0 if they differ by less than a quarter of the median. Modules that stand out differ from the others in any case.
+        units of an eighth of the legend; 0 if they differ by less than a quarter of the median. Modules that stand out
+        differ from the others in any case, and so do modules without a value if equal ones have one.
+
+        Args:
+            modules: The names of all modules.
         """
         found = dict.fromkeys(self.values, 0)
+        for group in families(dict.fromkeys(modules), 2):
+            missing = [name for name in group if name not in self.values]
+            found |= dict.fromkeys(missing, _LOOK_MISSING if len(missing) < len(group) else 0)
         for group in {id(each): each for each in self._families.values()}.values():
             values = np.array([self.values[name] for name in group])
             places = self.scale.place(np.where(np.isfinite(values), values, np.nan))
@@ -216,7 +223,7 @@ def color_graph(
         raise ArgumentError(f"the graph has no module {name!r} nor another of values; {closest_names(name, calls)}")
     shapes: Shapes = "nodes" if options.pop("show_shapes", True) else "none"
     styler = StatisticStyler(values, statistic=statistic, caption=caption, log=log, shapes=shapes)
-    looks = {name: look for name, look in styler.looks().items() if look}
+    looks = {name: look for name, look in styler.looks(calls).items() if look}
     marked = replace(graph, nodes=tuple(_marked(node, looks) for node in graph.nodes))
     drawing = draw(marked, styler=styler, **{"depth": None, **options})
     view = replace(drawing.view, nodes=tuple(map(_unmarked, drawing.view.nodes)))

@@ -54,9 +54,9 @@ def gradient_flow(
     """Draw two bars per layer on a logarithmic axis, from top to bottom in execution order.
 
     A layer whose gradients are all 0 has a hollow square at the left end. A bar whose value is not finite spans the
-    full width, striped for NaN and black for infinity. Layers that stand out, because they are unlike the neighboring or
-    equal layers or their own past, have bold names. If there are more than 260 layers, those that stand out are drawn and
-    an even selection of the others, and a note says so.
+    full width, striped for NaN and black for infinity. Layers that stand out, because they are unlike the neighboring
+    or equal layers or their own past, have bold names. If there are more than 260 layers, those that stand out are
+    drawn and an even selection of the others, and a note says so.
 
     Args:
         names: The names of the layers in execution order.

@@ -69,11 +69,11 @@ def heat_map(
     A statistic whose name ends with ``fraction`` has a scale from 0 to 1. Values that are not finite, that were not
     recorded, or that are 0 on a logarithmic scale are drawn as patterns with a legend below.
 
-    Layers that stand out, because they are unlike the neighboring or equal layers or their own past, have bold names. At
-    most 260 rows and 97 columns are drawn. If there are more layers, those that stand out are drawn and an even selection
-    of the others, and a note says so. If several steps share a cell, it shows a value that is not finite, if there is
-    one, and otherwise the value furthest from 0. This limits a PNG file to 300 KB for pure noise; a typical training of
-    40 layers takes about 30 KB.
+    Layers that stand out, because they are unlike the neighboring or equal layers or their own past, have bold names.
+    At most 260 rows and 97 columns are drawn. If there are more layers, those that stand out are drawn and an even
+    selection of the others, and a note says so. If several steps share a cell, it shows a value that is not finite, if
+    there is one, and otherwise the value furthest from 0. This limits a PNG file to 300 KB for pure noise; a typical
+    training of 40 layers takes about 30 KB.
 
     Args:
         steps: The steps in ascending order, ``[steps]``.

@@ -296,11 +296,11 @@ def overview(
     """Draw the contents of a history; return images by tag.
 
     The tags are ``<group>_plots/heat_map/<statistic>`` for each statistic, ``<group>_plots/ridge`` for the latest
-    histograms, ``<group>_plots/over_time/<site>`` for some sites and, for gradients, ``<group>_plots/flow`` for the latest
-    step. ``Unusual/<group>``, a heat map of 20 of more sites, comes first on a page that sorts tags. Gradients of
-    parameters have no plots over time, because their names would collide with those of the parameters. Statistics and
-    histograms that were never recorded have no plots. All images choose and mark the same sites: those that stand out in
-    any of the kept statistics, and an even selection of the others.
+    histograms, ``<group>_plots/over_time/<site>`` for some sites and, for gradients, ``<group>_plots/flow`` for the
+    latest step. ``Unusual/<group>``, a heat map of 20 of more sites, comes first on a page that sorts tags. Gradients
+    of parameters have no plots over time, because their names would collide with those of the parameters. Statistics
+    and histograms that were never recorded have no plots. All images choose and mark the same sites: those that stand
+    out in any of the kept statistics, and an even selection of the others.
 
     Args:
         history: The recorded statistics.

@@ -4,9 +4,10 @@ A row begins with the states of :data:`PARTS`. The counts of the histogram follo
 number of all values is the last slot.
 
 To add a default statistic, append a :class:`ScalarReduction` to :data:`PARTS` with the names of its slots. Recorders,
-callbacks, record files, heat maps and loggers then include its statistics. Torch computes its slots after a kernel has computed the others. To make it as fast as the
-others, compute the slots in ``kernels/fused.c`` (for a CPU, as ``SLOT_<NAME>``) and in ``kernels/triton_kernels.py``
-(for a GPU). When a kernel is loaded, it is compared with torch, and the parts that it does not compute are found.
+callbacks, record files, heat maps and loggers then include its statistics. Torch computes its slots after a kernel has
+computed the others. To make it as fast as the others, compute the slots in ``kernels/fused.c`` (for a CPU, as
+``SLOT_<NAME>``) and in ``kernels/triton_kernels.py`` (for a GPU). When a kernel is loaded, it is compared with torch,
+and the parts that it does not compute are found.
 """
 
 from __future__ import annotations

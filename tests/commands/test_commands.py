@@ -5,10 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_recorder import capture_graph
 from lightning_recorder.dumps import write_dump
@@ -84,10 +90,10 @@ def test_ls_of_what_is_damaged(tmp_path: Path) -> None:
 
 
 def test_show(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``show`` prints one row per step and a bar chart of each statistic."""
+    """``show --details`` prints one row per step and a bar chart of each statistic."""
     monkeypatch.setenv("LINES", "40")
     series = open_recording(runs / "version_0")["activations"]
-    logged = run("show", runs / "version_0", "head", "--recorder", "activations", "--statistic", "rms")
+    logged = run("show", runs / "version_0", "head", "--recorder", "activations", "--statistic", "rms", "--details")
     lines = logged.out.splitlines()
     assert lines[0] == "head out (activations, train, float32)"
     assert lines[1].split() == ["step", "rms"]
@@ -98,21 +104,97 @@ def test_show(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_show_a_glob(runs: Path) -> None:
-    """``show`` with a glob prints all matching sites of all recorders and runs."""
-    titles = [line for line in run("show", runs, "encoder.*").out.splitlines() if line.startswith("encoder.")]
+    """``show --details`` with a glob prints all matching sites of all recorders and runs."""
+    out = run("show", runs, "encoder.*", "--details").out
+    titles = [line for line in out.splitlines() if line.startswith("encoder.")]
     assert len(titles) == 2 * 2 * 2
     assert titles[0] == "encoder.fc out (version_0, activations, train, float32)"
 
 
 @pytest.mark.parametrize(("lines", "rows"), [("16", 11), ("9", 5), ("300", 200)])
 def test_show_is_thinned(lines: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``show`` prints at most as many rows as the terminal has lines, keeps the first and last step, and says so."""
+    """``--details`` prints at most as many rows as a terminal has lines, with the first and last step, and says so."""
     monkeypatch.setenv("LINES", lines)
     write_simple(tmp_path, {step: float(step) for step in range(200)})
-    shown = run("show", tmp_path, "fc").out.splitlines()
+    shown = run("show", tmp_path, "fc", "--details").out.splitlines()
     steps = [int(line.split()[0]) for line in shown if line.split()[0].isdigit() and "of" not in line]
     assert (len(steps), steps[0], steps[-1]) == (rows, 0, 199)
     assert ("of 200 steps" in " ".join(shown)) is (rows < 200)
+
+
+def test_show_has_a_line_for_each_site(runs: Path) -> None:
+    """A line has the last, the smallest and the largest value of a site, and a bar for each record."""
+    series = open_recording(runs / "version_0")["activations"]
+    lines = run("show", runs / "version_0", "--recorder", "activations").out.splitlines()
+    assert lines[0] == "activations, train: rms, 4 records, steps 0 to 3"
+    assert lines[1].split() == ["site", "last", "min", "max"]
+    assert [line.split()[0] for line in lines[2:]] == [site.name for site in series.sites]
+    for line, site in zip(lines[2:], series.sites, strict=True):
+        values = series[site.name].statistic("rms").tolist()
+        *_, last, low, high, bars = line.split()
+        assert [last, low, high] == [f"{value:.4g}" for value in (values[-1], min(values), max(values))]
+        assert len(bars) == 4
+
+
+def write_blocks(folder: Path, change: Callable[[int, dict[str, float]], dict[str, float]]) -> None:
+    """Write a run of 24 equal blocks; ``change`` gets the block and the scalars of its output."""
+    writer = RecordWriter(records_path(folder / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    for step in range(4):
+        usual = {"rms": 1.0 + step / 100, "min": -2.0, "max": 2.0, "zero_fraction": 0.1, "nan_count": 0.0}
+        sites = [SiteRecord(f"blocks.{block}.fc", "out", change(block, dict(usual))) for block in range(24)]
+        writer.write({"step": step, "stage": "train"}, sites)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 23), st.sampled_from(["rms", "max", "zero_fraction", "nan_count"]))
+def test_show_begins_with_the_unusual(place: int, name: str) -> None:
+    """The sick one of 24 blocks is the first line with its rank, also if another statistic is shown."""
+    with TemporaryDirectory() as folder:
+        sick = {"rms": 99.0, "max": 1e4, "zero_fraction": 1.0, "nan_count": 1.0}
+        write_blocks(Path(folder), lambda block, scalars: {**scalars, name: sick[name]} if block == place else scalars)
+        for arguments in ([], ["--statistic", "rms"]):
+            with patch.dict(os.environ, {"LINES": "12"}):
+                lines = run("show", folder, *arguments).out.splitlines()
+            assert lines[2].split()[:2] == ["1", f"blocks.{place}.fc"]
+            rest = [f"blocks.{block}.fc" for block in range(24) if block != place]
+            assert [line.split()[0] for line in lines[3:10]] == rest[:7]
+            assert lines[10].startswith("1 of 24 stand out")
+            assert lines[11] == "16 more; --all lists them"
+            assert len(run("show", folder, "--all").out.splitlines()) == 2 + 24 + 1
+
+
+def test_show_has_a_parameter_its_gradient_and_its_update_beside_each_other(tmp_path: Path) -> None:
+    """A parameter has one line; a parameter without a gradient has empty columns, and no NaN."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "parameters"))
+    writer.begin(label="parameters", group="parameters")
+    for step in range(3):
+        sites = [
+            SiteRecord("fc", "weight", {"rms": 2.0 + step, "update_ratio": 0.5}),
+            SiteRecord("fc", "weight.grad", {"rms": 0.25}),
+            SiteRecord("fc", "weight.exp_avg", {"rms": 9.0}),
+            SiteRecord("frozen", "weight", {"rms": 1.0}),
+        ]
+        writer.write({"step": step, "stage": "train"}, sites)
+    lines = run("show", tmp_path).out.splitlines()
+    ends = ("last", "min", "max")
+    assert lines[1].split() == [
+        "site",
+        *(word for part in ("value", "gradient", "update") for end in ends for word in (part, end)),
+    ]
+    bars = ["▁▅█", "▅▅▅", "▅▅▅"]
+    assert lines[2].split() == ["fc", "weight", "4", "2", "4", bars[0], *["0.25"] * 3, bars[1], *["0.5"] * 3, bars[2]]
+    assert lines[3].split() == ["frozen", "weight", "1", "1", "1", "▅▅▅"]
+    assert len(lines) == 4
+
+
+def test_details_have_no_statistic_that_cannot_exist(tmp_path: Path) -> None:
+    """A statistic that is NaN in all records is left out unless it is asked for."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))
+    writer.begin(label="activations", group="activations")
+    writer.write({"step": 0, "stage": "train"}, [SiteRecord("fc", "out", {"rms": 1.0, "min": math.nan})])
+    assert "nan" not in run("show", tmp_path, "fc", "--details").out
+    assert "nan" in run("show", tmp_path, "fc", "--details", "--statistic", "min").out
 
 
 @pytest.mark.parametrize(

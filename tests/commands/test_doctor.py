@@ -45,7 +45,7 @@ def test_the_first_line_names_the_culprit(runs: Path) -> None:
         6,
         ["to", "1,", "steps", "0", "to", "5"],
     )
-    options = "encoder.act --recorder activations --statistic zero_fraction"
+    options = "encoder.act --recorder activations --statistic zero_fraction --details"
     assert f"  show    lightning-recorder show {runs / 'sick'} {options}" in lines
     assert lines[-1] == "1 finding in 6 records of 6 sites, steps 0 to 5"
     assert len(lines) <= 20
@@ -124,23 +124,20 @@ def test_hostile_names(tmp_path: Path) -> None:
 def test_show_several_patterns(runs: Path) -> None:
     """Several patterns show the sites that match any of them, in the order of execution."""
     said = run("show", runs / "sick", "head", "encoder.f*", "--recorder", "activations", "--statistic", "rms")
-    titles = [line.partition(" ")[0] for line in said.out.splitlines() if line.endswith(")")]
-    assert titles == ["encoder.fc", "head"]
+    names = [line.split()[0] for line in said.out.splitlines()[2:]]
+    assert names == ["encoder.fc", "head"]
     wrong = run("show", runs / "sick", "head", "nothing")
     assert (wrong.status, "no site matches 'nothing'" in wrong.err) == (2, True)
 
 
 def test_show_all_sites(runs: Path) -> None:
-    """Without a site, ``show`` lists all sites of each recorder with their latest statistics."""
-    said = run("show", runs / "sick", "--recorder", "activations")
+    """Without a site, ``show`` lists all sites of each recorder, the unusual ones first; here a dead activation."""
+    said = run("show", runs / "sick", "--recorder", "activations", "--statistic", "zero_fraction")
     lines = [line.split() for line in said.out.splitlines()]
-    assert lines[0] == ["activations,", "train"]
-    assert lines[1][:4] == ["site", "records", "step", "rms"]
-    assert [line[:4] for line in lines[2:]] == [
-        [name, "out", "6", "5"] for name in ("encoder.fc", "encoder.act", "head")
-    ]
-    chosen = run("show", runs / "sick", "--statistic", "zero_fraction").out.splitlines()
-    assert chosen[1].split() == ["site", "records", "step", "zero_fraction"]
+    assert lines[0][:3] == ["activations,", "train:", "zero_fraction,"]
+    assert lines[1] == ["site", "last", "min", "max"]
+    assert lines[2][:4] == ["1", "encoder.act", "out", "1"]
+    assert [line[0] for line in lines[3:5]] == ["encoder.fc", "head"]
 
 
 def test_show_where(runs: Path) -> None:

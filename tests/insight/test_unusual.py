@@ -94,10 +94,19 @@ def test_the_largest_magnitude_is_compared() -> None:
     assert standing_out(unusualness(sites, {"rms": np.ones((8, 1)), "min": low, "max": high})) == [5]
 
 
+def test_a_site_that_is_not_recorded_any_more_stands_out() -> None:
+    """A layer that gets no gradient any more stands out, unless most layers are missing in that record."""
+    sites, rms = blocks()
+    rms[80, -1] = np.nan
+    assert standing_out(unusualness(sites, {"rms": rms})) == [80]
+    rms[:90, -1] = np.nan
+    assert standing_out(unusualness(sites, {"rms": rms})) == []
+
+
 def test_sites_that_were_not_recorded_do_not_disturb() -> None:
     """Unknown values of some sites and steps are ignored, and nothing at all gives no degrees."""
     sites, rms = blocks()
-    rms[::7, ::2] = np.nan
+    rms[::7, :-1:2] = np.nan
     rms[80, -1] = 1e4
     assert standing_out(unusualness(sites, {"rms": rms})) == [80]
     assert unusualness([], {}).tolist() == []

@@ -15,8 +15,7 @@ from torch import nn
 
 from lightning_recorder import ArgumentError
 from lightning_recorder.graph import Graph, capture_graph, draw, make_dot
-from lightning_recorder.plots import StatisticStyler, color_graph
-from lightning_recorder.plots.axes import number
+from lightning_recorder.plots import StatisticStyler, axes, color_graph
 from lightning_recorder.plots.colored_graph import legible_on
 
 LOW, MIDDLE, HIGH = "#440154", "#21918c", "#fde725"
@@ -108,11 +107,22 @@ def test_a_sick_block_is_drawn_apart(place: int, factor: float) -> None:
     leaves = [node.name for node in drawing.view.module_calls() if node.name in values]
     assert f"{place}.0" in leaves
     assert len(leaves) <= 6
-    shown = f"rms {'NaN' if math.isnan(factor) else number(values[f'{place}.0'])}"
+    shown = f"rms {'NaN' if math.isnan(factor) else axes.number(values[f'{place}.0'])}"
     assert f">{shown}</font>" in drawing.visual_graph.source
 
 
 BLOCKS = blocks(24)
+
+
+@pytest.mark.parametrize("place", [0, 13, 23])
+def test_a_block_without_a_value_is_drawn_apart(place: int) -> None:
+    """The one of 24 equal blocks that was not recorded is drawn in grey, and not as one of the others."""
+    values = {f"{i}.{j}": 1.0 for i in range(24) for j in (0, 1) if i != place}
+    drawing = color_graph(BLOCKS, values, statistic="rms")
+    leaves = {node.name for node in drawing.view.module_calls()}
+    assert {f"{place}.0", f"{place}.1"} <= leaves
+    assert len(leaves) <= 11
+    assert drawing.visual_graph.source.count('fillcolor="#f0f0f0"') == 2
 
 
 def test_a_trend_over_the_blocks_is_drawn_in_few_parts() -> None:

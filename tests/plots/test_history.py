@@ -102,7 +102,7 @@ def test_counts_are_held_of_some_sites() -> None:
 
 
 def test_a_site_that_becomes_unusual_has_its_past() -> None:
-    """If memory is short, ordinary sites lose every second record, but a layer that explodes late keeps earlier ones."""
+    """If memory is short, ordinary sites lose every second record, but a layer that explodes late keeps some."""
     history = History(64, statistics=("rms",), max_histograms=2, max_count_bytes=150_000)
     for step in range(40):
         sick = {7: 1e3} if step >= 30 else {}

@@ -344,28 +344,28 @@ def test_one_chart_for_each_statistic_of_a_group(tmp_path: Path) -> None:
 
 
 PARTS = ("norm", "mlp.fc1", "mlp.act")
-MANY = [f"activations/blocks.{block}.{part}" for block in range(24) for part in PARTS]
+MODULES = [f"activations/blocks.{block}.{part}" for block in range(24) for part in PARTS]
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.integers(0, len(MANY) - 1), st.sampled_from([0.0, 1e3, math.inf]), st.integers(0, 2))
+@given(st.integers(0, len(MODULES) - 1), st.sampled_from([0.0, 1e3, math.inf]), st.integers(0, 2))
 def test_an_outlier_is_in_every_chart(place: int, value: float, since: int) -> None:
     """A chart of 72 modules has six lines, and a sick module is among them from the first step on that shows it."""
     with TemporaryDirectory() as folder:
         with TensorBoardSink(folder) as sink:
             for step in range(3):
                 scalars = {
-                    f"{module}/{name}": 1.0 + row % 3 for row, module in enumerate(MANY) for name in ("rms", "std")
+                    f"{module}/{name}": 1.0 + row % 3 for row, module in enumerate(MODULES) for name in ("rms", "std")
                 }
                 if step >= since:
-                    scalars[f"{MANY[place]}/rms"] = value
+                    scalars[f"{MODULES[place]}/rms"] = value
                 sink.write_scalars(step, scalars)
         charts = layouts(Path(folder))[-1]["activations"]
-        sick = MANY[place].partition("/")[2]
+        sick = MODULES[place].partition("/")[2]
         assert list(charts) == [f"rms: {sick} (6 of 72)", f"std: {sick} (6 of 72)"]
         for title, patterns in charts.items():
             assert len(patterns) == 6
-            tag = f"{MANY[place]}/{title[:3]}"
+            tag = f"{MODULES[place]}/{title[:3]}"
             assert sum(bool(re.match(pattern, tag)) for pattern in patterns) == 1
         assert len(layouts(Path(folder))) == (1 if since == 0 else 2)
 
