@@ -313,11 +313,13 @@ class RecordPipeline:
             return
         before = self._written_bytes
         tables = list(self._tables(batch))
-        with nullcontext() if self.sink is None else self.sink.joined():
-            for (record, _, _), found in zip(batch.records, tables, strict=True):
-                self._write(record, found)
-        for consumer in list(self.consumers):
-            self._contained(consumer, consumer.flush)
+        try:
+            with nullcontext() if self.sink is None else self.sink.joined():
+                for (record, _, _), found in zip(batch.records, tables, strict=True):
+                    self._write(record, found)
+        finally:
+            for consumer in list(self.consumers):
+                self._contained(consumer, consumer.flush)
         written = self._written_bytes
         size = None if written is None else (written - (before or 0)) // len(batch.records)
         for (record, facts, _), found in zip(batch.records, tables, strict=True):

@@ -146,15 +146,22 @@ def add_histogram(writer: SummaryWriter, tag: str, number: int, tensor: Tensor) 
 
 
 def four_numbers(writer: SummaryWriter, tag: str, number: int, tensor: Tensor) -> None:
+    """The statistics of Composer's ActivationMonitor, with nowhere to write to."""
+    composer_numbers(tensor)
+
+
+def composer_numbers(tensor: Tensor) -> dict[str, float]:
     """The statistics of Composer's ActivationMonitor: mean norm, mean maximum, skewness and kurtosis."""
     values = tensor.float()
     rows = values.flatten(1) if values.dim() > 1 else values.unsqueeze(0)
-    rows.norm(dim=-1).mean().item()
-    rows.max(dim=-1).values.mean().item()
     centered = rows - rows.mean(-1, keepdim=True)
     deviation = centered.square().mean(-1, keepdim=True).sqrt() + 1e-12
-    (centered / deviation).pow(3).mean().item()
-    (centered / deviation).pow(4).mean().item()
+    return {
+        "l2_norm": rows.norm(dim=-1).mean().item(),
+        "max": rows.max(dim=-1).values.mean().item(),
+        "skewness": (centered / deviation).pow(3).mean().item(),
+        "kurtosis": (centered / deviation).pow(4).mean().item(),
+    }
 
 
 @contextmanager

@@ -30,8 +30,8 @@ from lightning_recorder import (
     read_dump,
     read_manifest,
 )
+from lightning_recorder.outputs import pipeline
 from lightning_recorder.reductions import ChannelMoments, Extrema, Norms
-from lightning_recorder.statistics import Snapshot
 from lightning_recorder.taps import Site
 from tests.callbacks.models import LEAVES, Classifier, digits, events, fit, hooks_left
 
@@ -582,10 +582,10 @@ def test_latest_waits_for_what_is_being_written(tmp_path: Path) -> None:
 def test_a_fault_in_the_background_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the background disables the callback with one warning, and the run continues."""
 
-    def fail(self: Any) -> None:
+    def fail(snapshots: Any) -> None:
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(Snapshot, "statistics", fail)
+    monkeypatch.setattr(pipeline, "statistics_of", fail)
     model = Classifier()
     with pytest.warns(RecorderWarning, match="ActivationRecorder is off for the rest of the run: .* of ours"):
         fit(model, tmp_path, [ActivationRecorder(every_n_train_steps=1)], logger=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -15,13 +17,23 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_recorder import MemorySink, RecorderWarning, StatisticsRecorder, open_recording
-from lightning_recorder.outputs import DrawingTime, Plotter, RecordConsumer, RecordFile, RecordPipeline, SinkFormatter
+from lightning_recorder import MemorySink, RecorderWarning, StatisticsRecorder, disk, open_recording
+from lightning_recorder.outputs import (
+    DrawingTime,
+    Plotter,
+    RecordConsumer,
+    RecordFile,
+    RecordPipeline,
+    SinkFormatter,
+    pipeline,
+)
+from lightning_recorder.recordings import writer
 from lightning_recorder.reductions import Norms, SparseCounts
-from lightning_recorder.sinks import MultiSink, for_any_thread
+from lightning_recorder.sinks import MultiSink, Sink, TensorBoardSink, for_any_thread, tensorboard
 from lightning_recorder.statistics import Record, SiteStatistics
 from lightning_recorder.statistics.table import StatisticsTable, make_schema
 from lightning_recorder.taps import Site
+from tests.sinks.events import read_events
 
 
 def record(step: int, value: float = 1.0, names: tuple[str, ...] = ("m",), **about: Any) -> Record:
@@ -73,7 +85,7 @@ class OfOneThread(MemorySink):
         return super().write_scalars(step, scalars)
 
 
-def results(sink: MemorySink, *consumers: RecordConsumer, **options: Any) -> RecordPipeline:
+def results(sink: Sink, *consumers: RecordConsumer, **options: Any) -> RecordPipeline:
     made = RecordPipeline(SinkFormatter("activations", ("mean",)), name="it", **options)
     made.begin(MultiSink([for_any_thread(sink)]), None, "activations")
     made.consumers = list(consumers)
@@ -338,3 +350,106 @@ def test_what_pictures_will_take(options: dict[str, Any], drawings: int) -> None
     plotter.on_record(given, given.snapshot.statistics())
     plotter.finish()
     assert plotter.logged_bytes(50) == drawings * 700
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join all records until something else is to be done."""
+    monkeypatch.setattr(pipeline, "_JOIN_S", 1e6)
+
+
+def test_dense_records_are_written_together(joined: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that follow a written one soon are joined: one write to each file, with every record in order."""
+    written: list[str] = []
+    write = disk.append
+    for module in (tensorboard, writer):
+        monkeypatch.setattr(module, "append", lambda path, *a, **k: written.append(path.name) or write(path, *a, **k))
+    made = results(TensorBoardSink(tmp_path / "events"))
+    made.consumers = [RecordFile(tmp_path, "activations", group="activations")]
+    made.add(record(0))
+    made.wait()
+    first = len(written)
+    for step in range(1, 20):
+        made.add(record(step, float(step)))
+    assert len(written) == first
+    made.wait()
+    assert sorted(name.partition(".")[0] for name in written[first:]) == ["activations", "events"]
+    made.end()
+    series = open_recording(tmp_path)["activations"]
+    assert series.steps == list(range(20))
+    assert series.values("max")[:, 0].tolist() == [1.0, *map(float, range(1, 20))]
+    events = read_events(tmp_path / "events")
+    assert [event.step for event in events.Scalars("activations/m/mean")] == list(range(20))
+
+
+def test_joined_records_keep_their_place_among_other_jobs(joined: None) -> None:
+    """The end of an epoch comes after the records before it and before the records after it."""
+    made, consumer = results(MemorySink()), Noting()
+    made.consumers = [consumer]
+    for step in range(6):
+        made.add(record(step))
+        if step == 3:
+            made.end_epoch()
+    made.end()
+    assert consumer.seen == [0, 1, 2, 3, "epoch", 4, 5, "end"]
+
+
+def test_much_memory_does_not_wait(joined: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are joined up to a limit of bytes; the states of a larger record are reduced before it waits."""
+    monkeypatch.setattr(pipeline, "_MOST_JOINED_BYTES", 3 * 2057 * 8)
+    made, consumer = results(MemorySink()), Noting()
+    made.consumers = [consumer]
+    names = ("a", "b", "c", "d")
+    made.add(record(0))
+    made.wait()
+    large = record(1, names=names)
+    made.add(large)
+    assert large.snapshot.nbytes == 0
+    for step in range(2, 9):
+        made.add(record(step))
+    made.end()
+    assert consumer.seen == [*range(9), "end"]
+    assert len(made.latest_of("train")) == 1
+
+
+def test_an_error_in_joined_records_loses_no_earlier_one(joined: None, tmp_path: Path) -> None:
+    """With ``strict``, the records before the failed one are in the file."""
+    made = RecordPipeline(SinkFormatter("activations", ["mean"]), log=lambda line: None, strict=True)
+    made.begin(None, None, "activations")
+    made.consumers = [RecordFile(tmp_path, "activations", group="activations"), Noting(fails_at=2)]
+    for step in range(4):
+        made.add(record(step))
+        if step == 2:
+            with pytest.raises(OSError, match="disk full"):
+                made.end()
+            break
+    assert open_recording(tmp_path)["activations"].steps == [0, 1, 2]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lightning_recorder.outputs import RecordFile
+from lightning_recorder import MemorySink
+from tests.outputs.test_pipeline import record, results
+
+made = results(MemorySink())
+made.consumers = [RecordFile(Path(sys.argv[1]), "activations", group="activations")]
+for step in range(40):
+    made.add(record(step))
+    if step == 30:
+        made.wait()  # as a checkpoint does
+        print("saved", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_has_the_records_before_its_checkpoint(tmp_path: Path) -> None:
+    """After SIGKILL, all records before the last checkpoint are in the file, and every line is complete."""
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, check=False)
+    assert process.stdout == b"saved\n", process.stderr
+    assert process.returncode == -signal.SIGKILL
+    series = open_recording(tmp_path)["activations"]
+    assert series.steps[:31] == list(range(31))
+    assert series.skipped == 0
