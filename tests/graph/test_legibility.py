@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_recorder.graph import GraphPicture, capture_graph, draw
+from lightning_recorder.graph import Direction, GraphPicture, capture_graph, draw
 from lightning_recorder.graph.layout_process import line_of, points_of
 from lightning_recorder.graph.views.fit import drawn_nodes
 from tests.graph.architectures import ARCHITECTURES, Case
-from tests.graph.nets import X, linear
+from tests.graph.nets import Net, X, linear
 from tests.graph.svg import Picture, read_svg
 
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -67,13 +68,15 @@ def edges_over_titles(path: Path) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures_can_be_read(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "direction"), [*((name, "TB") for name in PICTURES), ("U-Net", "LR"), ("ALBERT", "LR"), ("T5", "LR")]
+)
+def test_pictures_can_be_read(name: str, direction: Direction, tmp_path: Path) -> None:
     """No edge crosses the title of a frame, no side is longer than four times the other, and no text is too small."""
     torch.manual_seed(0)
     net, batch, keywords = ARCHITECTURES[name]()
     with torch.no_grad():
-        drawing = draw(capture_graph(net, *batch, **keywords))
+        drawing = draw(capture_graph(net, *batch, **keywords), graph_dir=direction)
     path = drawing.save(tmp_path / "graph.svg")
     picture = read_svg(path)
     assert set(edges_over_titles(path)) == set()
@@ -106,6 +109,20 @@ def test_a_long_chain_has_columns(columns: int, tmp_path: Path) -> None:
     starts = [0, *(at for at in range(1, len(nodes)) if tops[at] < tops[at - 1])]
     assert len(starts) == columns
     assert [middles[at] for at in starts] == sorted(middles[at] for at in starts)
+
+
+def test_functions_of_parameters_do_not_make_a_chain_broad(tmp_path: Path) -> None:
+    """A long chain is divided although each step uses a value computed from a parameter, which is drawn beside it."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for book in net.books:
+            x = (x - book.pow(2).sum()).tanh()
+        return x
+
+    net: Any = Net(forward)
+    net.books = nn.ParameterList(torch.ones(4) for _ in range(20))
+    picture = read_svg(draw(net, X, fold=False).save(tmp_path / "graph.svg"))
+    assert 1 / 4 <= picture.width / picture.height <= 4
 
 
 def test_a_small_picture_has_no_columns(tmp_path: Path) -> None:

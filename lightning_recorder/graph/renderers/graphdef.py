@@ -205,7 +205,9 @@ def _parts(node: Node, graph: Graph) -> list[str]:
     own = own_name(node, graph)
     dotted = own.split(".") if node.kind in ("module", "parameter", "buffer") else [own]
     *around, last = map(_part, dotted)
-    return [part or "unnamed" for part in (*around, last + (f"(x{node.repeats})" if node.repeats > 1 else ""))]
+    # A scope has no attributes in the tab, so its name has everything.
+    again = f"(x{node.repeats}{'_same_weights' * node.shared})" if node.repeats > 1 else ""
+    return [part or "unnamed" for part in (*around, last + again)]
 
 
 def _numbered(name: str, call: int, given: dict[str, int]) -> str:

@@ -83,6 +83,7 @@ def test_no_two_names_are_alike() -> None:
     sketch.add("op", "relu", inside=sketch.call("other", "Shared", call=3))
     sketch.add("op", "exp", inside=sketch.call("h.0", "Block", repeats=12))
     sketch.add("op", "tanh", inside=sketch.call("", "", repeats=3))
+    sketch.add("op", "sin", inside=sketch.call("cell", "Net", repeats=4, shared=True))
     assert names(to_graph_def(sketch.graph())) == [
         "add",
         "add(2)",
@@ -92,6 +93,7 @@ def test_no_two_names_are_alike() -> None:
         "other(3)/relu",
         "h/0(x12)/exp",
         "(x3)/tanh",
+        "cell(x4_same_weights)/sin",
     ]
 
 
