@@ -31,8 +31,9 @@ def _start_hook(stage: str, name: str) -> Callable[..., None]:
     ) -> None:
         if self.evaluations:
             self._start_evaluation_batch(trainer, stage, dataloader_idx)
-        if self.sampler is not None and stage == self.sampler.stage:
-            self._start_sampled_batch(trainer, self.sampler, batch_idx, dataloader_idx)
+        sampler = self.sampler
+        if sampler is not None and (sampler.is_recording or batch_idx == 0) and stage == sampler.stage:
+            self._start_sampled_batch(trainer, sampler, batch_idx, dataloader_idx)
 
     start.__name__, start.__qualname__ = name, f"EvaluationCallback.{name}"
     return guarded(start)
@@ -44,11 +45,17 @@ def _end_hook(stage: str, name: str) -> Callable[..., None]:
     def end(self: EvaluationCallback, trainer: Trainer, pl_module: LightningModule, *batch: Any, **more: Any) -> None:
         if stage in self.evaluations:
             self.evaluations[stage].end_batch()
-        if self.sampler is not None and stage == self.sampler.stage:
+        if self.sampler is not None and self.sampler.is_recording and stage == self.sampler.stage:
             self.sampler.end_batch()
 
     end.__name__, end.__qualname__ = name, f"EvaluationCallback.{name}"
     return guarded(end)
+
+
+def _first(batches: object) -> float:
+    """Return the number of batches of the first data loader; Lightning has a list, or a number."""
+    number = next(iter(batches), 1) if isinstance(batches, Sequence) else batches
+    return number if isinstance(number, (int, float)) else 1
 
 
 class EvaluationCallback(RecorderCallback):
@@ -83,8 +90,7 @@ class EvaluationCallback(RecorderCallback):
         if not self._is_due(trainer):
             return
         if batch_idx == 0 and loader == 0:
-            batches = trainer.num_val_batches
-            sampler.begin(batches[0] if isinstance(batches, Sequence) else batches)
+            sampler.begin(_first(trainer.num_val_batches))
         sampler.enabled = self.enabled
         sampler.start_batch(loader)
 

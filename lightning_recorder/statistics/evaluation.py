@@ -108,6 +108,8 @@ class EvaluationSampler(EvaluationRecorder):
         self._batches = self._recorded = 0
         self._left = 0  # of the batches to record in the current evaluation
         self._has_record = False
+        self.is_recording = False
+        """True until the last batch to record has ended. An attribute, because the loop reads it for every batch."""
 
     def begin(self, batches: float) -> None:
         """Begin an evaluation.
@@ -119,18 +121,29 @@ class EvaluationSampler(EvaluationRecorder):
         self._batches += known
         due = int(self.SHARE * self._batches) if self._recorded else max(1, int(self.SHARE * known))
         self._left = max(0, min(known, due - self._recorded))
-        self._has_record = False
+        self._has_record, self.is_recording = False, self._left > 0
 
     @override
     def start_batch(self, loader: int = 0) -> None:
         if loader or not self._left:
-            with self.contained():
-                self.recorder.remove()
+            self._stop()
             return
         self._left -= 1
         self._recorded += 1
         self._has_record = True
         super().start_batch(loader)
+
+    @override
+    def end_batch(self) -> None:
+        if self._left:
+            super().end_batch()
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Remove the hooks until the next evaluation."""
+        self.is_recording = False
+        self.interrupt()
 
     @override
     def finish(self, step: int, epoch: int, loaders: int = 1) -> None:

@@ -123,7 +123,10 @@ def test_a_normalization_that_does_not_follow_is_found_by_default(
 ) -> None:
     """If the running statistics stay at their start, the default recorder finds that validation differs."""
     # The graph has the classes of the modules, on which the limit of the rule depends.
-    recorders = [ActivationRecorder(outputs=Outputs(plots=False), strict=True), GraphRecorder(formats=[])]
+    recorders: list[Callback] = [
+        ActivationRecorder(outputs=Outputs(plots=False), strict=True),
+        GraphRecorder(formats=[]),
+    ]
     fit(tmp_path, recorders, Net(momentum), epochs=5, batches=100)
     findings = open_recording(tmp_path).run.findings
     assert [(each.rule, each.module) for each in findings if each.rule == "train-differs"] == found

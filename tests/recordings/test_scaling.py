@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,19 @@ def test_the_mean_absolute_value_is_that_of_the_histogram(tmp_path: Path) -> Non
     assert site.exponent == pytest.approx(1.0)
 
 
+def _root(factor: float, width: int) -> float:
+    return factor * width**0.5
+
+
 def test_noise_is_not_off(tmp_path: Path) -> None:
     """An exponent within three standard errors is not off, and more runs of the same widths make it so."""
     noisy = scaled(tmp_path / "few", {"fc": lambda n: {64: 1.0, 128: 3.0, 512: 2.2}[n]})
     assert (noisy.sites[0].exponent > 0.15, noisy.off) == (True, [])
+    factors = [1.0, 1.1, 1.2] * 3
     runs = [
-        write_width(tmp_path / f"{seed}-{width}", width, {"fc": lambda n, seed=seed: n**0.5 * (1 + 0.1 * (seed % 3))})
+        write_width(tmp_path / f"{seed}-{width}", width, {"fc": partial(_root, factor)})
         for width in (64, 128)
-        for seed in range(9)
+        for seed, factor in enumerate(factors)
     ]
     assert len(check_scaling(runs).off) == 1
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_recorder.statistics import EvaluationSampler, Record, StatisticsRecorder
+from lightning_recorder.taps import Site
 
 
 def recorded(evaluations: list[float], batches: int | None = None) -> list[list[int]]:
@@ -62,4 +63,4 @@ def test_only_the_first_loader_is_recorded() -> None:
         sampler.end_batch()
     sampler.finish(0, 0, 2)
     (record,) = records
-    assert record.snapshot.statistics()["net", "out"].scalars["count"] == 4  # two batches of two values
+    assert record.snapshot.statistics()[Site("net", "out")].scalars["count"] == 4  # two batches of two values
