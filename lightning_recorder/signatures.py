@@ -65,7 +65,7 @@ def checked_arguments(init: Init) -> Init:
     """Decorate an ``__init__`` so that argument errors name the class and suggest the intended argument.
 
     An argument whose default is a dataclass is a group of options. The class may list the fields of groups that it does
-    not use in a mapping ``unused``, from the name of a field to the code to write instead, which may be empty.
+    not use in a mapping ``_ignored``, from the name of a field to the code to write instead, which may be empty.
 
     Raises:
         UnknownArgumentError: If an argument does not exist, or if there are too many positional arguments.
@@ -144,7 +144,7 @@ def _check_group(kind: type, name: str, default: Any, given: Any) -> None:
     if not isinstance(given, type(default)):
         fix = ", ".join(f"{key}={value!r}" for key, value in given.items()) if isinstance(given, Mapping) else "…"
         raise ArgumentError(f"{name} takes {group}(…), got {given!r}: write {name}={group}({fix})")
-    unused: Mapping[str, str] = getattr(kind, "unused", {})
+    unused: Mapping[str, str] = getattr(kind, "_ignored", {})
     for field in fields(given):
         value = getattr(given, field.name)
         if field.name in unused and value != field.default:
@@ -171,7 +171,7 @@ def _elsewhere(kind: type, known: Mapping[str, inspect.Parameter]) -> dict[str, 
     found = {word: code for word, (argument, code) in _PARTS.items() if argument in known}
     for name, default in _groups(known).items():
         found |= {each.name: f"{name}={type(default).__name__}({each.name}=…)" for each in fields(default)}
-    unused: Mapping[str, str] = getattr(kind, "unused", {})
+    unused: Mapping[str, str] = getattr(kind, "_ignored", {})
     found = {name: unused.get(name, code) for name, code in found.items()}
     return {name: code for name, code in found.items() if code and name not in known}
 

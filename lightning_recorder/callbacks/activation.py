@@ -84,7 +84,7 @@ class ActivationRecorder(TensorsCallback):
     """
 
     group = "activations"
-    unused: ClassVar = {"max_bytes": ""}
+    _ignored: ClassVar = {"max_bytes": ""}
 
     @checked_arguments
     def __init__(

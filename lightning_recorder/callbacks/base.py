@@ -83,7 +83,7 @@ class RecorderCallback(GuardedCallback):
     """The kind of recording. Callbacks of the same group in one trainer must have different names."""
     keeps_state: ClassVar[bool] = False
     """True if checkpoints contain a state of the callback under its ``state_key``."""
-    unused: ClassVar[Mapping[str, str]] = {}
+    _ignored: ClassVar[Mapping[str, str]] = {}
     """The options of ``schedule`` and ``outputs`` that the callback does not use, and the code to write instead."""
 
     _sink: MultiSink | None

@@ -93,7 +93,7 @@ class TensorDumper(RecorderCallback):
     """
 
     group = "tensors"
-    unused: ClassVar = {
+    _ignored: ClassVar = {
         **dict.fromkeys(("max_overhead", "stages", "histograms", "records", "plots", "findings"), ""),
         **dict.fromkeys(("plot_every_n_records", "max_images", "max_tags", "numbered_tags"), ""),
         "when": "outputs=Outputs(dump_when=…)",

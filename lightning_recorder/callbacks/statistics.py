@@ -69,7 +69,7 @@ class StatisticsCallback(ResumingCallback):
     :class:`~lightning_recorder.GradientRecorder`.
     """
 
-    unused: ClassVar = {"max_bytes": "", "stages": ""}
+    _ignored: ClassVar = {"max_bytes": "", "stages": ""}
 
     tensors: tuple[str, ...] = ("outputs",)
     """The recorded tensors of a module: ``"inputs"``, ``"outputs"`` or both."""

@@ -356,9 +356,16 @@ class SiteStates:
         """
         groups = [bank.collect(device) for bank in self._banks]
         left_out = [frozenset(sites) for sites in self._left_out]
-        users = [states.snapshot() for states in self._users]
-        kinds, calls = dict(self._kinds), dict(self._calls)
-        return Snapshot(tuple(names), groups, left_out, {}, frozenset(), kinds, calls, users, self._warned, self.strict)
+        return Snapshot(
+            tuple(names),
+            groups,
+            left_out,
+            kinds=dict(self._kinds),
+            calls=dict(self._calls),
+            users=[states.snapshot() for states in self._users],
+            warned=self._warned,
+            strict=self.strict,
+        )
 
     @torch.no_grad()
     def saved(self) -> tuple[list[Any], dict[Site, int]]:

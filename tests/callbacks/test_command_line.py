@@ -206,7 +206,7 @@ def arguments(kind: type[Any]) -> list[str]:
     found = []
     for name, each in inspect.signature(kind).parameters.items():
         if is_dataclass(each.default):
-            found += [f"{name}.{field.name}" for field in fields(each.default) if field.name not in kind.unused]
+            found += [f"{name}.{field.name}" for field in fields(each.default) if field.name not in kind._ignored]
         else:
             found.append(name)
     return found
