@@ -51,8 +51,8 @@ class ActivationRecorder(StatisticsCallback):
             recorded steps in a window of n optimizer steps. ``"epoch"``: all recorded steps of an epoch.
         stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
             is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
-            recorded. By default, the first batches of validations, at most one of a hundred, are recorded for the
-            findings and the record file.
+            recorded. By default, the first batches of validations after 100 steps, at most one of a hundred, are
+            recorded for the findings and the record file.
         statistics: The statistics to show as scalars: any of ``count``, ``mean``, ``std``, ``rms``, ``min``, ``max``,
             ``zero_fraction``, ``nan_count``, ``inf_count``, ``rank_mean_min``, ``rank_mean_max`` and quantiles such as
             ``quantile_0.99``. ``rank_mean_min`` and ``rank_mean_max`` are the smallest and the largest mean of any
