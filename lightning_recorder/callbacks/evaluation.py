@@ -17,6 +17,9 @@ from lightning_recorder.statistics import EvaluationRecorder, EvaluationSampler
 
 __all__ = ["EvaluationCallback"]
 
+_SETTLING_STEPS = 100
+"""The steps before which no validation is sampled: the running statistics of normalizations follow with a delay."""
+
 
 def _start_hook(stage: str, name: str) -> Callable[..., None]:
     """Return the hook of that name, which starts to record a batch of an evaluation."""
@@ -86,8 +89,18 @@ class EvaluationCallback(RecorderCallback):
             evaluation.enabled = self.enabled
             evaluation.start_batch(loader)
 
+    @property
+    def _has_failure(self) -> bool:
+        """True if recording has failed, in all modules or in some."""
+        return False
+
     def _start_sampled_batch(self, trainer: Trainer, sampler: EvaluationSampler, batch_idx: int, loader: int) -> None:
         if not self._is_due(trainer):
+            return
+        if self._has_failure:  # its warning is enough
+            self.sampler = None
+            return
+        if logged_step(trainer) < _SETTLING_STEPS:
             return
         if batch_idx == 0 and loader == 0:
             sampler.begin(_first(trainer.num_val_batches))

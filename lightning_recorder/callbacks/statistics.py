@@ -252,6 +252,11 @@ class StatisticsCallback(ResumingCallback):
     def _workers(self) -> list[RankMergingRecorder]:
         return [*self.evaluations.values(), *([] if self._run is None else [self._run])]
 
+    @property
+    @override
+    def _has_failure(self) -> bool:
+        return any(worker.failed or worker.recorder.failed for worker in self._workers)
+
     @override
     def _give_up(self) -> bool:
         is_news = not any(worker.failed for worker in self._workers)

@@ -64,20 +64,20 @@ def fit(folder: Path, callbacks: list[Callback], model: Net, *, epochs: int = 2,
         log_every_n_steps=5,
         **quiet,  # type: ignore[arg-type]  # flags
     )
-    trainer.fit(model, data(30), data(batches))
+    trainer.fit(model, data(60), data(batches))
     return trainer
 
 
 def test_the_first_batch_of_a_validation_is_recorded_by_default(tmp_path: Path) -> None:
-    """The record file has the first batch of the first validation, and loggers get nothing of it."""
+    """The record file has the first batch of the first validation after 100 steps, and loggers get nothing of it."""
     sink = MemorySink()
     recorder = ActivationRecorder(outputs=Outputs(plots=False), sinks=[sink], strict=True)
     gradients = GradientRecorder(outputs=Outputs(plots=False), strict=True)
     fit(tmp_path, [recorder, gradients], Net())
     run = open_recording(tmp_path).run
     sample = run["activations"].of("validate")
-    assert (sample.steps, sample["head"].scalars(29)["count"]) == ([29], _BATCH * 3)
-    assert sample.about(29)["is_sample"] is True
+    assert (sample.steps, sample["head"].scalars(119)["count"]) == ([119], _BATCH * 3)
+    assert sample.about(119)["is_sample"] is True
     assert run["gradients"].stages == ["train"]
     assert not any("validate" in tag for tag in sink.scalars)
     assert recorder.latest_of("validate") == {}
@@ -85,7 +85,7 @@ def test_the_first_batch_of_a_validation_is_recorded_by_default(tmp_path: Path) 
 
 def test_more_batches_of_a_long_validation_are_recorded(tmp_path: Path) -> None:
     """Of 250 batches, the first two form the record."""
-    fit(tmp_path, [ActivationRecorder(outputs=Outputs(plots=False), strict=True)], Net(), epochs=1, batches=250)
+    fit(tmp_path, [ActivationRecorder(outputs=Outputs(plots=False), strict=True)], Net(), batches=250)
     sample = open_recording(tmp_path).run["activations"].of("validate")
     assert sample["head"].scalars(sample.steps[0])["count"] == 2 * _BATCH * 3
 
@@ -105,7 +105,7 @@ def test_the_sample_is_for_findings_only(recorder: ActivationRecorder, tmp_path:
     if "validate" not in recorder.stages:
         assert series.stages == ["train"]
     else:
-        assert series.of("validate")["head"].scalars(29)["count"] == 4 * _BATCH * 3
+        assert series.of("validate")["head"].scalars(119)["count"] == 4 * _BATCH * 3
 
 
 def test_the_sample_changes_nothing(tmp_path: Path) -> None:
@@ -127,6 +127,6 @@ def test_a_normalization_that_does_not_follow_is_found_by_default(
         ActivationRecorder(outputs=Outputs(plots=False), strict=True),
         GraphRecorder(formats=[]),
     ]
-    fit(tmp_path, recorders, Net(momentum), epochs=5, batches=100)
+    fit(tmp_path, recorders, Net(momentum), epochs=3, batches=100)
     findings = open_recording(tmp_path).run.findings
     assert [(each.rule, each.module) for each in findings if each.rule == "train-differs"] == found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_the_mean_absolute_value_is_that_of_the_histogram(tmp_path: Path) -> Non
 
 
 def _root(factor: float, width: int) -> float:
-    return factor * width**0.5
+    return factor * math.sqrt(width)
 
 
 def test_noise_is_not_off(tmp_path: Path) -> None:
