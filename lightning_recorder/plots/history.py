@@ -125,7 +125,7 @@ class History:
             found: The sites of the record in order, each with its scalars and its counts.
         """
         values = [[scalars.get(name, np.nan) for name in self.statistics] for scalars, _ in found.values()]
-        taken = {site: _counts(bins) for site, (_, bins) in found.items() if bins is not None}
+        taken: dict[Hashable, _Counts] = {site: _counts(bins) for site, (_, bins) in found.items() if bins is not None}
         self._add(step, tuple(found), np.array(values).reshape(len(found), -1), list(taken), taken.__getitem__)
         self._latest.update(taken)
 
