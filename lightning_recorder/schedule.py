@@ -55,7 +55,9 @@ class Schedule:
             recording interval is increased, and the change is logged.
         stages: The stages to record: any of ``"train"``, ``"validate"``, ``"test"`` and ``"predict"``. Each evaluation
             is one record over all of its batches, under ``activations_validate/…`` and so on. The sanity check is not
-            recorded. Used by :class:`~lightning_recorder.ActivationRecorder` only.
+            recorded. Without ``"validate"``, only the first batches of validations after 100 steps, at most one of a
+            hundred, are recorded, for the findings and the record file. Used by
+            :class:`~lightning_recorder.ActivationRecorder` only.
 
     Raises:
         ArgumentError: If an argument has an invalid value; names the argument.

@@ -37,7 +37,7 @@ _NOT_FINITE = [STATISTICS.index("nan_count"), STATISTICS.index("inf_count")]
 class RunFindings:
     """The findings from the records of all recorders of a run.
 
-    The records are checked each time that their number has doubled, and soon after the first NaN or infinity. A
+    The records are checked when their number has doubled, and soon after the first NaN or infinity. A
     finding is logged once it is in two checks in a row, so that a start that settles is not reported. When the last
     recorder has ended, all findings are logged and written to ``findings.json``. An error in here gives one warning.
 
@@ -64,6 +64,7 @@ class RunFindings:
         self._lock = threading.RLock()
         self._open: set[str] = set()
         self._groups: dict[str, str] = {}
+        self._steps: dict[str, int] = {}  # the last step of each recorder
         self._are_files_complete = directory is not None
         self._continues = False
         self._has_failed = self._was_bad = False
@@ -149,15 +150,26 @@ class RunFindings:
 
     def _add(self, record: SiteRecords) -> None:
         self._examination.add(record)
+        is_in_step = self._is_in_step(record)
         self._records += 1
         self._last_step = max(self._last_step, record.step)
         if not self._was_bad and bool((record.values[:, _NOT_FINITE] > 0).any()):
             # The other recorders' records of the step may be needed to name the module.
             self._was_bad = True
             self._due = min(self._due, self._records + len(self._groups))
-        if self._records >= self._due:
+        if self._records >= self._due and (is_in_step or self._records >= 2 * self._due):
             self._due = int(self._records * _GROWTH) + 1
             self._check()
+
+    def _is_in_step(self, record: SiteRecords) -> bool:
+        """Return True if the records of all recorders have come up to about the same step.
+
+        Recorders join records before they are written, so those of one recorder may be ahead of the others.
+        """
+        others = [self._steps.get(label, -1) for label in self._open if label != record.recorder]
+        before = self._steps.get(record.recorder, -1)
+        self._steps[record.recorder] = max(before, record.step)
+        return not others or (before <= min(others) and record.step >= max(others))
 
     def _check(self) -> None:
         findings = self._examined()

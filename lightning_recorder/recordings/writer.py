@@ -21,6 +21,8 @@ __all__ = ["RecordWriter"]
 class RecordWriter:
     """Appends the records of one recorder to a file, one line per record.
 
+    The format of the lines is in ``record_format.py``.
+
     Every number is restored to the bit, including NaN and infinities. Each line is written with a single append, so a
     run that is killed leaves at most a torn last line; the next write terminates it. Written lines survive the end of
     the process. They are not synced to disk, so a power failure may lose the last lines. If the disk is full, the

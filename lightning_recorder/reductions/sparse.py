@@ -42,7 +42,7 @@ _PLACES = _places_between_edges()
 class CoarseHistogram(NamedTuple):
     """The bins of the finite values of one histogram."""
 
-    count: float
+    total: float
     """The number of values."""
     limits: bytes
     """The upper edge of each bin, ``[bins]`` float64, little-endian."""

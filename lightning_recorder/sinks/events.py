@@ -83,6 +83,7 @@ def histogram_summary(histograms: Mapping[str, Histogram], most: int) -> bytes:
         most: The maximum number of bins; see :meth:`Histogram.coarsened`.
     """
     pieces = []
+    parts: Iterable[tuple[str, Sums, CoarseHistogram]]
     if isinstance(histograms, TaggedHistograms):
         parts = zip(histograms.tags, histograms.sums, histograms.coarsened(most), strict=True)
     else:

@@ -94,7 +94,8 @@ class EventFile:
         Args:
             lose: A function that receives the size of the events if they are skipped.
         """
-        self._held.records = held = []
+        held: list[bytes] = []
+        self._held.records = held
         try:
             yield
         finally:
@@ -223,7 +224,7 @@ class TensorBoardSink(Sink):
         return True
 
     @override
-    def joined(self) -> AbstractContextManager[None]:
+    def joined(self) -> AbstractContextManager[object]:
         return self._writer.joined(self._lose) if isinstance(self._writer, EventFile) else super().joined()
 
     def _lose(self, nbytes: int) -> None:

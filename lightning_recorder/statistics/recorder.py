@@ -12,7 +12,8 @@ from typing_extensions import Self, override
 
 from lightning_recorder.internals.stopwatch import Stopwatch
 from lightning_recorder.reductions import prepare_device
-from lightning_recorder.statistics.sites import SiteStates, SiteStatistics, Snapshot
+from lightning_recorder.statistics.sites import SiteStates, Snapshot
+from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import OutputTap, Site, Tap
 from lightning_recorder.taps.gradient import GradientTap
 
@@ -133,7 +134,7 @@ class BaseStatisticsRecorder(ABC):
         """
         return self.states.snapshot(self.modules)
 
-    def collect(self) -> Mapping[Site, SiteStatistics]:
+    def collect(self) -> StatisticsTable:
         """Return the statistics of every site seen since the last reset, in module order."""
         return self.snapshot().statistics()
 

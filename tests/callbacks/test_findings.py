@@ -25,7 +25,7 @@ from lightning_recorder import (
     open_recording,
 )
 from lightning_recorder.insight import findings_to_json
-from lightning_recorder.outputs import RunFindings
+from lightning_recorder.outputs import RunFindings, pipeline
 from tests.sinks.events import read_events
 
 QUIET = Outputs(plots=False, dumps=False)
@@ -100,6 +100,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_JOIN_S", 0.0)  # these fits are so short that all records would come at their end
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
 

@@ -362,8 +362,13 @@ def test_dense_records_are_written_together(joined: None, tmp_path: Path, monkey
     """Records that follow a written one soon are joined: one write to each file, with every record in order."""
     written: list[str] = []
     write = disk.append
+
+    def watched(path: Path, data: bytes, **options: Any) -> int:
+        written.append(path.name)
+        return write(path, data, **options)
+
     for module in (tensorboard, writer):
-        monkeypatch.setattr(module, "append", lambda path, *a, **k: written.append(path.name) or write(path, *a, **k))
+        monkeypatch.setattr(module, "append", watched)
     made = results(TensorBoardSink(tmp_path / "events"))
     made.consumers = [RecordFile(tmp_path, "activations", group="activations")]
     made.add(record(0))

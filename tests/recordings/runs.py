@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from lightning_recorder.recordings import RecordWriter, SiteRecord, records_path
 from lightning_recorder.statistics import SiteStatistics
 from lightning_recorder.taps import OutputGradientTap, OutputTap, Site
 
-Expected = dict[str, dict[int, dict[Site, SiteStatistics]]]
+Expected = dict[str, dict[int, Mapping[Site, SiteStatistics]]]
 
 
 def make_net() -> nn.Sequential:
@@ -23,7 +23,7 @@ def make_net() -> nn.Sequential:
     return nn.Sequential(OrderedDict(encoder=encoder, head=nn.Linear(5, 3)))
 
 
-def site_records(found: dict[Site, SiteStatistics], dtype: str = "float32") -> list[SiteRecord]:
+def site_records(found: Mapping[Site, SiteStatistics], dtype: str = "float32") -> list[SiteRecord]:
     """Convert statistics to the form in which they are written."""
     return [SiteRecord(site.name, site.path, seen.scalars, seen.bins, dtype) for site, seen in found.items()]
 

@@ -92,7 +92,12 @@ def test_several_records_are_one_write(tmp_path: Path, monkeypatch: pytest.Monke
     writer = begun(tmp_path / "a.jsonl")
     written: list[bytes] = []
     write = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: written.append(data) or write(file, data))
+
+    def watched(descriptor: int, data: bytes) -> int:
+        written.append(data)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", watched)
     tables = [SiteTable.of([SiteRecord("fc", "out", {"rms": 0.5 * step})]) for step in range(3)]
     writer.write_all(({"step": step}, table) for step, table in enumerate(tables))
     assert len(written) == 1

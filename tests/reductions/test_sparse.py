@@ -48,7 +48,7 @@ def test_many_histograms_equal_single_ones(counts: list[dict[int, int]], order: 
     for row, each in enumerate(expected):
         assert torch.equal(found.dense(row), each)
         one = alone(each).coarsened(most)
-        assert coarse[row].count == one.count
+        assert coarse[row].total == one.count
         assert np.frombuffer(coarse[row].limits).tolist() == (one.edges[1:].tolist() if one.count else [])
         assert np.frombuffer(coarse[row].counts).tolist() == (one.counts.tolist() if one.count else [])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def record(*batches: Tensor) -> dict[Site, SiteStatistics]:
+def record(*batches: Tensor) -> Mapping[Site, SiteStatistics]:
     """Return the statistics of a module that returns its input."""
     module = nn.Identity()
     recorder = StatisticsRecorder({"m": module})
@@ -278,7 +278,7 @@ def test_a_model_without_data_is_skipped() -> None:
     recorder = StatisticsRecorder({"m": net})
     with recorder:
         net(x)
-    assert (recorder.collect(), recorder.nbytes) == ({}, 0)
+    assert (dict(recorder.collect()), recorder.nbytes) == ({}, 0)
 
 
 class Sealed(Tensor):
