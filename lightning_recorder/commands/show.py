@@ -24,6 +24,7 @@ from lightning_recorder.recordings import Run, Series, SiteSeries, open_recordin
 __all__ = ["run"]
 
 _FEWEST_ROWS = 5
+_MISSING = "-"
 _NARROWEST = 6  # characters of a bar chart
 _NUMBERS = 30  # characters of the last, the smallest and the largest value
 _AROUND = 4  # lines around the rows: title, column names, prompt
@@ -213,15 +214,26 @@ def _lines_of(sites: list[SiteSeries], parts: list[_Part], where: str, out: Text
 
 
 def _cells(site: SiteSeries, part: _Part, width: int, out: TextIO) -> list[str]:
-    """Return the last value, the smallest, the largest and a bar chart; empty cells if the statistic cannot exist."""
+    """Return the last value, the smallest, the largest and a bar chart; empty cells if the statistic cannot exist.
+
+    The last value is a hyphen if the site is not in the last record.
+    """
     series, key = site.series, (site.name, site.path + part.suffix)
     if key not in series or part.statistic not in series.statistics:
         return [""] * 4
-    values = series[key].statistic(part.statistic).tolist()
-    known = [value for value in values if not math.isnan(value)]
+    recorded = series[key]
+    by_step = dict(zip(recorded.steps, recorded.statistic(part.statistic).tolist(), strict=True))
+    known = [value for value in by_step.values() if not math.isnan(value)]
     if not known:
         return [""] * 4
-    return [number(values[-1]), number(min(known)), number(max(known)), spark(values, width, out)]
+    values = [by_step.get(step, math.nan) for step in series.steps]
+    last = values[-1] if series.steps[-1] in by_step else None
+    return [
+        _MISSING if last is None else number(last),
+        number(min(known)),
+        number(max(known)),
+        spark(values, width, out),
+    ]
 
 
 def _span(steps: list[int]) -> str:

@@ -47,7 +47,8 @@ class _Chart:
         """Return how unusual the values of each line are, ``[lines]``."""
         found = np.array([values.get(line.tag, math.nan) for line in self.lines], dtype=np.float64)
         sites = [(line.module, line.path) for line in self.lines]
-        bad = np.isinf(found).astype(np.float64)
+        # The relative update of a parameter that was zero is infinite, which is no fault.
+        bad = (np.isinf(found) & (self.statistic != "update_ratio")).astype(np.float64)
         return unusualness(sites, {self.statistic: found[:, None], "inf_count": bad[:, None]})
 
 

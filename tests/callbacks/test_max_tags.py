@@ -108,7 +108,9 @@ def test_whole_modules_are_shown_and_one_that_goes_bad_joins_them(tmp_path: Path
     assert by_step[3].keys() == by_step[0].keys() | {sick}
     places = [int(name.rpartition(".")[2]) for name in by_step[0]]
     gaps = [after - before for before, after in pairwise(places)]
-    assert max(gaps) <= 2 * min(gaps)
+    assert max(gaps) <= 2 * DEPTH / len(
+        places
+    )  # some layers of so few values are unusual, and the others evenly spread
     assert 0.7 * 1500 < sum(map(len, by_step[3].values())) + len(sink.histograms) <= 1500
     assert len(open_recording(tmp_path)["parameters"].values("rms")[0]) == 10 * DEPTH
 

@@ -188,6 +188,18 @@ def test_show_has_a_parameter_its_gradient_and_its_update_beside_each_other(tmp_
     assert len(lines) == 4
 
 
+def test_show_says_that_a_site_is_not_recorded_any_more(tmp_path: Path) -> None:
+    """A site that is not in the last record has a hyphen as its last value and an x for each missing record."""
+    writer = RecordWriter(records_path(tmp_path / "recorder", "gradients"))
+    writer.begin(label="gradients", group="gradients")
+    for step in range(3):
+        sites = [SiteRecord(name, "out", {"rms": 1.0 + step}) for name in "abc" if step < 2 or name != "b"]
+        writer.write({"step": step, "stage": "train"}, sites)
+    lines = [line.split() for line in run("show", tmp_path).out.splitlines()]
+    assert lines[2] == ["1", "b", "out", "-", "1", "2", "▁█x"]
+    assert lines[3] == ["a", "out", "3", "1", "3", "▁▅█"]
+
+
 def test_details_have_no_statistic_that_cannot_exist(tmp_path: Path) -> None:
     """A statistic that is NaN in all records is left out unless it is asked for."""
     writer = RecordWriter(records_path(tmp_path / "recorder", "activations"))

@@ -370,6 +370,19 @@ def test_an_outlier_is_in_every_chart(place: int, value: float, since: int) -> N
         assert len(layouts(Path(folder))) == (1 if since == 0 else 2)
 
 
+def test_the_first_update_of_a_zero_bias_is_not_unusual(tmp_path: Path) -> None:
+    """The infinite relative updates of new biases do not take the places of a parameter that is not updated."""
+    with TensorBoardSink(tmp_path) as sink:
+        for step in range(2):
+            ratios = {
+                f"parameters/blocks.{row}.fc/bias/update_ratio": math.inf if step == 0 else 0.01 for row in range(24)
+            }
+            frozen = {"parameters/blocks.17.fc/bias/update_ratio": 0.0} if step else {}
+            sink.write_scalars(step, ratios | frozen)
+    (title,) = layouts(tmp_path)[-1]["parameters"]
+    assert title == "update_ratio: blocks.17.fc bias (6 of 24)"
+
+
 def test_several_sinks_of_one_writer_have_one_layout(tmp_path: Path) -> None:
     """The latest layout covers the tags of all sinks of a writer, and is written only when it changes."""
     writer = SummaryWriter(str(tmp_path))
