@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError, check_number
+from lightning_recorder.errors import ArgumentError, check_integer
 from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension
 from lightning_recorder.reductions.values import Values, finite_or_zero
 
@@ -112,10 +112,8 @@ class ExpertLoad(ShapedReduction):
 
     def __init__(self, top_k: int = 1, logits: bool = True) -> None:
         super().__init__()
-        check_number("top_k", top_k, 1)
-        if int(top_k) != top_k:
-            raise ArgumentError(f"top_k must be an integer, got {top_k!r}")
-        self.top_k = int(top_k)
+        check_integer("top_k", top_k, 1)
+        self.top_k = top_k
         self.logits = bool(logits)
 
     @override

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError, did_you_mean
+from lightning_recorder.errors import ArgumentError, check_number, did_you_mean
 from lightning_recorder.reductions.base import ScalarReduction
 from lightning_recorder.reductions.values import Values
 
@@ -58,8 +58,9 @@ class PrecisionShares(ScalarReduction):
         if dtype not in FORMATS:
             known = ", ".join(FORMATS)
             raise ArgumentError(f"dtype must be one of {known}, got {dtype!r:.80}{did_you_mean(str(dtype), FORMATS)}")
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-            raise ArgumentError(f"scale must be a positive number, got {scale!r:.80}")
+        check_number("scale", scale, 0.0)
+        if not 0 < scale < float("inf"):
+            raise ArgumentError(f"scale must be positive and finite, got {scale!r}")
         self.dtype = dtype
         self.scale = float(scale)
 

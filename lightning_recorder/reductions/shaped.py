@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_recorder.errors import ArgumentError, check_number
+from lightning_recorder.errors import ArgumentError, check_integer, check_number
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.scalars import merged_moments
 from lightning_recorder.reductions.values import Values, finite_or_zero
@@ -142,8 +142,8 @@ class _ChannelReduction(ShapedReduction):
     def __init__(self, dim: int, groups: int | None = None) -> None:
         super().__init__()
         self.dim = check_dim(dim)
-        if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-            raise ArgumentError(f"groups must be an integer of at least 1, got {groups!r:.80}")
+        if groups is not None:
+            check_integer("groups", groups, 1)
         self.groups = groups
 
     @override

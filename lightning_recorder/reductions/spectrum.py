@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_recorder.errors import ArgumentError
+from lightning_recorder.errors import check_integer
 from lightning_recorder.reductions.shaped import ShapedReduction, check_dim, dimension
 from lightning_recorder.reductions.values import Values, finite_or_zero
 
@@ -47,8 +47,7 @@ class FeatureRank(ShapedReduction):
 
     def __init__(self, dim: int = -1, sketch: int = 64) -> None:
         super().__init__()
-        if isinstance(sketch, bool) or not isinstance(sketch, int) or sketch < 2:
-            raise ArgumentError(f"sketch must be an integer of at least 2, got {sketch!r:.80}")
+        check_integer("sketch", sketch, 2)
         self.dim = check_dim(dim)
         self.sketch = sketch
 
@@ -80,4 +79,5 @@ def _projection(features: int, kept: int) -> Tensor:
     """Return a random matrix of signs, ``[features, kept]``, scaled to keep squared lengths in expectation."""
     generator = torch.Generator().manual_seed(_SEED)
     signs = torch.randint(0, 2, (features, kept), generator=generator, dtype=torch.int8)
-    return (2 * signs - 1).double() / kept**0.5
+    scaled: Tensor = (2 * signs - 1).double() / kept**0.5
+    return scaled
