@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -44,7 +45,7 @@ def missing_ranks(name: str, *, timeout_s: float) -> list[int] | None:
     return [0] if found == f"no, by {rank}" else None
 
 
-def _wait(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
+def _wait(store: Any, keys: list[str], timeout_s: float) -> bool:
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError:  # DistStoreError is one

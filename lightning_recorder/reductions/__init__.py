@@ -3,10 +3,12 @@
 from lightning_recorder.reductions.bank import Collected, StateBank, row_state
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.combined import Combined
+from lightning_recorder.reductions.distributions import ExpertLoad, HeadEntropy
 from lightning_recorder.reductions.elementwise import BatchMax, BatchMean, BatchMin, BatchSum, Change, LastValue
 from lightning_recorder.reductions.histogram import ExponentHistogram, Histogram
 from lightning_recorder.reductions.kernels.fused import add_tensor, prepare
 from lightning_recorder.reductions.kernels.fused_cuda import prepare_device
+from lightning_recorder.reductions.precision import PrecisionShares
 from lightning_recorder.reductions.reservoir import Reservoir
 from lightning_recorder.reductions.row import SCALAR_STATISTICS
 from lightning_recorder.reductions.scalars import (
@@ -18,8 +20,9 @@ from lightning_recorder.reductions.scalars import (
     Saturation,
     Tallies,
 )
-from lightning_recorder.reductions.shaped import ChannelMoments, DeadChannels, ShapedReduction
+from lightning_recorder.reductions.shaped import ChannelExtrema, ChannelMoments, DeadChannels, ShapedReduction
 from lightning_recorder.reductions.sparse import CoarseHistogram, SparseCounts, Sums, TaggedHistograms
+from lightning_recorder.reductions.spectrum import FeatureRank
 from lightning_recorder.reductions.statistics import Statistics, sums_of, to_histogram
 from lightning_recorder.reductions.values import Values
 
@@ -30,18 +33,23 @@ __all__ = [
     "BatchMin",
     "BatchSum",
     "Change",
+    "ChannelExtrema",
     "ChannelMoments",
     "CoarseHistogram",
     "Collected",
     "Combined",
     "DeadChannels",
+    "ExpertLoad",
     "ExponentHistogram",
     "Extrema",
+    "FeatureRank",
+    "HeadEntropy",
     "HigherMoments",
     "Histogram",
     "LastValue",
     "NearZero",
     "Norms",
+    "PrecisionShares",
     "Reduction",
     "Reservoir",
     "RunningMoments",

@@ -63,7 +63,7 @@ class Reduction(ABC):
     statistics: tuple[str, ...]
     """The names of the statistics that :meth:`summarize` returns."""
     additive: bool = True
-    """True if states are merged by adding them slot by slot. Such states are merged across ranks with one sum."""
+    """True if states are merged by adding them slot by slot."""
     piecewise: bool = False
     """True if the result depends only on the values and not on their shape, so that they may be passed in pieces."""
     ordered: bool = False

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_recorder.errors import ArgumentError, check_number
+from lightning_recorder.errors import ArgumentError, check_integer, check_number
 from lightning_recorder.reductions.base import Reduction
 from lightning_recorder.reductions.scalars import merged_moments
 from lightning_recorder.reductions.values import Values, finite_or_zero
 
-__all__ = ["ChannelMoments", "DeadChannels", "ShapedReduction"]
+__all__ = ["ChannelExtrema", "ChannelMoments", "DeadChannels", "ShapedReduction", "check_dim", "dimension"]
 
 
 class ShapedReduction(Reduction):
@@ -139,18 +139,27 @@ class _ChannelReduction(ShapedReduction):
     lead = 0
     additive = False
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, groups: int | None = None) -> None:
         super().__init__()
         self.dim = check_dim(dim)
+        if groups is not None:
+            check_integer("groups", groups, 1)
+        self.groups = groups
 
     @override
     def shape_of(self, values: Values) -> tuple[int, ...]:
-        return (values.shaped.shape[dimension(self.dim, values)],)
+        channels = values.shaped.shape[dimension(self.dim, values)]
+        if self.groups is None:
+            return (channels,)
+        if channels % self.groups:
+            raise ArgumentError(f"{channels} channels cannot be divided into {self.groups} equal groups")
+        return (self.groups,)
 
     def _rows(self, values: Values) -> Tensor:
-        """Return the values as ``[channels, values per channel]``."""
+        """Return the values as ``[channels or groups, values per channel or group]``."""
         rows = values.shaped.movedim(dimension(self.dim, values), 0)
-        return rows.reshape(len(rows), rows[:1].numel())
+        rows = rows.reshape(len(rows), rows[:1].numel())
+        return rows if self.groups is None else rows.reshape(self.groups, len(rows) // self.groups * rows.shape[1])
 
 
 class ChannelMoments(_ChannelReduction):
@@ -164,13 +173,15 @@ class ChannelMoments(_ChannelReduction):
     Args:
         dim: The channel dimension: 1 for convolutions and for linear layers on ``[batch, channels]``, -1 for the
             features of a transformer.
+        groups: The number of equal groups of neighboring channels that are summarized together, such as the heads of
+            an attention layer; the statistics then have the shape ``[groups]``. By default each channel by itself.
     """
 
     blocks = 3
     statistics: tuple[str, ...] = ("channel_mean", "channel_std", "channel_rms")
 
-    def __init__(self, dim: int = 1) -> None:
-        super().__init__(dim)
+    def __init__(self, dim: int = 1, groups: int | None = None) -> None:
+        super().__init__(dim, groups)
 
     @override
     def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
@@ -196,6 +207,49 @@ class ChannelMoments(_ChannelReduction):
             "channel_std": variance.sqrt(),
             "channel_rms": (mean.square() + variance).sqrt(),
         }
+
+
+class ChannelExtrema(_ChannelReduction):
+    """Smallest and largest finite value of each channel.
+
+    State: ``[2, channels]`` with the negated minimum and the maximum, -inf before the first finite value; 16 bytes per
+    channel. States are merged by the maximum, which is exact in any order. Statistics, each ``[channels]``:
+    ``channel_min``, ``channel_max`` and ``channel_abs_max``, the largest magnitude; NaN for a channel without a finite
+    value. Channels with outliers make activations hard to quantize: `LLM.int8() <https://arxiv.org/abs/2208.07339>`_.
+
+    Args:
+        dim: The channel dimension, as for :class:`ChannelMoments`.
+        groups: The number of groups of channels, as for :class:`ChannelMoments`.
+    """
+
+    blocks = 2
+    statistics: tuple[str, ...] = ("channel_min", "channel_max", "channel_abs_max")
+
+    def __init__(self, dim: int = 1, groups: int | None = None) -> None:
+        super().__init__(dim, groups)
+
+    @override
+    def initial(self) -> Tensor:
+        return torch.full((self.width,), -torch.inf, dtype=torch.float64)
+
+    @override
+    def update_shaped(self, lead: Tensor, blocks: Tensor, values: Values) -> None:
+        rows = self._rows(values).double()
+        if rows.shape[1]:
+            known = rows.isfinite()
+            found = torch.stack([torch.where(known, each, -torch.inf).amax(1) for each in (-rows, rows)])
+            blocks.copy_(torch.maximum(blocks, found))
+
+    @override
+    def merge_states(self, state: Tensor, other: Tensor) -> None:
+        state.copy_(torch.maximum(state, other))
+
+    @override
+    def summarize(self, state: Tensor) -> dict[str, Tensor]:
+        low, high = self.parts(state)[1].unbind(-2)
+        is_known = high > -torch.inf
+        low, high = (torch.where(is_known, each, torch.nan) for each in (-low, high))
+        return {"channel_min": low, "channel_max": high, "channel_abs_max": torch.maximum(low.abs(), high.abs())}
 
 
 class DeadChannels(_ChannelReduction):

@@ -34,8 +34,6 @@ class _Kind(NamedTuple):
     """The reduction as text, the same on all ranks."""
     reduction: Reduction | None
     """The reduction without a state, or None if it cannot be sent to this rank."""
-    additive: Tensor
-    """A mask of the slots that are merged by addition, bool of shape ``[width]``."""
     sites: tuple[Site, ...]
     flags: Tensor
     """The flags of each site over the ranks, uint8 of shape ``[sites]``."""
@@ -174,7 +172,6 @@ def _kind(bank: int, group: Collected[Site], copies: Collection[Site]) -> _Kind:
         bank,
         reduction.described,
         bare,
-        reduction.additive_slots(),
         tuple(group.keys),
         flags,
         states,
@@ -196,9 +193,7 @@ def _merged(one: _Kind, other: _Kind) -> _Kind:
     if isinstance(reduction, Statistics):
         copied = ((one.flags | other.flags) & _COPY > 0) & (one.flags > 0) & (other.flags > 0)
         if copied.any():
-            # Only these slots are compared, so that copies whose values differ in the last bits are not reported.
-            mask = ~one.additive
-            diverged = diverged | (copied & ~reduction.are_alike(states * mask, other.states * mask))
+            diverged = diverged | (copied & ~reduction.are_alike(states, other.states))
     if bool(counts.all() & theirs.all()):
         reduction.merge_states(states, other.states)
     else:
@@ -232,15 +227,15 @@ class _Shape(NamedTuple):
     bank: int
     described: str
     reduction: bytes | None
-    additive: bytes
+    width: int
     sites: tuple[Site, ...]
 
 
 class Encoder:
     """Turns contributions into messages for one receiver, which decodes them in the same order.
 
-    The description of the sites is sent only if it has changed. Slots that are merged by addition, such as the bins of
-    a histogram, are mostly zero, so their indices and values are sent if that is shorter.
+    The description of the sites is sent only if it has changed. Most slots of a state are usually zero, such as the
+    bins of a histogram, so the indices and values of the others are sent if that is shorter.
     """
 
     def __init__(self) -> None:
@@ -260,8 +255,7 @@ class Encoder:
         self._known[scope] = shapes
         parts: list[Tensor] = []
         for kind in kinds:
-            parts += [kind.flags, kind.diverged, kind.means, kind.states[:, ~kind.additive]]
-            parts += _thinned(kind.states[:, kind.additive].flatten())
+            parts += [kind.flags, kind.diverged, kind.means, *_thinned(kind.states)]
         sizes = [part.numel() for part in parts]
         about: dict[str, Any] = {
             "absent": contribution.absent,
@@ -284,8 +278,7 @@ class Encoder:
                 self._pickled[kind.described] = pickle.dumps(kind.reduction)
             except Exception:  # noqa: BLE001 - a local class cannot be pickled, and its parts may raise anything
                 self._pickled[kind.described] = None
-        additive = kind.additive.numpy().tobytes()
-        return _Shape(kind.bank, kind.described, self._pickled[kind.described], additive, kind.sites)
+        return _Shape(kind.bank, kind.described, self._pickled[kind.described], kind.states.shape[1], kind.sites)
 
 
 class Decoder:
@@ -332,30 +325,24 @@ class _Reader:
 
     def kind(self, shape: _Shape, own: Reduction | None) -> _Kind:
         sites = len(shape.sites)
-        additive = torch.tensor(list(shape.additive), dtype=torch.bool)
         flags, diverged, means = self.take(torch.uint8), self.take(torch.bool), self.take(torch.float64).view(2, sites)
-        states = torch.zeros(sites, len(additive), dtype=torch.float64)
-        states[:, ~additive] = self.take(torch.float64).view(sites, -1)
-        places, values = self.take(torch.int32), self.take(torch.float64)
-        added = values
+        places, states = self.take(torch.int32), self.take(torch.float64)
         if len(places):
-            added = torch.zeros(sites * int(additive.sum()), dtype=torch.float64)
-            added[places.long()] = values
-        if len(added):
-            states[:, additive] = added.view(sites, -1)
+            values, states = states, torch.zeros(sites * shape.width, dtype=torch.float64)
+            states[places.long()] = values
+        states = states.view(sites, shape.width)
         reduction = own if shape.reduction is None else pickle.loads(shape.reduction)
-        return _Kind(shape.bank, shape.described, reduction, additive, shape.sites, flags, states, means, diverged)
+        return _Kind(shape.bank, shape.described, reduction, shape.sites, flags, states, means, diverged)
 
 
 def _pad(message: bytearray) -> None:
     message += bytes(-len(message) % _ALIGNMENT)
 
 
-def _thinned(values: Tensor) -> list[Tensor]:
+def _thinned(states: Tensor) -> list[Tensor]:
     """Return the indices, int32, and the values that are not zero; no indices and all values if that is shorter."""
-    places = values.nonzero().flatten()
-    if 3 * len(places) < 2 * len(values) < 1 << 32:
-        # An empty list of indices would stand for all values.
-        places = places if len(places) else torch.zeros(min(len(values), 1), dtype=torch.long)
+    values = states.flatten()
+    places = values.view(torch.int64).nonzero().flatten()  # as integers, so that -0.0 is kept
+    if len(places) and 3 * len(places) < 2 * len(values) < 1 << 32:
         return [places.int(), values[places]]
     return [torch.zeros(0, dtype=torch.int32), values]

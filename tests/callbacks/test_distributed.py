@@ -1234,7 +1234,10 @@ def test_a_rank_that_ends_early_ends_the_run(name: str, tmp_path: Path) -> None:
         assert "a batch that cannot be read" in log
         assert torch.load(tmp_path / name / "calls.1.pt", weights_only=True) == {}
     series = open_recording(tmp_path / name)["activations"]
-    assert (series.steps[0], series["squash"].statistic("count")[0]) == (0, 2 * ROWS * 64)
+    # A process that dies may not have sent the states of the step before.
+    counts = (2 * ROWS * 64,) if name == "raises_1" else (ROWS * 64, 2 * ROWS * 64)
+    assert series.steps[0] == 0
+    assert float(series["squash"].statistic("count")[0]) in counts
 
 
 def main(folder: Path, names: Sequence[str]) -> None:

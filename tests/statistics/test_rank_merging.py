@@ -210,7 +210,7 @@ def work(rank: int, ranks: int, folder: Path) -> None:
     for name in "all_gather", "reduce", "all_gather_object", "all_reduce", "broadcast", "barrier", "send", "recv":
         setattr(dist, name, _counting(name, getattr(dist, name), calls))
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
-    found = {}
+    found: dict[str, Any] = {}
     for act in ACTS:
         calls.clear()
         torch.save(found, folder / f"{rank}.pt")
