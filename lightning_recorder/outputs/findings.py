@@ -192,7 +192,7 @@ class ExaminedRecords(RecordConsumer):
     def on_record(self, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         if not found or record.overflowed or record.loader not in (None, 0):
             return
-        sites = record.in_order_of_execution(found, backward=self._group == "gradients")
+        sites = record.in_order_of_execution(found, backward=self._group == "gradients", of_record=True)
         ordered = {site: found[site] for site in sites}
         self._findings.add(
             SiteRecords.of(ordered, group=self._group, recorder=self._label, stage=record.stage, step=record.step)

@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords
 from lightning_recorder.recordings.record_format import RecordSchema, Row, unpack_counts
+from lightning_recorder.recordings.vectors import calls_of
 from lightning_recorder.reductions import Histogram, to_histogram
 from lightning_recorder.taps import Site
 
@@ -45,7 +46,7 @@ def _records(label: str, series: Series) -> Iterator[SiteRecords]:
         for step, entry in part.entries.items():
             layout = entry.row.layout
             columns = places.setdefault(layout, [_index(layout.columns, name) for name in STATISTICS])
-            yield SiteRecords(
+            found = SiteRecords(
                 group=group,
                 recorder=label,
                 stage=key.stage,
@@ -56,6 +57,7 @@ def _records(label: str, series: Series) -> Iterator[SiteRecords]:
                 values=_values(entry.row, columns),
                 histogram=partial(_histogram, own, step),
             )
+            yield found.in_order(calls_of(entry.row))
 
 
 def _index(columns: tuple[str, ...], name: str) -> int:

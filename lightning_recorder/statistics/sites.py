@@ -212,14 +212,17 @@ class Record:
     every_n_train_steps: int = 1
     ranks: int = 1
 
-    def in_order_of_execution(self, sites: Iterable[Site], *, backward: bool = False) -> list[Site]:
+    def in_order_of_execution(
+        self, sites: Iterable[Site], *, backward: bool = False, of_record: bool = False
+    ) -> list[Site]:
         """Return the sites in the order of the forward pass. Sites that only other ranks have seen come last.
 
         Args:
             sites: The sites.
             backward: True if the sites are seen in the backward pass, which visits them in reverse.
+            of_record: True for the order in this record, False for that in which the run has first seen the sites.
         """
-        seen = list(self.snapshot.kinds)
+        seen = list(self.snapshot.calls if of_record and self.snapshot.calls else self.snapshot.kinds)
         places = {site: place for place, site in enumerate(reversed(seen) if backward else seen)}
         return sorted(sites, key=lambda site: places.get(site, len(places)))
 
