@@ -45,14 +45,15 @@ def _rows_with(table: Table, statistic: str) -> NDArray[np.bool_]:
 
 
 def _bad(table: Table, step: int, *, only_nan: bool = False) -> dict[Site, float]:
-    """Return the number of values that are not finite, or only of NaN, at each site with any, at a step."""
+    """Return the number of values that are not finite, or only of NaN, at each site with any, in order of execution."""
     if step not in table.steps:
         return {}
     row = table.steps.index(step)
     counts: Floats = np.nan_to_num(table.get("nan_count")[row])
     if not only_nan:  # an input may be a mask of minus infinity
         counts = counts + np.nan_to_num(table.get("inf_count")[row])
-    return {site: count for site, count in zip(table.places, counts.tolist(), strict=True) if count > 0}
+    found = counts.tolist()
+    return {site: found[table.places[site]] for site in table.order(row) if found[table.places[site]] > 0}
 
 
 def _examine(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -87,14 +88,14 @@ def _first(rule: Rule, evidence: Evidence, step: int) -> Finding:
         first = next((each for each in evidence.inputs_of(site.name) if each in spoiled_inputs), None)
         if first is not None:
             return _from_input(rule, evidence, step, first, spoiled_inputs[first])
-        fed = fed or [each.path for each in evidence.inputs_of(site.name) if step in evidence.inputs.steps]
+        fed = [each.path for each in evidence.inputs_of(site.name) if step in evidence.inputs.steps] or fed
         clean = f"; its inputs ({', '.join(fed)}) are finite" if fed else ""
         table = evidence.activations
         return rule.found(
             evidence, table, site, f"{where}{clean}", statistic="nan_count", since=step, values=total, forward=1
         )
     if inputs := _bad(evidence.inputs, step, only_nan=True):
-        first = min(inputs, key=lambda each: evidence.inputs.places[each])
+        first = next(iter(inputs))
         return _from_input(rule, evidence, step, first, inputs[first])
     if gradients := _bad(evidence.gradients, step):
         return _from_backward(rule, evidence, step, gradients)
@@ -148,7 +149,7 @@ def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
             rank = (wrong, wiring.types.get(name, "") in _PASSIVE, call)
             if best is None or rank < best:
                 best, chosen = rank, name
-    first = min(bad, key=lambda site: evidence.activations.places[site])
+    first = bad[0]
     # A module that calls others, whose calls are all fine, is at fault itself; its record comes before the next call.
     if not chosen or _is_outer(evidence, first, chosen, names):
         return first, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -103,7 +103,16 @@ class SiteRecords:
         inputs = [place for place, site in enumerate(self.sites) if site.path[:2] == "in" and is_input(site.path)]
         if not inputs or self.group == "parameters":
             return self, None
-        return self._part([place for place in range(len(self.sites)) if place not in inputs]), self._part(inputs)
+        others = sorted(set(range(len(self.sites))).difference(inputs))
+        return self._part(others), self._part(inputs)
+
+    def in_order(self, sites: Iterable[Site]) -> Self:
+        """Return the record with the sites in this order; an empty order changes nothing."""
+        order = tuple(sites)
+        if order in ((), self.sites):
+            return self
+        places = {site: place for place, site in enumerate(self.sites)}
+        return self._part([places[site] for site in order])
 
     def _part(self, places: list[int]) -> Self:
         return replace(
@@ -175,6 +184,11 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def order(self, row: int) -> list[Site]:
+        """Return the sites of a row in the order of execution in its records."""
+        sites = self.sites
+        return [sites[place] for cell in self._rows[row].values() for place in cell.places.tolist()]
 
     @property
     def sites(self) -> list[Site]:

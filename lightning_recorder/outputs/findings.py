@@ -241,20 +241,28 @@ class ExaminedRecords(RecordConsumer):
             self._sites = tuple(schema.sites[row] for row in order)
             self._kinds = dtypes_and_shapes(schema.kinds[row] for row in order)
         dtypes, shapes = self._kinds
-        self._findings.add(
-            SiteRecords(
-                group=self._group,
-                recorder=self._label,
-                stage=record.stage,
-                step=record.step,
-                sites=self._sites,
-                dtypes=dtypes,
-                shapes=shapes,
-                values=found.part(order, STATISTICS),
-                histogram=lambda site: found[site].histogram,
-                about=record.about,
-            )
+        records = SiteRecords(
+            group=self._group,
+            recorder=self._label,
+            stage=record.stage,
+            step=record.step,
+            sites=self._sites,
+            dtypes=dtypes,
+            shapes=shapes,
+            values=found.part(order, STATISTICS),
+            histogram=lambda site: found[site].histogram,
+            about=record.about,
         )
+        self._findings.add(records.in_order(self._order_of_calls(record)))
+
+    def _order_of_calls(self, record: Record) -> list[Site]:
+        """Return the sites in the order of this record, which may differ from that of the first one."""
+        calls = list(record.snapshot.calls) if self._group != "parameters" else []
+        if not calls:
+            return []
+        seen = calls[::-1] if self._group == "gradients" else calls
+        known = set(self._sites)
+        return [*(site for site in seen if site in known), *(site for site in self._sites if site not in set(calls))]
 
 
 def _key(finding: Finding) -> tuple[str, str, str]:

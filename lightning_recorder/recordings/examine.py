@@ -13,6 +13,7 @@ from lightning_recorder.errors import DumpError, describe_error
 from lightning_recorder.insight import STATISTICS, Examination, Finding, SiteRecords, findings_from_json, with_watched
 from lightning_recorder.recordings.packed_counts import unpack_counts
 from lightning_recorder.recordings.record_format import WATCH, RecordSchema, Row, is_inside
+from lightning_recorder.recordings.vectors import calls_of
 from lightning_recorder.reductions import Histogram, to_histogram
 from lightning_recorder.taps import Site
 
@@ -61,7 +62,7 @@ def _records(label: str, series: Series) -> Iterator[SiteRecords]:
         for step, entry in part.entries.items():
             layout = entry.row.layout
             columns = places.setdefault(layout, [_index(layout.columns, name) for name in STATISTICS])
-            yield SiteRecords(
+            found = SiteRecords(
                 group=group,
                 recorder=label,
                 stage=key.stage,
@@ -73,6 +74,7 @@ def _records(label: str, series: Series) -> Iterator[SiteRecords]:
                 histogram=partial(_histogram, own, step),
                 about=entry.row.about,
             )
+            yield found.in_order(calls_of(entry.row))
 
 
 def _index(columns: tuple[str, ...], name: str) -> int:

@@ -71,7 +71,7 @@ class UserStates:
             # A state from inference mode could not be updated outside it.
             with torch.inference_mode(False), torch.no_grad(), without_autocast(tensor.device):
                 state = self._active.get(site) or self._idle.get(site) or self.reduction.new()
-                if state.update(tensor if factor == 1.0 else tensor * factor):
+                if state.update(tensor if factor == 1.0 else _scaled(tensor, factor)):
                     self._active[site] = state
                     self._idle.pop(site, None)
         except UnequalBatchError as error:
@@ -131,6 +131,11 @@ class UserStates:
             state = self.reduction.new()
             state.load_state_dict(each["state"])
             self._active[Site(*each["key"])] = state
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Return the tensor multiplied by a factor. An unscaled gradient could underflow in half precision."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
 
 
 def _saved(reduction: UserReduction, states: Mapping[Site, Accumulator]) -> list[dict[str, Any]]:

@@ -67,6 +67,7 @@ def run(
     parameters: Mapping[str, Values] | None = None,
     *,
     validation: Mapping[str, Values] | None = None,
+    inputs: Mapping[str, Values] | None = None,
     records: int = 8,
     every: int = 10,
     graph: Graph | None = None,
@@ -76,10 +77,14 @@ def run(
     histograms: Mapping[tuple[str, str], Histogram] | None = None,
     about: Mapping[str, object] | None = None,
 ) -> list[Finding]:
-    """Return the findings of a run given by the statistics of each module; a parameter is ``"fc/weight"``."""
+    """Return the findings of a run given by the statistics of each module; a parameter is ``"fc/weight"``.
+
+    ``inputs`` are the first inputs of the modules.
+    """
     examination = Examination(graph, coverage)
+    outputs = {(name, "out"): each for name, each in (activations or {}).items()}
     groups = (
-        ("activations", "train", {(name, "out"): each for name, each in (activations or {}).items()}),
+        ("activations", "train", {(name, "in[0]"): each for name, each in (inputs or {}).items()} | outputs),
         ("gradients", "train", {(name, "out"): each for name, each in (gradients or {}).items()}),
         ("parameters", "train", {_parameter(name): each for name, each in (parameters or {}).items()}),
         ("activations", "validate", {(name, "out"): each for name, each in (validation or {}).items()}),

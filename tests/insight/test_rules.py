@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from lightning_recorder.insight import RULES, Finding
+from lightning_recorder.insight import RULES, Examination, Finding
 from lightning_recorder.insight.examination import _ORDER
 from lightning_recorder.reductions import Histogram
-from tests.insight.records import Values, chain, run, trained
+from tests.insight.records import Values, chain, record, run, trained
 
 NAN = float("nan")
 
@@ -413,3 +413,39 @@ def test_always_clipped(limit: float, rules: list[str]) -> None:
     found = run(parameters=trained("fc"), about=about)
     assert [each.rule for each in found] == rules
     assert [round(each.numbers["factor"]) for each in found] == [160] * len(rules)
+
+
+def test_inputs_are_not_compared_with_outputs() -> None:
+    """An input that is all zeros, huge or a mask of minus infinity is no finding, and its outputs are judged alone."""
+    fine: dict[str, dict[str, float]] = {"a": {}, "b": {}, "c": {}}
+    odd = {"b": {"zero_fraction": 1.0, "rms": 0.0}, "c": {"inf_count": 7.0, "rms": 1e4}}
+    assert run(fine, inputs=odd, graph=chain("a", "b", "c")) == run(fine, graph=chain("a", "b", "c"))
+
+
+def test_nan_in_an_input_is_named() -> None:
+    """NaN in a recorded input is reported as that of the input, and outputs alone as that of the output."""
+    bad = {"nan_count": [0, 0, 0, 0, 2, 2, 2, 2]}
+    (found,) = run({"a": bad, "b": bad}, inputs={"a": bad, "b": bad}, graph=chain("a", "b"))
+    assert (found.module, found.path, found.first_step) == ("a", "in[0]", 40)
+    assert found.verdict.startswith("the input in[0] of a has 2 NaN at step 40")
+    (found,) = run({"a": bad, "b": bad}, inputs={"a": {}, "b": bad}, graph=chain("a", "b"))
+    assert found.verdict == "the output of a has 2 values that are not finite at step 40; its inputs (in[0]) are finite"
+    (found,) = run(inputs={"a": {}, "b": bad})
+    assert (found.module, found.path) == ("b", "in[0]")
+
+
+def test_a_recorded_input_that_is_too_large_is_measured() -> None:
+    """The scale of the data is that of the recorded input instead of an estimate."""
+    findings = run({"a": {}}, inputs={"a": {"rms": 300.0}}, graph=chain("a"))
+    (found,) = [each for each in findings if each.rule == "input-scale"]
+    assert found.verdict == "the input in[0] of a has rms 300"
+    assert found.path == "in[0]"
+
+
+def test_the_first_site_with_nan_is_that_of_its_own_record() -> None:
+    """If modules run in another order in the record with NaN, the first one in that record is named."""
+    examination = Examination()
+    for step, names in ((0, ("a", "b")), (10, ("b", "a"))):
+        nan = {"nan_count": float(step > 0)}
+        examination.add(record("activations", step, {(name, "out"): nan for name in names}))
+    assert examination.findings()[0].module == "b"
