@@ -14,7 +14,7 @@ from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, meta
 from lightning_recorder.graph.capture.function_calls import CustomCall, tensors_in
 from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.ownership import AutogradOwners
-from lightning_recorder.graph.capture.provenance import Known, Provenance
+from lightning_recorder.graph.capture.provenance import Provenance
 from lightning_recorder.graph.model import Kind, TensorMeta
 from lightning_recorder.internals.autograd import function_behind, in_transform, is_view, sequence_number, unwrapped
 from lightning_recorder.internals.storage import is_uninitialized

@@ -8,7 +8,13 @@ from functools import lru_cache
 from torch import Tensor
 from torch.autograd.graph import Node as AutogradNode
 
-from lightning_recorder.internals.autograd import LEAF_NUMBER, in_transform, sequence_number, sequence_number_of, unwrapped
+from lightning_recorder.internals.autograd import (
+    LEAF_NUMBER,
+    in_transform,
+    sequence_number,
+    sequence_number_of,
+    unwrapped,
+)
 
 __all__ = ["AutogradOwners"]
 

@@ -15,7 +15,6 @@ from lightning_recorder.graph.capture.builder import GraphBuilder, interned, met
 from lightning_recorder.graph.capture.call_arguments import Given, describe_module, plain_arguments
 from lightning_recorder.graph.capture.costs import Costs
 from lightning_recorder.graph.capture.function_calls import (
-    Caller,
     find_caller,
     function_name,
     tensors_in,
@@ -28,7 +27,7 @@ from lightning_recorder.graph.capture.parameters import ParameterCounts, count, 
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.capture.unused import find_unused
 from lightning_recorder.graph.model import Graph, TensorMeta
-from lightning_recorder.internals.autograd import unwrapped, versions_of
+from lightning_recorder.internals.autograd import versions_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
@@ -331,9 +330,7 @@ class StepRecording:
             tensors.bind(tensor, node, wrote=True)
         return node
 
-    def _connect_inside(
-        self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor]
-    ) -> bool:
+    def _connect_inside(self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor]) -> bool:
         """Add the edges into a custom function from what a function inside it takes."""
         # Its own results add no edges, and its arguments are connected already.
         new = [
@@ -385,7 +382,9 @@ class StepRecording:
         old = set(map(id, inputs))
         if written:
             old.difference_update(map(id, written))
-        outputs = [each for each in ([result] if type(result) is Tensor else tensors_in([result])) if id(each) not in old]
+        outputs = [
+            each for each in ([result] if type(result) is Tensor else tensors_in([result])) if id(each) not in old
+        ]
         if not outputs and not written:
             return None
         if written and name in _ZEROES:
