@@ -243,7 +243,8 @@ def in_backward() -> bool:
 in_transform: Callable[[], object] = peek_interpreter_stack
 
 
-# True if this thread is inside ``torch.jit.trace``. Takes half as long as ``torch.jit.is_tracing``, which is the fallback.
+# True if this thread is inside ``torch.jit.trace``. Takes half as long as ``torch.jit.is_tracing``.
+# Fallback: ``torch.jit.is_tracing``.
 is_tracing: Callable[[], bool] = _is_tracing
 
 

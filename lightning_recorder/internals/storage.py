@@ -21,10 +21,10 @@ address_of: Callable[[UntypedStorage], int] = (
     attrgetter("_cdata") if hasattr(UntypedStorage, "_cdata") else lambda storage: StorageWeakRef(storage).cdata
 )
 
-# Weak references to storages as plain addresses: a capture creates thousands, and torch's own class creates a method for
-# each. ``hold_address`` keeps the address of a storage from being reused, without keeping its memory alive, and returns
-# the address. It must be released once for each time that it was held. ``is_expired`` returns True if the memory of a
-# storage with a held address is freed.
+# Weak references to storages as plain addresses: a capture creates thousands, and torch's own class creates a method
+# for each. ``hold_address`` keeps the address of a storage from being reused, without keeping its memory alive, and
+# returns the address. It must be released once for each time that it was held. ``is_expired`` returns True if the
+# memory of a storage with a held address is freed.
 # Fallback: addresses may be reused during a capture, and no storage counts as freed.
 hold_address: Callable[[UntypedStorage], int] = getattr(UntypedStorage, "_weak_ref", address_of)
 release_address: Callable[[int], object] = getattr(UntypedStorage, "_free_weak_ref", lambda address: None)

@@ -161,18 +161,23 @@ class GraphBuilder:
         begins = set(starts)
         found = dict.fromkeys(begins, False)
         """The nodes that were reached, with True for those inside a reentrant checkpoint."""
+        nodes, detached = self.nodes, self._detached
         todo = list(found)
         while todo:
             number = todo.pop()
-            node = self.nodes[number]
+            node = nodes[number]
+            names = node.autograd
             # torch's backward graph contains only the last node of what a reentrant checkpoint computes.
-            inside = _REENTRANT in node.autograd or (found[number] and not node.autograd)
+            inside = _REENTRANT in names or (found[number] and not names)
             # Any other node without autograd nodes, such as ``detach``, stops the gradient; an identity passes it on.
-            if node.autograd or inside or number in begins or node.name == "identity":
-                for source in before.get(number, ()):
-                    if found.get(source, -1) < inside and self._passes(source, number, inside):
-                        found[source] = inside
-                        todo.append(source)
+            if not (names or inside or number in begins or node.name == "identity"):
+                continue
+            for source in before.get(number, ()):
+                # Inside a reentrant checkpoint no intermediate result requires a gradient, but the parameters do.
+                passes = (source << 32) + number not in detached or (inside and nodes[source].kind != "parameter")
+                if passes and found.get(source, -1) < inside:
+                    found[source] = inside
+                    todo.append(source)
         return set(found)
 
     def leading(self, before: Mapping[int, list[int]]) -> set[int]:
@@ -188,11 +193,6 @@ class GraphBuilder:
     def taking_gradients(self) -> set[int]:
         """Return the nodes that take a tensor that requires a gradient."""
         return {key & _TARGET for key in self._edges if key not in self._detached}
-
-    def _passes(self, source: int, target: int, inside: bool) -> bool:
-        """Return True if an edge passes a gradient back."""
-        # Inside a reentrant checkpoint no intermediate result requires a gradient, but the parameters do.
-        return (source << 32) + target not in self._detached or (inside and self.nodes[source].kind != "parameter")
 
     @property
     def ends(self) -> Iterable[tuple[int, int]]:

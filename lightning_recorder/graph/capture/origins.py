@@ -125,6 +125,16 @@ class TensorOrigins:
         self._builder.connect_all(node, sources, metas, passing)
         return True in passing
 
+    def connect_inside(self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor]) -> bool:
+        """Add the edges into a custom function for a function inside it; see :meth:`connect_inputs`."""
+        # Its own results add no edges, and its arguments are connected already.
+        kept = [
+            (source, meta, tensor)
+            for source, meta, tensor in zip(sources, metas, inputs, strict=True)
+            if source < node and not self._builder.is_connected(source, node)
+        ]
+        return self.connect_inputs(node, [each[0] for each in kept], [each[1] for each in kept], [e[2] for e in kept])
+
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaves of the unobserved part of torch's backward graph behind some tensors."""
         return self._owners.sources(tensors)[0]

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from lightning_recorder.graph.capture.builder import GraphBuilder, interned, meta_of, metas_of
 from lightning_recorder.graph.capture.call_arguments import Given, describe_module, plain_arguments
 from lightning_recorder.graph.capture.costs import Costs
-from lightning_recorder.graph.capture.function_calls import (
-    find_caller,
-    function_name,
-    tensors_in,
-    writes,
-)
+from lightning_recorder.graph.capture.function_calls import find_caller, function_name, tensors_in, writes
 from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_opaque
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
@@ -204,18 +199,17 @@ class StepRecording:
         """
         self._origins.leave_custom()
         place = len(self._calls) - 1
-        while self._calls[place].module is not module or not place:
-            if place <= 0:
-                return
+        while place > 0 and self._calls[place].module is not module:
             place -= 1
+        if place == 0:
+            return
         call = self._calls[place]
         if failed:
             self.note_failed(len(self._calls) - place)
         # If a hook of the user raised, the hook that ends an inner call never ran; that call ends with the one around
         # it.
         del self._calls[place + 1 :]
-        given = [output] if type(output) is Tensor else tensors_in([output])
-        taken = _arguments(inputs)
+        given, taken = tensors_in([output]), _arguments(inputs)
         draft = self._builder.nodes[call.node]
         if draft.type_name != type(module).__name__:
             # A lazy module has changed its class and created its parameters during the call.
@@ -312,7 +306,7 @@ class StepRecording:
         if inside is not None:
             node = inside.node
             inside.results += map(weakref.ref, outputs)
-            differentiable = self._connect_inside(node, sources, taken, inputs)
+            differentiable = tensors.connect_inside(node, sources, taken, inputs)
         else:
             tensors.leave_custom()
             node = self._builder.add("op", name, self._calls[-1].node, metas, caller.source, interned(taken))
@@ -329,17 +323,6 @@ class StepRecording:
         for tensor in written:
             tensors.bind(tensor, node, wrote=True)
         return node
-
-    def _connect_inside(self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor]) -> bool:
-        """Add the edges into a custom function from what a function inside it takes."""
-        # Its own results add no edges, and its arguments are connected already.
-        new = [
-            place
-            for place, source in enumerate(sources)
-            if source < node and not self._builder.is_connected(source, node)
-        ]
-        parts = ([each[place] for place in new] for each in (sources, metas, inputs))
-        return self._origins.connect_inputs(node, *parts)
 
     def note_function(
         self,
@@ -382,9 +365,7 @@ class StepRecording:
         old = set(map(id, inputs))
         if written:
             old.difference_update(map(id, written))
-        outputs = [
-            each for each in ([result] if type(result) is Tensor else tensors_in([result])) if id(each) not in old
-        ]
+        outputs = [each for each in tensors_in([result]) if id(each) not in old]
         if not outputs and not written:
             return None
         if written and name in _ZEROES:

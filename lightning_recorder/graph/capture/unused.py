@@ -57,7 +57,7 @@ def _named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, bool]:
     seen: set[int] = set()
     for name, module in modules.items():
         for key, each in own_parameters(module):
-            if id(each) not in seen and not is_uninitialized(each):
+            if id(each) not in seen and (type(each) is nn.Parameter or not is_uninitialized(each)):
                 seen.add(id(each))
                 found[f"{name}.{key}" if name else key] = each.requires_grad
     return found
