@@ -22,8 +22,8 @@ from lightning_recorder.recordings.recording import Run
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics.sites import Record
 from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dtypes_and_shapes
-from lightning_recorder.temporary import write_whole
 from lightning_recorder.taps import Site
+from lightning_recorder.temporary import write_whole
 
 __all__ = ["FINDINGS", "ExaminedRecords", "RunFindings"]
 
