@@ -212,7 +212,12 @@ def _pairs(
         raise ArgumentError(f"neither run recorded the stage {stage!r}")
     found = []
     for label, (mine, theirs) in keys.items():
-        differences += _only("stage", label, map(_stage_name, mine), map(_stage_name, theirs))
+        # An older run has no samples of validations.
+        whole = (
+            [_stage_name(key) for key in keys if key in both_keys or not _is_sample(series, key)]
+            for series, keys, both_keys in ((one[label], mine, theirs), (other[label], theirs, mine))
+        )
+        differences += _only("stage", label, *whole)
         group = _group(one[label])
         for key in mine:
             if key in theirs:
@@ -228,6 +233,12 @@ def _pairs(
 
 def _keys(series: Series, stage: str | None) -> Iterator[tuple[str, int | None]]:
     return ((key.stage, key.loader) for key in series.keys if stage in (None, key.stage))
+
+
+def _is_sample(series: Series, key: tuple[str, int | None]) -> bool:
+    """Return True if the records have only the first batches of evaluations."""
+    part = series.of(*key)
+    return all(part.about(step).get("is_sample") is True for step in part.steps)
 
 
 def _stage_name(key: tuple[str, int | None]) -> str:

@@ -294,3 +294,17 @@ def test_parameters_come_before_what_is_computed_from_them(tmp_path: Path) -> No
     firsts = {name: each.first and (each.first.site.path, each.first.statistic) for name, each in found.items()}
     assert firsts == {"b": ("weight", "rms"), "c": ("weight", "update_ratio")}
     assert {each.first.site.path for each in found["b"].sites} == {"weight", "weight.update"}
+
+
+@pytest.mark.parametrize("is_sample", [True, False])
+def test_a_sample_of_validations_may_be_missing(is_sample: bool, tmp_path: Path) -> None:
+    """A run without the default sample of validations is the same, unlike one without a recorded stage."""
+    for name in ("a", "b"):
+        writer = RecordWriter(records_path(tmp_path / name / "recorder", "activations"))
+        writer.begin(label="activations", group="activations")
+        writer.write({"step": 0}, [SiteRecord("fc", "out", {"rms": 1.0})])
+        if name == "b":
+            about = {"step": 0, "stage": "validate", "is_sample": is_sample}
+            writer.write(about, [SiteRecord("fc", "out", {"rms": 1.0})])
+    assert compared(tmp_path / "a", tmp_path / "b").same is is_sample
+    assert compared(tmp_path / "b", tmp_path / "a").same is is_sample
