@@ -125,7 +125,10 @@ class RunRecorder(RankMergingRecorder):
             False if the batch needs :meth:`start_batch` instead.
         """
         is_unhooked = self.phase is RunPhase.IDLE or self.phase is RunPhase.WAITING
-        if not is_unhooked or self._timing.limit is not None or self._is_due(step, epoch):
+        # The same as _is_due, without a call, because this runs for every batch.
+        if not is_unhooked or self._timing.limit is not None or step == self.requested_step:
+            return False
+        if self.sampling(step, epoch):
             return False
         self._step, self._epoch = step, epoch
         is_open = self._window.steps or self._window.has_overflow

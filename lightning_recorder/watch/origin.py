@@ -98,6 +98,8 @@ class _Event:
     is_explicit: bool
     """True if it filled in an infinity that the code names, such as that of a mask."""
     causes: tuple[int, ...]
+    adds: bool = False
+    """True if an operation on single elements made one bad that was finite in its inputs."""
 
 
 class OriginTrace(TorchDispatchMode):
@@ -189,8 +191,9 @@ class OriginTrace(TorchDispatchMode):
     def _chosen(self, chain: list[int]) -> Origin:
         events = [self._events[index] for index in chain]
         roots = [each for each in events if not each.causes and not each.is_explicit]
-        made_nan = [each for each in events if each.is_nan]
-        event = next(iter(roots or made_nan or events))
+        # If a mask is all there was before, the first operation that did more than pass it on.
+        others = [each for each in events if each.is_nan or each.adds]
+        event = next(iter(roots or others or events))
         # A function may hide an infinity from the loss, such as tanh, but not from the gradient.
         earlier = self._results.get(event.place.number) if event.backward else None
         if earlier is not None and not self._events[earlier].is_explicit and not self._events[earlier].causes:
@@ -243,9 +246,12 @@ class OriginTrace(TorchDispatchMode):
                 continue
             if causes is None:
                 causes = self._causes(args, kwargs)
-            explicit = not is_nan and not causes and name.strip("_") in _FILLING and _has_infinity((args, kwargs))
+            fills = name.strip("_") in _FILLING
+            explicit = not is_nan and not causes and fills and _has_infinity((args, kwargs))
+            adds = bool(causes) and not fills and torch.Tag.pointwise in func.tags and _adds(tensor, args)
             backward = in_backward() and not self._stack
-            index = self._add(tensor, _Event(place, backward, name.strip("_"), "", count, is_nan, explicit, causes))
+            event = _Event(place, backward, name.strip("_"), "", count, is_nan, explicit, causes, adds)
+            index = self._add(tensor, event)
             if not backward:
                 self._results.setdefault(place.number, index)
 
@@ -375,6 +381,14 @@ def _bad_count(tensor: Tensor) -> tuple[int, bool]:
     if not tensor.numel() or bool(finite.all()):
         return 0, False
     return int(finite.numel() - int(finite.sum())), bool(torch.isnan(tensor).any())
+
+
+def _adds(result: Tensor, args: Any) -> bool:
+    """Return True if an element of the result is bad and no element of the inputs at its place is."""
+    new = ~torch.isfinite(result.detach())
+    for tensor in _floating(args):
+        new = new & torch.isfinite(tensor.detach()).broadcast_to(new.shape)
+    return bool(new.any())
 
 
 def _address(tensor: Tensor) -> int:

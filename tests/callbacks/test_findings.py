@@ -200,7 +200,8 @@ def test_an_error_of_the_rules_gives_one_warning(
     texts = [str(each.message) for each in recwarn if issubclass(each.category, RecorderWarning)]
     assert texts == ["records are no longer examined for findings: ValueError: planted"]
     run = open_recording(tmp_path).run
-    assert {label: len(run[label].steps) for label in run} == dict.fromkeys(run.recorders, STEPS // 2 + 1)
+    expected = {**dict.fromkeys(run.recorders, STEPS // 2 + 1), "watch": STEPS}
+    assert {label: len(run[label].steps) for label in run} == expected
 
 
 @pytest.mark.filterwarnings("ignore:Found 1 module")  # of Lightning, about the module in eval mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,13 +17,16 @@ from lightning_recorder import (
     ActivationRecorder,
     GradientRecorder,
     GraphRecorder,
+    Outputs,
     ParameterRecorder,
+    StepWatch,
     TensorDumper,
 )
 from tests.callbacks.models import digits, fit
 from tests.callbacks.small import small
 
 PACKAGE = str(Path(lightning_recorder.__file__).parent)
+UNWATCHED = Outputs(findings=False)
 BATCHES = range(20, 30)
 """The counted batches, all after the background work for the first step."""
 
@@ -61,9 +65,10 @@ class CallCounter(Callback):
 @pytest.mark.parametrize(
     ("make", "train", "validation"),
     [
-        (ActivationRecorder, 12, 4),
-        (GradientRecorder, 12, 4),
-        (ParameterRecorder, 12, 4),
+        (partial(ActivationRecorder, outputs=UNWATCHED), 12, 4),
+        (partial(GradientRecorder, outputs=UNWATCHED), 12, 4),
+        (partial(ParameterRecorder, outputs=UNWATCHED), 12, 4),
+        (StepWatch, 125, 4),
         (TensorDumper, 6, 0),
         (GraphRecorder, 4, 4),
     ],

@@ -53,15 +53,10 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, bool, str]] = {
     "log of zero": (lambda x: torch.log(x * 0), "log", False, "inf"),
     "exp overflows": (lambda x: torch.exp(x.abs() + 100), "exp", False, "inf"),
     "gradient of the root of zero": (lambda x: torch.sqrt(x * 0), "sqrt", True, "inf"),
-    "gradient of a norm of zero": (
-        lambda x: x + torch.linalg.vector_norm(x * 0 + 1e-30),
-        "linalg_vector_norm",
-        True,
-        "",
-    ),
     "a branch that where does not choose": (lambda x: torch.where(x > INF, 1 / (x * 0), x), "reciprocal", False, "inf"),
     "a row that is masked entirely": (lambda x: x.masked_fill(x == x, -INF).softmax(-1), "softmax", False, "NaN"),
     "a bad value beside a mask": (lambda x: causal(x).softmax(-1) + torch.log(-x.abs()), "log", False, "NaN"),
+    "a factor of infinity behind a mask": (lambda x: (causal(x) * INF).softmax(-1), "mul", False, "inf"),
     "a bad value behind a mask": (lambda x: torch.log(causal(x).softmax(-1) - 2), "log", False, "NaN"),
 }
 

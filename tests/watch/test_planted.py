@@ -28,6 +28,20 @@ def fit(model: Planted, folder: Path, watch: StepWatch, **options: Any) -> Train
     return trainer
 
 
+def check(kind: str, name: str, call: int, value: float, backward: bool, at: int, folder: Path) -> None:
+    """Train with a planted value, and check that the finding names it."""
+    model, watch = Planted(kind, at), StepWatch(strict=True, incidents=False)
+    plant(model, name, call, value, backward=backward)
+    fit(model, folder, watch)
+    verdicts = [each.verdict for each in watch.found]
+    assert len(verdicts) == 1, (name, call, value, backward, at, verdicts)
+    part, again = "backward" if backward else "forward", f" (call {call})" if call > 1 else ""
+    assert f"in the {part} pass of {name}{again} at step {at} (batch {at} of epoch 0)" in verdicts[0], (value, verdicts)
+    finding = watch.found[0]
+    assert (finding.module, finding.first_step) == (name, at)
+    assert (finding.numbers["batch"], finding.numbers["call"]) == (at, call)
+
+
 @pytest.mark.parametrize("kind", NETS)
 def test_each_planted_value_is_named(kind: str, tmp_path: Path) -> None:
     """The finding names the module, the call, the direction, the kind of value, the step and the batch."""
@@ -37,15 +51,9 @@ def test_each_planted_value_is_named(kind: str, tmp_path: Path) -> None:
         name, count = generator.choice(sorted(counts.items()))
         call, at = generator.randint(1, count), generator.randrange(BATCHES)
         value, backward = generator.choice([math.nan, math.inf]), generator.random() < 0.5
-        model = Planted(kind, at)
-        plant(model, name, call, value, backward=backward)
-        watch = StepWatch(strict=True, incidents=False)
-        fit(model, tmp_path, watch)
-        assert len(watch.found) == 1, (name, call, value, backward, at)
-        finding = watch.found[0]
-        part = "backward" if backward else "forward"
-        assert finding.module == name, (finding.verdict, name, call, value, backward)
-        assert f"in the {part} pass of {name}" + (f" (call {call})" if call > 1 else "") + " at" in finding.verdict
-        assert finding.first_step == at
-        assert finding.numbers["batch"] == at
-        assert finding.numbers["call"] == call
+        check(kind, name, call, value, backward, at, tmp_path)
+
+
+def test_an_infinite_factor_behind_a_mask_is_named(tmp_path: Path) -> None:
+    """The infinities of a mask do not hide those that a later module makes."""
+    check("masked", "net.scores", 1, math.inf, False, 4, tmp_path)
