@@ -149,7 +149,7 @@ class GraphRecorder(RecorderCallback):
         self.stage = stage
         self.direction = direction
         self.legend = legend
-        self.unused = unused
+        self.show_unused = unused
         self.costs = costs
         self.timeout_s = timeout_s
         self.styler = styler
@@ -360,7 +360,7 @@ class GraphRecorder(RecorderCallback):
             styler=self.styler,
             direction=self.direction,
             legend=self.legend,
-            unused=self.unused,
+            unused=self.show_unused,
             timeout_s=self.timeout_s,
         )
         self._output.write(self._step, graph)
