@@ -76,9 +76,11 @@ class TagBudget:
         if not self._is_given:
             self.max_tags, self.is_brief = _WHOLE, False
 
-    def shorten(self, found: Collection[SiteStatistics], tags_of: Callable[[SiteStatistics], int]) -> None:
+    def shorten(self, found: Mapping[Site, SiteStatistics], tags_of: Callable[[SiteStatistics], int]) -> None:
         """Become brief if no limit was given and the sites of a record have too many tags."""
-        if not self._is_given and not self.is_brief and self._stages * sum(map(tags_of, found)) > _WHOLE:
+        if self._is_given or self.is_brief or self._sites.keys() >= found.keys():  # the last in nearly all records
+            return
+        if self._stages * sum(map(tags_of, found.values())) > _WHOLE:
             self.is_brief, self.max_tags = True, _SELECTION
             shown = [*self._sites]
             self._sites.clear()
@@ -116,7 +118,7 @@ class TagBudget:
         """
         modules: dict[str, list[Site]] = {}
         for site in found:
-            modules.setdefault(self._key(site), []).append(site)
+            modules.setdefault(self._key(site) if self.is_brief else site.name, []).append(site)
         tags = {site: self._stages * tags_of(seen) for site, seen in found.items()}
         for name, sites in modules.items():
             if name in self._shown:  # it may have new sites
@@ -257,7 +259,7 @@ class SinkFormatter:
         self._label = group
         self._budget = budget
         self._numbers: dict[str, str] | None = {} if numbered else None
-        self.statistics = tuple(statistics)
+        self.statistics = self._shown = tuple(statistics)
         self.histograms = histograms
         self.nonfinite: set[Site] = set()
         """The sites that have had NaN or infinities."""
@@ -269,6 +271,7 @@ class SinkFormatter:
             label: The first part of the tags that contain no module.
         """
         self._label = label
+        self._shown = self.statistics
         if self._numbers is not None:
             self._numbers = {}
         if self._budget is not None:
@@ -291,14 +294,15 @@ class SinkFormatter:
         if record.overflowed:
             self._write_overflow(sink, record, found)
             return
-        self._number(record, found)
+        if self._numbers is not None:
+            self._number(record, found)
         found = self._select(found)
         scalars: dict[str, float] = {}
         for site, seen in found.items():
             if any(seen.scalars[name] for name in _BAD):
                 self.nonfinite.add(site)
             further = [name for name in seen.scalars if name not in SHOWN_STATISTICS]
-            shown = [*self._main_statistics, *(_BAD if site in self.nonfinite else ()), *further]
+            shown = [*self._shown, *(_BAD if site in self.nonfinite else ()), *further]
             scalars.update(self._scalars(record, self.group, site, seen, shown))
         if record.overflow_steps:
             scalars[f"{self._label}/overflow_steps"] = float(record.overflow_steps)
@@ -324,14 +328,14 @@ class SinkFormatter:
     def _select(self, found: Mapping[Site, SiteStatistics]) -> Mapping[Site, SiteStatistics]:
         if self._budget is None or not found:
             return found
-        self._budget.shorten(found.values(), self._count_tags)
+        self._budget.shorten(found, self._count_tags)
         if self._budget.is_brief:
+            self._shown = self._main_statistics()
             found = {site: seen for site, seen in found.items() if _is_main(site, found)}
         return self._budget.select(found, self._count_tags)
 
-    @property
     def _main_statistics(self) -> tuple[str, ...]:
-        """The statistics to show: those that the user asked for, or the main ones in a brief selection."""
+        """Return the statistics to show: those that the user asked for, or the main ones in a brief selection."""
         if self._budget is None or not self._budget.is_brief or self.statistics != DEFAULT_STATISTICS:
             return self.statistics
         return ("rms",) if self.group.startswith("parameters") else ("rms", "zero_fraction")
@@ -339,7 +343,7 @@ class SinkFormatter:
     def _count_tags(self, seen: SiteStatistics) -> int:
         """Return the number of tags of a site whose values are finite."""
         further = [name for name in seen.scalars if name not in SHOWN_STATISTICS]
-        return len({*(name for name in self._main_statistics if name in seen.scalars), *further}) + self.histograms
+        return len({*(name for name in self._shown if name in seen.scalars), *further}) + self.histograms
 
     def _write_overflow(self, sink: Sink, record: Record, found: Mapping[Site, SiteStatistics]) -> None:
         """Write the overflow locations of a step that the optimizer skipped. Its other statistics are meaningless."""
