@@ -20,6 +20,7 @@ __all__ = ["SinkFormatter", "TagBudget"]
 
 _RESERVE = 4  # a quarter of the tags is reserved for modules that become unusual later
 _COMPARED = ("rms", "min", "max", "zero_fraction", "nan_count", "inf_count", "update_ratio")
+_BY_FAR = 2.0  # twice the degree from which on a module stands out
 _REMEMBERED = 8  # records that are compared with the latest one
 
 # By default, everything is shown if a recorder has at most this number of tags. Otherwise a page is slow and the user's
@@ -152,8 +153,10 @@ class TagBudget:
         is_first = not self._shown and not self._left_out
         without_reserve = self.max_tags - self.max_tags // _RESERVE
         room = (without_reserve if is_first else self.max_tags) - self._used
-        for name in unusual:
-            if name not in self._shown and cost[name] <= room:
+        for name, degree in unusual.items():
+            # Half of the reserve of a short selection waits for modules that stand out by far.
+            kept = self.max_tags // _RESERVE // 2 if self.is_brief and degree < _BY_FAR and not is_first else 0
+            if name not in self._shown and cost[name] <= room - kept:
                 self._show(modules[name], tags)
                 room -= cost[name]
         rest = [name for name in new if name not in self._shown]
@@ -175,15 +178,18 @@ class TagBudget:
             if more > 0 and (site in self._sites or not self._left_out or self._used + more <= self.max_tags):
                 self._sites[site] = tags[site]
 
-    def _unusual(self, found: Mapping[Site, SiteStatistics]) -> list[str]:
-        """Return the modules with unusual statistics, the most unusual first."""
+    def _unusual(self, found: Mapping[Site, SiteStatistics]) -> dict[str, float]:
+        """Return the degrees of the modules with unusual statistics, the most unusual first."""
         sites = tuple(found)
         latest = np.array([[seen.scalars.get(name, np.nan) for name in _COMPARED] for seen in found.values()])
         steps = [values for known, values in self._past if known == sites] + [latest]
         self._past.append((sites, latest))
         table = np.stack(steps, axis=-1)
         degrees = unusualness(sites, {name: table[:, column] for column, name in enumerate(_COMPARED)})
-        return list(dict.fromkeys(self._key(sites[place]) for place in standing_out(degrees)))
+        most: dict[str, float] = {}
+        for place in standing_out(degrees):
+            most.setdefault(self._key(sites[place]), float(degrees[place]))
+        return most
 
     def _warn_once(self) -> None:
         if self._left_out and not self._has_warned:
