@@ -24,6 +24,7 @@ __all__ = ["SinkFormatter", "TagBudget"]
 _RESERVE = 4  # a quarter of the tags is reserved for modules that become unusual later
 _ON_REQUEST = frozenset((*SHOWN_STATISTICS, *SETTINGS))  # all others are those of extra reductions
 _COMPARED = ("rms", "min", "max", "zero_fraction", "nan_count", "inf_count", "update_ratio")
+_BY_FAR = 2.0  # twice the degree from which on a module stands out
 _REMEMBERED = 8  # records that are compared with the latest one
 
 # By default, everything is shown if a recorder has at most this number of tags. Otherwise a page is slow and the user's
@@ -80,9 +81,11 @@ class TagBudget:
         if not self._is_given:
             self.max_tags, self.is_brief = _WHOLE, False
 
-    def shorten(self, found: Collection[SiteStatistics], tags_of: Callable[[SiteStatistics], int]) -> None:
+    def shorten(self, found: Mapping[Site, SiteStatistics], tags_of: Callable[[SiteStatistics], int]) -> None:
         """Become brief if no limit was given and the sites of a record have too many tags."""
-        if not self._is_given and not self.is_brief and self._stages * sum(map(tags_of, found)) > _WHOLE:
+        if self._is_given or self.is_brief or self._sites.keys() >= found.keys():  # the last in nearly all records
+            return
+        if self._stages * sum(map(tags_of, found.values())) > _WHOLE:
             self.is_brief, self.max_tags = True, _SELECTION
             shown = [*self._sites]
             self._sites.clear()
@@ -120,7 +123,7 @@ class TagBudget:
         """
         modules: dict[str, list[Site]] = {}
         for site in found:
-            modules.setdefault(self._key(site), []).append(site)
+            modules.setdefault(self._key(site) if self.is_brief else site.name, []).append(site)
         tags = {site: self._stages * tags_of(seen) for site, seen in found.items()}
         for name, sites in modules.items():
             if name in self._shown:  # it may have new sites
@@ -159,8 +162,10 @@ class TagBudget:
         is_first = not self._shown and not self._left_out
         without_reserve = self.max_tags - self.max_tags // _RESERVE
         room = (without_reserve if is_first else self.max_tags) - self._used
-        for name in unusual:
-            if name not in self._shown and cost[name] <= room:
+        for name, degree in unusual.items():
+            # Half of the reserve of a short selection waits for modules that stand out by far.
+            kept = self.max_tags // _RESERVE // 2 if self.is_brief and degree < _BY_FAR and not is_first else 0
+            if name not in self._shown and cost[name] <= room - kept:
                 self._show(modules[name], tags)
                 room -= cost[name]
         rest = [name for name in new if name not in self._shown]
@@ -182,15 +187,18 @@ class TagBudget:
             if more > 0 and (site in self._sites or not self._left_out or self._used + more <= self.max_tags):
                 self._sites[site] = tags[site]
 
-    def _unusual(self, found: Mapping[Site, SiteStatistics]) -> list[str]:
-        """Return the modules with unusual statistics, the most unusual first."""
+    def _unusual(self, found: Mapping[Site, SiteStatistics]) -> dict[str, float]:
+        """Return the degrees of the modules with unusual statistics, the most unusual first."""
         sites = tuple(found)
         latest = np.array([[seen.scalars.get(name, np.nan) for name in _COMPARED] for seen in found.values()])
         steps = [values for known, values in self._past if known == sites] + [latest]
         self._past.append((sites, latest))
         table = np.stack(steps, axis=-1)
         degrees = unusualness(sites, {name: table[:, column] for column, name in enumerate(_COMPARED)})
-        return list(dict.fromkeys(self._key(sites[place]) for place in standing_out(degrees)))
+        most: dict[str, float] = {}
+        for place in standing_out(degrees):
+            most.setdefault(self._key(sites[place]), float(degrees[place]))
+        return most
 
     def _warn_once(self) -> None:
         if self._left_out and not self._has_warned:
@@ -275,7 +283,7 @@ class SinkFormatter:
         self._label = group
         self._budget = budget
         self._numbers: dict[str, str] | None = {} if numbered else None
-        self.statistics = tuple(statistics)
+        self.statistics = self._shown = tuple(statistics)
         self.histograms = histograms
         self.nonfinite: set[Site] = set()
         """The sites that have had NaN or infinities."""
@@ -375,7 +383,7 @@ class SinkFormatter:
         if self._budget is None or not found:
             return np.arange(len(found))
         sites = found.without_bins()
-        self._budget.shorten(sites.values(), self._count_tags)
+        self._budget.shorten(sites, self._count_tags)
         if self._is_brief:
             sites = {site: seen for site, seen in sites.items() if _is_main(site, found)}
         chosen = self._budget.select(sites, self._count_tags)

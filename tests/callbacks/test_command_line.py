@@ -140,6 +140,7 @@ STATISTICS: list[tuple[str, Any, Any, Any]] = [
     ("outputs", {"records": False}, output("records"), False),
     ("outputs", {"plots": False}, output("plots"), False),
     ("outputs", {"plot_every_n_records": 3}, output("plot_every_n_records"), 3),
+    ("outputs", {"numbered_tags": True}, output("numbered_tags"), True),
     ("outputs", {"findings": False}, output("findings"), False),
     ("outputs", {"max_images": 2}, output("max_images"), 2),
     *SHARED,

@@ -329,6 +329,20 @@ def test_a_selection_of_a_large_model_is_shown_by_default(place: int) -> None:
     assert "Recorder shows 11 of 48 parameters as curves" in message
 
 
+def test_a_slight_deviation_does_not_take_all_of_the_reserve() -> None:
+    """Many slightly unusual layers use half of the reserve, so that one that explodes later is still shown."""
+    budget = TagBudget(None, log=lambda _: None)
+    usual = {Site(f"blocks.{block}.fc", "out"): seen() for block in range(200)}
+    budget.shorten(usual, each_has(3))
+    first = names(budget.select(usual, each_has(3)))
+    left = [site for site in usual if site.name not in first]
+    slight = usual | {site: seen(rms=5.0, min=-10.0, max=10.0) for site in left[20:120:9]}
+    second = names(budget.select(slight, each_has(3)))
+    assert 3 * (len(second) - len(first)) in range(7, 11)
+    sick = next(site for site in left if site.name not in second)
+    assert sick.name in names(budget.select(slight | {sick: seen(rms=1e6)}, each_has(3)))
+
+
 def test_what_the_user_asks_for_is_shown() -> None:
     """Statistics that were given are shown in a selection as well."""
     formatter, sink = (
