@@ -1112,7 +1112,7 @@ def test_ranks_that_do_not_record_the_same_are_not_merged(pair: Path, name: str,
 @pytest.mark.parametrize("name", ["attached_on_0", "attached_on_1"])
 def test_a_variable_that_one_rank_lacks_hangs_nobody(name: str, tmp_path: Path) -> None:
     """If only one rank has ``LIGHTNING_RECORDER=on``, nothing is recorded, and that rank warns; training continues."""
-    code, log = go(tmp_path, name)
+    code, log = go(tmp_path, name, timeout_s=120.0)
     assert code == 0, log[-2000:]
     results, warned = outcome(tmp_path, name)
     assert [result["trained"] for result in results] == [STEPS, STEPS]
@@ -1124,7 +1124,7 @@ def test_a_variable_that_one_rank_lacks_hangs_nobody(name: str, tmp_path: Path) 
 
 def test_a_variable_on_all_ranks_records(tmp_path: Path) -> None:
     """If all ranks have ``LIGHTNING_RECORDER=on``, their records are merged."""
-    code, log = go(tmp_path, "attached_on_all")
+    code, log = go(tmp_path, "attached_on_all", timeout_s=120.0)
     assert code == 0, log[-2000:]
     assert outcome(tmp_path, "attached_on_all")[1] == [[], []]
     series = open_recording(tmp_path / "attached_on_all")["activations"]
