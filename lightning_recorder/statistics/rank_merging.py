@@ -305,11 +305,11 @@ class RankMergingRecorder:
             return Merged(self._snapshot("cpu") if self._is_first else None, [list(numbers)])
         own = self._snapshot(exchange.device)
         merged = exchange.merge(own, copies=self.recorder.replicated, numbers=numbers, scope=scope)
+        if self.recorder.states.users:  # before an error is raised, because the other ranks wait
+            merged = replace(merged, snapshot=self._with_users(exchange, own, merged.snapshot))
         if merged.error is not None:
             with self.contained():
                 raise merged.error
-        if self.recorder.states.users:
-            merged = replace(merged, snapshot=self._with_users(exchange, own, merged.snapshot))
         new = set(merged.absent) - self._absent_ranks
         if new and self._is_first:
             warn(f"{self.name}: the records are without rank {', '.join(map(str, sorted(new)))}, which has failed")
