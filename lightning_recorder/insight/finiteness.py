@@ -135,9 +135,16 @@ def _from_parameters(rule: Rule, evidence: Evidence, step: int, spoiled: list[Si
 def _origin(evidence: Evidence, bad: list[Site]) -> tuple[Site, list[str]]:
     """Return the site whose badness explains that of all others, and the modules that feed it.
 
+    Args:
+        evidence: The evidence.
+        bad: The sites that are not finite, in the order of execution of their record.
+
     Each call of a module is tried as the origin: the modules after it should be bad, and no others.
     """
     wiring, names = evidence.wiring, {site.name for site in bad}
+    usual = sorted(bad, key=lambda site: evidence.activations.places[site])
+    if not wiring.has_graph and bad != usual:  # this record ran in another order than the first one
+        return bad[0], []
     recorded = {site.name for site in evidence.activations.places}
     inside = [name for name in names if name not in wiring.order]
     best: tuple[float, bool, int] | None = None

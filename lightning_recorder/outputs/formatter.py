@@ -283,7 +283,7 @@ class SinkFormatter:
         self._label = group
         self._budget = budget
         self._numbers: dict[str, str] | None = {} if numbered else None
-        self.statistics = self._shown = tuple(statistics)
+        self.statistics = tuple(statistics)
         self.histograms = histograms
         self.nonfinite: set[Site] = set()
         """The sites that have had NaN or infinities."""
