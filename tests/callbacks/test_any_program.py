@@ -144,7 +144,7 @@ def test_the_default_set_records_a_program(name: str, on: Path) -> None:
     trainer.fit(net(package), digits(2))
     assert added(trainer) == DEFAULT
     run = open_recording("lightning_logs")["version_0"]
-    assert list(run) == ["activations", "gradients", "parameters"]
+    assert list(run) == ["activations", "gradients", "parameters", "watch"]
     assert run["activations"].steps == [0, 1]
     assert run.graph is not None
 
@@ -441,5 +441,5 @@ def test_default_recorders_record(tmp_path: Path) -> None:
     sink = MemorySink()
     train(default_root_dir=tmp_path, callbacks=default_recorders(sinks=[sink], strict=True))
     run = open_recording(tmp_path / "lightning_logs")["version_0"]
-    assert list(run) == ["activations", "gradients", "parameters"]
+    assert list(run) == ["activations", "gradients", "parameters", "watch"]
     assert {tag.partition("/")[0] for tag in sink.scalars} >= {"activations", "gradients", "parameters"}

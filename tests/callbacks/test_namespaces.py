@@ -141,7 +141,7 @@ def test_no_histogram_is_lost(kind: str, tmp_path: Path) -> None:
     """The records have every histogram, whether its logger shows them or not, and no other file repeats them."""
     trainer = fit(Net(), tmp_path, recorders(), logger=getattr(loggers_of_pl, kind)(tmp_path))
     folder = Path(str(trainer.log_dir)) / "recorder"
-    assert sorted(path.name for path in folder.glob("records/*")) == [f"{group}.jsonl" for group in GROUPS]
+    assert sorted(path.name for path in folder.glob("records/*")) == [f"{group}.jsonl" for group in (*GROUPS, "watch")]
     assert list(folder.glob("*.jsonl")) == []
 
 
