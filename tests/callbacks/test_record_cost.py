@@ -23,8 +23,8 @@ NAMES = ["encoder.1", "encoder.2", "head"]
 MULTI_CALLS = 8
 """The calls in the composite sink: three for the scalars, three for the histograms, two for the written bytes."""
 ALL_CALLS = 130
-"""The calls in the package for a record of three modules, apart from those that are made once for joined records. Python
-3.12 and later count no comprehensions."""
+"""The calls in the package for a record of three modules, without those that joined records share. Python 3.12 and
+later count no comprehensions."""
 EXAMINING_CALLS = 20
 """The calls with which the findings take a record; the rules run more rarely."""
 
