@@ -205,12 +205,8 @@ def _font(px: int, bold: bool) -> FreeTypeFont:
 _SPLITS = (0.3, 0.5, 0.1, 0.7, 0.9)
 
 _NUMBERED = re.compile(r"^(?:[^.\s]+\.)+?(?=[0-9]+(?:\.|\s|$))")  # the parts of a name before the number of a block
-# The lengths to which the parts of a name before and after the last number and the last part are shortened, in the
-# order of the attempts.
-_PART_LENGTHS = (
-    *((before, 99, 99) for before in (99, 6, 4, 3)),
-    *((3, 6, 99), (3, 4, 99), (2, 4, 99), (1, 4, 99), (1, 2, 99), (1, 1, 99), (1, 1, 6), (1, 1, 4)),
-)
+# The lengths to which the parts of a name before and after the last number are shortened, in the order of the attempts.
+_PART_LENGTHS = ((99, 99), (6, 99), (4, 99), (3, 99), (3, 6), (3, 4), (2, 4), (1, 4), (1, 2), (1, 1))
 
 
 def shortened(name: str, room: float, *, px: int = DETAIL_PX, head: float = _SPLITS[0], ending: str = "") -> str:
@@ -286,16 +282,16 @@ def _module_parts(name: str) -> list[str]:
 
 
 def _abbreviated(name: str, room: float, px: int) -> str:
-    """Shorten the parts of a name other than numbers: first those before a number, and the last one only at last."""
+    """Shorten the parts of a name other than numbers and the last one, those before a number more than the others."""
     module, space, path = name.partition(" ")
     *parts, last = module.split(".")
     number = max((place for place, part in enumerate(parts) if part.isdigit()), default=-1)
     for lengths in _PART_LENGTHS:
         shorter = [part if part.isdigit() else part[: lengths[place > number]] for place, part in enumerate(parts)]
-        short = ".".join([*shorter, last[: lengths[2]]]) + space + path
+        short = ".".join([*shorter, last]) + space + path
         if text_width(short, px) <= room:
             return short
-    return name
+    return short
 
 
 def _distinct(names: list[str], room: float, px: int) -> list[str]:
