@@ -31,6 +31,7 @@ from lightning_recorder import (
     RecorderWarning,
     Schedule,
     SelectionError,
+    StepWatch,
     default_recorders,
     open_recording,
 )
@@ -40,7 +41,7 @@ from lightning_recorder.entry_point import callbacks_from_environment
 from tests.callbacks.models import digits
 from tests.entry_points import ROOT, write_entry_points
 
-DEFAULT: list[type[Any]] = [GraphRecorder, ActivationRecorder, GradientRecorder, ParameterRecorder]
+DEFAULT: list[type[Any]] = [GraphRecorder, ActivationRecorder, GradientRecorder, ParameterRecorder, StepWatch]
 PACKAGES = {"lightning.pytorch": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -164,7 +165,12 @@ def test_recorders_of_the_program_are_not_doubled(on: Path) -> None:
     """A recorder of the trainer or of the model takes the place of the added one of its kind, in the same folder."""
     trainer = train(callbacks=[ActivationRecorder(name="mine")])
     assert added(trainer) == [GraphRecorder, GradientRecorder, ParameterRecorder]
-    assert list(open_recording("lightning_logs")["version_0"]) == ["activations-mine", "gradients", "parameters"]
+    assert list(open_recording("lightning_logs")["version_0"]) == [
+        "activations-mine",
+        "gradients",
+        "parameters",
+        "watch",
+    ]
     model = net()
     model.configure_callbacks = lambda: [GradientRecorder(), ParameterRecorder("body.1")]
     assert added(train(model)) == [GraphRecorder, ActivationRecorder]
@@ -270,7 +276,7 @@ def test_a_file_lists_the_recorders(text: str, on: Path, monkeypatch: pytest.Mon
     (on / "recorder.yaml").write_text(text)
     monkeypatch.setenv("LIGHTNING_RECORDER", "recorder.yaml")
     trainers = [train(logger=False), train(logger=False)]
-    assert [added(trainer) for trainer in trainers] == [[ActivationRecorder, GraphRecorder]] * 2
+    assert [added(trainer) for trainer in trainers] == [[ActivationRecorder, StepWatch, GraphRecorder]] * 2
     assert trainers[0].max_epochs == 1
     assert open_recording(on / "recordings")["version_1"]["activations"].steps == [0, 1]
     assert list((on / "checkpoints").glob("*.safetensors")) == []
