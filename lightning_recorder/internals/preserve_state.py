@@ -34,17 +34,22 @@ class ModuleState:
         self._flags: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
+        self._empty: list[Any] = []
+        """The containers without contents; each module has a dozen."""
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         self._generators: dict[int, tuple[Callable[[Any], object], Any]] = {}
         for module in modules:
-            self.parameters |= {id(each): each for each in module.parameters(recurse=False)}
-            if hasattr(module, "training"):  # missing on a frozen TorchScript module
-                self._flags.append((module, module.training))
             if isinstance(module, torch.jit.ScriptModule):
                 # A ScriptModule has its own tables and exposes no attributes.
+                self.parameters |= {id(each): each for each in module.parameters(recurse=False)}
+                if hasattr(module, "training"):  # missing on a frozen TorchScript module
+                    self._flags.append((module, module.training))
                 self._keep(module.buffers(recurse=False))
             elif not _is_lazy(module):
                 self.take(module)
+            else:
+                self.parameters |= {id(each): each for each in module._parameters.values() if each is not None}
+                self._flags.append((module, module.training))
 
     def take(self, module: nn.Module) -> None:
         """Save the state of a module. Idempotent.
@@ -54,11 +59,16 @@ class ModuleState:
         if module in self._taken:
             return
         self._taken.add(module)
-        self._tables.append((vars(module), dict(vars(module))))
-        for table in (module._parameters, module._buffers, module._modules):
-            self._contents[id(table)] = table, table.copy()
-        self.parameters |= {id(each): each for each in module._parameters.values() if each is not None}
-        self._keep((*module._buffers.values(), *vars(module).values()))
+        table = vars(module)
+        self._tables.append((table, dict(table)))
+        for each in module._parameters.values():
+            if each is not None:
+                self.parameters[id(each)] = each
+        for tensors in (module._parameters, module._modules):
+            if tensors:
+                # Their own entries are not searched.
+                self._contents[id(tensors)] = tensors, tensors.copy()
+        self._keep(table.values())
 
     def _keep(self, values: Iterable[Any]) -> None:
         """Save the contents of these values, at any depth of nesting."""
@@ -69,7 +79,9 @@ class ModuleState:
             if kind in _PLAIN:
                 continue
             if kind in _CONTAINERS:
-                if id(value) not in self._contents:
+                if not value:
+                    self._empty.append(value)
+                elif id(value) not in self._contents:
                     # Their own methods are several times as fast as copy.copy.
                     self._contents[id(value)] = value, value.copy()
                     todo += value.values() if isinstance(value, dict) else value
@@ -99,6 +111,9 @@ class ModuleState:
             table.update(before)
         for container, before in self._contents.values():
             _refill(container, before)
+        for container in self._empty:
+            if container:
+                container.clear()
         for module, training in self._flags:
             if module.training != training:
                 module.training = training
