@@ -41,10 +41,10 @@ def named_submodules(module: nn.Module, *, remove_duplicate: bool = True) -> dic
         >>> [(name, type(each).__name__) for name, each in named_submodules(net).items()]
         [('', 'Sequential'), ('0', 'Sequential'), ('0.0', 'Linear')]
     """
-    return {
-        ".".join(part for part in name.split(".") if part not in _WRAPPED): each
-        for name, each in module.named_modules(remove_duplicate=remove_duplicate)
-    }
+    found = dict(module.named_modules(remove_duplicate=remove_duplicate))
+    if not any(name.endswith(_WRAPPED) for name in found):
+        return found
+    return {".".join([part for part in name.split(".") if part not in _WRAPPED]): each for name, each in found.items()}
 
 
 def default_modules(module: nn.Module) -> list[str]:

@@ -10,15 +10,14 @@ import contextlib
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recorder.errors import RecordingError
@@ -29,7 +28,6 @@ __all__ = [
     "CALL_OF_MODULE",
     "LEAF_NUMBER",
     "MODULE_CALLS",
-    "address_of",
     "base_of",
     "current_function_mode",
     "fake_mode",
@@ -55,6 +53,7 @@ __all__ = [
     "unwrapped",
     "version_counter",
     "version_of",
+    "versions_of",
     "without_functions",
 ]
 
@@ -171,15 +170,6 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def address_of(storage: UntypedStorage) -> int:
-    """Return the address by which torch identifies a storage, equal to that of a weak reference to it.
-
-    Fallback: create a weak reference and return its address, which takes several times as long.
-    """
-    address = getattr(storage, "_cdata", None)
-    return StorageWeakRef(storage).cdata if address is None else int(address)
-
-
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return the tensor that this one is a view of, or ``None`` if it is not a view.
 
@@ -206,12 +196,9 @@ def function_behind(tensor: Tensor) -> type | None:
     return getattr(made_by, "_forward_cls", None)
 
 
-def graph_task() -> int:
-    """Return the id of the backward pass that this thread is running, or -1 outside of one.
-
-    Fallback: -1; parts that an interrupted backward pass left over may be counted in the next one.
-    """
-    return _current_graph_task_id()
+# The id of the backward pass that this thread is running, or -1 outside of one.
+# Fallback: -1; parts that an interrupted backward pass left over may be counted in the next one.
+graph_task: Callable[[], int] = _current_graph_task_id
 
 
 def in_backward() -> bool:
@@ -224,20 +211,14 @@ def in_backward() -> bool:
     return bool(_current_graph_task_id() != -1)
 
 
-def in_transform() -> bool:
-    """Return True if this thread is inside a ``torch.func`` transform, from which values cannot escape.
-
-    Fallback: ``False``; only tensors that are wrappers themselves are skipped.
-    """
-    return peek_interpreter_stack() is not None
+# Returns an object if this thread is inside a ``torch.func`` transform, from which values cannot escape, else None.
+# Fallback: None; only tensors that are wrappers themselves are skipped.
+in_transform: Callable[[], object] = peek_interpreter_stack
 
 
-def is_tracing() -> bool:
-    """Return True if this thread is inside ``torch.jit.trace``. Takes half as long as ``torch.jit.is_tracing``.
-
-    Fallback: ``torch.jit.is_tracing``.
-    """
-    return bool(_is_tracing())
+# True if this thread is inside ``torch.jit.trace``. Takes half as long as ``torch.jit.is_tracing``.
+# Fallback: ``torch.jit.is_tracing``.
+is_tracing: Callable[[], bool] = _is_tracing
 
 
 def is_transformed(tensor: Tensor) -> bool:
@@ -325,12 +306,9 @@ def set_hooks(tensor: Tensor, hooks: OrderedDict[int, object] | None) -> None:
         tensor._backward_hooks = hooks  # type: ignore[assignment]  # declared as a plain dictionary of functions
 
 
-def sequence_number() -> int:
-    """Return the sequence number of the next autograd node created in this thread.
-
-    Fallback: 0; a search for the nodes of one module call also visits all earlier nodes.
-    """
-    return _get_sequence_nr()
+# The sequence number of the next autograd node created in this thread.
+# Fallback: 0; a search for the nodes of one module call also visits all earlier nodes.
+sequence_number: Callable[[], int] = _get_sequence_nr
 
 
 def sequence_number_of(node: Node) -> int:
@@ -338,7 +316,10 @@ def sequence_number_of(node: Node) -> int:
 
     Fallback: 0, as for :func:`sequence_number`.
     """
-    number = getattr(node, "_sequence_nr", int)()
+    try:
+        number: int = node._sequence_nr()
+    except AttributeError:
+        return 0
     return LEAF_NUMBER if number == _LEAF else number
 
 
@@ -375,6 +356,8 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
     Fallback: the tensor itself; operations inside a transform are not connected to those outside of it.
     """
+    if not in_transform():
+        return tensor
     while is_functorch_wrapped_tensor(tensor) and (inner := get_unwrapped(tensor)) is not tensor:
         tensor = inner
     return tensor
@@ -414,6 +397,17 @@ def version_of(tensor: Tensor) -> int | None:
         return None if is_uninitialized(tensor) else tensor._version
     except (RuntimeError, AttributeError):
         return None
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int | None]:
+    """Return the result of :func:`version_of` for each tensor."""
+    try:
+        return [each._version if type(each) in _WITH_VERSION else version_of(each) for each in tensors]
+    except (RuntimeError, AttributeError):
+        return [version_of(each) for each in tensors]
+
+
+_WITH_VERSION = (Tensor, nn.Parameter)
 
 
 def is_compiled(module: nn.Module) -> bool:

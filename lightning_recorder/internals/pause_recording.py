@@ -8,14 +8,15 @@ import torch
 
 from lightning_recorder.internals.autograd import set_grad_enabled
 
-__all__ = ["is_paused", "pause_recording"]
+__all__ = ["PAUSES", "is_paused", "pause_recording"]
 
 
-class _Depth(threading.local):
+class _Pauses(threading.local):
     value = 0
 
 
-_depth = _Depth()
+PAUSES = _Pauses()
+"""``value`` is the number of :class:`pause_recording` that this thread is inside of."""
 
 
 class pause_recording:  # noqa: N801 - reads like a verb: with pause_recording()
@@ -28,17 +29,17 @@ class pause_recording:  # noqa: N801 - reads like a verb: with pause_recording()
     __slots__ = ("_had_grad",)
 
     def __enter__(self) -> None:
-        _depth.value += 1
+        PAUSES.value += 1
         self._had_grad = torch.is_grad_enabled()
         if self._had_grad:
             set_grad_enabled(False)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        _depth.value -= 1
+        PAUSES.value -= 1
         if self._had_grad:
             set_grad_enabled(True)
 
 
 def is_paused() -> bool:
     """Return True if this thread is inside :class:`pause_recording`."""
-    return _depth.value > 0
+    return PAUSES.value > 0

@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-__all__ = ["StorageReference", "is_uninitialized", "storage_of"]
+__all__ = ["address_of", "hold_address", "is_expired", "is_uninitialized", "release_address", "storage_of"]
 
 # Fast path for the common classes, since this check runs for every tensor in a capture.
 _WITH_VALUES = (Tensor, Parameter)
 
+# The address by which torch identifies a storage.
+# Fallback: create a weak reference and return its address, which takes several times as long.
+address_of: Callable[[UntypedStorage], int] = (
+    attrgetter("_cdata") if hasattr(UntypedStorage, "_cdata") else lambda storage: StorageWeakRef(storage).cdata
+)
 
-# torch's own method calls this one through two others. It is called for each storage several times.
-# Fallback: no storage counts as freed before the end of the capture.
-_is_expired: Callable[[int], bool] = getattr(UntypedStorage, "_expired", lambda address: False)
-
-
-class StorageReference(StorageWeakRef):
-    """A weak reference to a storage with the node that wrote into it last. Its address is not reused meanwhile.
-
-    Unlike torch's own class it creates no method for each object: a capture creates thousands of references.
-    """
-
-    __slots__ = ("node", "time")
-
-    node: int
-    time: int
-
-    if hasattr(UntypedStorage, "_weak_ref") and hasattr(UntypedStorage, "_free_weak_ref"):
-        _free = staticmethod(UntypedStorage._free_weak_ref)
-
-        def __init__(self, storage: UntypedStorage) -> None:
-            self.cdata = storage._weak_ref()
-
-        def __del__(self) -> None:
-            self._free(self.cdata)
-
-    def is_freed(self) -> bool:
-        """Return True if the memory of the storage is freed."""
-        return bool(_is_expired(self.cdata))
+# Weak references to storages as plain addresses: a capture creates thousands, and torch's own class creates a method
+# for each. ``hold_address`` keeps the address of a storage from being reused, without keeping its memory alive, and
+# returns the address. It must be released once for each time that it was held. ``is_expired`` returns True if the
+# memory of a storage with a held address is freed.
+# Fallback: addresses may be reused during a capture, and no storage counts as freed.
+hold_address: Callable[[UntypedStorage], int] = getattr(UntypedStorage, "_weak_ref", address_of)
+release_address: Callable[[int], object] = getattr(UntypedStorage, "_free_weak_ref", lambda address: None)
+is_expired: Callable[[int], bool] = getattr(UntypedStorage, "_expired", lambda address: False)
 
 
 def is_uninitialized(value: object) -> bool:
@@ -52,7 +38,7 @@ def is_uninitialized(value: object) -> bool:
 
 def storage_of(tensor: Tensor) -> UntypedStorage | None:
     """Return the storage of a tensor; ``None`` if it has none of its own, such as a sparse tensor."""
-    if is_uninitialized(tensor):
+    if type(tensor) not in _WITH_VALUES and is_uninitialized(tensor):
         return None
     try:
         return tensor.untyped_storage()

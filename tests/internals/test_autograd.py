@@ -13,13 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_recorder.internals import autograd
 from lightning_recorder.internals.autograd import (
-    address_of,
     current_function_mode,
     in_backward,
     is_transformed,
     version_counter,
 )
-from lightning_recorder.internals.storage import is_uninitialized, storage_of
+from lightning_recorder.internals.storage import address_of, is_uninitialized, storage_of
 from lightning_recorder.taps import InputGradientTap, gradient, input_gradient
 
 
@@ -150,7 +149,7 @@ def test_a_torch_without_the_private_names_costs_a_detail(older: ModuleType) -> 
     assert seen == [False, False]
     with BaseTorchFunctionMode():
         assert older.current_function_mode() is None
-    assert (older.graph_task(), older.sequence_number(), older.in_transform()) == (-1, 0, False)
+    assert (older.graph_task(), older.sequence_number(), older.in_transform()) == (-1, 0, None)
 
 
 def test_input_gradients_are_found_without_the_private_names(

@@ -2,54 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_recorder.graph.capture.call_arguments import Given, describe_arguments
-from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node, Repetition, TensorMeta
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = ["Draft", "GraphBuilder", "interned", "meta_of", "metas_of"]
 
+Frozen = TypeVar("Frozen", Node, Edge)
+
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Draft:
-    """A mutable node; see :class:`Node` for its fields.
+    """A mutable node with the fields of :class:`Node`, which becomes a :class:`Node` at the end of the recording.
 
     A recording creates few objects that Python's garbage collector has to traverse. With ten objects for each function,
     the collections alone took as long as the recording.
     """
 
+    id: int
     kind: Kind
     name: str
     parent: int | None
     depth: int
+    outputs: tuple[TensorMeta, ...] = ()
+    source: str = ""
+    inputs: tuple[TensorMeta, ...] = ()
     type_name: str = ""
     call: int = 1
-    outputs: tuple[TensorMeta, ...] = ()
     parameters: int = 0
-    autograd: tuple[str, ...] = ()
-    failed: bool = False
-    source: str = ""
-    duration_ms: float | None = None
-    inputs: tuple[TensorMeta, ...] = ()
-    given: Given | None = None
-    """The function and its arguments that are not tensors."""
-    arguments: tuple[tuple[str, str], ...] = ()
-    saved_bytes: int | None = None
-    flops: int | None = None
-    note: str = ""
     total_parameters: int = 0
     used_parameters: int | None = None
     tied: tuple[str, ...] = ()
+    autograd: tuple[str, ...] = ()
+    scope: str = ""
+    failed: bool = False
+    duration_ms: float | None = None
+    repeats: int = 1
+    parallel: bool = False
+    arguments: tuple[tuple[str, str], ...] = ()
+    flops: int | None = None
+    saved_bytes: int | None = None
+    note: str = ""
+
+
+@dataclass(eq=False)
+class _DraftEdge:
+    """An edge that becomes an :class:`Edge`; see :class:`Draft`."""
+
+    source: int
+    target: int
+    multiplicity: int
+    tensor: TensorMeta | None
+    across: tuple[tuple[int, Repetition], ...] = ()
 
 
 class GraphBuilder:
@@ -57,11 +74,13 @@ class GraphBuilder:
 
     def __init__(self) -> None:
         self.nodes: list[Draft] = []
+        self.given: dict[int, Given] = {}
+        """The functions with the arguments that are not tensors, by node."""
         # The key is a number and not a pair, since Python's garbage collector need not traverse numbers.
-        self._edges: dict[int, int] = {}
-        """The number of tensors on each edge, by source × 2³² + target."""
-        self._first: dict[int, TensorMeta | None] = {}
-        """The first tensor of each edge."""
+        self._edges: dict[int, TensorMeta | None] = {}
+        """The first tensor of each edge, by source × 2³² + target."""
+        self._repeated: dict[int, int] = {}
+        """The number of tensors on each edge with several."""
         self._detached: set[int] = set()
         """The edges that pass no gradient back, since no tensor on them requires one."""
 
@@ -73,36 +92,63 @@ class GraphBuilder:
         outputs: tuple[TensorMeta, ...] = (),
         source: str = "",
         inputs: tuple[TensorMeta, ...] = (),
-        given: Given | None = None,
     ) -> int:
         """Add a node inside a module call and return its id."""
-        depth = 0 if parent is None else self.nodes[parent].depth + 1
-        self.nodes.append(Draft(kind, name, parent, depth, "", 1, outputs, 0, (), False, source, None, inputs, given))
-        return len(self.nodes) - 1
+        nodes = self.nodes
+        number = len(nodes)
+        depth = 0 if parent is None else nodes[parent].depth + 1
+        nodes.append(Draft(number, kind, name, parent, depth, outputs, source, inputs))
+        return number
 
-    def connect(self, source: int, target: int, tensor: TensorMeta | None, *, differentiable: bool = True) -> None:
+    def connect(self, source: int, target: int, tensor: TensorMeta | None, differentiable: bool = True) -> None:
         """Record a tensor that is an output of one node and an input of another."""
         ends = (source << 32) + target
-        times = self._edges.get(ends)
-        if times is None:
-            self._edges[ends] = 1
-            self._first[ends] = tensor
+        if ends not in self._edges:
+            self._edges[ends] = tensor
             if not differentiable:
                 self._detached.add(ends)
             return
-        self._edges[ends] = times + 1
+        self._repeated[ends] = self._repeated.get(ends, 1) + 1
         if differentiable:
             self._detached.discard(ends)
+
+    def connect_all(self, target: int, sources: list[int], tensors: list[TensorMeta], passing: list[bool]) -> None:
+        """Record all inputs of a function.
+
+        Args:
+            target: The function.
+            sources: The nodes that returned the inputs; a negative one is ignored.
+            tensors: The inputs.
+            passing: True for each input that requires a gradient.
+        """
+        nodes, edges = self.nodes, self._edges
+        for source, tensor, passes in zip(sources, tensors, passing, strict=True):
+            if source < 0:
+                continue
+            if not nodes[source].outputs:
+                # A custom call whose results were not observed inside it, or only before a transform wrapped them.
+                nodes[source].outputs = (tensor,)
+            ends = (source << 32) + target
+            if ends in edges:
+                self.connect(source, target, tensor, passes)
+                continue
+            edges[ends] = tensor
+            if not passes:
+                self._detached.add(ends)
 
     def is_connected(self, source: int, target: int) -> bool:
         """Return True if there is an edge from one node to another."""
         return (source << 32) + target in self._edges
 
+    def used(self) -> Iterable[int]:
+        """Return the nodes that edges leave, in the order of their first use."""
+        return dict.fromkeys([key >> 32 for key in self._edges])
+
     def sources(self) -> dict[int, list[int]]:
         """Return the sources of all edges into each node."""
         before: dict[int, list[int]] = {}
-        for source, target in self.ends:
-            before.setdefault(target, []).append(source)
+        for key in self._edges:
+            before.setdefault(key & _TARGET, []).append(key >> 32)
         return before
 
     def reached_by_gradient(self, starts: Iterable[int], before: Mapping[int, list[int]]) -> set[int]:
@@ -113,23 +159,26 @@ class GraphBuilder:
             before: The result of :meth:`sources`.
         """
         begins = set(starts)
-        found = {(start, False) for start in begins}
+        found = dict.fromkeys(begins, False)
+        """The nodes that were reached, with True for those inside a reentrant checkpoint."""
+        nodes, detached = self.nodes, self._detached
         todo = list(found)
         while todo:
-            number, inside = todo.pop()
-            names = self.nodes[number].autograd
+            number = todo.pop()
+            node = nodes[number]
+            names = node.autograd
             # torch's backward graph contains only the last node of what a reentrant checkpoint computes.
-            inside = _REENTRANT in names or (inside and not names)
+            inside = _REENTRANT in names or (found[number] and not names)
             # Any other node without autograd nodes, such as ``detach``, stops the gradient; an identity passes it on.
-            if number in begins or names or inside or self.nodes[number].name == "identity":
-                new = [
-                    (source, inside)
-                    for source in before.get(number, ())
-                    if (source, inside) not in found and self._passes(source, number, inside)
-                ]
-                found.update(new)
-                todo.extend(new)
-        return {number for number, _ in found}
+            if not (names or inside or number in begins or node.name == "identity"):
+                continue
+            for source in before.get(number, ()):
+                # Inside a reentrant checkpoint no intermediate result requires a gradient, but the parameters do.
+                passes = (source << 32) + number not in detached or (inside and nodes[source].kind != "parameter")
+                if passes and found.get(source, -1) < inside:
+                    found[source] = inside
+                    todo.append(source)
+        return set(found)
 
     def leading(self, before: Mapping[int, list[int]]) -> set[int]:
         """Return the nodes that lead to a backward pass or to a result of the model."""
@@ -141,21 +190,16 @@ class GraphBuilder:
             todo.extend(new)
         return found
 
-    def is_differentiable(self, source: int, target: int) -> bool:
-        """Return True if a tensor on an edge requires a gradient."""
-        return (source << 32) + target not in self._detached
-
-    def _passes(self, source: int, target: int, inside: bool) -> bool:
-        """Return True if an edge passes a gradient back."""
-        # Inside a reentrant checkpoint no intermediate result requires a gradient, but the parameters do.
-        return (source << 32) + target not in self._detached or (inside and self.nodes[source].kind != "parameter")
+    def taking_gradients(self) -> set[int]:
+        """Return the nodes that take a tensor that requires a gradient."""
+        return {key & _TARGET for key in self._edges if key not in self._detached}
 
     @property
     def ends(self) -> Iterable[tuple[int, int]]:
         """The source and the target of each edge."""
-        return [(key >> 32, key & 0xFFFFFFFF) for key in self._edges]
+        return [(key >> 32, key & _TARGET) for key in self._edges]
 
-    def finish(self, scope: str, parameters: int, scopes: Mapping[int, str], unused: Unused) -> Graph:
+    def finish(self, scope: str, parameters: int, scopes: Mapping[int, str], unused: Unused, *, ended: bool) -> Graph:
         """Return the graph recorded so far.
 
         Args:
@@ -163,70 +207,66 @@ class GraphBuilder:
             parameters: The number of parameters of the model.
             scopes: The scope of each node; empty for a node that is missing.
             unused: The parts of the model that were not used.
+            ended: True if the recording has ended. Its drafts then become the nodes, and it cannot go on.
         """
-        nodes = tuple([_node(number, draft, scopes.get(number, "")) for number, draft in enumerate(self.nodes)])
-        counts, first = self._edges.values(), self._first.values()
-        edges = [Edge(*ends, times, meta) for ends, times, meta in zip(self.ends, counts, first, strict=True)]
-        return Graph(nodes, tuple(edges), scope, parameters, unused=unused)
+        drafts = self.nodes if ended else [copy(each) for each in self.nodes]
+        for number, given in self.given.items():
+            drafts[number].arguments = describe_arguments(given)
+        for number, named in scopes.items():
+            drafts[number].scope = named
+        edges = [
+            _DraftEdge(key >> 32, key & _TARGET, self._repeated.get(key, 1), meta) for key, meta in self._edges.items()
+        ]
+        return Graph(tuple(_frozen(Node, drafts)), tuple(_frozen(Edge, edges)), scope, parameters, unused=unused)
 
 
-def _node(number: int, draft: Draft, scope: str) -> Node:
-    return Node(
-        number,
-        draft.kind,
-        draft.name,
-        draft.parent,
-        draft.depth,
-        draft.type_name,
-        draft.call,
-        draft.outputs,
-        draft.parameters,
-        draft.total_parameters,
-        draft.used_parameters,
-        draft.tied,
-        draft.autograd,
-        scope,
-        draft.failed,
-        draft.source,
-        draft.duration_ms,
-        inputs=draft.inputs,
-        arguments=draft.arguments if draft.given is None else describe_arguments(draft.given),
-        flops=draft.flops,
-        saved_bytes=draft.saved_bytes,
-        note=draft.note,
-    )
+_TARGET = 0xFFFFFFFF
+
+
+def _frozen(kind: type[Frozen], drafts: list[Any]) -> list[Frozen]:
+    """Turn drafts into objects of a frozen dataclass with the same fields, in an eighth of the time to create them."""
+    for each in drafts:
+        each.__class__ = kind
+    return drafts
 
 
 def meta_of(tensor: Tensor) -> TensorMeta:
     """Return the shape, dtype and device of a tensor; the shape is empty if it is unknown or not made of integers."""
-    return _meta(_shape(tensor), tensor.dtype, tensor.device)
+    return _described(_shape(tensor), tensor.dtype, tensor.device)[0]
 
 
-def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
+def metas_of(tensors: Sequence[Tensor]) -> tuple[TensorMeta, ...]:
     """Return the shape, dtype and device of each of several tensors."""
-    return interned(tuple([meta_of(each) for each in tensors]))
+    if len(tensors) == 1:
+        tensor = tensors[0]
+        return _described(_shape(tensor), tensor.dtype, tensor.device)
+    return interned([meta_of(each) for each in tensors])
 
 
-def interned(found: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
-    """Return an equal tuple that is shared with other nodes, to save memory."""
-    return _tuples.setdefault(found, found) if len(_tuples) < _MOST_TUPLES else found
+def interned(metas: list[TensorMeta]) -> tuple[TensorMeta, ...]:
+    """Return a tuple that is shared with other nodes, to save memory."""
+    key = tuple(map(id, metas))
+    known = _tuples.get(key)
+    if known is None:
+        known = tuple(metas)
+        if len(_tuples) < _MOST_TUPLES:
+            _tuples[key] = known
+    return known
 
 
-# Equal tuples are interned to save memory.
-_tuples: dict[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = {}
+# Keyed by ids, since hashing a TensorMeta takes several times as long. The values keep the ids from being reused.
+_tuples: dict[tuple[int, ...], tuple[TensorMeta, ...]] = {(): ()}
 _MOST_TUPLES = 1024
 
 
 @lru_cache(1024)
-def _meta(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorMeta:
-    return TensorMeta(shape, str(dtype).removeprefix("torch."), str(device))
+def _described(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[TensorMeta]:
+    return (TensorMeta(tuple(shape), str(dtype).removeprefix("torch."), str(device)),)
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
-    if type(tensor) is Tensor and not tensor.is_nested:
-        return tuple(tensor.shape)
-    if type(tensor) is Parameter:
-        return tuple(tensor.shape)
+    if type(tensor) is Parameter or (type(tensor) is Tensor and not tensor.is_nested):
+        return tensor.shape
     try:
         sizes = () if is_uninitialized(tensor) else tuple(tensor.shape)
     except (RuntimeError, TypeError):

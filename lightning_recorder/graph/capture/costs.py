@@ -14,10 +14,10 @@ from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of
 from lightning_recorder.graph.capture.function_calls import PLAIN
 from lightning_recorder.graph.capture.origins import TensorOrigins
 from lightning_recorder.graph.model import TensorMeta
-from lightning_recorder.internals.autograd import address_of, saved_tensors
+from lightning_recorder.internals.autograd import saved_tensors
 from lightning_recorder.internals.pause_recording import pause_recording
 from lightning_recorder.internals.preserve_state import same_random_numbers
-from lightning_recorder.internals.storage import storage_of
+from lightning_recorder.internals.storage import address_of, storage_of
 
 __all__ = ["Costs"]
 

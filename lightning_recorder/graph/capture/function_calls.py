@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -15,23 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_recorder.internals.autograd import CALL_OF_FUNCTION, CALL_OF_MODULE, version_of
+from lightning_recorder.internals.autograd import CALL_OF_FUNCTION, CALL_OF_MODULE
 from lightning_recorder.structure import iter_tensors
 
 __all__ = [
     "PLAIN",
     "Caller",
     "CustomCall",
-    "Versions",
     "find_caller",
     "function_name",
     "tensors_in",
-    "versions",
     "writes",
 ]
-
-Versions = list[tuple[Tensor, int | None]]
-"""The tensors that a function takes, with their version counters before the call."""
 
 # Types that cannot hold tensors, checked first because every argument of every function is checked.
 _OF_PYTHON = (type(None), type(...), bool, int, float, str, complex, slice, range)
@@ -100,11 +95,6 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Versions:
-    """Return the tensors that a function takes, with their version counters."""
-    return [(each, version_of(each)) for each in tensors_in((*args, *kwargs.values()) if kwargs else args)]
-
-
 class _Part(Enum):
     """The owner of the code that a frame runs."""
 
@@ -158,7 +148,7 @@ class Caller:
 _OF_TRAINER = Caller(trainer=True)
 
 
-def find_caller(*, outermost: bool = False) -> Caller:
+def find_caller(*, outermost: bool = False, skip: int = 0) -> Caller:
     """Find the caller of the function that is being recorded.
 
     The first frame outside of torch and this package decides. The search for an ``autograd.Function`` ends at the call
@@ -168,8 +158,9 @@ def find_caller(*, outermost: bool = False) -> Caller:
     Args:
         outermost: Also search for the trainer around the caller. Code of a user that the trainer runs as a callback or
             a logger counts as the trainer's.
+        skip: The number of frames around this function to leave out. They must belong to this package.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1 + skip)
     deciding: FrameType | None = None
     custom: CustomCall | None = None
     looking = CALL_OF_FUNCTION is not None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,16 +17,17 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_recorder.errors import ForwardError, RecordingError, describe_error, warn
-from lightning_recorder.graph.capture.function_calls import Versions, versions
+from lightning_recorder.graph.capture.function_calls import tensors_in
 from lightning_recorder.graph.capture.modules import is_fused, is_opaque
 from lightning_recorder.graph.capture.step import StepRecording
 from lightning_recorder.graph.model import Graph
 from lightning_recorder.internals.autograd import (
     current_function_mode,
-    in_backward,
+    graph_task,
     is_tracing,
     remove_hook,
     sequence_number,
+    versions_of,
     without_functions,
 )
 from lightning_recorder.internals.compiled import (
@@ -38,7 +39,7 @@ from lightning_recorder.internals.compiled import (
     stop_observing,
 )
 from lightning_recorder.internals.hooks import ModuleHook
-from lightning_recorder.internals.pause_recording import is_paused, pause_recording
+from lightning_recorder.internals.pause_recording import PAUSES, pause_recording
 from lightning_recorder.names import named_submodules
 
 __all__ = ["GraphCapture", "capture_call", "capture_graph"]
@@ -121,13 +122,16 @@ class GraphCapture:
         self._eager = eager
         self._stance = EagerStance()
         self._broken = False
+        self._ended = False
+        self._graph: Graph | None = None
+        """The graph, once it was asked for after the end."""
         with pause_recording():
             self._guarded(self._recording.note_inputs, inputs, name)
 
     def __enter__(self) -> Self:
         if self._mode is not None:
             raise RecordingError("this capture is already active: create one for each block to record")
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         if self._eager:
             self._stance.hold()
         if not self._broken:
@@ -195,6 +199,7 @@ class GraphCapture:
         mode, self._mode = self._mode, None
         if mode is not None and not self._in_compiled:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        self._ended = True
 
     def stop(self) -> None:
         """Stop recording. The hooks stay registered until the context is left."""
@@ -218,16 +223,21 @@ class GraphCapture:
 
     def graph(self) -> Graph:
         """Return the graph recorded so far."""
-        return self._recording.finish(self._scope)
+        if self._graph is not None:
+            return self._graph
+        graph = self._recording.finish(self._scope, ended=self._ended)
+        if self._ended:
+            self._graph = graph
+        return graph
 
     # Callbacks of the function mode and the hooks.
 
     def _watching(self) -> bool:
         return (
             self._active
-            and threading.get_ident() == self._thread
-            and not is_paused()
-            and not in_backward()
+            and get_ident() == self._thread
+            and not PAUSES.value
+            and graph_task() == -1
             # torch.jit.trace runs the model to record it itself, with tensors in place of shapes.
             and not is_tracing()
         )
@@ -252,21 +262,25 @@ class GraphCapture:
         # Ignore the root's own call: under DDP it encloses the training step, on a single device it is inside it.
         # Ignore calls inside a fused module: it is recorded as one function.
         inside = (self._paused_in is not None and self._paused_in is not module) or self._in_compiled
-        return not inside and module is not self.module and self._watching()
+        return not inside and module is not self.module
 
     def _before_call(self, module: nn.Module, args: Any) -> None:
+        if not self._watching():
+            return
         if self._is_part(module):
             self._guarded(self._recording.enter_call, module)
-        if is_fused(module) and self._watching():
+        if is_fused(module) and self._active:
             self._pause(module)
 
     def _after_call(self, module: nn.Module, *inputs_and_output: Any) -> None:
+        if not self._watching():
+            return
         # If forward raised, torch calls the hook without keyword arguments.
         failed = len(inputs_and_output) == 2
         *inputs, output = inputs_and_output
-        if is_fused(module) and self._watching() and module is self._paused_in:
+        if module is self._paused_in and is_fused(module):
             self._resume()
-        if module is self.module and not failed and is_opaque(module) and self._watching():
+        if module is self.module and not failed and is_opaque(module):
             self._guarded(self._recording.leave_opaque_root, inputs, output)
         if self._is_part(module):
             self._guarded(self._recording.leave_call, module, inputs, output, failed)
@@ -349,10 +363,11 @@ class _CaptureMode(TorchFunctionMode):
                 raise
         costs = owner._recording.costs
         begun = 0.0 if costs is None else time.perf_counter()
-        before: Versions | None = None
+        inputs: list[Tensor] | None = None
         try:
             with without_functions():
-                before = versions(args, kwargs)
+                inputs = tensors_in((*args, *kwargs.values()) if kwargs else args)
+                before = versions_of(inputs)
         except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
             owner._break(error)
         start = sequence_number()
@@ -360,19 +375,19 @@ class _CaptureMode(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception:
-            if before is not None:
-                owner._guarded(owner._recording.suspect, func, before)
+            if inputs is not None:
+                owner._guarded(owner._recording.suspect, func, inputs)
             raise
-        if before is None:
+        if inputs is None:
             return result
         if func is torch.autograd.grad:
-            owner._guarded(owner._recording.note_grad, before, result)
+            owner._guarded(owner._recording.note_grad, inputs, result)
         else:
             # Not by _guarded: this is called for each function.
             try:
                 with without_functions():
                     ended = 0.0 if costs is None else time.perf_counter()
-                    node = owner._recording.note_function(func, args, kwargs, before, start, result)
+                    node = owner._recording.note_function(func, args, kwargs, inputs, before, start, result)
                     if costs is not None:
                         costs.note(node, func, args, kwargs, ended - called)
                         costs.overhead_s += called - begun + time.perf_counter() - ended

@@ -85,7 +85,7 @@ class ModelNames:
 
     def aliases(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the other names of a parameter or buffer that several modules register."""
-        return self._aliases.get(id(tensor), ()) if self.tensor(tensor) is not None else ()
+        return self._aliases.get(id(tensor), ()) if self._aliases and self.tensor(tensor) is not None else ()
 
     def clear(self) -> None:
         """Forget all modules and tensors."""
@@ -108,7 +108,8 @@ class ModelNames:
                 if tensor is None:
                     continue
                 path = f"{name}.{key}" if name else key
-                if self.tensor(tensor) is None:
+                # Another tensor may have had the same id before.
+                if id(tensor) not in self._tensors or self.tensor(tensor) is None:
                     known = self._tensors[id(tensor)] = _NamedTensor(tensor)
                     known.known = kind, path, id(module)
                     self._aliases.pop(id(tensor), None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node as AutogradNode
+from torch.nn import Parameter
 
 from lightning_recorder.graph.capture.builder import GraphBuilder, meta_of, metas_of
 from lightning_recorder.graph.capture.function_calls import CustomCall, tensors_in
@@ -15,7 +16,7 @@ from lightning_recorder.graph.capture.modules import ModelNames
 from lightning_recorder.graph.capture.ownership import AutogradOwners
 from lightning_recorder.graph.capture.provenance import Provenance
 from lightning_recorder.graph.model import Kind, TensorMeta
-from lightning_recorder.internals.autograd import function_behind, is_view, sequence_number, unwrapped
+from lightning_recorder.internals.autograd import function_behind, in_transform, is_view, sequence_number, unwrapped
 from lightning_recorder.internals.storage import is_uninitialized
 
 __all__ = ["IGNORED", "Call", "CustomNode", "TensorOrigins"]
@@ -64,6 +65,8 @@ class TensorOrigins:
         self._buffers: dict[int, int] = {}
         """The nodes of the model's buffers, by the id of the tensor."""
         self.names: ModelNames | None = None
+        self.bind = self._provenance.bind
+        self.is_bound = self._provenance.is_bound
 
     def forget(self) -> None:
         """Forget all tensors and modules."""
@@ -72,18 +75,14 @@ class TensorOrigins:
         if self.names is not None:
             self.names.clear()
 
-    def bind(self, tensor: Tensor, node: int, *, wrote: bool = False, meta: TensorMeta | None = None) -> None:
-        """Remember the node that returned a tensor, or that wrote into it."""
-        self._provenance.bind(tensor, node, wrote=wrote, meta=meta)
-
     def is_known(self, tensor: Tensor) -> bool:
         """Return True if the node that gave a tensor its values was observed."""
-        return self._provenance.fast_path(tensor) is not None or self.known(tensor) is not None
+        return self.is_bound(tensor) or self.known(tensor) is not None
 
     def of_inputs(
         self, tensors: list[Tensor], written: tuple[Tensor, ...], outputs: list[Tensor], start: int
-    ) -> list[tuple[int, TensorMeta]]:
-        """Return the nodes that gave the inputs of a function their values, with the shapes of the inputs.
+    ) -> tuple[list[int], list[TensorMeta]]:
+        """Return the nodes that gave the inputs of a function their values, and the shapes of the inputs.
 
         Args:
             tensors: The inputs.
@@ -92,22 +91,49 @@ class TensorOrigins:
             start: The sequence number of the backward graph before the function ran.
         """
         complete = self._owners.is_complete(start)
-        found: list[tuple[int, TensorMeta]] = []
+        nodes: list[int] = []
+        metas: list[TensorMeta] = []
         new: set[int] | None = None
         differentiable = False
+        find = self._provenance.fast_path
         for tensor in tensors:
-            known = self._provenance.fast_path(tensor) if complete else None
-            if known is None:
-                if new is None:
-                    # A tensor that was written to already has a new part of the backward graph, which does not belong
-                    # to its origin. A view outside of the backward graph is not inspected, since torch would regenerate
-                    # its grad_fn out of order.
-                    new = set(map(id, written))
-                    differentiable = any(unwrapped(each).requires_grad for each in (*outputs, *written))
-                settled = id(tensor) not in new and (differentiable or not is_view(tensor))
-                known = self.of(tensor, settled=settled), meta_of(tensor)
-            found.append(known)
-        return found
+            known = find(tensor) if complete else None
+            if known is not None and known.meta is not None:
+                nodes.append(known.node)
+                metas.append(known.meta)
+                continue
+            if complete and type(tensor) is Parameter and (node := self._first_use(tensor)) is not None:
+                nodes.append(node)
+                metas += self._builder.nodes[node].outputs
+                continue
+            if new is None:
+                # A tensor that was written to already has a new part of the backward graph, which does not belong to
+                # its origin. A view outside of the backward graph is not inspected, since torch would regenerate its
+                # grad_fn out of order.
+                new = set(map(id, written))
+                differentiable = any(unwrapped(each).requires_grad for each in (*outputs, *written))
+            settled = id(tensor) not in new and (differentiable or not is_view(tensor))
+            nodes.append(self.of(tensor, settled=settled))
+            metas.append(meta_of(tensor))
+        return nodes, metas
+
+    def connect_inputs(self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor]) -> bool:
+        """Add the edges into a function; return True if one of its inputs requires a gradient."""
+        if in_transform():
+            inputs = [unwrapped(each) if not each.requires_grad else each for each in inputs]
+        passing = [each.requires_grad for each in inputs]
+        self._builder.connect_all(node, sources, metas, passing)
+        return True in passing
+
+    def connect_inside(self, node: int, sources: list[int], metas: list[TensorMeta], inputs: list[Tensor]) -> bool:
+        """Add the edges into a custom function for a function inside it; see :meth:`connect_inputs`."""
+        # Its own results add no edges, and its arguments are connected already.
+        kept = [
+            (source, meta, tensor)
+            for source, meta, tensor in zip(sources, metas, inputs, strict=True)
+            if source < node and not self._builder.is_connected(source, node)
+        ]
+        return self.connect_inputs(node, [each[0] for each in kept], [each[1] for each in kept], [e[2] for e in kept])
 
     def behind(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return the leaves of the unobserved part of torch's backward graph behind some tensors."""
@@ -151,11 +177,10 @@ class TensorOrigins:
         """
         if source == IGNORED:
             return
-        draft = self._builder.nodes[source]
-        if meta is not None and not draft.outputs:
+        if meta is not None and not self._builder.nodes[source].outputs:
             # A custom call whose results were not observed inside it, or only before a transform wrapped them.
-            draft.outputs = (meta,)
-        self._builder.connect(source, target, meta, differentiable=differentiable)
+            self._builder.nodes[source].outputs = (meta,)
+        self._builder.connect(source, target, meta, differentiable)
 
     def of(self, tensor: Tensor, *, settled: bool = True) -> int:
         """Return the node that gave the tensor its values, and add a node if there is none.
@@ -170,7 +195,10 @@ class TensorOrigins:
             if known is not None:
                 self._add_result(tensor, known)
             else:
-                known = self._add_unseen(tensor) if self._owners.is_new(tensor) else self._add_from_outside(tensor)
+                is_new = self._owners.is_new(tensor)
+                known = (
+                    self._add_unseen(tensor) if is_new else self._add_from_outside(tensor, self.model_tensor(tensor))
+                )
         elif settled and self._owners.is_new(tensor):
             # Created after the function was observed: by a custom call around it, a checkpoint, or the use of a view.
             self.claim([tensor], known)
@@ -221,15 +249,21 @@ class TensorOrigins:
             self._builder.nodes[node].outputs += (meta_of(tensor),)
         self._provenance.bind(tensor, node)
 
-    def _add_from_outside(self, tensor: Tensor) -> int:
-        kind, name, owner = self.model_tensor(tensor) or ("tensor", "", None)
+    def _first_use(self, parameter: Parameter) -> int | None:
+        """Add the node of a parameter of the model at its first use; return ``None`` for any other."""
+        own = None if parameter.grad_fn is not None or self.is_bound(parameter) else self.model_tensor(parameter)
+        return None if own is None else self._add_from_outside(parameter, own)
+
+    def _add_from_outside(self, tensor: Tensor, own: tuple[Kind, str, int] | None) -> int:
+        kind, name, owner = own or ("tensor", "", None)
         parent = self._calls[-1].node if owner is None else self._owning_call(name, owner)
-        node = self._builder.add(kind, name, parent, (meta_of(tensor),))
+        metas = metas_of([tensor])
+        node = self._builder.add(kind, name, parent, metas)
         if kind == "buffer":
             self._buffers[id(tensor)] = node
         if owner is not None and self.names is not None:
             self._builder.nodes[node].tied = self.names.aliases(tensor)
-        self._provenance.bind(tensor, node, meta=self._builder.nodes[node].outputs[0])
+        self._provenance.bind(tensor, node, meta=metas[0])
         return node
 
     def _owning_call(self, name: str, owner: int) -> int:
@@ -238,8 +272,10 @@ class TensorOrigins:
         A list of parameters is never called itself, nor is a layer of which only the weight is used.
         """
         for call in reversed(self._calls):
+            if id(call.module) == owner:
+                return call.node
             called = self._builder.nodes[call.node].name
-            if id(call.module) == owner or not called or name.startswith(f"{called}."):
+            if not called or name.startswith(f"{called}."):
                 return call.node
         return self._calls[-1].node
 
@@ -247,7 +283,7 @@ class TensorOrigins:
         """Return the kind of a parameter or buffer, its name, and the id of the module that owns it."""
         return None if self.names is None else self.names.tensor(tensor)
 
-    def claim(self, tensors: Iterable[Tensor], node: int, start: int | None = None) -> None:
+    def claim(self, tensors: Sequence[Tensor], node: int, start: int | None = None) -> None:
         """Assign the new part of torch's backward graph behind some tensors to a node.
 
         Args:
@@ -256,9 +292,10 @@ class TensorOrigins:
             start: The sequence number of the backward graph before the node ran, if it is a function.
         """
         owners = self._owners
-        names = owners.claim(tensors, node) if start is None else owners.claim_new(list(tensors), node, start)
+        names = owners.claim(tensors, node) if start is None else owners.claim_new(tensors, node, start)
         if names and node >= 0:
-            self._builder.nodes[node].autograd += names
+            draft = self._builder.nodes[node]
+            draft.autograd = draft.autograd + names if draft.autograd else names
 
     def autograd_nodes(self, tensors: Iterable[Tensor], node: int) -> Iterator[AutogradNode]:
         """Yield the nodes of torch's backward graph behind some tensors that were assigned to a recorded node."""

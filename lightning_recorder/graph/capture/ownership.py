@@ -8,7 +8,13 @@ from functools import lru_cache
 from torch import Tensor
 from torch.autograd.graph import Node as AutogradNode
 
-from lightning_recorder.internals.autograd import LEAF_NUMBER, sequence_number, sequence_number_of, unwrapped
+from lightning_recorder.internals.autograd import (
+    LEAF_NUMBER,
+    in_transform,
+    sequence_number,
+    sequence_number_of,
+    unwrapped,
+)
 
 __all__ = ["AutogradOwners"]
 
@@ -67,36 +73,40 @@ class AutogradOwners:
             The types of the nodes behind the tensors, starting with the last.
         """
         end = sequence_number()
-        complete = self.is_complete(start)
+        complete = len(self._owners) + len(self._unreached) == start - self._first
         if complete and end == start:
             return ()
-        node = self._made_by(tensors[0]) if complete and end == start + 1 and len(tensors) == 1 else None
-        if node is not None and sequence_number_of(node) == start:
-            # The usual case: the function has created one node.
-            self._owners[start] = owner
-            return _alone(node.name())
-        names = self.claim(tensors, owner)
-        if len(self._owners) < _MOST_NODES:
+        if complete and end == start + 1 and len(tensors) == 1:
+            node = self._made_by(tensors[0])
+            if node is not None and sequence_number_of(node) == start:
+                # The usual case: the function has created one node.
+                self._owners[start] = owner
+                return _alone(node.name())
+        # All new nodes are known to be new, so the search ends with the last one.
+        names = self.claim(tensors, owner, end - start if complete and not self._unreached else _MOST_NODES)
+        if not (complete and len(names) == end - start) and len(self._owners) < _MOST_NODES:
             # Such as those of intermediate results that nothing uses, or of the tangents of forward-mode gradients.
             self._unreached.update(number for number in range(start, end) if number not in self._owners)
         return names
 
-    def claim(self, tensors: Iterable[Tensor], owner: int) -> tuple[str, ...]:
-        """Assign all nodes without an owner behind the tensors to one recorded node.
+    def claim(self, tensors: Iterable[Tensor], owner: int, most: int = _MOST_NODES) -> tuple[str, ...]:
+        """Assign all nodes without an owner behind the tensors, or the first few, to one recorded node.
 
         Returns:
             The types of these nodes, starting with the last.
         """
         names: list[str] = []
         todo = [node for tensor in tensors if (node := self._made_by(tensor)) is not None]
-        while todo:
-            node = todo.pop(0)
+        owners, first = self._owners, self._first
+        for node in todo:  # which grows
             number = sequence_number_of(node)
-            if self._is_unowned(number):
-                self._owners[number] = owner
+            if number >= first and number not in owners:
+                owners[number] = owner
                 self._unreached.discard(number)
                 names.append(node.name())
-                todo.extend(before for before, _ in node.next_functions if before is not None)
+                if len(names) == most:
+                    break
+                todo += [before for before, _ in node.next_functions if before is not None]
         return tuple(names)
 
     def owned(self, tensors: Iterable[Tensor], owner: int) -> Iterator[AutogradNode]:
@@ -137,6 +147,7 @@ class AutogradOwners:
         # torch frees a chain of nodes that Python has seen recursively, so a long chain overflows the stack.
         if len(self._owners) >= _MOST_NODES:
             return None
-        # A torch.func wrapper has a backward graph of its own, which ends with the transform.
-        tensor = unwrapped(tensor)
+        if in_transform():
+            # A torch.func wrapper has a backward graph of its own, which ends with the transform.
+            tensor = unwrapped(tensor)
         return tensor.grad_fn if tensor.requires_grad else None

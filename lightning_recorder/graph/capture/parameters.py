@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_recorder.graph.capture.builder import Draft
 from lightning_recorder.internals.storage import is_uninitialized
 
-__all__ = ["ParameterCounts", "count", "count_below", "note_used", "own_parameters"]
+__all__ = ["ParameterCounts", "count", "note_used", "own_parameters"]
 
 
 def count(parameters: Iterable[Tensor]) -> int:
@@ -21,27 +21,11 @@ def count(parameters: Iterable[Tensor]) -> int:
     return sum([each.numel() for each in parameters if type(each) is nn.Parameter or not is_uninitialized(each)])
 
 
-def own_parameters(module: nn.Module) -> Iterable[Tensor]:
-    """Return the module's own parameters, even if its class overrides ``parameters``."""
+def own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the module's own parameters with their names, even if its class overrides ``named_parameters``."""
     if isinstance(module, torch.jit.ScriptModule):
-        return module.parameters(recurse=False)
-    return [each for each in module._parameters.values() if each is not None]
-
-
-def count_below(module: nn.Module) -> int:
-    """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
-    found: dict[int, Tensor] = {}
-    # Without the nested generators of ``modules()``. A module in several places is visited once.
-    parts = {id(module): module}
-    pending = [module]
-    for part in pending:
-        for each in own_parameters(part):
-            found[id(each)] = each
-        for inner in part._modules.values():
-            if inner is not None and id(inner) not in parts:
-                parts[id(inner)] = inner
-                pending.append(inner)
-    return count(found.values())
+        return list(module.named_parameters(recurse=False))
+    return [(name, each) for name, each in module._parameters.items() if each is not None]
 
 
 class ParameterCounts:
@@ -51,17 +35,36 @@ class ParameterCounts:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[nn.Module], dict[int, int]]] = {}
+        """For each module the numbers of elements of all parameters below it, by the id of the parameter."""
 
     def of(self, module: nn.Module) -> int:
-        """Return the number of elements of the parameters of a module and its submodules."""
+        """Return the number of elements of the parameters of a module and its submodules, each parameter once."""
         known = self._known.get(id(module))
         if known is None or known[0]() is not module:
-            known = self._known[id(module)] = weakref.ref(module), count_below(module)
-        return known[1]
+            known = self._known[id(module)] = weakref.ref(module), self._below(module, set())
+        return sum(known[1].values())
+
+    def now(self, module: nn.Module) -> int:
+        """Return the present number for a module whose call has not ended."""
+        self._known.pop(id(module), None)
+        return sum(self._below(module, set()).values())
+
+    def _below(self, module: nn.Module, around: set[int]) -> dict[int, int]:
+        around.add(id(module))  # a module may contain itself
+        found = {
+            id(each): each.numel()
+            for _, each in own_parameters(module)
+            if type(each) is nn.Parameter or not is_uninitialized(each)
+        }
+        for inner in module._modules.values():
+            if inner is not None and id(inner) not in around:
+                known = self._known.get(id(inner))
+                found |= self._below(inner, around) if known is None or known[0]() is not inner else known[1]
+        return found
 
 
-def note_used(nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], unobserved: Set[int]) -> None:
+def note_used(nodes: Sequence[Draft], sources: Iterable[int], unobserved: Set[int]) -> None:
     """Set the number of used parameters of each module call.
 
     A parameter is used if any edge leaves it, wherever that edge leads. It belongs to every module in whose name its
@@ -69,16 +72,19 @@ def note_used(nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], unobserv
 
     Args:
         nodes: All nodes of the recording.
-        edges: The source and target of each edge.
+        sources: The nodes that edges leave.
         unobserved: The calls with a computation that was not observed; their numbers and those of the calls around
             them stay unknown.
     """
-    used = {nodes[source].name: nodes[source] for source, _ in edges if nodes[source].kind == "parameter"}
+    used = {nodes[source].name: nodes[source] for source in sources if nodes[source].kind == "parameter"}
     below: dict[str, int] = {}
+    inside: dict[str, list[str]] = {}  # the modules around each module
     for name, node in used.items():
         number = sum([math.prod(meta.shape) for meta in node.outputs])
-        for around in dict.fromkeys([around for each in (name, *node.tied) for around in _modules_around(each)]):
-            below[around] = below.get(around, 0) + number
+        owners = [each.rpartition(".")[0] for each in (name, *node.tied)]
+        around = [name for owner in owners for name in inside.get(owner) or _around(owner, inside)]
+        for each in around if len(owners) == 1 else set(around):
+            below[each] = below.get(each, 0) + number
     unknown = set(unobserved)
     for number in unobserved:
         while (parent := nodes[number].parent) is not None:
@@ -88,7 +94,8 @@ def note_used(nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], unobserv
             node.used_parameters = min(below.get(node.name, 0), node.total_parameters)
 
 
-def _modules_around(name: str) -> Iterable[str]:
-    """Return the names of the modules that contain a tensor, from the innermost to the root."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
+def _around(module: str, known: dict[str, list[str]]) -> list[str]:
+    """Return the names of a module and of those around it, from the innermost to the root, and remember them."""
+    parts = module.split(".") if module else []
+    found = known[module] = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+    return found

@@ -9,17 +9,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_recorder.graph.model import TensorMeta
-from lightning_recorder.internals.autograd import address_of, unwrapped
-from lightning_recorder.internals.storage import StorageReference, storage_of
+from lightning_recorder.internals.autograd import in_transform, unwrapped
+from lightning_recorder.internals.storage import address_of, hold_address, is_expired, release_address, storage_of
 
-__all__ = ["Provenance"]
+__all__ = ["Known", "Provenance"]
 
 
 _SWEEP_AFTER = 16  # storages
+_LEAST_NODE = -1  # for a tensor that is not tracked
 _WITH_SHAPES = (Tensor, Parameter)
 
 
-class _Known(weakref.ref[Tensor]):
+class Known(weakref.ref[Tensor]):
     """A weak reference to a tensor, with the node that returned it, the time of that, and the shape and dtype."""
 
     __slots__ = ("dtype", "meta", "node", "time")
@@ -27,7 +28,7 @@ class _Known(weakref.ref[Tensor]):
     node: int
     time: int
     meta: TensorMeta | None
-    dtype: torch.dtype | None
+    dtype: torch.dtype
 
 
 class Provenance:
@@ -40,9 +41,10 @@ class Provenance:
     def __init__(self) -> None:
         self._time = 0
         self._last_write = 0
-        self._tensors: dict[int, _Known] = {}
-        # Keyed by address. The weak reference keeps the address from being reused, without keeping the memory alive.
-        self._storages: dict[int, StorageReference] = {}
+        self._tensors: dict[int, Known] = {}
+        # Keyed by address, which is held. A value is time × 2³² + node, since Python's garbage collector need not
+        # traverse numbers.
+        self._storages: dict[int, int] = {}
         self._young: list[int] = []
         self._sweep_all_at = 4 * _SWEEP_AFTER
 
@@ -59,24 +61,26 @@ class Provenance:
             wrote: True if the node wrote into the memory of the tensor.
             meta: The shape and dtype of the tensor; see :meth:`fast_path`.
         """
-        self._time += 1
-        known = self._tensors[id(tensor)] = _Known(tensor)
-        known.node, known.time, known.meta, known.dtype = node, self._time, None, None
-        # The shape of any other tensor may be something else than a tuple of integers.
-        if type(tensor) in _WITH_SHAPES and not tensor.is_nested:
+        self._time = time = self._time + 1
+        known = self._tensors[id(tensor)] = Known(tensor)
+        known.node, known.time, known.meta = node, time, None
+        # The shape of any other tensor may be something else than a tuple of integers. That of a nested one is empty.
+        if meta is not None and type(tensor) in _WITH_SHAPES and (meta.shape or not tensor.is_nested):
             known.meta, known.dtype = meta, tensor.dtype
         if wrote:
-            self._last_write = self._time
-        storage = storage_of(unwrapped(tensor))
+            self._last_write = time
+        storage = storage_of(tensor if not in_transform() else unwrapped(tensor))
         if storage is None:
             return
         address = address_of(storage)
-        if wrote or address not in self._storages:
-            reference = self._storages[address] = StorageReference(storage)
-            reference.node, reference.time = node, self._time
+        if address not in self._storages:
+            hold_address(storage)
+            self._storages[address] = (time << 32) + node
             self._young.append(address)
             if len(self._young) >= 2 * _SWEEP_AFTER:
                 self._sweep()
+        elif wrote:
+            self._storages[address] = (time << 32) + node
 
     def _sweep(self) -> None:
         """Release storages whose memory is freed.
@@ -92,19 +96,22 @@ class Provenance:
             self._sweep_all_at = 2 * len(self._storages) + 2 * _SWEEP_AFTER
 
     def _forget_the_dead(self, addresses: list[int]) -> None:
-        for address in addresses:
-            storage = self._storages.get(address)
-            if storage is not None and storage.is_freed():
-                del self._storages[address]
+        for address in filter(is_expired, filter(self._storages.__contains__, addresses)):
+            del self._storages[address]
+            release_address(address)
 
-    def fast_path(self, tensor: Tensor) -> tuple[int, TensorMeta] | None:
+    def fast_path(self, tensor: Tensor) -> Known | None:
         """Return the node and the shape of a tensor that was bound with them and not changed since, else None."""
         known = self._tensors.get(id(tensor))
-        if known is None or known.meta is None or known.time < self._last_write or known() is not tensor:
+        if known is None or (meta := known.meta) is None or known.time < self._last_write or known() is not tensor:
             return None
         # A tensor may be resized, or get other data.
-        same = known.meta.shape == tensor.shape and known.dtype is tensor.dtype
-        return (known.node, known.meta) if same else None
+        return known if meta.shape == tensor.shape and known.dtype is tensor.dtype else None
+
+    def is_bound(self, tensor: Tensor) -> bool:
+        """Return True if a tensor itself was bound to a node."""
+        known = self._tensors.get(id(tensor))
+        return known is not None and known() is tensor
 
     def of(self, tensor: Tensor, *, own: bool = False) -> int | None:
         """Return the node that gave the tensor its present values; ``None`` if that was not observed.
@@ -121,11 +128,18 @@ class Provenance:
             return None
         storage = storage_of(unwrapped(tensor))
         writer = None if storage is None else self._storages.get(address_of(storage))
-        if known is None:
-            return None if writer is None else writer.node
-        return known.node if writer is None or writer.time <= known.time else writer.node
+        if writer is None:
+            return None if known is None else known.node
+        time = (writer - _LEAST_NODE) >> 32
+        return writer - (time << 32) if known is None or time > known.time else known.node
 
     def clear(self) -> None:
         """Forget all tensors."""
         self._tensors.clear()
+        for address in self._storages:
+            release_address(address)
         self._storages.clear()
+        self._young.clear()
+
+    def __del__(self) -> None:
+        self.clear()

@@ -22,17 +22,18 @@ class Scopes:
     def __init__(self, nodes: Sequence[Draft], edges: Iterable[tuple[int, int]], scope: str) -> None:
         self._nodes = nodes
         self._scope = scope
+        self._edges = edges
         self._targets: dict[int, list[int]] = {}
         self._sources: dict[int, list[int]] = {}
-        for source, target in edges:
-            self._targets.setdefault(source, []).append(target)
-            self._sources.setdefault(target, []).append(source)
 
     def named(self) -> dict[int, str]:
         """Return the scope of each node except the root; empty if there is no backward pass."""
         passes = [number for number, node in enumerate(self._nodes) if _is_backward(node)]
         if not passes:
             return {}
+        for source, target in self._edges:
+            self._targets.setdefault(source, []).append(target)
+            self._sources.setdefault(target, []).append(source)
         leading = self._leading()
         loss = self._loss(leading)
         ends = self._ends(passes, leading)

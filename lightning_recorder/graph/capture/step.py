@@ -14,22 +14,15 @@ from torch import Tensor, nn
 from lightning_recorder.graph.capture.builder import GraphBuilder, interned, meta_of, metas_of
 from lightning_recorder.graph.capture.call_arguments import Given, describe_module, plain_arguments
 from lightning_recorder.graph.capture.costs import Costs
-from lightning_recorder.graph.capture.function_calls import (
-    Caller,
-    Versions,
-    find_caller,
-    function_name,
-    tensors_in,
-    writes,
-)
+from lightning_recorder.graph.capture.function_calls import find_caller, function_name, tensors_in, writes
 from lightning_recorder.graph.capture.gradients import Gradients
 from lightning_recorder.graph.capture.modules import ModelNames, is_fused, is_opaque
 from lightning_recorder.graph.capture.origins import IGNORED, Call, TensorOrigins
-from lightning_recorder.graph.capture.parameters import ParameterCounts, count, count_below, note_used, own_parameters
+from lightning_recorder.graph.capture.parameters import ParameterCounts, count, note_used, own_parameters
 from lightning_recorder.graph.capture.scopes import Scopes
 from lightning_recorder.graph.capture.unused import find_unused
 from lightning_recorder.graph.model import Graph, TensorMeta
-from lightning_recorder.internals.autograd import unwrapped, version_of
+from lightning_recorder.internals.autograd import versions_of
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.structure import iter_tensors
 
@@ -37,6 +30,8 @@ __all__ = ["StepRecording"]
 
 # The functions with which optimizers reset gradients.
 _ZEROES = ("zero", "foreach_zero")
+
+_TENSORS = frozenset((Tensor, nn.Parameter, type(None)))
 
 _GRADIENT = cast(Any, Tensor.grad).__get__
 
@@ -106,18 +101,18 @@ class StepRecording:
         names = self._origins.names
         return self._known | ({} if names is None else names.references())
 
-    def finish(self, scope: str) -> Graph:
-        """Return the graph recorded so far."""
+    def finish(self, scope: str, *, ended: bool) -> Graph:
+        """Return the graph recorded so far; see :meth:`GraphBuilder.finish`."""
         root = self._calls[0].module
         for call in self._calls:
-            self._builder.nodes[call.node].total_parameters = self._counts_below.of(call.module)
-        note_used(self._builder.nodes, self._builder.ends, self._unobserved)
+            self._builder.nodes[call.node].total_parameters = self._counts_below.now(call.module)
+        note_used(self._builder.nodes, self._builder.used(), self._unobserved)
         self._describe_arguments()
         if self.costs is not None:
             self.costs.finish()
         scopes = Scopes(self._builder.nodes, self._builder.ends, scope).named()
         unused = find_unused(root, self._builder, self._opaque)
-        graph = self._builder.finish(scope, count_below(root), scopes, unused)
+        graph = self._builder.finish(scope, self._builder.nodes[0].total_parameters, scopes, unused, ended=ended)
         return replace(graph, modules=self._references())
 
     def _describe_arguments(self) -> None:
@@ -130,10 +125,6 @@ class StepRecording:
             self._builder.nodes[node].arguments = known[key]
         self._modules.clear()
 
-    def _find_caller(self) -> Caller:
-        """Find the caller; directly in the model's own step, it may also be a callback."""
-        return find_caller(outermost=self._outermost and len(self._calls) == 1)
-
     def note_inputs(self, inputs: Any, name: str) -> None:
         """Add an input node for each tensor that the model takes, named by its path."""
         given: dict[int, Tensor] = {}
@@ -141,7 +132,8 @@ class StepRecording:
             # A tensor that is passed twice is one input, for example tokens that are also the labels.
             if id(tensor) not in given:
                 given[id(tensor)] = tensor
-                self._origins.bind(tensor, self._builder.add("input", path, 0, (meta_of(tensor),)))
+                metas = metas_of([tensor])
+                self._origins.bind(tensor, self._builder.add("input", path, 0, metas), meta=metas[0])
 
     def note_outputs(self, outputs: Any, name: str) -> None:
         """Add an output node for each tensor that the model returned, named by its path."""
@@ -156,7 +148,7 @@ class StepRecording:
         """Record the beginning of a module call."""
         self._origins.leave_custom()
         self._failure = None
-        caller = self._find_caller()
+        caller = find_caller(outermost=self._outermost and len(self._calls) == 1, skip=2)
         if caller.trainer and self._outermost and len(self._calls) == 1 and find_caller() != caller:
             return  # a callback calls the model
         names = self._origins.names
@@ -188,12 +180,13 @@ class StepRecording:
         return time.perf_counter() - (0.0 if self.costs is None else self.costs.overhead_s)
 
     def _describe(self, node: int, module: nn.Module) -> None:
-        draft = self._builder.nodes[node]
+        nodes = self._builder.nodes
+        draft = nodes[node]
         draft.type_name = type(module).__name__
-        first = self._builder.nodes[self._first_calls.setdefault(id(module), node)]
+        first = nodes[self._first_calls.setdefault(id(module), node)]
         # The class of a lazy module, and with it the number of its parameters, changes during its first call.
         same = first is not draft and first.type_name == draft.type_name
-        draft.parameters = first.parameters if same else count(own_parameters(module))
+        draft.parameters = first.parameters if same else count([each for _, each in own_parameters(module)])
 
     def leave_call(self, module: nn.Module, inputs: Any, output: Any, failed: bool) -> None:
         """Record the end of a module call.
@@ -205,8 +198,10 @@ class StepRecording:
             failed: True if the call raised.
         """
         self._origins.leave_custom()
-        place = next((at for at in range(len(self._calls) - 1, 0, -1) if self._calls[at].module is module), None)
-        if place is None:
+        place = len(self._calls) - 1
+        while place > 0 and self._calls[place].module is not module:
+            place -= 1
+        if place == 0:
             return
         call = self._calls[place]
         if failed:
@@ -214,8 +209,7 @@ class StepRecording:
         # If a hook of the user raised, the hook that ends an inner call never ran; that call ends with the one around
         # it.
         del self._calls[place + 1 :]
-        given = [output] if type(output) is Tensor else tensors_in([output])
-        taken = _arguments(inputs)
+        given, taken = tensors_in([output]), _arguments(inputs)
         draft = self._builder.nodes[call.node]
         if draft.type_name != type(module).__name__:
             # A lazy module has changed its class and created its parameters during the call.
@@ -251,6 +245,8 @@ class StepRecording:
         self, call: int, module: nn.Module, taken: list[Tensor], given: list[Tensor], *, empty: bool = False
     ) -> None:
         """Add a node for unobserved outputs of a call: from a fused function, TorchScript, or code outside of torch."""
+        if not empty and all(map(self._origins.is_bound, given)):
+            return  # the usual case
         took = set(map(id, taken))
         unseen = [tensor for tensor in given if id(tensor) not in took and not self._origins.is_known(tensor)]
         if unseen:
@@ -293,11 +289,12 @@ class StepRecording:
             The id of the node, or None if the operation is not part of the model.
         """
         tensors = self._origins
-        caller = self._find_caller()
+        # Directly in the model's own step, the caller may also be a callback.
+        caller = find_caller(outermost=self._outermost and len(self._calls) == 1, skip=3)
         changed = [*outputs, *written] if written else outputs
-        origins = tensors.of_inputs(inputs, written, outputs, -1 if start is None else start)
-        if (caller.trainer and not of_model) or (origins and all(origin == IGNORED for origin, _ in origins)):
-            passed = origins[0][0] if origins else IGNORED
+        sources, taken = tensors.of_inputs(inputs, written, outputs, -1 if start is None else start)
+        if (caller.trainer and not of_model) or (sources and max(sources) == IGNORED):
+            passed = sources[0] if sources else IGNORED
             tensors.claim(outputs, IGNORED)
             for tensor in outputs:
                 tensors.bind(tensor, passed)
@@ -305,21 +302,17 @@ class StepRecording:
         self._failure = None
         # An index assignment has no output except the tensor that it wrote into.
         metas = metas_of(outputs or written)
-        inside = tensors.enter_custom(caller.custom, caller.source) if caller.custom is not None else None
-        if inside is None:
-            tensors.leave_custom()
-            taken = interned(tuple([meta for _, meta in origins]))
-            node = self._builder.add("op", name, self._calls[-1].node, metas, caller.source, taken, given)
-        else:
+        inside = None if caller.custom is None else tensors.enter_custom(caller.custom, caller.source)
+        if inside is not None:
             node = inside.node
             inside.results += map(weakref.ref, outputs)
-        differentiable = False
-        for (origin, meta), tensor in zip(origins, inputs, strict=True):
-            # Inside a custom function, its own results add no edges, and its arguments are connected already.
-            if inside is None or (origin < node and not self._builder.is_connected(origin, node)):
-                passes = tensor.requires_grad or unwrapped(tensor).requires_grad
-                tensors.connect(origin, node, meta, differentiable=passes)
-                differentiable = differentiable or passes
+            differentiable = tensors.connect_inside(node, sources, taken, inputs)
+        else:
+            tensors.leave_custom()
+            node = self._builder.add("op", name, self._calls[-1].node, metas, caller.source, interned(taken))
+            if given is not None:
+                self._builder.given[node] = given
+            differentiable = tensors.connect_inputs(node, sources, taken, inputs)
         tensors.claim(changed, node, start)
         if self.costs is not None and inside is None:
             self.costs.note_saved(node, changed)
@@ -332,7 +325,14 @@ class StepRecording:
         return node
 
     def note_function(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: Versions, start: int, result: Any
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        inputs: list[Tensor],
+        before: list[int | None],
+        start: int,
+        result: Any,
     ) -> int | None:
         """Record a call of a torch function.
 
@@ -340,36 +340,38 @@ class StepRecording:
             func: The function.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            before: The tensors that it took, with their version counters before the call.
+            inputs: The tensors that it took.
+            before: Their version counters before the call.
             start: The sequence number of the backward graph before the call.
             result: The return value.
 
         Returns:
             The id of the node, or None if the call is not part of the model.
         """
-        if func == _GRADIENT:
+        name = function_name(func)
+        if name == "grad" and func == _GRADIENT:
             if result is not None:
                 self._origins.bind(result, IGNORED)
             return None
-        inputs = [tensor for tensor, _ in before]
-        outputs = [result] if type(result) is Tensor else tensors_in([result])
-        written = tuple([tensor for tensor, version in before if version_of(tensor) != version])
-        if not written and before and before[0][1] is None and _is_inference(inputs[0]):
+        after = versions_of(inputs)
+        written: tuple[Tensor, ...] = ()
+        if after != before:
+            written = tuple([each for each, old, new in zip(inputs, before, after, strict=True) if old != new])
+        elif before and before[0] is None and _is_inference(inputs[0]):
             # Inference tensors have no version counter.
             written = (inputs[0],) if kwargs.get("inplace") is True or writes(func) else ()
         # A function that returns no new tensor and writes into none is not part of the computation, such as a query of
         # a shape, or ``contiguous`` and ``to`` if they return the tensor that they took.
-        old = {id(tensor) for tensor in inputs}
+        old = set(map(id, inputs))
         if written:
             old.difference_update(map(id, written))
-        outputs = [tensor for tensor in outputs if id(tensor) not in old]
+        outputs = [each for each in tensors_in([result]) if id(each) not in old]
         if not outputs and not written:
             return None
-        name = function_name(func)
         if written and name in _ZEROES:
             self._gradients.note_zeroed(written)
         # A function that takes nothing but tensors needs no further look at its arguments.
-        only_tensors = len(inputs) == len(args) and not kwargs and all(map(torch.is_tensor, args))
+        only_tensors = not kwargs and _TENSORS.issuperset(map(type, args))
         given = None if only_tensors else plain_arguments(func, args, kwargs)
         return self._note(name, inputs, outputs, written, start=start, given=given)
 
@@ -384,11 +386,11 @@ class StepRecording:
             self._origins.connect(self._origins.of(loss), node, meta_of(loss))
         return node
 
-    def note_grad(self, before: Versions, result: Any) -> None:
+    def note_grad(self, inputs: list[Tensor], result: Any) -> None:
         """Record a call of ``torch.autograd.grad``, whose gradients the model uses."""
         self._origins.leave_custom()
         gradients = tensors_in([result])
-        origins = [(self._origins.of(tensor), meta_of(tensor)) for tensor, _ in before]
+        origins = [(self._origins.of(tensor), meta_of(tensor)) for tensor in inputs]
         node = self._builder.add("backward", "grad", self._calls[-1].node, metas_of(gradients), find_caller().source)
         for origin, meta in origins:
             self._origins.connect(origin, node, meta)
@@ -410,7 +412,7 @@ class StepRecording:
         """Record that the backward pass of a node raised."""
         self._failure = node
 
-    def suspect(self, func: Any, before: Versions) -> None:
+    def suspect(self, func: Any, inputs: list[Tensor]) -> None:
         """Remember a function that raised, until it is known whether the model handles the error."""
         caller = find_caller()
         if caller.trainer:
@@ -418,7 +420,7 @@ class StepRecording:
         if caller.custom is not None:
             self._failure = self._origins.enter_custom(caller.custom, caller.source).node
         else:
-            origins = [(self._origins.of(tensor), meta_of(tensor)) for tensor, _ in before]
+            origins = [(self._origins.of(tensor), meta_of(tensor)) for tensor in inputs]
             self._failure = _Failure(function_name(func), origins, self._calls[-1].node, caller.source)
 
     def note_failed(self, calls: int | None = None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from lightning_recorder.graph.capture.builder import Draft, GraphBuilder
+from lightning_recorder.graph.capture.parameters import own_parameters
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.storage import is_uninitialized
 from lightning_recorder.names import is_metric, named_submodules
@@ -35,12 +36,13 @@ def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int]) -
     else:
         used = {nodes[number].name for number in reached if nodes[number].kind == "parameter"}
     frozen = [name for name, trained in parameters.items() if not trained]
-    missing = [name for name, trained in parameters.items() if trained and name not in used]
-    for node in nodes:
-        if node.kind == "parameter" and parameters.get(node.name) is False:
-            node.note = "frozen"
-        elif node.kind == "parameter" and node.name in missing:
-            node.note = "no gradient"
+    missing = dict.fromkeys([name for name, trained in parameters.items() if trained and name not in used])
+    if frozen or missing:
+        for node in nodes:
+            if node.kind == "parameter" and parameters.get(node.name) is False:
+                node.note = "frozen"
+            elif node.kind == "parameter" and node.name in missing:
+                node.note = "no gradient"
     return Unused(
         tuple(_never_called(modules, nodes, {nodes[number].name for number in opaque})),
         tuple(missing),
@@ -54,10 +56,10 @@ def _named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, bool]:
     found: dict[str, bool] = {}
     seen: set[int] = set()
     for name, module in modules.items():
-        for path, each in module.named_parameters(name, recurse=False):
-            if id(each) not in seen and not is_uninitialized(each):
+        for key, each in own_parameters(module):
+            if id(each) not in seen and (type(each) is nn.Parameter or not is_uninitialized(each)):
                 seen.add(id(each))
-                found[path] = each.requires_grad
+                found[f"{name}.{key}" if name else key] = each.requires_grad
     return found
 
 
@@ -88,9 +90,9 @@ def _never_called(modules: Mapping[str, nn.Module], nodes: Iterable[Draft], opaq
                 name = name.rpartition(".")[0]
     unused: set[str] = set()
     for name, module in modules.items():
-        around = name.rpartition(".")[0]
         if name in used or any(name.startswith(f"{each}." if each else "") for each in opaque):
             continue
+        around = name.rpartition(".")[0]
         unused.add(name)
         # A container without entries has nothing to call. A metric is updated in other steps.
         empty = type(module).forward is nn.Module.forward and not any(module.children())
@@ -100,6 +102,8 @@ def _never_called(modules: Mapping[str, nn.Module], nodes: Iterable[Draft], opaq
 
 def _joined(names: list[str], parameters: Mapping[str, bool]) -> Iterable[str]:
     """Return the outermost modules whose parameters are all in a list, and the other parameters by themselves."""
+    if not names:
+        return ()
     others = {""} if len(names) < len(parameters) else set[str]()
     for name in parameters.keys() - set(names):
         while name:
@@ -118,12 +122,13 @@ def _stops(builder: GraphBuilder, before: Mapping[int, list[int]], reached: set[
     if reached is None:
         return
     nodes = builder.nodes
-    leading = builder.leading(before)
-    taking = {target for source, target in builder.ends if builder.is_differentiable(source, target)}
-    for number in sorted(taking & leading):
+    stopping = [
+        number
+        for number in builder.taking_gradients() - reached
+        if nodes[number].kind == "op" and not nodes[number].autograd and nodes[number].name != "identity"
+    ]
+    for number in sorted(builder.leading(before).intersection(stopping)) if stopping else ():
         node = nodes[number]
-        if node.kind != "op" or node.autograd or node.name == "identity" or number in reached:
-            continue
         reason = node.note or _reason(node)
         node.note = f"stops the gradient: {reason}"
         around = nodes[node.parent or 0].name
