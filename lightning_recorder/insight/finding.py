@@ -130,12 +130,17 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     """Return the findings from records together with those of the watch on every step, ranked.
 
     The watch sees the first bad value, and the records only what is left of it at a later step. A finding of the
-    records about values that are not finite is therefore left out if the watch has one.
+    records about values that are not finite is therefore left out if the watch has one. By contrast, one of the watch
+    that names no module is left out if the records of the same step name one.
 
     Args:
         findings: The findings from records, ranked.
         watched: The findings of the watch, in the order in which they were found.
     """
+    named = [each.first_step for each in findings if each.rule == "non-finite" and each.module]
+    watched = [
+        each for each in watched if each.rule != "non-finite" or each.module or min(named, default=math.inf) > each.first_step
+    ]
     known = {(each.rule, each.module, each.path) for each in watched}
     seen = {each.rule for each in watched}
     others = [

@@ -67,6 +67,7 @@ class PrecisionShares(ScalarReduction):
     @property
     @override
     def statistics(self) -> tuple[str, ...]:  # type: ignore[override]  # read-only here, because it follows from the format
+        """The names of the statistics, which begin with the format."""
         return tuple(f"{self.dtype}_{what}" for what in ("underflow", "subnormal", "overflow"))
 
     @override
