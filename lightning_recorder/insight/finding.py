@@ -139,7 +139,9 @@ def with_watched(findings: Sequence[Finding], watched: Sequence[Finding]) -> lis
     """
     named = [each.first_step for each in findings if each.rule == "non-finite" and each.module]
     watched = [
-        each for each in watched if each.rule != "non-finite" or each.module or min(named, default=math.inf) > each.first_step
+        each
+        for each in watched
+        if each.rule != "non-finite" or each.module or min(named, default=math.inf) > each.first_step
     ]
     known = {(each.rule, each.module, each.path) for each in watched}
     seen = {each.rule for each in watched}
