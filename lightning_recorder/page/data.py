@@ -10,11 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recorder.bins import BINS, BINS_PER_OCTAVE
+from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Graph, Node
 from lightning_recorder.graph.views.fit import view_at_depth
 from lightning_recorder.graph.views.forms import forms
 from lightning_recorder.graph.views.wiring import MutableGraph
 from lightning_recorder.insight import findings_to_json
+from lightning_recorder.recordings import WATCH, compare
+from lightning_recorder.recordings.explanation import explain
 from lightning_recorder.recordings.packed_counts import unpack_counts
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ PAGE_FORMAT = "lightning_recorder.page/1"
 
 _HISTOGRAM_STEPS = 24  # histograms of one site; more cannot be told apart in its panel
 _HISTOGRAMS = 12_000  # of all sites, about one second of reading
+_CURVES = {"grad_norm": "gradient norm"}
+_MOST_POINTS = 2_000  # of a curve; more cannot be told apart on a screen
 _LEAST_STEPS = 32  # records that a recorder keeps however many sites it has
 _OCTAVES = BINS // 2 // BINS_PER_OCTAVE  # of one sign
 _ZERO = _OCTAVES - 2  # the place of zero between the negative and the positive octaves
@@ -46,15 +51,32 @@ def page_data(runs: Mapping[str, Run], *, limit: int = 10_000_000) -> dict[str, 
     Raises:
         DumpError: If a file of a run is damaged.
     """
+    found = [_run(name, run, limit // max(1, len(runs))) for name, run in runs.items()]
+    return {"format": PAGE_FORMAT, "runs": found, "comparison": _comparison(runs)}
+
+
+def _comparison(runs: Mapping[str, Run]) -> dict[str, Any] | None:
+    """Return how the second of two runs differs from the first."""
+    if len(runs) != 2:
+        return None
+    one, other = runs.values()
+    try:
+        compared = compare(one, other)
+    except ArgumentError:  # the runs have no recorder in common
+        return None
+    first = compared.first
     return {
-        "format": PAGE_FORMAT,
-        "runs": [_run(name, run, limit // max(1, len(runs))) for name, run in runs.items()],
+        "same": compared.same,
+        "sentence": explain(compared),
+        "step": None if first is None else first.step,
+        "module": "" if first is None else first.site.name,
     }
 
 
 def _run(name: str, run: Run, limit: int) -> dict[str, Any]:
     found = findings_to_json(run.findings)
-    shown = [(label, series.of(*key)) for label in run for series in (run[label],) for key in _stages(series)]
+    labels = [label for label in run if label != WATCH]
+    shown = [(label, run[label].of(*key)) for label in labels for key in _stages(run[label])]
     total = sum(len(series.steps) * len(series) * len(series.statistics) * _ITEM for _, series in shown)
     graph = run.graph
     histograms = _HISTOGRAMS // max(1, sum(len(series) for _, series in shown))
@@ -76,6 +98,15 @@ def _stages(series: Series) -> Iterator[tuple[str, int | None]]:
 
 def _curves(run: Run) -> Iterator[dict[str, Any]]:
     """Yield the series of the whole model: those of the step watch, or else the norm of all gradients."""
+    if WATCH in run:
+        series = run[WATCH]
+        values = series.values("value").numpy()
+        for place, site in enumerate(series.sites):
+            seen = ~np.isnan(values[:, place]) | series.seen()[:, place].numpy()
+            part = _thinned(np.flatnonzero(seen), values[:, place])
+            steps = [series.steps[row] for row in part]
+            yield {"name": _CURVES.get(site.name, site.name), "steps": steps, "values": _packed(values[part, place])}
+        return
     for label in run:
         series = run[label]
         group = next((str(each.about.get("group", "")) for each in series.sessions), "")
@@ -84,6 +115,18 @@ def _curves(run: Run) -> Iterator[dict[str, Any]]:
             norms = series.values("rms") * series.values("count").sqrt()
             total = norms[:, gradients].square().nansum(1).sqrt()
             yield {"name": "gradient norm", "steps": series.steps, "values": _packed(total.numpy())}
+
+
+def _thinned(rows: NDArray[np.intp], values: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Return at most 2,000 rows: of each part of the series the smallest, the largest and those that are not finite."""
+    if len(rows) <= _MOST_POINTS:
+        return rows
+    kept = []
+    for part in np.array_split(rows, _MOST_POINTS // 2):
+        finite = part[np.isfinite(values[part])]
+        ends = [finite[np.argmin(values[finite])], finite[np.argmax(values[finite])]] if finite.size else []
+        kept += [*ends, *part[~np.isfinite(values[part])][:1]]
+    return np.unique(np.array(kept, dtype=np.intp))
 
 
 def _recorder(label: str, series: Series, share: float, histograms: int) -> dict[str, Any]:

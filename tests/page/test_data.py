@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_recorder.page import page_data, page_html
 from lightning_recorder.page.html import encoded
-from lightning_recorder.recordings import RecordWriter, Run, SiteRecord, open_recording, records_path
+from lightning_recorder.recordings import WATCH, RecordWriter, Run, SiteRecord, open_recording, records_path
 
 
 def numbers(text: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -54,6 +54,18 @@ def test_tables_hold_the_values_of_the_records(runs: Path) -> None:
         for name, text in each["statistics"].items():
             expected = series.values(name).numpy().astype(np.float32)
             np.testing.assert_array_equal(numbers(text).reshape(expected.shape), expected)
+
+
+def test_curves_are_those_of_the_watch(runs: Path) -> None:
+    """Loss and gradient norm are those of every step."""
+    run = open_recording(runs / "healthy").run
+    (data,) = page_data({"healthy": run})["runs"]
+    curves = {each["name"]: each for each in data["curves"]}
+    assert [*curves] == ["loss", "gradient norm"]
+    for name, site in (("loss", "loss"), ("gradient norm", "grad_norm")):
+        expected = run[WATCH][site].statistic("value").numpy().astype(np.float32)
+        np.testing.assert_array_equal(numbers(curves[name]["values"]), expected)
+    assert WATCH not in [each["label"] for each in data["recorders"]]
 
 
 def test_histograms_hold_every_finite_value(runs: Path) -> None:

@@ -137,8 +137,9 @@ def test_the_keyboard_is_enough(page: Page, files: Path) -> None:
 
 
 def test_two_runs_lie_over_each_other(page: Page, files: Path) -> None:
-    """Charts have a line for each run, named in a legend."""
+    """The first sentence says how the runs differ; charts have a line for each run, named in a legend."""
     opened(page, files / "both.html", "#layer=head")
+    expect(page.locator(".comparison")).to_contain_text("encoder.norm bias")
     legend = page.locator("aside.layer .legend").first
     expect(legend.locator("i")).to_have_count(2)
 

@@ -251,7 +251,8 @@ function Overview(props: {
     <section class="overview">
       <div class="top">
         <div class="findings" aria-label="findings">
-          {other && <p class="comparison">{props.data.comparison?.sentence ?? `compared with ${other.data.name}`}</p>}
+          {other && <p class="comparison">{props.data.comparison?.sentence ?? `compared with ${other.data.name}`}{" "}
+            {props.data.comparison?.module && <button type="button" onClick={() => change({ layer: props.data.comparison!.module, step: props.data.comparison!.step ?? state.step })}>show where</button>}</p>}
           {run.data.findings.length === 0 && <p class="none"><b>No findings.</b> Nothing that was recorded looks wrong: {run.recorders.length} recorders, {run.steps.length} records, steps {run.steps[0] ?? 0} to {run.steps[run.steps.length - 1] ?? 0}.</p>}
           <ol>{run.data.findings.map((each) => <FindingRow finding={each} run={run} change={change} />)}</ol>
         </div>
