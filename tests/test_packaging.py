@@ -16,6 +16,7 @@ import lightning_recorder
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "lightning_recorder"
 FONTS_LICENSE = "lightning_recorder/fonts/LICENSE"
+PAGE_LICENSES = "lightning_recorder/page/LICENSES"
 
 SCRIPT = """
 import torch
@@ -81,11 +82,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
-    suffixes = (".py", ".pyi", ".c", ".typed", ".ttf")
-    sources = {path.relative_to(ROOT).as_posix() for path in SOURCES.rglob("*") if path.suffix in suffixes}
-    sources.add(FONTS_LICENSE)
+    suffixes = (".py", ".pyi", ".c", ".typed", ".ttf", ".js", ".css", ".json")
+    files = (path for path in SOURCES.rglob("*") if path.suffix in suffixes)
+    # The built files of the page are in the wheel, and what they are built from is not.
+    sources = {path.relative_to(ROOT).as_posix() for path in files if SOURCES / "page" / "source" not in path.parents}
+    sources |= {FONTS_LICENSE, PAGE_LICENSES}
     about = f"lightning_recorder-{lightning_recorder.__version__}.dist-info"
-    licenses = ("licenses/LICENSE", f"licenses/{FONTS_LICENSE}")
+    licenses = ("licenses/LICENSE", f"licenses/{FONTS_LICENSE}", f"licenses/{PAGE_LICENSES}")
     described = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", *licenses)
     assert names == sources | {f"{about}/{name}" for name in described}
     assert "lightning_recorder/py.typed" in names
@@ -124,4 +127,4 @@ def test_the_installed_wheel_records_any_program(wheel: Path, tmp_path: Path) ->
     (tmp_path / "train.py").write_text(PROGRAM)
     run("-m", "lightning_recorder", "run", "train.py", cwd=tmp_path, PYTHONPATH=str(target))
     records = tmp_path / "recordings" / "version_0" / "recorder" / "records"
-    assert sorted(path.stem for path in records.iterdir()) == ["activations", "gradients", "parameters"]
+    assert sorted(path.stem for path in records.iterdir()) == ["activations", "gradients", "parameters", "watch"]

@@ -184,6 +184,7 @@ CASES: dict[type[Any], list[tuple[str, Any, Any, Any]]] = {
         ("formats", ["pdf"], plain("formats"), ("pdf",)),
         ("legend", True, plain("legend"), True),
         ("costs", True, plain("costs"), True),
+        ("unused", True, plain("show_unused"), True),
         ("timeout_s", 5, plain("timeout_s"), 5),
         ("timeout_s", 2.5, plain("timeout_s"), 2.5),
         (
@@ -368,6 +369,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         ([ChannelMoments, "torch.nn.Linear"], r"Linear\(\) raised"),
     ],
     "per_call": [("no", "True or False")],
+    "unused": [("no", "True or False")],
     "compiled": [("both", "'eager' or 'skip'"), (None, "'eager' or 'skip'")],
     "tensors": [("weights", "'inputs', 'outputs'"), ([], "'inputs'"), (3, "'inputs'")],
     "at": [("batches", "'checkpoints', 'steps', 'epochs'"), (3, "'checkpoints'")],
