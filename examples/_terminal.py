@@ -42,7 +42,9 @@ def print_commands(folder: Path, log_dir: Path, look_at: str, site: str) -> None
     """
     python = _shortest(Path(sys.executable))
     # `python -m` works everywhere. The scripts are in the environment of nox, which may not be on the user's PATH.
-    print("\nTo look inside, run TensorBoard and open the page that it names:")
+    print("\nTo see findings, graph and the history of every layer on one page:")
+    print(f"  {_command(python, '-m', 'lightning_recorder', 'view', _shortest(log_dir))}")
+    print("\nTo look inside with TensorBoard, run it and open the page that it names:")
     print(f"  {_command(python, '-m', 'tensorboard.main', '--logdir', _shortest(folder))}")
     print(look_at)
     print("\nTo list what was recorded, and to see one layer's statistics in the terminal:")

@@ -33,8 +33,8 @@ def run(example: str, folder: Path) -> str:
 
 
 def check_commands(logged: str, folder: Path) -> None:
-    """Run the commands printed by an example verbatim, in an environment whose PATH lacks ours."""
-    server, *commands = re.findall(r"^  (\S.* -m .*)$", logged, re.MULTILINE)
+    """Run the commands printed by an example, in an environment whose PATH lacks ours."""
+    page, server, *commands = re.findall(r"^  (\S.* -m .*)$", logged, re.MULTILINE)
     environment = {**os.environ, "PATH": os.defpath}
     outputs = [
         subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=True)
@@ -45,6 +45,11 @@ def check_commands(logged: str, folder: Path) -> None:
     assert "rms" in shown
     assert " -m tensorboard.main --logdir " in server
     # With "exec" the server itself is the process that is killed.
+    viewer = f"exec {page} --no-browser"
+    with subprocess.Popen(viewer, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"http://127.0.0.1:")
+        process.kill()
     with subprocess.Popen(f"exec {server}", shell=True, cwd=folder, env=environment, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         assert any(b" at http://" in line for line in process.stderr)
