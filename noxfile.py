@@ -13,7 +13,7 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 # All sessions use the same torch, so that timings are comparable and a new release cannot break CI.
 TORCH = "torch==2.13.0"
 # Two processes with one thread each. The tests of a file run in the same process, because they share runs.
-PARALLEL = ("-n", "2", "--dist", "loadfile")
+PARALLEL = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def group(name: str) -> tuple[str, ...]:

@@ -1,8 +1,40 @@
 """Settings of all tests."""
 
+import pytest
 from hypothesis import settings
 
 # Every run has the same examples: a failure is of the change at hand. `--hypothesis-profile=search` draws others.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile("repeatable")
+
+# The files that take longest run first, so that no process is left with one of them at the end.
+_LONGEST = (
+    "callbacks/test_distributed.py",
+    "callbacks/test_noninterference.py",
+    "insight/test_corpus.py",
+    "callbacks/test_any_program.py",
+    "test_examples.py",
+    "dumps/test_killed.py",
+    "tensors/test_recorders.py",
+    "test_public_api.py",
+    "recordings/test_hostile.py",
+    "callbacks/test_leaks.py",
+    "taps/test_gradient.py",
+    "statistics/test_rank_merging.py",
+    "graph/test_legibility.py",
+    "callbacks/test_watch.py",
+    "recordings/test_killed.py",
+    "test_packaging.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first. Without `--no-loadscope-reorder`, xdist puts those with the most tests first."""
+    places = {name: place for place, name in enumerate(_LONGEST)}
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return next((number for name, number in places.items() if path.endswith(f"/tests/{name}")), len(places))
+
+    items.sort(key=place)
