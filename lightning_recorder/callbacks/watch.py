@@ -146,7 +146,10 @@ class StepWatch(RecorderCallback):
             exchange = Exchange(trainer.strategy.root_device)
             self._exchange = None if exchange.agree(True, f"watch {self.on_finding == 'stop'}") else exchange
         is_first = trainer.is_global_zero
-        directory = make_directory(directory, name=str(self), strict=self.strict) if is_first else directory
+        if is_first:
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+            warns = any(getattr(each, "outputs", None) is not None and each._function == "fit" for each in callbacks)
+            directory = make_directory(directory, name=str(self), strict=self.strict, quiet=warns)
         self._open_sinks(trainer)
         if is_first:
             self._findings = findings_of(trainer, pl_module, directory, self.group, strict=self.strict)
