@@ -153,6 +153,10 @@ def test_in_a_fit(tmp_path: Path) -> None:
     assert len(memory.scalars) == 6 * 6
     assert {tag for row in own for tag in row} == {*memory.scalars, "watch/loss", "watch/grad_norm"}
     assert {tag: read.pop(tag) for tag in memory.scalars} == memory.scalars
+    assert {tag: list(read.pop(tag)) for tag in ("watch/loss", "watch/grad_norm")} == {
+        "watch/loss": [1, 3, 5],
+        "watch/grad_norm": [1, 3, 5],
+    }
     assert read == {
         "train_loss": {step: model.losses[step].item() for step in (1, 3, 5)},
         "epoch": dict.fromkeys((1, 3, 5), 0.0),
