@@ -165,7 +165,7 @@ def test_in_a_fit(tmp_path: Path) -> None:
     found = {event.step: event.value for event in scalars}
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}
     # TensorBoard shows the histograms, so the files sink receives none.
-    assert [path.parent.name for path in tmp_path.rglob("*.jsonl")] == ["records"]  # only the record file
+    assert sorted(path.name for path in tmp_path.rglob("*.jsonl")) == ["activations.jsonl", "watch.jsonl"]
 
 
 def test_a_file_of_its_own(tmp_path: Path) -> None:
