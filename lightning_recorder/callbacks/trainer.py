@@ -113,13 +113,14 @@ def _reserved(trainer: Trainer, directory: Path) -> Path:
     return directory
 
 
-def make_directory(directory: Path | None, *, name: str, strict: bool) -> Path | None:
+def make_directory(directory: Path | None, *, name: str, strict: bool, quiet: bool = False) -> Path | None:
     """Create a folder, and return it unless that fails. A full disk is no failure, as it may have room later.
 
     Args:
         directory: The folder, if the run has one.
         name: The name of the recorder in the warning about a failure.
         strict: Raise the error instead of warning.
+        quiet: Do not warn, because another recorder of the run does.
     """
     try:
         if directory is not None:
@@ -127,7 +128,8 @@ def make_directory(directory: Path | None, *, name: str, strict: bool) -> Path |
     except OSError as error:
         if strict:
             raise
-        warn(f"{name} writes no files, because their folder cannot be created: {describe_error(error)}")
+        if not quiet:
+            warn(f"{name} writes no files, because their folder cannot be created: {describe_error(error)}")
         return None
     return directory
 

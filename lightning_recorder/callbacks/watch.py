@@ -145,15 +145,21 @@ class StepWatch(RecorderCallback):
         if trainer.world_size > 1 and Exchange.is_needed():
             exchange = Exchange(trainer.strategy.root_device)
             self._exchange = None if exchange.agree(True, f"watch {self.on_finding == 'stop'}") else exchange
-        is_first = trainer.is_global_zero
-        directory = make_directory(directory, name=str(self), strict=self.strict) if is_first else directory
+        is_first, has_records = trainer.is_global_zero, False
+        if is_first:
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set in Trainer.__init__
+            outputs = [
+                each.outputs for each in callbacks if isinstance(each, RecorderCallback) and hasattr(each, "outputs")
+            ]
+            directory = make_directory(directory, name=str(self), strict=self.strict, quiet=bool(outputs))
+            has_records = not outputs or any(each.records for each in outputs)
         self._open_sinks(trainer)
         if is_first:
             self._findings = findings_of(trainer, pl_module, directory, self.group, strict=self.strict)
             self._findings.join(self.group)
         every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set in Trainer.__init__
         series = StepSeries(
-            directory if is_first else None,
+            directory if has_records else None,
             self._sink,
             label=self.group,
             is_logged=lambda step: every > 0 and (step + 1) % every == 0,

@@ -167,7 +167,7 @@ class RunFindings:
 
         Recorders join records before they are written, so those of one recorder may be ahead of the others.
         """
-        others = [self._steps.get(label, -1) for label in self._open if label != record.recorder]
+        others = [self._steps.get(label, -1) for label in self._open - self._joined if label != record.recorder]
         before = self._steps.get(record.recorder, -1)
         self._steps[record.recorder] = max(before, record.step)
         return not others or (before <= min(others) and record.step >= max(others))

@@ -195,7 +195,7 @@ class RecordPipeline:
             self.replay()
             self._queue.drain()
         finally:
-            self.sink = self.artifact_sinks = self.coverage = None
+            self.sink = self.artifact_sinks = self.coverage = self._known = None
             self.receipt.begin(None, None, self.label)
             self.consumers = []
 

@@ -406,11 +406,9 @@ def test_wrong_arguments_raise_at_construction(arguments: dict[str, Any], messag
 
 def test_a_recording_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the recording of an operation ends the recording but not the step; earlier operations are kept."""
-    seen = []
 
     def broken(func: Any) -> str:
-        seen.append(func)
-        if len(seen) == 3:
+        if func.__name__ == "batch_norm":  # after conv2d and the increase of num_batches_tracked
             raise LookupError("ours")
         return "op"
 

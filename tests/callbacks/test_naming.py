@@ -136,7 +136,7 @@ def test_two_without_a_name_write_nothing_twice(kind: Any, tmp_path: Path) -> No
     pictures = sinks[0].images.keys() | sinks[1].images.keys()
     assert set(events(trainer).Tags()["images"]) == pictures
     folder = Path(str(trainer.log_dir)) / "recorder"
-    assert sorted(path.stem for path in (folder / "records").iterdir()) == [group, f"{group}-2"]
+    assert sorted(path.stem for path in (folder / "records").iterdir()) == [group, f"{group}-2", "watch"]
     assert sorted(json.loads((folder / "receipt.json").read_text())) == [group, f"{group}-2"]
     assert len(list((folder / "dumps").glob("*.safetensors"))) == 12
     assert len(list((folder.parent / "checkpoints").glob("*.safetensors"))) == 2
@@ -160,6 +160,7 @@ def test_a_name_that_looks_like_a_number(tmp_path: Path) -> None:
         "activations": {"head"},
         "activations-3": {"dropout"},
         "activations-2": {"encoder.conv1", "encoder.conv2", "encoder.norm", "encoder.relu"},
+        "watch": {"loss", "grad_norm"},
     }
 
 
@@ -188,5 +189,9 @@ def test_labels_are_stable_after_a_resume(tmp_path: Path) -> None:
         enable_model_summary=False,
     )
     longer.fit(Classifier(), digits(), ckpt_path=path)
-    assert sites_by_label(tmp_path) == {"activations": {"head"}, "activations-2": {"dropout"}}
+    assert sites_by_label(tmp_path) == {
+        "activations": {"head"},
+        "activations-2": {"dropout"},
+        "watch": {"loss", "grad_norm"},
+    }
     assert [recorder.label(longer) for recorder in again] == ["activations-2", "activations"]

@@ -151,8 +151,12 @@ def test_in_a_fit(tmp_path: Path) -> None:
             assert step not in read.setdefault(tag, {})
             read[tag][step] = float(cell)
     assert len(memory.scalars) == 6 * 6
-    assert {tag for row in own for tag in row} == set(memory.scalars)
+    assert {tag for row in own for tag in row} == {*memory.scalars, "watch/loss", "watch/grad_norm"}
     assert {tag: read.pop(tag) for tag in memory.scalars} == memory.scalars
+    assert {tag: list(read.pop(tag)) for tag in ("watch/loss", "watch/grad_norm")} == {
+        "watch/loss": [1, 3, 5],
+        "watch/grad_norm": [1, 3, 5],
+    }
     assert read == {
         "train_loss": {step: model.losses[step].item() for step in (1, 3, 5)},
         "epoch": dict.fromkeys((1, 3, 5), 0.0),
@@ -161,7 +165,7 @@ def test_in_a_fit(tmp_path: Path) -> None:
     found = {event.step: event.value for event in scalars}
     assert found == {step: np.float32(value).item() for step, value in memory.scalars["activations/head/rms"].items()}
     # TensorBoard shows the histograms, so the files sink receives none.
-    assert [path.parent.name for path in tmp_path.rglob("*.jsonl")] == ["records"]  # only the record file
+    assert sorted(path.name for path in tmp_path.rglob("*.jsonl")) == ["activations.jsonl", "watch.jsonl"]
 
 
 def test_a_file_of_its_own(tmp_path: Path) -> None:

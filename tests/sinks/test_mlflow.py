@@ -234,7 +234,7 @@ def check_a_fit(logger: MLFlowLogger, folder: Path) -> dict[str, dict[int, Any]]
         tag: list(steps.items()) for tag, steps in memory.scalars.items()
     }
     assert read["train_loss"] == [(step, model.losses[step].item()) for step in (1, 3, 5)]
-    assert set(read) == {*memory.scalars, "train_loss", "epoch"}
+    assert set(read) == {*memory.scalars, "watch/loss", "watch/grad_norm", "train_loss", "epoch"}
     found = {
         event.step: event.value
         for event in read_events(Path(board.log_dir, "recorder")).Scalars("activations/head/rms")
