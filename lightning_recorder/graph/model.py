@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.unused import Unused
@@ -425,6 +425,8 @@ class Graph:
 
 
 def _node(data: Mapping[str, Any]) -> Node:
+    if data["kind"] not in get_args(Kind):
+        raise ValueError(f"{data['kind']!r} is no kind of a node")
     given = {key: value for key, value in data.items() if key not in ("arguments", "output_bytes")}
     tensors = {key: tuple(map(_meta, data.get(key, ()))) for key in ("inputs", "outputs")}
     words = {key: tuple(data.get(key, ())) for key in ("autograd", "tied")}

@@ -84,6 +84,7 @@ def test_a_gradient_that_is_unknown_has_its_reason(tmp_path: Path) -> None:
     fit(Halved(False), tmp_path, [GradientRecorder(["first", "flatten", "head"])], logger=False)
     about = json.loads((tmp_path / "recorder" / "receipt.json").read_text(encoding="utf-8"))["gradients"]
     assert about["modules"]["flatten"] == {
+        "type": "Flatten",
         "fired": False,
         "why": "changed in place: its output is a view that was changed after the module returned it",
     }

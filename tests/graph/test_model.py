@@ -108,6 +108,7 @@ def test_the_smallest_json() -> None:
         pytest.param({"nodes": [[0, "module"]]}, id="node is a list"),
         pytest.param({"nodes": [{"id": 0}]}, id="node without outputs"),
         pytest.param({"nodes": [{**ROOT, "color": "red"}]}, id="node with another field"),
+        pytest.param({"nodes": [{**ROOT, "kind": "ottput"}]}, id="node of an unknown kind"),
         pytest.param({"nodes": [{**ROOT, "outputs": [3]}]}, id="output without a shape"),
         pytest.param({"nodes": [ROOT, {**ROOT, "id": 1, "parent": 7, "depth": 1}]}, id="parent that is not there"),
         pytest.param({"edges": None}, id="no edges"),
