@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,8 @@ def keep(page: Page, name: str) -> None:
     page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
-def test_custom_scalars_have_all_layers_in_one_chart(page: Page, deep_address: str) -> None:
-    """There is a chart for each statistic of each group, and the first has a line for every leaf."""
+def test_custom_scalars_have_a_few_layers_in_a_chart(page: Page, deep_address: str) -> None:
+    """There is a chart for each main statistic of each group, with six lines, and its title says of how many."""
     for _ in range(100):  # the server reads the file in parts
         layout = get_json(deep_address, "custom_scalars/layout")
         if len(layout["category"]) == len(GROUPS):
@@ -93,11 +94,11 @@ def test_custom_scalars_have_all_layers_in_one_chart(page: Page, deep_address: s
         page.wait_for_timeout(100)
     titles = {each["title"]: [chart["title"] for chart in each["chart"]] for each in layout["category"]}
     assert list(titles) == GROUPS
-    assert titles["activations"] == ["mean", "std", "rms", "min", "max", "zero_fraction"]
-    assert {"rms", "update_ratio", "grad rms", "update rms"} <= set(titles["parameters"])
-    (pattern,) = layout["category"][0]["chart"][2]["multiline"]["tag"]
-    lines = get_json(deep_address, "custom_scalars/scalars", run="version_0/recorder", tag=pattern)
-    assert len(lines["tag_to_events"]) == 19 * 3 + 3
+    assert [title.split()[0] for title in titles["activations"]] == ["rms", "zero_fraction"]
+    assert all("(6 of " in title for title in titles["activations"])
+    tags = layout["category"][0]["chart"][0]["multiline"]["tag"]
+    lines = [get_json(deep_address, "custom_scalars/scalars", run="version_0/recorder", tag=each) for each in tags]
+    assert sum(len(each["tag_to_events"]) for each in lines) == 6
     page.goto(f"{deep_address}/#custom_scalars")
     expect(page.locator("tf-custom-scalar-multi-line-chart-card").first).to_be_visible(timeout=60_000)
     keep(page, "custom-scalars")
@@ -123,10 +124,14 @@ def test_the_time_series_can_be_looked_through(page: Page, deep_address: str) ->
     for group in GROUPS:
         expect(page.locator("metrics-card-group-toolbar", has_text=group).first).to_be_visible(timeout=60_000)
     keep(page, "time-series")
-    page.locator("metrics-tag-filter input").fill("^activations/head/rms")
+    shown = [
+        tag for tag in get_json(deep_address, "scalars/tags")["version_0/recorder"] if tag.startswith("activations/")
+    ]
+    tag = next(each for each in shown if each.endswith("/rms"))
+    page.locator("metrics-tag-filter input").fill(f"^{re.escape(tag)}")
     cards = page.locator("metrics-filtered-view card-view")
     expect(cards).to_have_count(1, timeout=60_000)
-    expect(cards.first).to_contain_text("activations/head/rms")
+    expect(cards.first).to_contain_text(tag)
     keep(page, "time-series-of-one-layer")
 
 
