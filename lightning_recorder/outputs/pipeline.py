@@ -1,4 +1,4 @@
-"""The pipeline that summarizes and reports the records of a run, and the file that it writes them to."""
+"""The pipeline that summarizes and reports the records of a run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import nn
-from typing_extensions import override
 
+from lightning_recorder.disk import fits
 from lightning_recorder.errors import describe_error, warn
 from lightning_recorder.outputs.coverage import Coverage, with_gradients
 from lightning_recorder.outputs.formatter import SinkFormatter
 from lightning_recorder.outputs.receipt import ReceiptFacts, ReceiptWriter
-from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteTable, records_path
-from lightning_recorder.recordings.vectors import pack_vectors
 from lightning_recorder.sinks import BackgroundQueue, Image, MultiSink, Sink
 from lightning_recorder.statistics.run_recorder import RunRecorder
 from lightning_recorder.statistics.sites import Record, SiteStatistics, statistics_of
-from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dtypes_and_shapes
+from lightning_recorder.statistics.table import StatisticsTable
 from lightning_recorder.taps import Site
 
-__all__ = ["RecordConsumer", "RecordFile", "RecordPipeline"]
+__all__ = ["RecordConsumer", "RecordPipeline"]
 
 
 class RecordConsumer(ABC):
@@ -122,6 +118,7 @@ class RecordPipeline:
         """The selected modules of the run, or None before they are known."""
         self._name, self._log = name, log
         self._has_receipt = False
+        self._directory: Path | None = None
         # The facts of the latest record and what they were made of. They rarely change.
         self._known: tuple[Coverage | None, Mapping[str, Any], Coverage] | None = None
         self._interval: int | None = None
@@ -158,6 +155,7 @@ class RecordPipeline:
         """
         self._seal()
         self.sink, self.artifact_sinks, self.label = sink, artifact_sinks, label
+        self._directory = directory
         self.formatter.begin(label)
         self.receipt.begin(sink, directory, label)
         self.consumers, self.settings = [], {}
@@ -313,13 +311,16 @@ class RecordPipeline:
             return
         before = self._written_bytes
         tables = list(self._tables(batch))
+        # On a disk that is nearly full, the events of many records would take the room of the record files.
+        joins = self._directory is None or fits(self._directory, 2 * _MOST_JOINED_BYTES)
         try:
-            with nullcontext() if self.sink is None else self.sink.joined():
+            with self.sink.joined() if joins and self.sink is not None else nullcontext():
                 for (record, _, _), found in zip(batch.records, tables, strict=True):
                     self._write(record, found)
+                    if not joins:
+                        self._flush()
         finally:
-            for consumer in list(self.consumers):
-                self._contained(consumer, consumer.flush)
+            self._flush()
         written = self._written_bytes
         size = None if written is None else (written - (before or 0)) // len(batch.records)
         for (record, facts, _), found in zip(batch.records, tables, strict=True):
@@ -334,6 +335,10 @@ class RecordPipeline:
         """Wait until the ranks of each record are merged. Drop the records that have no states."""
         completed = [(record.complete(), facts, found) for record, facts, found in batch.records]
         batch.records = [(record, facts, found) for record, facts, found in completed if record is not None]
+
+    def _flush(self) -> None:
+        for consumer in list(self.consumers):
+            self._contained(consumer, consumer.flush)
 
     def _tables(self, batch: _Batch) -> Iterator[StatisticsTable]:
         missing = iter(statistics_of([record.snapshot for record, _, found in batch.records if found is None]))
@@ -391,110 +396,3 @@ class RecordPipeline:
             if self._strict:
                 raise
             warn(f"{self._name} writes no more {consumer}: {describe_error(error)}")
-
-
-_FIELDS = (
-    "step",
-    "epoch",
-    "stage",
-    "loader",
-    "steps",
-    "ranks",
-    "overflowed",
-    "overflow_steps",
-    "every_n_train_steps",
-    "recording_ms",
-    "flush_ms",
-)
-
-
-class RecordFile(RecordConsumer):
-    """Append each record to the file that :func:`~lightning_recorder.open_recording` reads.
-
-    Args:
-        directory: The folder of the run's recordings.
-        label: The name of the recorder in the file name.
-        group: The kind of tensors that are recorded.
-        name: The user-defined name of the recorder, or an empty string.
-        ranks: The number of processes that record.
-        settings: The settings of the run, which are read with the first record.
-    """
-
-    takes_samples = True
-
-    def __init__(
-        self,
-        directory: Path,
-        label: str,
-        *,
-        group: str,
-        name: str = "",
-        ranks: int = 1,
-        settings: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._writer = RecordWriter(records_path(directory, label))
-        self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
-        self._settings = {} if settings is None else settings
-        self._group = group
-        self._is_backward = group == "gradients"
-        self._has_begun = False
-        self._header_bytes = 0  # written once, so they are no part of the bytes per record
-        self._held: list[tuple[dict[str, Any], SiteTable]] = []
-        self._schema: TableSchema | None = None
-
-    def __str__(self) -> str:
-        return f"the file of records {self._writer.path.name}"
-
-    @property
-    @override
-    def written_bytes(self) -> int:
-        return self._writer.written_bytes - self._header_bytes
-
-    @override
-    def on_record(self, record: Record, found: StatisticsTable) -> None:
-        schema = found.schema
-        if schema is not self._schema:
-            self._schema, self._order = schema, schema.backward if self._is_backward else schema.forward
-            self._layout = _layout(schema, self._order)
-        values = np.ascontiguousarray(found.numbers[self._order], dtype="<f8")
-        table = SiteTable(self._layout, values.tobytes(), found.counts.take(self._order).packed())
-        fields = {**record.about, **{name: getattr(record, name) for name in _FIELDS}}
-        fields |= self._calls(record, self._layout.sites)
-        if found.tensors and (vectors := pack_vectors([found.tensors.get(site, {}) for site in self._layout.sites])):
-            fields["vectors"] = vectors
-        if record.is_sample:
-            fields["is_sample"] = True
-        if record.batch is not None:
-            fields["batch"] = record.batch.tolist()
-        if record.snapshot.diverged:
-            fields["diverged"] = sorted(map(list, record.snapshot.diverged))
-        self._held.append((fields, table))
-
-    @override
-    def flush(self) -> None:
-        if self._held and not self._has_begun:  # with the first record, so that a run without any leaves no file
-            self._has_begun = True
-            self._begin(settings=dict(self._settings))
-            self._header_bytes = self._writer.written_bytes
-        held, self._held = self._held, []
-        self._writer.write_all(held)
-
-    def _calls(self, record: Record, sites: tuple[Site, ...]) -> dict[str, Any]:
-        """Return the number of tensors of each site, and their order if it is not that of the sites."""
-        calls = record.snapshot.calls
-        if not calls or self._group == "parameters":
-            return {}
-        seen, numbers = list(calls), list(calls.values())
-        if self._is_backward:
-            seen.reverse()
-            numbers.reverse()
-        if tuple(seen) == sites:  # the common case
-            return {"calls": numbers}
-        places = {site: place for place, site in enumerate(sites)}
-        order = [places[site] for site in seen if site in places]
-        return {"calls": [calls.get(site, 0) for site in sites], "order": order}
-
-
-def _layout(schema: TableSchema, order: NDArray[np.int64]) -> RecordSchema:
-    sites = tuple(schema.sites[row] for row in order)
-    return RecordSchema(sites, *dtypes_and_shapes(schema.kinds[row] for row in order), schema.columns)

@@ -97,7 +97,7 @@ class RecordWriter:
         self.write_all([(about, sites)])
 
     def write_all(self, records: Iterable[tuple[Mapping[str, Any], SiteTable | Iterable[SiteRecord]]]) -> None:
-        """Write several records with a single append.
+        """Write several records with a single append. If the disk has no room for all, write the first ones.
 
         Args:
             records: The metadata of each record, as for :meth:`write`, and its sites or the table of their values.
@@ -111,8 +111,15 @@ class RecordWriter:
         for about, sites in records:
             table = sites if isinstance(sites, SiteTable) else SiteTable.of(list(sites))
             lines.append(record_line({"time": now, **about}, table))
-        if lines and self._append(self._header + b"".join(lines)):
+        # Together, or one by one until there is no more room.
+        if lines and not self._append_with_header(b"".join(lines)) and len(lines) > 1:
+            all(map(self._append_with_header, lines))
+
+    def _append_with_header(self, lines: bytes) -> bool:
+        is_written = self._append(self._header + lines)
+        if is_written:
             self._header = b""
+        return is_written
 
     def _append(self, lines: bytes) -> bool:
         def write() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -100,9 +101,10 @@ class EventFile:
             yield
         finally:
             self._held.records = None
-            records = b"".join(held)
-            if records and not self._append(records):
-                lose(len(records))
+            # Together, or one by one until the disk has no more room.
+            if held and not self._append(b"".join(held)):
+                written = list(takewhile(self._append, held)) if len(held) > 1 else []
+                lose(sum(map(len, held)) - sum(map(len, written)))
 
     def _append(self, records: bytes) -> bool:
         with self._lock:

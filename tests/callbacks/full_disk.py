@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_recorder import ActivationRecorder, GradientRecorder, GraphRecorder, MemorySink, Outputs
 from tests.callbacks.small import warnings_by
 
-DISK_BYTES = 384 * 1024
+DISK_BYTES = 356 * 1024
 LOWERED_BYTES = 100_000
 STEPS = 60
 LOGGERS: dict[str, Callable[[Path], Any]] = {

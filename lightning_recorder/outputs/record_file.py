@@ -1,0 +1,127 @@
+"""The consumer that writes the record file of a recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from lightning_recorder.outputs.pipeline import RecordConsumer
+from lightning_recorder.recordings import RecordSchema, RecordWriter, SiteTable, records_path
+from lightning_recorder.recordings.vectors import pack_vectors
+from lightning_recorder.statistics.sites import Record
+from lightning_recorder.statistics.table import StatisticsTable, TableSchema, dtypes_and_shapes
+from lightning_recorder.taps import Site
+
+__all__ = ["RecordFile"]
+
+_FIELDS = (
+    "step",
+    "epoch",
+    "stage",
+    "loader",
+    "steps",
+    "ranks",
+    "overflowed",
+    "overflow_steps",
+    "every_n_train_steps",
+    "recording_ms",
+    "flush_ms",
+)
+
+
+class RecordFile(RecordConsumer):
+    """Append each record to the file that :func:`~lightning_recorder.open_recording` reads.
+
+    Args:
+        directory: The folder of the run's recordings.
+        label: The name of the recorder in the file name.
+        group: The kind of tensors that are recorded.
+        name: The user-defined name of the recorder, or an empty string.
+        ranks: The number of processes that record.
+        settings: The settings of the run, which are read with the first record.
+    """
+
+    takes_samples = True
+
+    def __init__(
+        self,
+        directory: Path,
+        label: str,
+        *,
+        group: str,
+        name: str = "",
+        ranks: int = 1,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._writer = RecordWriter(records_path(directory, label))
+        self._begin = partial(self._writer.begin, label=label, group=group, name=name, ranks=ranks)
+        self._settings = {} if settings is None else settings
+        self._group = group
+        self._is_backward = group == "gradients"
+        self._has_begun = False
+        self._header_bytes = 0  # written once, so they are no part of the bytes per record
+        self._held: list[tuple[dict[str, Any], SiteTable]] = []
+        self._schema: TableSchema | None = None
+
+    def __str__(self) -> str:
+        return f"the file of records {self._writer.path.name}"
+
+    @property
+    @override
+    def written_bytes(self) -> int:
+        return self._writer.written_bytes - self._header_bytes
+
+    @override
+    def on_record(self, record: Record, found: StatisticsTable) -> None:
+        schema = found.schema
+        if schema is not self._schema:
+            self._schema, self._order = schema, schema.backward if self._is_backward else schema.forward
+            self._layout = _layout(schema, self._order)
+        values = np.ascontiguousarray(found.numbers[self._order], dtype="<f8")
+        table = SiteTable(self._layout, values.tobytes(), found.counts.take(self._order).packed())
+        fields = {**record.about, **{name: getattr(record, name) for name in _FIELDS}}
+        fields |= self._calls(record, self._layout.sites)
+        if found.tensors and (vectors := pack_vectors([found.tensors.get(site, {}) for site in self._layout.sites])):
+            fields["vectors"] = vectors
+        if record.is_sample:
+            fields["is_sample"] = True
+        if record.batch is not None:
+            fields["batch"] = record.batch.tolist()
+        if record.snapshot.diverged:
+            fields["diverged"] = sorted(map(list, record.snapshot.diverged))
+        self._held.append((fields, table))
+
+    @override
+    def flush(self) -> None:
+        if self._held and not self._has_begun:  # with the first record, so that a run without any leaves no file
+            self._has_begun = True
+            self._begin(settings=dict(self._settings))
+            self._header_bytes = self._writer.written_bytes
+        held, self._held = self._held, []
+        self._writer.write_all(held)
+
+    def _calls(self, record: Record, sites: tuple[Site, ...]) -> dict[str, Any]:
+        """Return the number of tensors of each site, and their order if it is not that of the sites."""
+        calls = record.snapshot.calls
+        if not calls or self._group == "parameters":
+            return {}
+        seen, numbers = list(calls), list(calls.values())
+        if self._is_backward:
+            seen.reverse()
+            numbers.reverse()
+        if tuple(seen) == sites:  # the common case
+            return {"calls": numbers}
+        places = {site: place for place, site in enumerate(sites)}
+        order = [places[site] for site in seen if site in places]
+        return {"calls": [calls.get(site, 0) for site in sites], "order": order}
+
+
+def _layout(schema: TableSchema, order: NDArray[np.int64]) -> RecordSchema:
+    sites = tuple(schema.sites[row] for row in order)
+    return RecordSchema(sites, *dtypes_and_shapes(schema.kinds[row] for row in order), schema.columns)
