@@ -100,7 +100,9 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_JOIN_S", 0.0)  # these fits are so short that all records would come at their end
+    # These fits are so short that all records would be joined and come at their end.
+    monkeypatch.setattr(pipeline, "_JOIN_S", 0.0)
+    monkeypatch.setattr(pipeline, "_MOST_JOINED_BYTES", 0)
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
 
