@@ -111,7 +111,7 @@ def mutated(data: bytes, mutations: list[tuple[str, float, Any]]) -> bytes:
 
 
 @pytest.mark.slow
-@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(name=st.sampled_from((FILES[0], *FILES)), mutations=MUTATIONS)
 def test_mutated_files(name: str, mutations: list[tuple[str, float, Any]], run: Path) -> None:
     """After any change to a file, only errors of this package are raised, and commands exit with 0, 1 or 2."""

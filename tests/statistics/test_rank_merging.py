@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import threading
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from lightning_recorder import RecorderWarning
 from lightning_recorder.reductions import BatchSum, Norms, Reduction, Statistics
@@ -232,7 +233,10 @@ def _counting(name: str, function: Callable[..., Any], calls: Counter[str]) -> C
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the results of each process."""
     folder = tmp_path_factory.mktemp("exchange")
-    context: Any = spawn(work, (request.param, folder), nprocs=request.param, join=False)
+    # The processes are forks of one that has imported this file, since importing torch takes seconds.
+    multiprocessing.set_forkserver_preload([__name__])
+    args = (request.param, folder)
+    context: Any = start_processes(work, args, nprocs=request.param, join=False, start_method="forkserver")
     end = time.monotonic() + WAIT_S
     try:
         while not context.join(timeout=1.0):
