@@ -134,6 +134,7 @@ class RecordPipeline:
         self._queue = BackgroundQueue(_MOST_BATCHES)
         self._lock = threading.Lock()
         self._open: _Batch | None = None  # the batch that the next record joins
+        self._image_bytes = 0
         self._written_s = -math.inf  # the time at which the previous batch was written
         self.recorded: Counter[str] = Counter()
         """The number of nonempty records of each stage. Read it only after :meth:`wait`."""
@@ -290,7 +291,11 @@ class RecordPipeline:
         before = sink.written_bytes
         sink.write_images(step, images)
         after = sink.written_bytes
-        return None if after is None else after - (before or 0)
+        if after is None:
+            return None
+        written = after - (before or 0)
+        self._image_bytes += written
+        return written
 
     def announce(self, step: int, recording_ms: float, run: RunRecorder) -> None:
         """Report the receipt of a step that is not a record yet. Its record completes the receipt."""
@@ -366,10 +371,10 @@ class RecordPipeline:
 
     @property
     def _written_bytes(self) -> int | None:
-        """The number of bytes written to the sink and by the consumers, or None if none of them counts them."""
+        """The size of the records in the sink and in files in bytes, without images, or None if nothing counts them."""
         of_sink = None if self.sink is None else self.sink.written_bytes
         of_consumers = sum(consumer.written_bytes for consumer in self.consumers)
-        return of_consumers or None if of_sink is None else of_sink + of_consumers
+        return of_consumers or None if of_sink is None else of_sink - self._image_bytes + of_consumers
 
     def _logged_bytes(self, records: int) -> int:
         """Return the estimated number of bytes that the consumers pass to the loggers for this many records."""
