@@ -119,9 +119,10 @@ def test_a_locked_name_outlives_its_process_id(start: Start, tmp_path: Path) -> 
 
 def test_interrupted_folders_are_removed_by_their_process(start: Start, tmp_path: Path) -> None:
     """A process that is stopped with Ctrl-C removes its own folders."""
-    process = start(FOLDER)
+    # A process that a shell started in the background ignores SIGINT, and so do its children.
+    process = start(f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{FOLDER}")
     process.send_signal(signal.SIGINT)
-    process.wait()
+    process.wait(timeout=60)
     assert names(tmp_path) == []
 
 
