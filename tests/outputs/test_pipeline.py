@@ -466,7 +466,7 @@ def test_joined_records_start_no_threads_of_torch() -> None:
     """The statistics of records of many sites, computed in the writer thread, start no pool of threads there."""
     names = tuple(f"m{place}" for place in range(20))
     snapshots = [record(step, names=names).snapshot for step in range(3)]
-    started: set[str] = set()
+    started: set[Path] = set()
     tables: list[StatisticsTable] = []
 
     def work() -> None:
