@@ -40,6 +40,8 @@ class Outputs:
         histograms: True writes histograms of all values to the loggers. A number n counts a fixed sample of at most n
             values of each tensor, one from each of n equal parts; it is faster but approximate. False writes none.
         records: Write all records to ``<log_dir>/recorder/records``, for :func:`~lightning_recorder.open_recording`.
+            The loss and the gradient norm of every step (``watch``) are written there unless all recorders of the
+            trainer have ``records=False``. They are watched nevertheless.
         plots: Draw plots of all records when the fit ends and, in a long fit, after 10, 20, 40, … records, in another
             process. All drawings during a fit together take at most 2 % of its time.
         plot_every_n_records: Draw the plots after every n-th record instead, whatever time it takes.

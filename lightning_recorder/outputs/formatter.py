@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lightning_recorder.errors import warn
 from lightning_recorder.insight.unusual import standing_out, unusualness
 from lightning_recorder.names import make_tag
-from lightning_recorder.reductions import TaggedHistograms, sums_of
+from lightning_recorder.reductions import SUMMED, TaggedHistograms, sums_of
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.sinks import Sink
 from lightning_recorder.statistics.sites import SETTINGS, SHOWN_STATISTICS, Record, SiteStatistics
@@ -327,9 +327,7 @@ class SinkFormatter:
         if scalars:
             sink.write_scalars(record.step, scalars)
         if self.histograms and found:
-            names = found.columns
-            sums = [sums_of(dict(zip(names, numbers[row], strict=True))) for row in plan.shown.tolist()]
-            counts = found.counts.take(plan.shown)
+            counts, sums = found.counts.take(plan.shown), sums_of(found.part(plan.shown, SUMMED))
             sink.write_histograms(record.step, TaggedHistograms(plan.histogram_tags, counts, sums))
 
     def _plan(self, record: Record, found: StatisticsTable) -> _Plan:

@@ -333,6 +333,7 @@ class RecordPipeline:
                 self.receipt.add(record, found, size, facts)
             if size is not None and record.stage == "train":
                 self.receipt.add_size(size)
+        self.receipt.flush()
         self._written_s = time.monotonic()
 
     @staticmethod

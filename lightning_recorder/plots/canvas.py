@@ -43,7 +43,7 @@ INK = "#222222"
 GREY = "#8c8c8c"
 
 # Text is drawn in six shades instead of 256: no visible difference, and an image with many names has half the size.
-_SHADES = [round(shade / 51) * 51 for shade in range(256)]
+_SHADES = np.array([round(shade / 51) * 51 for shade in range(256)], dtype=np.uint8)
 
 # Supersampling factor for smooth curves, in each direction.
 _FINE = 3
@@ -146,6 +146,7 @@ class Canvas:
         return np.array(self._picture, dtype=np.uint8)
 
 
+@lru_cache(maxsize=512)  # the plots of a run repeat most of their names and numbers
 def _letters(text: str, px: int, bold: bool, anchor: str) -> tuple[Picture, int, int]:
     """Return a line of text as a coverage mask, with the offset of the mask to the right of and below its anchor."""
     from PIL import Image as Pictures
@@ -155,9 +156,10 @@ def _letters(text: str, px: int, bold: bool, anchor: str) -> tuple[Picture, int,
     left, top, right, bottom = (round(end) for end in font.getbbox(text, anchor=anchor))
     mask = Pictures.new("L", (max(right - left, 1), max(bottom - top, 1)), 0)
     ImageDraw.Draw(mask).text((-left, -top), text, fill=255, font=font, anchor=anchor)
-    return mask.point(_SHADES), left, top
+    return Pictures.fromarray(_SHADES[np.asarray(mask)]), left, top
 
 
+@lru_cache(maxsize=4096)
 def text_width(text: str, px: int = TEXT_PX, *, bold: bool = False) -> float:
     """Return the width of a line of text in pixels."""
     return float(_font(px, bold).getlength(literal(text)))

@@ -23,11 +23,12 @@ from lightning_recorder.reductions.scalars import (
 from lightning_recorder.reductions.shaped import ChannelExtrema, ChannelMoments, DeadChannels, ShapedReduction
 from lightning_recorder.reductions.sparse import CoarseHistogram, SparseCounts, Sums, TaggedHistograms
 from lightning_recorder.reductions.spectrum import FeatureRank
-from lightning_recorder.reductions.statistics import Statistics, sums_of, to_histogram
+from lightning_recorder.reductions.statistics import SUMMED, Statistics, sums_of, to_histogram
 from lightning_recorder.reductions.values import Values
 
 __all__ = [
     "SCALAR_STATISTICS",
+    "SUMMED",
     "BatchMax",
     "BatchMean",
     "BatchMin",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
@@ -97,17 +99,23 @@ def to_histogram(statistics: Mapping[str, float], bins: Tensor) -> Histogram:
             ``max`` and, if present, ``histogram_fraction``.
         bins: The ``histogram`` of the site, ``[2048]``.
     """
-    return Histogram(*between_edges(bins.numpy()), *sums_of(statistics))
+    values = np.array([[float(statistics.get(name, math.nan)) for name in SUMMED]])
+    return Histogram(*between_edges(bins.numpy()), *sums_of(values)[0])
 
 
-def sums_of(statistics: Mapping[str, float]) -> Sums:
-    """Return the summary numbers of a histogram from the same statistics as :func:`to_histogram`."""
-    count, mean, rms = (float(statistics[name]) for name in ("count", "mean", "rms"))
-    empty = math.isnan(mean)
-    return Sums(
-        min=float(statistics["min"]),
-        max=float(statistics["max"]),
-        sum=0.0 if empty else mean * count,
-        sum_squares=0.0 if empty else rms * rms * count,
-        fraction=float(statistics.get("histogram_fraction", 1.0)),
-    )
+SUMMED = ("min", "max", "count", "mean", "rms", "histogram_fraction")
+"""The statistics from which :func:`sums_of` makes the summary numbers of histograms."""
+
+
+def sums_of(values: NDArray[np.float64]) -> list[Sums]:
+    """Return the summary numbers of several histograms.
+
+    Args:
+        values: The statistics :data:`SUMMED` of each site, ``[sites, 6]``; NaN for a missing ``histogram_fraction``.
+    """
+    low, high, count, mean, rms, fraction = values.T
+    empty = np.isnan(mean)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite values, as in a product of Python's floats
+        sums, squares = np.where(empty, 0.0, mean * count), np.where(empty, 0.0, rms * rms * count)
+    columns = (low, high, sums, squares, np.where(np.isnan(fraction), 1.0, fraction))
+    return [Sums(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

@@ -455,7 +455,10 @@ def statistics_of(snapshots: Sequence[Snapshot]) -> list[StatisticsTable]:
     if not groups:
         nothing = SparseCounts(np.empty((0, BINS)))
         return [StatisticsTable(make_schema((), (), (), ()), np.empty((0, 0)), nothing) for _ in snapshots]
-    states = groups[0][1].states if len(groups) == 1 else torch.cat([group.states for _, group in groups])
+    # With numpy, since torch would start a pool of threads for the writer thread, which slows the one that trains.
+    joined = [group.states.numpy() for _, group in groups]
+    states = torch.from_numpy(joined[0] if len(joined) == 1 else np.concatenate(joined))
+    del joined
     columns = _columns(groups[0][1].reduction, states)
     values = np.stack(list(columns.values()), axis=1)
     counts = SparseCounts(states[:, HISTOGRAM : HISTOGRAM + BINS].numpy())

@@ -31,6 +31,7 @@ from lightning_recorder.recordings import writer
 from lightning_recorder.reductions import Norms, SparseCounts
 from lightning_recorder.sinks import MultiSink, Sink, TensorBoardSink, for_any_thread, tensorboard
 from lightning_recorder.statistics import Record, SiteStatistics
+from lightning_recorder.statistics.sites import statistics_of
 from lightning_recorder.statistics.table import StatisticsTable, make_schema
 from lightning_recorder.taps import Site
 from tests.sinks.events import read_events
@@ -458,3 +459,28 @@ def test_a_killed_run_has_the_records_before_its_checkpoint(tmp_path: Path) -> N
     series = open_recording(tmp_path)["activations"]
     assert series.steps[:31] == list(range(31))
     assert series.skipped == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists the threads in /proc")
+def test_joined_records_start_no_threads_of_torch() -> None:
+    """The statistics of records of many sites, computed in the writer thread, start no pool of threads there."""
+    names = tuple(f"m{place}" for place in range(20))
+    snapshots = [record(step, names=names).snapshot for step in range(3)]
+    started: set[Path] = set()
+    tables: list[StatisticsTable] = []
+
+    def work() -> None:
+        before = set(Path("/proc/self/task").iterdir())
+        tables.extend(statistics_of(snapshots))
+        started.update(set(Path("/proc/self/task").iterdir()) - before)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        writer_thread = threading.Thread(target=work)
+        writer_thread.start()
+        writer_thread.join()
+    finally:
+        torch.set_num_threads(threads)
+    assert len(tables) == 3
+    assert not started

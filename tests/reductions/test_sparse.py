@@ -11,7 +11,15 @@ from torch import Tensor
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.recordings.packed_counts import packed_counts
-from lightning_recorder.reductions import Histogram, SparseCounts, Statistics, TaggedHistograms, sums_of, to_histogram
+from lightning_recorder.reductions import (
+    SUMMED,
+    Histogram,
+    SparseCounts,
+    Statistics,
+    TaggedHistograms,
+    sums_of,
+    to_histogram,
+)
 
 ENDS = (0, 3, 4, 1019, 1020, 1023, 1024, 1027, 1028, 2043, 2044, 2047)
 
@@ -77,7 +85,8 @@ def test_tagged_histograms_are_a_mapping() -> None:
     statistics[0].update(torch.tensor([1.0, -2.0, 0.0]))
     found = [{name: float(value) for name, value in each.compute().items() if value.dim() == 0} for each in statistics]
     bins = torch.stack([each.compute()["histogram"].long() for each in statistics])
-    histograms = TaggedHistograms(["a", "b"], SparseCounts(bins.numpy()), [sums_of(each) for each in found])
+    values = np.array([[each.get(name, np.nan) for name in SUMMED] for each in found])
+    histograms = TaggedHistograms(["a", "b"], SparseCounts(bins.numpy()), sums_of(values))
     assert list(histograms) == ["a", "b"]
     for tag, scalars, counts in zip(histograms, found, bins, strict=True):
         assert repr(histograms[tag]) == repr(to_histogram(scalars, counts))

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_recorder.reductions import Histogram, SparseCounts, Statistics, TaggedHistograms, sums_of
+from lightning_recorder.reductions import SUMMED, Histogram, SparseCounts, Statistics, TaggedHistograms, sums_of
 from lightning_recorder.sinks import TensorBoardSink
 
 SCALARS = [0.1, -2.0, 0.0, -0.0, 1e-45, 1e-50, 3.4e38, 1e39, -1e300, math.inf, -math.inf, math.nan, 2**24 + 1.0]
@@ -61,7 +62,8 @@ def states(*tensors: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, float]]
 
 
 def tagged(tags: list[str], bins: torch.Tensor, scalars: list[dict[str, float]]) -> TaggedHistograms:
-    return TaggedHistograms(tags, SparseCounts(bins.numpy()), [sums_of(each) for each in scalars])
+    values = np.array([[each.get(name, np.nan) for name in SUMMED] for each in scalars])
+    return TaggedHistograms(tags, SparseCounts(bins.numpy()), sums_of(values))
 
 
 @pytest.mark.parametrize("as_mapping", [dict, lambda histograms: histograms], ids=["one by one", "all at once"])
