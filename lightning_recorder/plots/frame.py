@@ -358,14 +358,14 @@ def places_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[Fo
         findings: The findings. Those about modules without a row are left out.
         sites: The sites of the rows.
     """
-    rows = {site: row for row, site in enumerate(sites)}
+    rows = {site: place for place, site in enumerate(sites)}
     first: dict[str, int] = {}
-    for site, row in rows.items():
+    for place, site in enumerate(sites):
         if isinstance(site, tuple):
-            first.setdefault(site[0], row)
+            first.setdefault(site[0], place)
     marks = []
     for each in findings:
-        row = rows.get((each.module, each.path), first.get(each.module))
+        row: int | None = rows.get((each.module, each.path), first.get(each.module))
         if row is not None or not each.module:
             marks.append(FoundAt(row, each.first_step, each.rule))
     return marks

@@ -319,8 +319,7 @@ RED = np.array([0xE3, 0x00, 0x0F], dtype=np.uint8)
 
 def found(module: str, step: int, path: str = "out") -> Finding:
     """Return a finding about a tensor from a step on."""
-    words = {"verdict": "v", "why": "w", "next": "n", "usual": "u"}
-    return Finding("dead-output", "warning", module, path, step, 90, 1, **words)
+    return Finding("dead-output", "warning", module, path, step, 90, 1, verdict="v", why="w", next="n", usual="u")
 
 
 @pytest.mark.parametrize(
