@@ -122,9 +122,10 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     compared = _step_sizes(rule, evidence, adaptive)
     if len(compared) < rule.thresholds["fewest"]:
         return
+    fast = _in_fast_groups(rule, evidence)  # not what a fast weight is compared with, such as its own bias
     what = "its updates are" if adaptive else "the ratio of its updates to its gradients is"
     for each, value in compared.items():
-        others = np.array([other for key, other in compared.items() if key is not each])
+        others = np.array([other for key, other in compared.items() if key is not each and key not in fast])
         factor = value / float(np.median(others))
         is_outlier = factor > rule.thresholds["factor"] * max(spread(others), 1.0) ** 0.5
         sizes = evidence.column(each.site, "update_ratio")

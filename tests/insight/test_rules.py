@@ -273,6 +273,23 @@ def test_the_own_parameters_of_a_container_are_no_finding_of_their_own() -> None
     assert (found.rule, found.module, found.others) == ("gradient-stops", "net.a", ("net",))
 
 
+def test_a_fast_layer_is_not_compared_with_its_own_bias() -> None:
+    """The weight of a layer in a fast group is a finding, although its bias is as fast."""
+    parameters: dict[str, Values] = {}
+    for name, rate in (("a", 1e-3), ("b", 1e-3), ("c", 0.3), ("d", 1e-3)):
+        layer = trained(name, update=0.25 * rate, ratio=rate)
+        layer[f"{name}/weight"] = {**layer[f"{name}/weight"], "learning_rate": rate}
+        parameters |= layer
+    parameters |= {
+        "c/bias": {"rms": 0.25, "update_ratio": 0.3, "learning_rate": 0.3},
+        "c/bias.grad": {"rms": 1e-3},
+        "c/bias.update": {"rms": 0.075},
+        "a/weight.exp_avg_sq": {"rms": 1e-6},
+    }
+    (found,) = run(None, None, parameters, shapes={("c", "bias"): (16,)})
+    assert (found.rule, found.module, found.path) == ("learning-rate-outlier", "c", "weight")
+
+
 def test_equal_weights() -> None:
     """A weight whose values are all equal is a finding."""
     constant: dict[str, Values] = {**trained("a"), "a/weight": {"rms": 0.1, "std": 0.0, "update_ratio": 1e-3}}
