@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_recorder.callbacks.arguments import checked_histograms
 from lightning_recorder.errors import check_bool, check_callable, check_integer, imported
+from lightning_recorder.insight import Finding
 from lightning_recorder.outputs import (
     DrawingTime,
     DumpFolder,
@@ -133,6 +134,7 @@ def consumers(
     ranks: int,
     shown: bool,
     limit: DrawingTime,
+    findings: Callable[[], Sequence[Finding]] = tuple,
 ) -> list[RecordConsumer]:
     """Return the consumers that receive the records of a run.
 
@@ -148,6 +150,7 @@ def consumers(
         ranks: The number of ranks that the records cover.
         shown: True if a sink can show pictures.
         limit: The limit of the time for drawings.
+        findings: A function that returns the findings so far, which the pictures mark.
     """
     folder = DumpFolder(
         label,
@@ -174,6 +177,7 @@ def consumers(
                 statistics=results.formatter.statistics,
                 show=results.show,
                 limit=limit,
+                findings=findings,
             )
         )
     return found

@@ -36,6 +36,7 @@ from lightning_recorder.callbacks.run_settings import BatchFingerprints, run_set
 from lightning_recorder.callbacks.trainer import LossScale, decline, logged_step, make_directory, merge_ranks, stepped
 from lightning_recorder.callbacks.watch import add_watch
 from lightning_recorder.errors import ArgumentError, SelectionError, warn
+from lightning_recorder.insight import Finding
 from lightning_recorder.outputs import Coverage, RecordPipeline, RunFindings, SinkFormatter, TagBudget
 from lightning_recorder.reductions.row import DEFAULT_STATISTICS
 from lightning_recorder.reductions.user import Extra, UserReduction
@@ -216,11 +217,15 @@ class StatisticsCallback(ResumingCallback):
                 ranks=trainer.world_size,
                 shown=self._sink is not None and bool(self._sink.sinks),
                 limit=drawing_time_of(trainer, label),
+                findings=self._found_so_far,
             )
             if self.outputs.findings and trainer.state.fn == "fit":
                 self._findings = findings_of(trainer, pl_module, directory, label, strict=self.strict)
                 has_file = directory is not None and self.outputs.records
                 self._results.consumers.append(self._findings.begin(label, self.group, has_file=has_file))
+
+    def _found_so_far(self) -> Sequence[Finding]:
+        return () if self._findings is None else self._findings.current()
 
     def _make_workers(self, trainer: Trainer, pl_module: LightningModule, modules: SelectedModules) -> None:
         options = {"name": str(self), "rank": trainer.global_rank, "strict": self.strict}

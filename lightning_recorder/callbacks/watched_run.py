@@ -31,6 +31,7 @@ from lightning_recorder.watch import (
     StateKeeper,
     StepSeries,
     finding_of_origin,
+    finding_of_overflow,
     finding_of_spike,
     finding_without_origin,
 )
@@ -103,6 +104,7 @@ class WatchedRun:
         self._rank = f", rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         self._known: dict[tuple[str, str, str], Finding] = {}
         self._was_bad = False
+        self._overflow: int | None = None  # the last step whose gradient norm overflowed
         self._replays = 0
         self.unnamed: Finding | None = None
         """The finding about a bad gradient that came from another rank, if no rank names its origin."""
@@ -269,8 +271,14 @@ class WatchedRun:
         if self._was_bad or not self._is_finding(reading):
             return
         if parameters_are_known and not reading.has_bad_loss and not _has_bad_gradient(reading):
-            return  # the norm overflowed, but no gradient did
+            self._overflow = reading.step  # the norm overflowed, but no gradient did
+            return
         self._was_bad = True
+        if reading.step == self._overflow and not reading.has_bad_loss:
+            self._report(
+                finding_of_overflow(reading, rank=self._rank), reading, next(iter(reading.batches), None), None
+            )
+            return
         copies = None if parameters_are_known else self._copies
         is_known = parameters_are_known or bool(copies)
         batch: KeptBatch | None = next(iter(reading.batches), None)

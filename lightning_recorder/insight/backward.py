@@ -60,7 +60,7 @@ def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     frontiers: dict[str, list[str]] = {}
     for name in lost:
         frontiers.setdefault(_frontier(evidence, name), []).append(name)
-    for frontier, names in frontiers.items():
+    for frontier, names in _without_containers(frontiers).items():
         after = wiring.outputs.get(frontier, ())
         towards = f" from {after[0]}" if after else ""
         what = "a gradient of zero" if lost[names[0]] else "no gradient"
@@ -69,6 +69,16 @@ def _stops(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         site = next((each for each in evidence.activations.places if each.name == frontier), Site(frontier, ""))
         found = rule.found(evidence, evidence.parameters, Site(site.name, ""), verdict, modules=len(names))
         yield replace(found, others=tuple(each for each in names if each != frontier))
+
+
+def _without_containers(frontiers: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Join a module's own parameters with the modules inside of it that lack a gradient, too."""
+    found = {frontier: list(names) for frontier, names in frontiers.items()}
+    for frontier in frontiers:
+        inside = [each for each in found if each != frontier and (not frontier or each.startswith(f"{frontier}."))]
+        if inside and found[frontier] == [frontier]:
+            found[inside[0]] += found.pop(frontier)
+    return found
 
 
 def _frontier(evidence: Evidence, name: str) -> str:

@@ -27,6 +27,7 @@ RULES: tuple[Rule, ...] = (
 _ORDER = (
     "non-finite",
     "not-in-optimizer",
+    "softmax-dimension",
     "weights-too-large",
     "input-scale",
     "learning-rate-outlier",

@@ -122,13 +122,16 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
     compared = _step_sizes(rule, evidence, adaptive)
     if len(compared) < rule.thresholds["fewest"]:
         return
+    fast = _in_fast_groups(rule, evidence)  # not what a fast weight is compared with, such as its own bias
     what = "its updates are" if adaptive else "the ratio of its updates to its gradients is"
     for each, value in compared.items():
-        others = np.array([other for key, other in compared.items() if key is not each])
+        others = np.array([other for key, other in compared.items() if key is not each and key not in fast])
         factor = value / float(np.median(others))
         is_outlier = factor > rule.thresholds["factor"] * max(spread(others), 1.0) ** 0.5
         sizes = evidence.column(each.site, "update_ratio")
-        if is_outlier and value > rule.thresholds["largest"] * others.max() and _is_large(rule, sizes):
+        is_fast = _rate_factor(evidence, each, compared) > rule.thresholds["rate"]
+        largest = rule.thresholds["largest"] * others.max()
+        if is_outlier and value > largest and (is_fast or _is_large(rule, sizes)):
             verdict = (
                 f"a step changes {each.name} by up to {sizes.max():.1%} of its size: {what} {factor:.3g} × the median "
                 f"of the other layers{_rates(evidence, each, compared)}"
@@ -144,6 +147,13 @@ def _rate_outlier(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
             )
 
 
+def _rate_factor(evidence: Evidence, one: Parameter, others: Iterable[Parameter]) -> float:
+    """Return the learning rate of a parameter as a multiple of that of the others; 1 if it is unknown."""
+    rates = {each: rates.max() for each in others if len(rates := evidence.setting(each, "learning_rate"))}
+    usual = [rate for each, rate in rates.items() if each is not one]
+    return float(rates[one] / np.median(usual)) if one in rates and usual and np.median(usual) > 0 else 1.0
+
+
 def _rates(evidence: Evidence, one: Parameter, others: Iterable[Parameter]) -> str:
     """Return the learning rate of a parameter beside that of the others, if they differ."""
     found = {each: rates.max() for each in others if len(rates := evidence.setting(each, "learning_rate"))}
@@ -154,13 +164,26 @@ def _rates(evidence: Evidence, one: Parameter, others: Iterable[Parameter]) -> s
 def _step_sizes(rule: Rule, evidence: Evidence, adaptive: bool) -> dict[Parameter, float]:
     """Return what an optimizer keeps equal: for Adam the updates, for SGD the ratio of updates and gradients."""
     found: dict[Parameter, float] = {}
-    for each in evidence.weights:
+    for each in (*evidence.weights, *_in_fast_groups(rule, evidence)):
         update, gradient = (evidence.column(site, "rms") for site in (each.update, each.gradient))
         if min(len(update), len(gradient)) >= rule.persistence and np.median(gradient) > 0 and np.median(update) > 0:
             size, slope = float(np.median(update[1:])), float(np.median(gradient[1:]))
             if slope > 0:
                 found[each] = size if adaptive else size / slope
     return found
+
+
+def _in_fast_groups(rule: Rule, evidence: Evidence) -> list[Parameter]:
+    """Return the biases, scales and scalars whose learning rate is far above that of the weights.
+
+    The relative updates of small parameters are large in healthy runs, so that those of usual groups are not compared.
+    """
+    rates = {each: rates.max() for each in evidence.tensors if len(rates := evidence.setting(each, "learning_rate"))}
+    usual = [rates[each] for each in evidence.weights if each in rates]
+    if not usual:
+        return []
+    limit = rule.thresholds["factor"] * float(np.median(usual))
+    return [each for each, rate in rates.items() if rate > limit and len(evidence.shape(each)) < 2]
 
 
 def _is_large(rule: Rule, sizes: Floats) -> bool:
@@ -291,7 +314,7 @@ RULES = (
         name="learning-rate-outlier",
         severity="warning",
         statistic="rms(update) for Adam, rms(update) / rms(gradient) for SGD, against the other layers",
-        thresholds={"factor": 8.0, "largest": 3.0, "update_ratio": 0.02, "first": 0.2, "fewest": 3},
+        thresholds={"factor": 8.0, "largest": 3.0, "update_ratio": 0.02, "first": 0.2, "fewest": 3, "rate": 100.0},
         persistence=3,
         usual="0.3 to 3",
         why="The parameter group has a learning rate that is far too high.",

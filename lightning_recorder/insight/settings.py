@@ -165,7 +165,44 @@ def _always_clipped(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
         yield replace(rule.found(evidence, table, site, verdict, factor=factor, limit=limit), module="", path="")
 
 
+def _wrong_dimension(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
+    """Yield each softmax of attention scores whose mean is that of a softmax over another dimension than the last two.
+
+    The mean of a softmax is 1 / size of the dimension that it adds up over.
+    """
+    table = evidence.activations
+    for site, mean in evidence.medians(table, "mean").items():
+        shape = table.shapes[table.places[site]] or ()
+        if evidence.type_of(site.name) != "Softmax" or len(shape) < 3 or shape[-1] != shape[-2]:
+            continue
+        over = [place for place, size in enumerate(shape) if _is_close(mean * size, rule.thresholds["tolerance"])]
+        if over and over[-1] < len(shape) - 2:
+            what = "the batch" if over == [0] else f"dimension {over[0]}"
+            verdict = (
+                f"{site.name} adds up to 1 over {what}, not over the positions: its output of shape {list(shape)} has "
+                f"the mean 1/{shape[over[0]]}"
+            )
+            yield rule.found(evidence, table, site, verdict, statistic="mean", mean=mean, size=shape[over[0]])
+
+
+def _is_close(value: float, tolerance: float) -> bool:
+    return abs(value - 1) < tolerance
+
+
 RULES = (
+    Rule(
+        name="softmax-dimension",
+        severity="warning",
+        statistic="mean of the output of a softmax whose last two dimensions are equal, times the size of a dimension",
+        thresholds={"tolerance": 0.01},
+        persistence=0,
+        usual="1 for one of the last two dimensions",
+        why="The argument dim of the softmax is the batch or the heads, so that samples influence each other.",
+        next="Pass dim=-1 to the softmax of attention scores.",
+        false_alarms="Only scores with two equal last dimensions are examined, and none of those sizes may fit.",
+        examine=_wrong_dimension,
+        explains={"softmax-dimension": ("any",), "attention-collapse": ("same",), "train-differs": ("any",)},
+    ),
     Rule(
         name="learning-rate-too-large",
         severity="warning",

@@ -102,6 +102,13 @@ class RunFindings:
         self._open.add(label)
         self._joined.add(label)
 
+    def current(self) -> list[Finding]:
+        """Return the findings so far, without notes; none after an error."""
+        found: list[Finding] = []
+        with self._lock:
+            self._contained(lambda: found.extend(each for each in self._examined() if not each.is_note))
+        return found
+
     def report(self, finding: Finding) -> None:
         """Add a finding that is not derived from records, and log it. A finding like an earlier one replaces it."""
         with self._lock:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from lightning_recorder.insight import Finding
 from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
 from lightning_recorder.outputs.pipeline import RecordConsumer
 from lightning_recorder.outputs.tensor_pictures import TensorPictures
@@ -109,6 +110,7 @@ class Plotter(RecordConsumer):
         show: A callback that receives the step and the images by tag. It returns the number of bytes written, or None
             if they are not counted.
         limit: The limit of the time for drawings, which other recorders may share.
+        findings: A function that returns the findings so far, which the plots mark.
 
     Note:
         The history holds scalars for at most 256 records, evenly spaced; see
@@ -127,6 +129,7 @@ class Plotter(RecordConsumer):
         statistics: Sequence[str] = (),
         show: Callable[[int, Mapping[str, Image]], int | None],
         limit: DrawingTime | None = None,
+        findings: Callable[[], Sequence[Finding]] = tuple,
     ) -> None:
         self._group = group
         self._tags = tags or group
@@ -134,7 +137,7 @@ class Plotter(RecordConsumer):
         self._max_images = max_images
         self._show = show
         self._limit = DrawingTime() if limit is None else limit
-        self._statistics = tuple(statistics)
+        self._statistics, self._findings = tuple(statistics), findings
         self._histories: dict[str, History] = {}
         self._heat_maps: dict[str, tuple[str, ...]] = {}
         self._tensors = TensorPictures(max_images)
@@ -242,10 +245,15 @@ class Plotter(RecordConsumer):
 
     def _work(self) -> list[tuple[History, dict[str, Any]]]:
         """Return the arguments of :func:`overview` for each plot."""
-        found = []
+        found, findings = [], self._findings()
         for part, history in self._histories.items():
             group = part.replace(self._group, self._tags, 1)
-            options = {"group": group, "statistics": self._heat_maps[part], "max_images": self._max_images}
+            options = {
+                "group": group,
+                "statistics": self._heat_maps[part],
+                "max_images": self._max_images,
+                "findings": findings,
+            }
             found.append((history, options))
         return found
 

@@ -309,6 +309,18 @@ class Columns:
         """Return the index of the column at each of ``width`` pixels."""
         return np.arange(width) * len(self) // max(width, 1)
 
+    def left_of(self, steps: Floats, step: int, width: int) -> int:
+        """Return the first of ``width`` pixels of the column with a step, or with the next recorded one.
+
+        Args:
+            steps: The recorded steps, ``[steps]``.
+            step: The step.
+            width: The width in pixels.
+        """
+        place = min(int(np.searchsorted(steps, step)), int(self.stops[-1]) - 1)
+        column = int(np.searchsorted(self.stops, place, side="right"))
+        return -(-column * width // len(self))
+
 
 def columns_of(steps: Floats, most: int = _MOST_COLUMNS) -> Columns:
     """Divide ascending steps into columns; an interval without a step shows the nearest step.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.unusual import choose, standing_out
-from lightning_recorder.plots.axes import Floats, Scale
+from lightning_recorder.plots.axes import Columns, Floats, Scale
 from lightning_recorder.plots.canvas import (
     DETAIL_PX,
     GREY,
@@ -36,6 +37,7 @@ __all__ = [
     "VIRIDIS",
     "WIDTH",
     "Area",
+    "FoundAt",
     "Mark",
     "Table",
     "blank",
@@ -47,9 +49,12 @@ __all__ = [
     "marks_of",
     "new_canvas",
     "notes_below",
+    "notes_on_findings",
     "numbers_below",
     "numbers_left",
+    "outline_findings",
     "paint",
+    "places_of",
     "plain",
     "row_names",
     "rows_room",
@@ -262,17 +267,20 @@ def _apart(places: Sequence[float], last: float) -> list[float]:
     return found
 
 
-def chosen_rows(degrees: Floats, most: int) -> tuple[list[int], list[int], list[str]]:
+def chosen_rows(degrees: Floats, most: int, always: Sequence[int] = ()) -> tuple[list[int], list[int], list[str]]:
     """Choose the layers to draw.
 
     Args:
         degrees: The degree of unusualness of each layer, ``[layers]``.
         most: The maximum number of rows.
+        always: Layers that are drawn in any case, as far as there is room.
 
     Returns:
         The chosen layers in order, the rows among them that stand out, the most unusual first, and notes.
     """
-    rows = choose(degrees, most)
+    raised = degrees.copy()
+    raised[list(always)] = np.inf
+    rows = choose(raised, most)
     marked = standing_out(degrees[rows])
     notes = []
     if len(rows) < len(degrees):
@@ -324,6 +332,75 @@ def swatch(canvas: Canvas, x: float, y: float, pixels: Image, meaning: str) -> f
     canvas.frame(left, top, width, height)
     canvas.text(x + width + 5, y, meaning, px=DETAIL_PX, color=INK)
     return x + width + 5 + text_width(meaning, DETAIL_PX) + 12
+
+
+_RED = "#e3000f"  # in neither color table
+
+
+class FoundAt(NamedTuple):
+    """The place of a finding in a plot.
+
+    Args:
+        row: The layer; None for a finding about the whole model.
+        step: The first step that shows it.
+        rule: The name of its rule.
+    """
+
+    row: int | None
+    step: int
+    rule: str
+
+
+def places_of(findings: Iterable[Finding], sites: Sequence[Hashable]) -> list[FoundAt]:
+    """Return the places of findings: the row of the tensor, or else of the first output of the module.
+
+    Args:
+        findings: The findings. Those about modules without a row are left out.
+        sites: The sites of the rows.
+    """
+    rows = {site: place for place, site in enumerate(sites)}
+    first: dict[str, int] = {}
+    for place, site in enumerate(sites):
+        if isinstance(site, tuple):
+            first.setdefault(site[0], place)
+    marks = []
+    for each in findings:
+        row: int | None = rows.get((each.module, each.path), first.get(each.module))
+        if row is not None or not each.module:
+            marks.append(FoundAt(row, each.first_step, each.rule))
+    return marks
+
+
+def outline_findings(
+    canvas: Canvas, area: Area, found: Sequence[FoundAt], columns: Columns, steps: Floats, distance: float | None = None
+) -> None:
+    """Draw a red frame around a layer from the first step of its finding on; a red line for the whole model.
+
+    Args:
+        canvas: The image.
+        area: The position of the data.
+        found: The findings.
+        columns: The columns.
+        steps: The recorded steps, ``[steps]``.
+        distance: The height of a row in pixels; None if the plot is about one layer, which has a line.
+    """
+    left, top, width, height = area
+    for row, step, _ in found:
+        x = left + columns.left_of(steps, step, width)
+        if row is None or distance is None:
+            canvas.line([(x, top), (x, top + height - 1)], _RED)
+        else:
+            # Inside of the row, so that rows of neighbors and the frame of the data stay visible.
+            canvas.frame(x + 1, int(top + row * distance) + 1, left + width - x - 2, int(distance) - 2, _RED)
+
+
+def notes_on_findings(found: Sequence[FoundAt]) -> list[str]:
+    """Return the legend of :func:`outline_findings`, with the earliest step of each rule."""
+    first: dict[str, int] = {}
+    for _, step, rule in found:
+        first[rule] = min(step, first.get(rule, step))
+    what = ", ".join(f"{rule} (step {step:,})" for rule, step in first.items())
+    return [f"red: findings, from their first step on: {what}"] if found else []
 
 
 def evenly(count: int, most: int) -> list[int]:

@@ -28,6 +28,7 @@ from lightning_recorder.plots.frame import (
     RIGHT,
     TOP,
     WIDTH,
+    FoundAt,
     blank,
     bottom_room,
     chosen_rows,
@@ -36,7 +37,9 @@ from lightning_recorder.plots.frame import (
     marks_of,
     new_canvas,
     notes_below,
+    notes_on_findings,
     numbers_below,
+    outline_findings,
     paint,
     row_names,
     rows_room,
@@ -62,6 +65,7 @@ def heat_map(
     log: bool | None = None,
     degrees: Any = None,
     max_layers: int = _MOST_ROWS,
+    findings: Sequence[FoundAt] = (),
 ) -> Image:
     """Draw a statistic as colors, with layers from top to bottom and steps from left to right.
 
@@ -87,6 +91,7 @@ def heat_map(
         degrees: How unusual each layer is, ``[layers]``, as :func:`overview` compares all statistics. By default, the
             layers are compared by these values.
         max_layers: The maximum number of rows, up to 260.
+        findings: The findings to mark. Their layers are drawn in any case, with a red frame from the first step on.
 
     Returns:
         The image, ``[height, 350, 3]``, at most 1,600 pixels high.
@@ -108,13 +113,16 @@ def heat_map(
         bad = (recorded & ~np.isfinite(values)).astype(np.float64)
         what = statistic if statistic == "zero_fraction" else "size"
         degrees = unusualness(names, {what: np.where(recorded, values, np.nan), "nan_count": bad})
-    rows, marked, chosen = chosen_rows(checked_degrees(degrees, len(names)), min(max_layers, _MOST_ROWS))
+    always = [each.row for each in findings if each.row is not None]
+    rows, marked, chosen = chosen_rows(checked_degrees(degrees, len(names)), min(max_layers, _MOST_ROWS), always)
     names, values, recorded = [names[row] for row in rows], values[rows], recorded[rows]
     columns = columns_of(steps)
     cells, there = _joined(values, recorded, columns)
     scale = Scale("linear", 0.0, 1.0) if _is_share(statistic, cells) else scale_of(cells[there], log=log)
-    notes = [*chosen, *_notes(columns.most, scale, cells[there])]
-    return _drawn(title, statistic, names, cells, there, columns, scale, notes, marked)
+    shown = [each._replace(row=rows.index(each.row)) for each in findings if each.row in rows]
+    shown += [each for each in findings if each.row is None]
+    notes = [*notes_on_findings(shown), *chosen, *_notes(columns.most, scale, cells[there])]
+    return _drawn(title, statistic, names, cells, there, columns, scale, notes, marked, (shown, steps))
 
 
 def _is_share(statistic: str, values: Floats) -> bool:
@@ -168,6 +176,7 @@ def _drawn(
     scale: Scale,
     notes: list[str],
     marked: list[int],
+    findings: tuple[Sequence[FoundAt], Floats],
 ) -> Image:
     row_px = int(np.clip(min(_TALLEST_PX // len(names), max(260 // len(names), _COMFORTABLE_PX)), *_ROW_PX))
     left, top = rows_room(names), TOP + BAR_ROOM
@@ -181,6 +190,7 @@ def _drawn(
     cover(pixels, marks)
     canvas.image(left, top, pixels)
     canvas.frame(*area)
+    outline_findings(canvas, area, findings[0], columns, findings[1], row_px)
     row_names(canvas, area, names, row_px, marked)
     numbers_below(canvas, area, columns.axis, "step")
     kind = {"linear": "", "log": " (log scale)", "symlog": " (symlog)"}[scale.kind]

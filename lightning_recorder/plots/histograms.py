@@ -31,6 +31,7 @@ from lightning_recorder.plots.frame import (
     TOP,
     VIRIDIS,
     WIDTH,
+    FoundAt,
     Mark,
     blank,
     bottom_room,
@@ -39,8 +40,10 @@ from lightning_recorder.plots.frame import (
     cover,
     new_canvas,
     notes_below,
+    notes_on_findings,
     numbers_below,
     numbers_left,
+    outline_findings,
     paint,
     row_names,
     rows_room,
@@ -316,7 +319,9 @@ _LEFT = 60
 _LEAST_SHARE = 1e-5  # all rarer values have this color
 
 
-def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str = "value") -> Image:
+def histogram_over_time(
+    steps: Any, histograms: Any, *, title: str, value: str = "value", findings: Sequence[FoundAt] = ()
+) -> Image:
     """Draw the fraction of values per bin as colors, with steps from left to right and values from bottom to top.
 
     The histograms may have different edges at each step. All are rebinned to 145 common bins. A bin that is cut in two
@@ -331,6 +336,7 @@ def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str =
             ``[steps, 2048]``; see ``ExponentHistogram``.
         title: The title of the image.
         value: The name of the values, with a unit if they have one.
+        findings: The findings about the layer. Their first steps are marked with red lines.
 
     Returns:
         The image, ``[404, 350, 3]``, or slightly higher if there are notes.
@@ -349,7 +355,7 @@ def histogram_over_time(steps: Any, histograms: Any, *, title: str, value: str =
     columns = columns_of(steps)
     each = np.stack([shares(histogram, edges) for histogram in found], axis=1)
     cells = np.stack([_mean(each[:, run]) for run in columns], axis=1)
-    return _draw_over_time(title, value, cells[::-1], columns, axis)
+    return _draw_over_time(title, value, cells[::-1], columns, axis, (findings, steps))
 
 
 def _mean(some: Floats) -> Floats:
@@ -358,7 +364,14 @@ def _mean(some: Floats) -> Floats:
     return some[:, known].mean(axis=1) if known.any() else some[:, 0]
 
 
-def _draw_over_time(title: str, value: str, cells: Floats, columns: Columns, axis: Scale) -> Image:
+def _draw_over_time(
+    title: str,
+    value: str,
+    cells: Floats,
+    columns: Columns,
+    axis: Scale,
+    findings: tuple[Sequence[FoundAt], Floats],
+) -> Image:
     largest = float(np.nanmax(cells))
     colors = Scale("log", min(_LEAST_SHARE, largest / 10), largest)
     area = (_LEFT, TOP + BAR_ROOM, WIDTH - RIGHT - _LEFT, _BINS * _BIN_PX)
@@ -368,12 +381,14 @@ def _draw_over_time(title: str, value: str, cells: Floats, columns: Columns, axi
     missing = np.repeat((cells == -1.0)[:, across], _BIN_PX, axis=0)
     marks: list[Mark] = ["missing"] if missing.any() else []
     cover(pixels, {"missing": missing})
-    notes = [f"each column: the mean of up to {columns.most:,} steps"] if columns.most > 1 else []
+    notes = notes_on_findings(findings[0])
+    notes += [f"each column: the mean of up to {columns.most:,} steps"] if columns.most > 1 else []
     if axis.kind == "symlog":
         notes.append(f"values: logarithmic on both sides of 0, linear below {number(axis.threshold)}")
     canvas = new_canvas(area[1] + area[3] + bottom_room(notes, marks), title)
     canvas.image(area[0], area[1], pixels)
     canvas.frame(*area)
+    outline_findings(canvas, area, findings[0], columns, findings[1])
     numbers_left(canvas, area, axis, f"{value} (symlog)" if axis.kind == "symlog" else value)
     numbers_below(canvas, area, columns.axis, "step")
     color_bar(canvas, area, colors, VIRIDIS, "share of the values in a bin (log scale)")

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from lightning_recorder.bins import BINS
 from lightning_recorder.errors import ArgumentError, check_integer
+from lightning_recorder.insight.finding import Finding
 from lightning_recorder.insight.unusual import choose, compared, standing_out, unusualness
 from lightning_recorder.names import make_tag, site_title
 from lightning_recorder.plots.axes import Floats, to_floats
 from lightning_recorder.plots.canvas import Image
+from lightning_recorder.plots.frame import FoundAt, places_of
 from lightning_recorder.plots.gradient_flow import gradient_flow
 from lightning_recorder.plots.heat_map import heat_map
 from lightning_recorder.plots.histograms import histogram_of, histogram_over_time, ridge
@@ -292,6 +294,7 @@ def overview(
     group: str,
     statistics: Sequence[str] = ("rms", "mean", "zero_fraction"),
     max_images: int = 8,
+    findings: Sequence[Finding] = (),
 ) -> dict[str, Image]:
     """Draw the contents of a history; return images by tag.
 
@@ -308,6 +311,7 @@ def overview(
             has a group that ends with ``_grad``, the suffix for gradients of parameters.
         statistics: The statistics to draw as heat maps.
         max_images: The maximum number of plots of single sites over time.
+        findings: The findings to mark in the heat maps and in the plots over time.
 
     Raises:
         ArgumentError: If the history does not keep a statistic.
@@ -320,16 +324,16 @@ def overview(
     of_parameters = group.endswith("_grad")
     # The suffix is redundant, because the group already says that these are gradients.
     names = [_name(site).removesuffix(".grad") if of_parameters else _name(site) for site in sites]
-    degrees = history.degrees
+    degrees, marks = history.degrees, places_of(findings, history.sites)
     for statistic in statistics:
         values = history.table(statistic)
         if not np.isnan(values).all():
             tag = make_tag(f"{group}_plots", "heat_map", statistic)
-            found[tag] = _heat_map(history, names, statistic, f"{group}: {statistic}", degrees)
+            found[tag] = _heat_map(history, names, statistic, f"{group}: {statistic}", degrees, marks)
     shown = _most_telling(history, degrees) if len(sites) > _FEW_LAYERS else None
     if shown:
         title = f"{group}: most unusual layers"
-        found[make_tag("Unusual", group, "out")] = _heat_map(history, names, shown, title, degrees, _FEW_LAYERS)
+        found[make_tag("Unusual", group, "out")] = _heat_map(history, names, shown, title, degrees, marks, _FEW_LAYERS)
     rows = {site: row for row, site in enumerate(sites)}
     latest = {rows[site]: histogram for site, histogram in _latest_histograms(history).items()}
     if latest:
@@ -344,11 +348,12 @@ def overview(
         found[make_tag(f"{group}_plots", "flow", "")] = _flow(history, names, group, degrees)
     places = [] if of_parameters else history.histogram_sites
     for place in choose(degrees[[rows[site] for site in places]], max_images):
+        of_site = [each for each in marks if each.row in (None, rows[places[place]])]
         name = _name(places[place])
         tag = _free(make_tag(f"{group}_plots", "over_time", name), found)
         title = f"{group}: {name}"
         found[tag] = histogram_over_time(
-            history.count_steps(places[place]), _over_time(history, places[place]), title=title
+            history.count_steps(places[place]), _over_time(history, places[place]), title=title, findings=of_site
         )
     return found
 
@@ -357,7 +362,13 @@ _FEW_LAYERS = 20  # a picture of that height fits on a screen
 
 
 def _heat_map(
-    history: History, names: list[str], statistic: str, title: str, degrees: Floats, max_layers: int = 260
+    history: History,
+    names: list[str],
+    statistic: str,
+    title: str,
+    degrees: Floats,
+    marks: Sequence[FoundAt],
+    max_layers: int = 260,
 ) -> Image:
     return heat_map(
         history.steps,
@@ -368,6 +379,7 @@ def _heat_map(
         recorded=history.recorded,
         degrees=degrees,
         max_layers=max_layers,
+        findings=marks,
     )
 
 

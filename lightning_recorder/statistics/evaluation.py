@@ -86,7 +86,8 @@ class EvaluationRecorder(RankMergingRecorder):
 class EvaluationSampler(EvaluationRecorder):
     """Record the first batches of evaluations, and in all at most one of a hundred batches.
 
-    Recording a batch takes about as long as the batch itself at most, so it takes about one percent of the time. The
+    This is a limit on batches, not on time: a recorded batch takes longer than others, in small models several times as
+    long. The limit does not depend on the clock, so that a repetition of a run has the same records. The
     first batch of the first evaluation is always recorded. The choice depends on the number of batches only, so that it
     is the same in each repetition of a run. Only the first data loader is recorded, on rank zero.
 

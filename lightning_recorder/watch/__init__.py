@@ -6,7 +6,13 @@ from lightning_recorder.watch.origin import CommunicationError, Origin, OriginTr
 from lightning_recorder.watch.readings import Reading, ReadingQueue
 from lightning_recorder.watch.series import StepSeries
 from lightning_recorder.watch.spikes import SpikeDetector
-from lightning_recorder.watch.verdict import NON_FINITE, finding_of_origin, finding_of_spike, finding_without_origin
+from lightning_recorder.watch.verdict import (
+    NON_FINITE,
+    finding_of_origin,
+    finding_of_overflow,
+    finding_of_spike,
+    finding_without_origin,
+)
 
 __all__ = [
     "NON_FINITE",
@@ -22,6 +28,7 @@ __all__ = [
     "StepFlags",
     "StepSeries",
     "finding_of_origin",
+    "finding_of_overflow",
     "finding_of_spike",
     "finding_without_origin",
 ]

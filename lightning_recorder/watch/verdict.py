@@ -8,7 +8,14 @@ from lightning_recorder.insight import Finding
 from lightning_recorder.watch.origin import Origin
 from lightning_recorder.watch.readings import Reading
 
-__all__ = ["NON_FINITE", "SPIKE", "finding_of_origin", "finding_of_spike", "finding_without_origin"]
+__all__ = [
+    "NON_FINITE",
+    "SPIKE",
+    "finding_of_origin",
+    "finding_of_overflow",
+    "finding_of_spike",
+    "finding_without_origin",
+]
 
 NON_FINITE = "non-finite"
 SPIKE = "spike"
@@ -81,6 +88,24 @@ def finding_without_origin(
     following = f"The module is not known, because {because}. To know it: {option}"
     finding = _finding(NON_FINITE, "critical", module, reading, verdict, _WHY, following)
     return replace(finding, numbers={"batch": float(batches[0] if batches else 0), "epoch": float(reading.epoch)})
+
+
+def finding_of_overflow(reading: Reading, *, rank: str = "") -> Finding:
+    """Return the finding for finite gradients whose norm is too large for float32.
+
+    Args:
+        reading: The step.
+        rank: As for :func:`finding_of_origin`.
+    """
+    index = reading.indices[0] if reading.indices else 0
+    verdict = (
+        f"the gradient norm overflows first at step {reading.step} ({_batch(index, reading.epoch)}{rank}): the loss is "
+        f"{reading.values[0]:.3g}, and each gradient is finite"
+    )
+    why = "The training diverges: the learning rate is too high, or the loss is scaled."
+    following = "Lower the learning rate, look for a factor of the loss, or clip gradients."
+    finding = _finding(NON_FINITE, "critical", "", reading, verdict, why, following)
+    return replace(finding, numbers={"batch": float(index), "epoch": float(reading.epoch)})
 
 
 def finding_of_spike(

@@ -192,6 +192,23 @@ def test_a_bad_loss_under_a_scaler_is_a_finding(tmp_path: Path) -> None:
     assert values[:5] == pytest.approx([float(each) for each in model.losses[:5]], rel=1e-3)
 
 
+class Steep(Planted):
+    """A loss whose gradients are finite, while the sum of their squares exceeds float32."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 1e25 if batch_idx == self.at else loss
+
+
+def test_a_norm_that_overflows_blames_no_gradient(tmp_path: Path) -> None:
+    """A gradient norm beyond float32 is named as such if each gradient is finite."""
+    watch = StepWatch(strict=True, spikes=0)
+    fit(Steep(at=3), tmp_path, watch)
+    finding = only(watch)
+    assert finding.verdict.startswith("the gradient norm overflows first at step 3 (batch 3 of epoch 0): the loss is ")
+    assert finding.module == ""
+
+
 class Manual(Planted):
     """Two optimizers, of which each steps once per batch; the fault is in the loss of one of them."""
 

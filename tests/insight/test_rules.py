@@ -228,6 +228,68 @@ def test_the_learning_rate_of_a_layer(adaptive: bool) -> None:
     assert (found.rule, found.module, found.numbers["factor"]) == ("learning-rate-outlier", "c", 50.0)
 
 
+@pytest.mark.parametrize(("rate", "rules"), [(0.3, ["learning-rate-outlier"]), (1e-3, [])])
+def test_the_learning_rate_of_a_scalar(rate: float, rules: list[str]) -> None:
+    """A scalar whose group has a far higher rate is a finding; in the usual group, it may change as fast."""
+    scale: Values = {"rms": 2.0, "update_ratio": 0.15, "learning_rate": rate}
+    parameters: dict[str, Values] = {
+        **{
+            name: {**each, **({"learning_rate": 1e-3} if name.endswith("/weight") else {})}
+            for name, each in network("a", "b", "c", "d").items()
+        },
+        "net/scale": scale,
+        "net/scale.grad": {"rms": 1e-3},
+        "net/scale.update": {"rms": 0.3},
+        "a/weight.exp_avg_sq": {"rms": 1e-6},
+    }
+    found = run(None, None, parameters, shapes={("net", "scale"): ()})
+    assert [each.rule for each in found] == rules
+
+
+@pytest.mark.parametrize(
+    ("mean", "shape", "over"),
+    [
+        (1 / 16, (16, 4, 10, 10), "the batch"),
+        (1 / 4, (16, 4, 10, 10), "dimension 1"),
+        (1 / 10, (16, 4, 10, 10), ""),
+        (1 / 16, (16, 4, 16, 16), ""),
+        (1 / 16, (16, 10), ""),
+    ],
+)
+def test_the_dimension_of_a_softmax(mean: float, shape: tuple[int, ...], over: str) -> None:
+    """A softmax of attention scores that adds up over the batch or the heads is a finding."""
+    layers: dict[str, Values] = {"act": {"mean": mean, "rms": mean}, "fc": {}}
+    found = run(layers, graph=chain("act", "fc", act="Softmax"), shapes={("act", "out"): shape})
+    assert [(each.rule, over in each.verdict) for each in found] == ([("softmax-dimension", True)] if over else [])
+
+
+def test_the_own_parameters_of_a_container_are_no_finding_of_their_own() -> None:
+    """A position embedding of the net loses its gradient at the same place as the modules inside."""
+    layers: dict[str, Values] = {name: {"rms": 1.0} for name in ("net.a", "net.head", "net")}
+    still = {f"{name}": {"rms": 0.25, "update_ratio": 0.0} for name in ("net.a/weight", "net/pos")}
+    (found,) = run(
+        layers, {"net.head": {"rms": 1e-3}}, {**still, **trained("net.head")}, graph=chain("net.a", "net.head")
+    )
+    assert (found.rule, found.module, found.others) == ("gradient-stops", "net.a", ("net",))
+
+
+def test_a_fast_layer_is_not_compared_with_its_own_bias() -> None:
+    """The weight of a layer in a fast group is a finding, although its bias is as fast."""
+    parameters: dict[str, Values] = {}
+    for name, rate in (("a", 1e-3), ("b", 1e-3), ("c", 0.3), ("d", 1e-3)):
+        layer = trained(name, update=0.25 * rate, ratio=rate)
+        layer[f"{name}/weight"] = {**layer[f"{name}/weight"], "learning_rate": rate}
+        parameters |= layer
+    parameters |= {
+        "c/bias": {"rms": 0.25, "update_ratio": 0.3, "learning_rate": 0.3},
+        "c/bias.grad": {"rms": 1e-3},
+        "c/bias.update": {"rms": 0.075},
+        "a/weight.exp_avg_sq": {"rms": 1e-6},
+    }
+    (found,) = run(None, None, parameters, shapes={("c", "bias"): (16,)})
+    assert (found.rule, found.module, found.path) == ("learning-rate-outlier", "c", "weight")
+
+
 def test_equal_weights() -> None:
     """A weight whose values are all equal is a finding."""
     constant: dict[str, Values] = {**trained("a"), "a/weight": {"rms": 0.1, "std": 0.0, "update_ratio": 1e-3}}

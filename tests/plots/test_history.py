@@ -13,9 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recorder import ArgumentError
+from lightning_recorder.insight import Finding
 from lightning_recorder.plots import History, gradient_flow, heat_map, histogram_over_time, overview, ridge
+from lightning_recorder.plots.frame import FoundAt
 from lightning_recorder.plots.history import Found
 from lightning_recorder.reductions import SCALAR_STATISTICS, Statistics, to_histogram
+from lightning_recorder.taps import Site
+from tests.plots.pixels import data_in
 
 
 def bins(seed: int, filled: int = 200) -> torch.Tensor:
@@ -308,3 +312,53 @@ def test_what_was_not_recorded_is_marked(history: History) -> None:
     history.add(3, {SITES[0]: measured(3, 0)})
     image = overview(history, group="activations", statistics=("rms",))["activations_plots/heat_map/rms"]
     assert (image == np.uint8(200)).all(axis=-1).sum() > 3 * 20 * 60
+
+
+RED = np.array([0xE3, 0x00, 0x0F], dtype=np.uint8)
+
+
+def found(module: str, step: int, path: str = "out") -> Finding:
+    """Return a finding about a tensor from a step on."""
+    return Finding("dead-output", "warning", module, path, step, 90, 1, verdict="v", why="w", next="n", usual="u")
+
+
+@pytest.mark.parametrize(
+    ("finding", "row", "column"), [(found("b", 50), 1, 5), (found("c", 0, ""), 2, 0), (found("a", 55), 0, 6)]
+)
+def test_a_heat_map_marks_a_finding(finding: Finding, row: int, column: int) -> None:
+    """The layer of a finding has a red frame that begins at its first step; no other pixel is red."""
+    steps, sites = range(0, 100, 10), [Site(name, "out") for name in "abc"]
+    history = History(statistics=("rms",), max_histograms=0)
+    for step in steps:
+        history.add(step, {site: ({"rms": 1.0}, None) for site in sites})
+    image = overview(history, group="g", statistics=("rms",), findings=[finding])["g_plots/heat_map/rms"]
+    data = data_in(image)
+    height, width = len(data) / 3, data.shape[1] / 10
+    rows, columns = np.nonzero((data == RED).all(-1))
+    assert rows.min() == pytest.approx(row * height, abs=2)
+    assert rows.max() == pytest.approx((row + 1) * height, abs=2)
+    assert columns.min() == pytest.approx(column * width, abs=2)
+    assert columns.max() >= data.shape[1] - 3
+
+
+def test_a_plot_over_time_marks_the_findings_of_its_layer() -> None:
+    """The plot of the layer has a red line at the first step; those of other layers have none."""
+    history = History(statistics=("rms", "min", "max"))
+    for step in range(0, 100, 10):
+        counts = {name: bins(step) for name in "ab"}
+        history.add(step, {Site(name, "out"): ({"rms": 1.0, "min": 1.0, "max": 2.0}, counts[name]) for name in "ab"})
+    images = overview(history, group="g", statistics=(), findings=[found("b", 50)])
+    red = {name: (images[f"g_plots/over_time/{name}"] == RED).all(-1) for name in "ab"}
+    assert not red["a"].any()
+    (columns,) = np.nonzero(red["b"].any(0))
+    assert len(columns) == 1
+    assert red["b"][:, columns[0]].sum() > 200
+
+
+def test_a_layer_with_a_finding_is_drawn_among_many() -> None:
+    """A layer with a finding has a row in a picture of few layers, although its values are ordinary."""
+    names = [f"layer{row}" for row in range(300)]
+    ones = np.ones((300, 4))
+    with_mark = heat_map(range(4), names, ones, statistic="rms", title="t", findings=[FoundAt(151, 2, "frozen")])
+    assert (with_mark == RED).all(-1).any()
+    assert not (heat_map(range(4), names, ones, statistic="rms", title="t") == RED).all(-1).any()
