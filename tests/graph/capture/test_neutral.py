@@ -385,7 +385,7 @@ class _WithoutVersion(Tensor):
     """A tensor whose number of writes cannot be read."""
 
     @property
-    def _version(self) -> int:
+    def _version(self) -> int:  # type: ignore[override]  # a plain attribute in torch
         raise LookupError("it has no version")
 
 
