@@ -292,17 +292,18 @@ class GraphRecorder(RecorderCallback):
 
     def _stop(self, trainer: Trainer) -> None:
         if self._capture is not None:
-            graph, names = self._capture.graph(), self._capture.ran_eagerly
+            graph, names, broken = self._capture.graph(), self._capture.ran_eagerly, self._capture.is_broken
             self._leave_capture()
-            self._keep(trainer, graph)
+            self._keep(trainer, graph, broken=broken)
             say_ran_eagerly(trainer, names)
             write_ran_eagerly(self._rank_zero_directory(trainer), self.name, self._step, names, name=str(self))
         elif self._output is not None and (self._output.picture is None or self._output.picture.done()):
             self._show(0.0)
 
-    def _keep(self, trainer: Trainer, graph: Graph) -> None:
-        # A step that computed nothing, because training_step returned None at once, is not shown.
-        if any(node.kind in ("op", "backward") for node in graph.nodes):
+    def _keep(self, trainer: Trainer, graph: Graph, *, broken: bool = False) -> None:
+        # A step that computed nothing, because training_step returned None at once, is not shown. After an error of the
+        # recording no later step is recorded, since the warning about the incomplete graph would be wrong.
+        if broken or any(node.kind in ("op", "backward") for node in graph.nodes):
             self._waiting = False
             self._recorded = True
             self.graph = graph

@@ -55,6 +55,8 @@ last repetition.
 _OPERANDS = ("other", "exponent", "value", "fill_value")  # parameters of functions that take numbers as values
 
 
+_SCRIPTED = ("RecursiveScriptModule", "ScriptModule", "TopLevelTracedModule", "TracedModule")  # classes of torch.jit
+
 _VERSION = 3
 _READABLE = (2, 3)  # version 2 has fewer fields
 
@@ -337,9 +339,8 @@ class Graph:
         """Return a hash of the structure, as 64 hexadecimal digits (SHA-256).
 
         The hash covers the nodes with their names, classes, shapes, dtypes, arguments and autograd types, and the
-        edges. It does not cover devices, source lines, costs, numbers that are operands as in ``x * 2``, or the name of
-        the graph. It is the same in every process
-        and on every machine.
+        edges. It does not cover devices, source lines, costs, numbers that are operands as in ``x * 2``, the autograd
+        types inside a scripted module, or the name of the graph. It is the same in every process and on every machine.
 
         Example:
             >>> one, other = (Graph((Node(0, "module", "", None, 0, type_name=name),), ()) for name in ("Net", "Other"))
@@ -347,10 +348,13 @@ class Graph:
             False
         """
         place = {node.id: number for number, node in enumerate(self.nodes)}
+        # Those of a scripted module change as TorchScript optimizes its type, once for the whole process.
+        scripted = {node.id for node in self.nodes if node.type_name in _SCRIPTED}
+        autograd = {node.id: () if {node.id, node.parent} & scripted else node.autograd for node in self.nodes}
         nodes = [
             (
                 (node.kind, node.name, node.parent if node.parent is None else place[node.parent], node.type_name),
-                (node.call, node.parameters, node.autograd, node.scope, node.failed, node.repeats, node.parallel),
+                (node.call, node.parameters, autograd[node.id], node.scope, node.failed, node.repeats, node.parallel),
                 [(meta.shape, meta.dtype) for meta in node.outputs],
                 [(meta.shape, meta.dtype) for meta in node.inputs],
                 # A number that is added or multiplied may be computed from the data.

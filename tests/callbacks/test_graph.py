@@ -10,6 +10,7 @@ import shutil
 import stat
 import sys
 import xml.etree.ElementTree as ET
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from PIL import Image as Picture
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_recorder import (
     ActivationRecorder,
@@ -420,6 +422,39 @@ def test_a_recording_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pyte
     assert len(model.losses) == 6
     assert recorder.graph is not None
     assert sum(node.kind == "op" for node in recorder.graph.nodes) == 2
+
+
+class _ClosedAtFirst(UserDict[str, Tensor]):
+    """A batch that cannot be read the first time."""
+
+    is_closed = True
+
+    def items(self) -> Any:
+        if self.is_closed:
+            type(self).is_closed = False
+            raise LookupError("it is closed")
+        return super().items()
+
+
+def test_after_a_recording_that_fails_at_once_no_later_step_is_recorded(tmp_path: Path) -> None:
+    """If the recording fails before any operation, the graph stays empty, as the warning says."""
+
+    class OfMappings(Classifier):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return batch
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self(batch["x"]), batch["y"])
+
+    def batch(_: Any) -> Any:
+        return _ClosedAtFirst(x=torch.zeros(2, 1, 8, 8), y=torch.zeros(2, dtype=torch.long))
+
+    batches: Any = DataLoader(range(3), collate_fn=batch)  # type: ignore[arg-type]  # any sequence is a data set
+    recorder = GraphRecorder(formats=())
+    with pytest.warns(RecorderWarning, match="the graph is incomplete: LookupError: it is closed"):
+        fit(OfMappings(), tmp_path, [recorder], loader=batches, logger=False)
+    assert recorder.graph is not None
+    assert [node.kind for node in recorder.graph.nodes] == ["module"]
 
 
 def test_compiled_submodule_is_recorded_eagerly(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def large() -> Graph:
 @pytest.fixture(scope="module")
 def chain() -> Graph:
     """Return a graph with more operations than a picture has nodes."""
-    return capture_graph(nn.Sequential(*(_Block(1 + index) for index in range(200))), X)
+    return capture_graph(nn.Sequential(*(_Block(1 + index) for index in range(150))), X)
 
 
 def test_a_large_graph_has_a_picture_that_can_be_read(large: Graph, tmp_path: Path) -> None:
@@ -55,14 +55,14 @@ def test_a_large_graph_has_a_picture_that_can_be_read(large: Graph, tmp_path: Pa
     assert all(text.left >= 0 and text.right <= drawn.width for text in texts)
 
 
-def test_a_bitmap_that_would_be_shrunk_is_refused(large: Graph, tmp_path: Path) -> None:
+def test_a_bitmap_that_would_be_shrunk_is_refused(chain: Graph, tmp_path: Path) -> None:
     """A PNG with unreadable text is an error of the layout; a picture avoids it by its columns."""
-    picture = GraphPicture(large, tmp_path / "graph.dot", ("png",), max_nodes=700)
+    picture = GraphPicture(chain, tmp_path / "graph.dot", ("png",), max_nodes=700)
     (path,) = picture.finish()
     assert path.is_file()
     assert picture.note == ""
-    chain = GraphvizRenderer(fit_view(large, 700), wrap=False).render()
-    (tmp_path / "large.dot").write_text(chain.source, encoding="utf-8")
+    column = GraphvizRenderer(fit_view(chain, 700), wrap=False).render()
+    (tmp_path / "large.dot").write_text(column.source, encoding="utf-8")
     with pytest.raises(RenderError, match=r"would be shrunk to \d+%, its text too small to read: draw a smaller view"):
         Layout(tmp_path / "large.dot", ("png",)).finish()
     assert not (tmp_path / "large.png").exists()

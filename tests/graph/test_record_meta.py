@@ -187,24 +187,25 @@ print(fake, peak() - before)
 """
 
 
-def _measured(script: str) -> list[str]:
-    """Run a script in a separate process and return its output."""
-    run = subprocess.run([sys.executable, "-c", _PEAK + script], capture_output=True, text=True, check=True)
-    return run.stdout.split()
+@pytest.fixture(scope="module")
+def measured() -> list[list[str]]:
+    """Return what both scripts print in a separate process."""
+    if sys.platform != "linux":
+        pytest.skip("the unit of ru_maxrss is that of Linux")
+    command = [sys.executable, "-c", _PEAK + _HUGE + _LARGE]
+    return [line.split() for line in subprocess.check_output(command, text=True).splitlines()]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss is that of Linux")
-def test_a_model_of_any_size_takes_no_memory() -> None:
+def test_a_model_of_any_size_takes_no_memory(measured: list[list[str]]) -> None:
     """10¹¹ parameters and an input of 4 GB, on the meta device, take less than 16 MiB."""
-    grown, parameters, same, shape = _measured(_HUGE)
+    grown, parameters, same, shape = measured[0]
     assert (int(parameters), same, shape) == (10 * (100_000**2 + 100_000), "True", "10000×100000")
     assert int(grown) < 16
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss is that of Linux")
-def test_parameters_are_not_copied() -> None:
+def test_parameters_are_not_copied(measured: list[list[str]]) -> None:
     """A model of 49 M parameters, 187 MiB, is recorded with less than 16 MiB more, with values and without."""
-    fake, real = map(int, _measured(_LARGE))
+    fake, real = map(int, measured[1])
     assert fake < 16
     assert real < 16
 

@@ -36,6 +36,13 @@ def test_two_nets_of_one_kind() -> None:
     assert len({capture_graph(net, X).structural_hash() for net in (*nets, *nets)}) == 1
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # scripted models are still in use
+def test_runs_of_a_scripted_net() -> None:
+    """A scripted net has the same hash before and after TorchScript has optimized it."""
+    net: Any = torch.jit.script(nn.Sequential(linear(), nn.Sigmoid()))
+    assert len({capture_graph(net, X).structural_hash() for _ in range(4)}) == 1
+
+
 def test_writing_in_place() -> None:
     """In-place operations do not change the hash."""
     inside = captured(lambda fc, x: torch.relu_(fc(x).mul_(2)), X)
@@ -91,14 +98,14 @@ print(json.dumps({name: fresh(make).record()[0].structural_hash() for name, make
 def test_other_processes() -> None:
     """Each construct of the catalogue has the same hash in a process with another string hash seed."""
     root = Path(__file__).parents[2]
-    ours = {name: fresh(make).record()[0].structural_hash() for name, make in CONSTRUCTS.items()}
     other = os.environ.get("PYTHONHASHSEED") == "1"
     environment = {**os.environ, "PYTHONHASHSEED": "2" if other else "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=root, env=environment, capture_output=True, text=True, check=True
-    )
-    theirs = json.loads(done.stdout.splitlines()[-1])
-    assert theirs == ours
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        ours = {name: fresh(make).record()[0].structural_hash() for name, make in CONSTRUCTS.items()}
+        printed, _ = process.communicate()
+    assert process.returncode == 0
+    assert json.loads(printed.splitlines()[-1]) == ours
     assert len(set(ours.values())) > len(CONSTRUCTS) // 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_recorder.graph.capture.call_arguments import Given, describe_arguments
-from lightning_recorder.graph.model import Edge, Graph, Kind, Node, Repetition, TensorMeta
+from lightning_recorder.graph.model import Edge, Graph, Kind, Node, TensorMeta
 from lightning_recorder.graph.unused import Unused
 from lightning_recorder.internals.storage import is_uninitialized
 
@@ -24,22 +23,14 @@ Frozen = TypeVar("Frozen", Node, Edge)
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-@dataclass(eq=False)
 class Draft:
     """A mutable node with the fields of :class:`Node`, which becomes a :class:`Node` at the end of the recording.
 
     A recording creates few objects that Python's garbage collector has to traverse. With ten objects for each function,
-    the collections alone took as long as the recording.
+    the collections alone took as long as the recording. The fields with a default are attributes of the class, as in
+    :class:`Node`, until they are set.
     """
 
-    id: int
-    kind: Kind
-    name: str
-    parent: int | None
-    depth: int
-    outputs: tuple[TensorMeta, ...] = ()
-    source: str = ""
-    inputs: tuple[TensorMeta, ...] = ()
     type_name: str = ""
     call: int = 1
     parameters: int = 0
@@ -57,16 +48,26 @@ class Draft:
     saved_bytes: int | None = None
     note: str = ""
 
+    def __init__(
+        self,
+        number: int,
+        kind: Kind,
+        name: str,
+        parent: int | None,
+        depth: int,
+        outputs: tuple[TensorMeta, ...],
+        source: str,
+        inputs: tuple[TensorMeta, ...],
+    ) -> None:
+        self.id, self.kind, self.name, self.parent, self.depth = number, kind, name, parent, depth
+        self.outputs, self.source, self.inputs = outputs, source, inputs
 
-@dataclass(eq=False)
+
 class _DraftEdge:
     """An edge that becomes an :class:`Edge`; see :class:`Draft`."""
 
-    source: int
-    target: int
-    multiplicity: int
-    tensor: TensorMeta | None
-    across: tuple[tuple[int, Repetition], ...] = ()
+    def __init__(self, source: int, target: int, multiplicity: int, tensor: TensorMeta | None) -> None:
+        self.source, self.target, self.multiplicity, self.tensor = source, target, multiplicity, tensor
 
 
 class GraphBuilder:
@@ -151,14 +152,34 @@ class GraphBuilder:
             before.setdefault(key & _TARGET, []).append(key >> 32)
         return before
 
-    def reached_by_gradient(self, starts: Iterable[int], before: Mapping[int, list[int]]) -> set[int]:
+    def reached_by_gradient(self, starts: Iterable[int]) -> set[int]:
         """Return the nodes that the gradients of backward passes reach, from their starts back to the leaves.
 
         Args:
             starts: The nodes of the backward passes.
-            before: The result of :meth:`sources`.
         """
         begins = set(starts)
+        found, passed = set(begins), set[int]()
+        nodes, detached = self.nodes, self._detached
+        # The edges into a node were added before those that leave it, so in reverse order one pass is enough.
+        for ends in reversed(self._edges):
+            number = ends & _TARGET
+            passed.add(number)
+            if number not in found:
+                continue
+            node = nodes[number]
+            if _REENTRANT in node.autograd:
+                return self._reached_through_checkpoints(begins)
+            source = ends >> 32
+            if source not in found and ends not in detached and _passes_gradient(node, number in begins):
+                if source in passed:
+                    return self._reached_through_checkpoints(begins)
+                found.add(source)
+        return found
+
+    def _reached_through_checkpoints(self, begins: set[int]) -> set[int]:
+        """Return the result of :meth:`reached_by_gradient` for a recording with reentrant checkpoints."""
+        before = self.sources()
         found = dict.fromkeys(begins, False)
         """The nodes that were reached, with True for those inside a reentrant checkpoint."""
         nodes, detached = self.nodes, self._detached
@@ -169,8 +190,7 @@ class GraphBuilder:
             names = node.autograd
             # torch's backward graph contains only the last node of what a reentrant checkpoint computes.
             inside = _REENTRANT in names or (found[number] and not names)
-            # Any other node without autograd nodes, such as ``detach``, stops the gradient; an identity passes it on.
-            if not (names or inside or number in begins or node.name == "identity"):
+            if not (inside or _passes_gradient(node, number in begins)):
                 continue
             for source in before.get(number, ()):
                 # Inside a reentrant checkpoint no intermediate result requires a gradient, but the parameters do.
@@ -180,8 +200,9 @@ class GraphBuilder:
                     todo.append(source)
         return set(found)
 
-    def leading(self, before: Mapping[int, list[int]]) -> set[int]:
+    def leading(self) -> set[int]:
         """Return the nodes that lead to a backward pass or to a result of the model."""
+        before = self.sources()
         todo = [number for number, node in enumerate(self.nodes) if node.kind in ("backward", "output")]
         found = set(todo)
         while todo:
@@ -221,6 +242,11 @@ class GraphBuilder:
 
 
 _TARGET = 0xFFFFFFFF
+
+
+def _passes_gradient(node: Draft, begins: bool) -> bool:
+    # Any other node without autograd nodes, such as ``detach``, stops the gradient; an identity passes it on.
+    return bool(node.autograd) or begins or node.name == "identity"
 
 
 def _frozen(kind: type[Frozen], drafts: list[Any]) -> list[Frozen]:

@@ -65,23 +65,22 @@ class Gradients:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         named = {name: each for each in parameters if (name := self._name(each)) is not None}
         updated = {name for name, each in named.items() if each.grad is not None}
-        before = self._builder.sources()
         # A step uses the gradients of each evaluation of its closure, although the closure resets them.
         begun = self._begun.pop(id(optimizer), len(nodes))
-        used = [number for number in passes if self._gave(number, updated, before, number >= begun)]
+        used = [number for number in passes if self._gave(number, updated, number >= begun)]
         node = self._builder.add("optimizer", self._title(type(optimizer).__name__, list(named)), 0, source=source)
         # Nothing is known of parameters that a wrapper has joined into one.
         for number in used if named else passes[-1:]:
             self._builder.connect(number, node, None)
 
-    def _gave(self, number: int, updated: set[str], before: dict[int, list[int]], inside: bool) -> bool:
+    def _gave(self, number: int, updated: set[str], inside: bool) -> bool:
         """Return True if a backward pass, possibly inside the step, gave a parameter a gradient that the step used."""
         nodes = self._builder.nodes
         return any(
             nodes[each].kind == "parameter"
             and nodes[each].name in updated
             and (inside or self._reset.get(nodes[each].name, 0) <= number)
-            for each in self._builder.reached_by_gradient([number], before)
+            for each in self._builder.reached_by_gradient([number])
         )
 
     def _title(self, optimizer: str, names: list[str]) -> str:

@@ -121,10 +121,10 @@ class GraphCapture:
         self._in_compiled = False
         self._eager = eager
         self._stance = EagerStance()
-        self._broken = False
+        self.is_broken = False
+        """True after an error of the recording itself, which leaves the graph incomplete."""
         self._ended = False
-        self._graph: Graph | None = None
-        """The graph, once it was asked for after the end."""
+        self._graph: Graph | None = None  # once it was asked for after the end
         with pause_recording():
             self._guarded(self._recording.note_inputs, inputs, name)
 
@@ -134,9 +134,9 @@ class GraphCapture:
         self._thread = get_ident()
         if self._eager:
             self._stance.hold()
-        if not self._broken:
+        if not self.is_broken:
             self._guarded(self._begin)
-        if not self._broken:
+        if not self.is_broken:
             self._mode = _CaptureMode(self)
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no annotations there
             self._active = True
@@ -254,7 +254,7 @@ class GraphCapture:
     def _break(self, error: Exception) -> None:
         """Stop recording after an error of the recording itself."""
         self._active = False
-        self._broken = True
+        self.is_broken = True
         self.stop()
         warn(f"the graph is incomplete: {describe_error(error)}")
 
@@ -369,6 +369,7 @@ class _CaptureMode(TorchFunctionMode):
                 inputs = tensors_in((*args, *kwargs.values()) if kwargs else args)
                 before = versions_of(inputs)
         except Exception as error:  # noqa: BLE001 - an error of the recording must not fail the model
+            inputs = None
             owner._break(error)
         start = sequence_number()
         called = 0.0 if costs is None else time.perf_counter()

@@ -77,25 +77,24 @@ def note_used(nodes: Sequence[Draft], sources: Iterable[int], unobserved: Set[in
             them stay unknown.
     """
     used = {nodes[source].name: nodes[source] for source in sources if nodes[source].kind == "parameter"}
-    below: dict[str, int] = {}
-    inside: dict[str, list[str]] = {}  # the modules around each module
+    own: dict[tuple[str, ...], int] = {}  # the numbers for each module, or for each group of modules that share some
     for name, node in used.items():
-        number = sum([math.prod(meta.shape) for meta in node.outputs])
-        owners = [each.rpartition(".")[0] for each in (name, *node.tied)]
-        around = [name for owner in owners for name in inside.get(owner) or _around(owner, inside)]
-        for each in around if len(owners) == 1 else set(around):
+        owners = (name.rpartition(".")[0], *[each.rpartition(".")[0] for each in node.tied])
+        own[owners] = own.get(owners, 0) + sum([math.prod(meta.shape) for meta in node.outputs])
+    below: dict[str, int] = {}
+    for owners, number in own.items():
+        for each in _around(owners[0]) if len(owners) == 1 else {name for owner in owners for name in _around(owner)}:
             below[each] = below.get(each, 0) + number
     unknown = set(unobserved)
     for number in unobserved:
         while (parent := nodes[number].parent) is not None:
             unknown.add(number := parent)
-    for number, node in enumerate(nodes):
-        if node.kind == "module" and number not in unknown and not nodes[0].failed:
+    for number, node in enumerate(nodes) if not nodes[0].failed else ():
+        if node.kind == "module" and number not in unknown:
             node.used_parameters = min(below.get(node.name, 0), node.total_parameters)
 
 
-def _around(module: str, known: dict[str, list[str]]) -> list[str]:
-    """Return the names of a module and of those around it, from the innermost to the root, and remember them."""
+def _around(module: str) -> list[str]:
+    """Return the names of a module and of those around it, from the innermost to the root."""
     parts = module.split(".") if module else []
-    found = known[module] = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
-    return found
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]

@@ -28,8 +28,7 @@ def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int]) -
     """
     modules = named_submodules(root)
     parameters = _named_parameters(modules)
-    before = builder.sources()
-    reached = _reached(builder, before)
+    reached = _reached(builder)
     nodes = builder.nodes
     if reached is None:
         used = {node.name for node in nodes if node.kind == "parameter"}
@@ -47,7 +46,7 @@ def find_unused(root: nn.Module, builder: GraphBuilder, opaque: Iterable[int]) -
         tuple(_never_called(modules, nodes, {nodes[number].name for number in opaque})),
         tuple(missing),
         tuple(_joined(frozen, parameters)),
-        tuple(_stops(builder, before, reached)),
+        tuple(_stops(builder, reached)),
     )
 
 
@@ -63,7 +62,7 @@ def _named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, bool]:
     return found
 
 
-def _reached(builder: GraphBuilder, before: Mapping[int, list[int]]) -> set[int] | None:
+def _reached(builder: GraphBuilder) -> set[int] | None:
     """Return the nodes that gradients reach from the backward passes, or else from the results of the model.
 
     ``None`` if nothing that was recorded is differentiable, as in a validation step.
@@ -76,7 +75,7 @@ def _reached(builder: GraphBuilder, before: Mapping[int, list[int]]) -> set[int]
     if not starts:
         sources = {source for source, _ in builder.ends}
         starts = [number for number, node in enumerate(nodes) if node.kind == "op" and number not in sources]
-    return builder.reached_by_gradient(starts, before)
+    return builder.reached_by_gradient(starts)
 
 
 def _never_called(modules: Mapping[str, nn.Module], nodes: Iterable[Draft], opaque: set[str]) -> Iterable[str]:
@@ -117,7 +116,7 @@ def _joined(names: list[str], parameters: Mapping[str, bool]) -> Iterable[str]:
     return found
 
 
-def _stops(builder: GraphBuilder, before: Mapping[int, list[int]], reached: set[int] | None) -> Iterable[str]:
+def _stops(builder: GraphBuilder, reached: set[int] | None) -> Iterable[str]:
     """Yield the functions that take a tensor with a gradient and pass none back, although their result is used."""
     if reached is None:
         return
@@ -127,7 +126,7 @@ def _stops(builder: GraphBuilder, before: Mapping[int, list[int]], reached: set[
         for number in builder.taking_gradients() - reached
         if nodes[number].kind == "op" and not nodes[number].autograd and nodes[number].name != "identity"
     ]
-    for number in sorted(builder.leading(before).intersection(stopping)) if stopping else ():
+    for number in sorted(builder.leading().intersection(stopping)) if stopping else ():
         node = nodes[number]
         reason = node.note or _reason(node)
         node.note = f"stops the gradient: {reason}"

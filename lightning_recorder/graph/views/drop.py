@@ -95,10 +95,10 @@ def drop_isolated(graph: Graph) -> Graph:
 def drop_dead_ends(graph: Graph) -> Graph:
     """Remove the ops with unused results: metrics, copies for logging, unused masks.
 
-    Only ops are removed; a module call stays, used or not. In a graph without a backward pass nothing is removed, since
-    every result may be a result of the model.
+    Only ops are removed; a module call stays, used or not. In a graph without outputs and without a backward pass
+    nothing is removed, since every result may be a result of the model.
     """
-    if not any(node.kind == "backward" for node in graph.nodes):
+    if not any(node.kind in ("backward", "output") for node in graph.nodes):
         return graph
     # The next repetition of a folded call uses a result although its nodes come first.
     used = {edge.source for edge in graph.edges if edge.relates("next")}

@@ -8,7 +8,7 @@ from lightning_recorder.errors import check_integer
 from lightning_recorder.graph.model import Graph, Kind, Node
 from lightning_recorder.graph.views.collapse import collapse
 from lightning_recorder.graph.views.drop import drop_dead_ends, drop_empty_calls, drop_isolated, hide, without
-from lightning_recorder.graph.views.fold import fold_repeats
+from lightning_recorder.graph.views.fold import contents_of, fold_by_forms
 from lightning_recorder.graph.views.gather import gather
 from lightning_recorder.graph.views.own_tensors import own_tensors
 from lightning_recorder.graph.views.rebuild import rebuilt
@@ -53,11 +53,12 @@ def fit_view(
     # The functions of a call are shown if calls are closed only below it.
     deepest = max((node.depth for node in graph.module_calls()), default=1) + (not leaves)
     whole = gather(graph)
+    contents: _Contents = {}
     view = graph
     for level in range(depth or deepest, 0, -1):
         closed = _closed(whole, level, leaves, parameters)
         for simpler, limit in ((closed, min(_COMFORTABLE, max_nodes)), (drop_dead_ends(hide(closed)), max_nodes)):
-            view = _folded(simpler, whole) if fold else drop_empty_calls(drop_isolated(simpler))
+            view = _folded(simpler, whole, contents) if fold else drop_empty_calls(drop_isolated(simpler))
             if len(drawn_nodes(view)) <= limit:
                 return view
     return truncate(view, max_nodes)
@@ -69,7 +70,7 @@ def view_at_depth(
     """Return the view with calls closed at a depth, as :func:`fit_view`, but with any number of nodes."""
     whole = gather(graph) if fold else graph
     closed = _closed(whole, depth, leaves, parameters)
-    return _folded(closed, whole) if fold else drop_isolated(closed)
+    return _folded(closed, whole, {}) if fold else drop_isolated(closed)
 
 
 def _closed(graph: Graph, depth: int | None, leaves: bool, parameters: bool | None) -> Graph:
@@ -79,11 +80,16 @@ def _closed(graph: Graph, depth: int | None, leaves: bool, parameters: bool | No
     return collapse(graph if parameters is not False else without(graph, _MODEL_TENSORS), depth, leaves=leaves)
 
 
-def _folded(view: Graph, whole: Graph) -> Graph:
-    shown = {node.id for node in view.nodes}
-    kept = [node for node in whole.nodes if node.kind not in _MODEL_TENSORS or node.id in shown]
-    contents = rebuilt(whole, kept, {node.id: node.id for node in kept})
-    return drop_empty_calls(drop_isolated(fold_repeats(view, contents=contents)))
+_Contents = dict[frozenset[int], dict[int, int]]
+"""The forms of the contents of calls, by the parameters and buffers that are shown."""
+
+
+def _folded(view: Graph, whole: Graph, contents: _Contents) -> Graph:
+    shown = frozenset(node.id for node in view.nodes if node.kind in _MODEL_TENSORS)
+    if shown not in contents:
+        kept = [node for node in whole.nodes if node.kind not in _MODEL_TENSORS or node.id in shown]
+        contents[shown] = contents_of(rebuilt(whole, kept, {node.id: node.id for node in kept}))
+    return drop_empty_calls(drop_isolated(fold_by_forms(view, contents[shown])))
 
 
 def truncate(graph: Graph, max_nodes: int) -> Graph:

@@ -11,7 +11,7 @@ from lightning_recorder.graph.views.forms import TENSORS, forms
 from lightning_recorder.graph.views.periods import repetitions
 from lightning_recorder.graph.views.wiring import Key, MutableGraph, Siblings, merge_ports
 
-__all__ = ["fold_repeats"]
+__all__ = ["contents_of", "fold_by_forms", "fold_repeats"]
 
 _FEW = 8  # the largest number of parallel layers that stay apart, since their names are informative
 _PARTS = ("module", "op", "backward", "optimizer")
@@ -40,7 +40,16 @@ def fold_repeats(graph: Graph, least: int = 3, *, contents: Graph | None = None)
         contents: The graph of which ``graph`` is a view. If given, closed calls are equal only if their contents in it
             are equal. By default the contents of closed calls are not compared.
     """
-    held = {} if contents is None else forms(contents, MutableGraph(contents))
+    return fold_by_forms(graph, {} if contents is None else contents_of(contents), least)
+
+
+def contents_of(graph: Graph) -> dict[int, int]:
+    """Return the forms of the contents of calls for :func:`fold_by_forms`."""
+    return forms(graph, MutableGraph(graph))
+
+
+def fold_by_forms(graph: Graph, held: Mapping[int, int], least: int = 3) -> Graph:
+    """Fold like :func:`fold_repeats`, with closed calls equal only if their contents have the same form."""
     while True:
         folded = _Fold(graph, least, held).result()
         if folded is graph:

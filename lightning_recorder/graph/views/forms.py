@@ -47,7 +47,9 @@ def _inner_edges(graph: Graph, place: Mapping[int, int]) -> dict[int, list[Key]]
     its multiplicity. Edges between repetitions are compared by :class:`Siblings`.
     """
     inner: dict[int, list[Key]] = {}
-    above = {node.id: [node.id, *(call.id for call in graph.ancestors(node))] for node in graph.nodes}
+    above: dict[int, list[int]] = {}
+    for node in graph.nodes:  # calls precede their contents
+        above[node.id] = [node.id] if node.parent is None else [node.id, *above[node.parent]]
     for target in place:
         depths: list[int] = []
         for edge in graph.into(graph[target]):

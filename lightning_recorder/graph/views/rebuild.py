@@ -22,12 +22,12 @@ def rebuilt(graph: Graph, nodes: list[Node], target: Mapping[int, int], edges: I
         edges: The edges to redirect; by default all edges of the graph.
     """
     there = {node.id for node in nodes}
-    kept = [
-        edge
-        for edge in (graph.edges if edges is None else edges)
-        if (edge.relates("next") or target.get(edge.source) != target.get(edge.target))
-        and there.issuperset((target.get(edge.source, -1), target.get(edge.target, -1)))
-    ]
+    find = target.get
+    kept = []
+    for edge in graph.edges if edges is None else edges:
+        source, goal = find(edge.source), find(edge.target)
+        if source in there and goal in there and (source != goal or edge.relates("next")):
+            kept.append(edge)
     return replace(graph, nodes=tuple(nodes), edges=redirected(kept, target))
 
 
@@ -45,6 +45,10 @@ def redirected(edges: Iterable[Edge], target: Mapping[int, int]) -> tuple[Edge, 
         ends = target.get(edge.source, edge.source), target.get(edge.target, edge.target)
         key = (*ends, edge.across)
         before = joined.get(key)
-        times = edge.multiplicity + (before.multiplicity if before else 0)
-        joined[key] = replace(before or edge, source=ends[0], target=ends[1], multiplicity=times)
+        if before is not None:
+            joined[key] = replace(before, multiplicity=edge.multiplicity + before.multiplicity)
+        elif ends == (edge.source, edge.target):
+            joined[key] = edge
+        else:
+            joined[key] = replace(edge, source=ends[0], target=ends[1])
     return tuple(joined.values())

@@ -381,6 +381,27 @@ def test_an_error_of_the_recording_becomes_one_warning() -> None:
     )
 
 
+class _WithoutVersion(Tensor):
+    """A tensor whose number of writes cannot be read."""
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]  # a plain attribute in torch
+        raise LookupError("it has no version")
+
+
+def test_an_error_before_a_function_becomes_one_warning() -> None:
+    """If the arguments of a function cannot be inspected, one warning is issued, and the function is not recorded."""
+    odd = X.as_subclass(_WithoutVersion)
+    model = Net(lambda _, x: (x.exp(), odd.cos(), x.sin())[0])
+    with (
+        pytest.warns(RecorderWarning, match="the graph is incomplete: LookupError: it has no version") as told,
+        GraphCapture(model, X) as recording,
+    ):
+        model(X)
+    assert len(told) == 1
+    assert outline(recording.graph()) == "input\nexp <- input"
+
+
 class _Private(Tensor):
     """A tensor that refuses every function except its cosine."""
 

@@ -100,7 +100,7 @@ def test_drop_isolated() -> None:
 
 
 def test_drop_dead_ends() -> None:
-    """If there is a loss, functions without a path to the loss or into a call are removed."""
+    """If there is a loss or an output, functions without a path to it or into a call are removed."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x.exp().mean()  # a metric
@@ -122,4 +122,21 @@ def test_drop_dead_ends() -> None:
         backward <- sum
         """
     )
-    assert drop_dead_ends(bare(net, X)) == bare(net, X)
+    assert outline(drop_dead_ends(collapse(bare(net, X))), outputs=True) == text(
+        """
+        input
+        cos <- input
+        watch: Net <- cos
+        tanh <- input
+        fc: Linear <- tanh
+        sum <- fc
+        output <- sum
+        """
+    )
+
+
+def test_dead_ends_without_a_loss_or_an_output_stay() -> None:
+    """In a step without a backward pass, whose results are not recorded, nothing is removed."""
+    with GraphCapture(linear(), X) as recording:
+        X.exp().mean()
+    assert drop_dead_ends(recording.graph()) is recording.graph()
