@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_recorder.errors import ArgumentError, DumpError
 from lightning_recorder.recordings.packed_counts import counts_of
-from lightning_recorder.recordings.record_format import FORMAT, FORMATS, RecordSchema, Row, parse, read_row
+from lightning_recorder.recordings.record_format import FORMAT, FORMATS, RecordSchema, Row, SchemaCache, parse, read_row
 from lightning_recorder.recordings.vectors import unpack_vectors
 from lightning_recorder.taps import Site
 
@@ -156,7 +156,7 @@ class History:
         self.skipped = 0
         self.is_read = False
         self._tail = Tail(self.path)
-        self._layouts: dict[RecordSchema, RecordSchema] = {}
+        self._schemas = SchemaCache()
 
     def refresh(self) -> int:
         """Read the lines appended since the last call; read the whole file again if it was replaced.
@@ -190,7 +190,7 @@ class History:
                 self._take_session(found)
                 return False
             found.pop("vectors", None)  # like histograms, they stay in the file
-            row = read_row(found, self._layouts)
+            row = read_row(found, self._schemas)
         except DumpError:
             self._begin()  # the next call raises again, and a partly read file is never mistaken for a complete one
             raise

@@ -328,8 +328,9 @@ class SiteSeries:
         return None if layout is None else layout.shapes[layout.places[self.site]]
 
     def _last_layout(self) -> RecordSchema | None:
-        entries = self._entries()
-        return entries[-1].row.layout if entries else None
+        part = self.series._part
+        layouts = (part.entries[step].row.layout for step in reversed(part.steps))
+        return next((layout for layout in layouts if self.site in layout.places), None)
 
     def statistic(self, name: str) -> Tensor:
         """Return one statistic over :attr:`steps`, ``[steps]`` float64; NaN if a record lacks it.
