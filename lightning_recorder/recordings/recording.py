@@ -6,7 +6,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_recorder.errors import ArgumentError, DumpError, describe_error, describe_missing
@@ -99,6 +101,25 @@ class Recording:
         """Read the records that the runs have written since the last call; return the number of new records."""
         return sum(run.refresh() for run in self.runs.values())
 
+    def page(self, path: str | os.PathLike[str] | None = None, *, limit: int = 10_000_000) -> str:
+        """Return the page of the runs: findings, graph and the history of every layer, as one HTML file.
+
+        A notebook shows the returned document. It needs no network and no server; two runs are compared.
+
+        Args:
+            path: The file to write, if any.
+            limit: The number of bytes for all statistics; beyond it, neighboring records are joined.
+
+        Raises:
+            DumpError: If a file of a run is damaged.
+            OSError: If the file cannot be written.
+        """
+        document: str = _page().page_document(self.runs, path, limit=limit)
+        return document
+
+    def _repr_html_(self) -> str:
+        return str(_page().summary_html(self.runs, ".page()"))
+
     def __repr__(self) -> str:
         return f"<recording of {len(self.runs)} runs: {', '.join(self.runs)}>"
 
@@ -150,6 +171,11 @@ def open_recording(path: str | os.PathLike[str]) -> Recording:
             f"{RECORDER!r} with 'records/*.jsonl', 'graph.json', 'receipt.json' or 'dumps/recorder-manifest.jsonl'"
         )
     return Recording({name: found[name] for name in sorted(found, key=_by_number)})
+
+
+def _page() -> ModuleType:
+    # The page reads recordings, so it cannot be imported at the top.
+    return import_module("lightning_recorder.page")
 
 
 def _runs_below(folder: Path) -> Iterator[tuple[str, Run]]:
@@ -315,6 +341,13 @@ class Run:
         """The total size in bytes of all files in the recording folder."""
         files = (path for path in self.directory.rglob("*") if is_inside(path, self.directory))
         return sum(path.stat().st_size for path in files)
+
+    def page(self, path: str | os.PathLike[str] | None = None, *, limit: int = 10_000_000) -> str:
+        """Return the page of the run, as :meth:`Recording.page`."""
+        return Recording({self.name: self}).page(path, limit=limit)
+
+    def _repr_html_(self) -> str:
+        return Recording({self.name: self})._repr_html_()
 
     def __repr__(self) -> str:
         return f"<run {self.name}: {', '.join(self.recorders) or 'no records'}>"
