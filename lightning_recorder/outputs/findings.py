@@ -244,7 +244,9 @@ class RunFindings:
         asked = [each for each in self._report_wanted if each is not None]
         if asked:
             return any(asked)
+        graph = run.directory / "graph.json"
         size = sum(path.stat().st_size for path in (run.directory / RECORDS).glob("*.jsonl"))
+        size += 4 * graph.stat().st_size if graph.exists() else 0  # a byte of it takes longer to read
         return _REPORT_S + size * _REPORT_S_PER_BYTE <= _SHARE * (self._clock() - self._began)
 
     def _write(self, findings: list[Finding]) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_recorder.errors import ArgumentError
 from lightning_recorder.graph.model import Graph, Node
+from lightning_recorder.graph.renderers.source_link import source_link
 from lightning_recorder.graph.views.fit import view_at_depth
 from lightning_recorder.graph.views.forms import forms
 from lightning_recorder.graph.views.wiring import MutableGraph
@@ -21,6 +22,8 @@ from lightning_recorder.recordings.explanation import explain
 from lightning_recorder.recordings.series import SiteSeries
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lightning_recorder.recordings import Run, Series
 
 __all__ = ["PAGE_FORMAT", "curves", "page_data", "site_data"]
@@ -32,6 +35,8 @@ _HISTOGRAMS = 12_000  # of all sites, about one second of reading
 _CURVES = {"grad_norm": "gradient norm"}
 _MOST_POINTS = 2_000  # of a curve; more cannot be told apart on a screen
 _LEAST_STEPS = 32  # records that a recorder keeps however many sites it has
+_VECTOR_STEPS = 64
+_VECTOR_BYTES = 1_000_000  # of one recorder
 _ITEM = 4  # bytes of a float32
 _PLAIN_FIELDS = ("note", "source", "scope", "type_name", "duration_ms", "flops", "saved_bytes")
 
@@ -151,6 +156,7 @@ def _recorder(label: str, series: Series, share: float, histograms: int) -> dict
         # One table after the other, because all of them may not fit into the memory.
         "statistics": {name: _table(series, name, parts) for name in series.statistics},
         "histograms": histograms_by_octave(series, histograms),
+        "vectors": _vectors(series),
     }
 
 
@@ -177,6 +183,33 @@ def _joined(table: NDArray[np.float64], parts: Iterable[NDArray[np.intp]]) -> ND
     far = np.where(np.isfinite(table), np.abs(table - usual), np.inf)
     rows = [part[np.argmax(far[part], axis=0)] for part in parts]
     return np.stack([table[row, np.arange(table.shape[1])] for row in rows])
+
+
+def _vectors(series: Series) -> dict[str, Any]:
+    """Return the statistics with a value for each channel, head or expert, by the index of the site as text."""
+    steps = series.steps
+    last = series.all_vectors(steps[-1]) if steps else {}
+    size = _ITEM * sum(vector.numel() for vectors in last.values() for vector in vectors.values())
+    if not size:
+        return {"steps": [], "sites": {}}
+    count = min(len(steps), max(1, min(_VECTOR_STEPS, _VECTOR_BYTES // size)))
+    # The last record comes first if there is room for one only.
+    chosen = [steps[place] for place in np.unique(np.linspace(len(steps) - 1, 0, count).astype(int))]
+    records = [series.all_vectors(step) for step in chosen]
+    places = {site: place for place, site in enumerate(series.sites)}
+    sites = {}
+    for site, vectors in last.items():
+        tables = {name: [record.get(site, {}).get(name) for record in records] for name in vectors}
+        sites[str(places[site])] = {
+            name: packed_numbers(np.stack([_filled(row, vectors[name].numel()) for row in table]))
+            for name, table in tables.items()
+        }
+    return {"steps": chosen, "sites": sites}
+
+
+def _filled(vector: Tensor | None, size: int) -> NDArray[np.float64]:
+    """Return the values of a vector; NaN if a record lacks it or has another number of them."""
+    return np.full(size, np.nan) if vector is None or vector.numel() != size else vector.double().numpy()
 
 
 def _graph(graph: Graph) -> dict[str, Any]:
@@ -207,5 +240,6 @@ def _node(node: Node) -> dict[str, Any]:
         "bytes": node.output_bytes,
         "tied": list(node.tied),
         "failed": node.failed,
+        "link": source_link(node.source) if node.kind == "module" else "",
     }
     return about | {name: value for name, value in further.items() if value}

@@ -228,6 +228,16 @@ class History:
         place = entry.row.layout.places[site]
         return self._again(entry, lambda found: unpack_vectors(found.get("vectors", ()), place))
 
+    def all_vectors(self, entry: Entry) -> dict[Site, dict[str, Tensor]]:
+        """Read the vectors of all sites in a record from the file; a site without any is left out.
+
+        Raises:
+            DumpError: If the line has changed since it was first read.
+        """
+        packed: list[list[Any]] = self._again(entry, lambda found: found.get("vectors", []))
+        places = sorted({int(each[0]) for each in packed})
+        return {entry.row.layout.sites[place]: unpack_vectors(packed, place) for place in places}
+
     def _again(self, entry: Entry, read: Callable[[dict[str, Any]], Read]) -> Read:
         """Read a line again."""
         try:

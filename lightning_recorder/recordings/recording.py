@@ -210,6 +210,7 @@ class Run:
         self.name = name
         self.directory = directory
         self._series: dict[str, Series] | None = None
+        self._graph: tuple[tuple[int, int], Graph] | None = None  # with the version of its file
 
     @property
     def log_dir(self) -> Path:
@@ -278,12 +279,21 @@ class Run:
         Raises:
             DumpError: If the file is damaged.
         """
+        path = self.directory / "graph.json"
+        about = path.stat() if path.exists() else None
+        version = None if about is None else (about.st_mtime_ns, about.st_size)
+        # A large graph takes a second to read, and examining and showing a run both need it.
+        if version is None or self._graph is None or self._graph[0] != version:
+            graph = self._read_graph(path)
+            self._graph = None if graph is None or version is None else (version, graph)
+        return None if self._graph is None else self._graph[1]
+
+    def _read_graph(self, path: Path) -> Graph | None:
         data = self._json("graph.json")
         if data is None:
             return None
         from lightning_recorder.graph.model import Graph
 
-        path = self.directory / "graph.json"
         try:
             graph = Graph.from_json(data)
             _check_graph(graph)
