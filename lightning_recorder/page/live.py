@@ -6,6 +6,7 @@ import hmac
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -193,8 +194,8 @@ class PageServer:
                 self.send_header("Cache-Control", "no-store")
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.send_header("Referrer-Policy", "no-referrer")
-                self.end_headers()
-                if body:
+                with suppress(ConnectionError):  # the browser needs the answer no more
+                    self.end_headers()
                     self.wfile.write(body)
 
             @override

@@ -136,6 +136,29 @@ def test_a_damaged_histogram_is_an_error(packed: list[object]) -> None:
         unpack_all(packed)
 
 
+def test_values_of_channels_are_those_of_the_records(changed: Path) -> None:
+    """A statistic with a value for each channel has one row for each of its records."""
+    run = open_recording(changed).run
+    (data,) = page_data({"changed": run})["runs"]
+    (recorder,) = (each for each in data["recorders"] if each["label"] == "activations")
+    found = recorder["vectors"]
+    series = run["activations"]
+    assert found["steps"] == series.steps
+    shown = {recorder["sites"][int(place)]["module"] for place in found["sites"]}
+    assert {"encoder.conv1", "encoder.conv2"} <= shown
+    for place, tables in found["sites"].items():
+        site = series.sites[int(place)]
+        expected = [series[site].vectors(step) for step in series.steps]
+        for name, text in tables.items():
+            rows = np.stack([vectors[name].numpy() for vectors in expected]).astype(np.float32)
+            np.testing.assert_array_equal(numbers(text).reshape(rows.shape), rows)
+
+
+def test_the_page_is_small(runs: Path) -> None:
+    """The page of a small run, with its program, takes less than 1.5 MB."""
+    assert len(open_recording(runs / "sick").page().encode()) < 1_500_000
+
+
 def test_names_are_data(tmp_path: Path) -> None:
     """A name from a model cannot end the element that holds the data, nor begin another one."""
     run = written(tmp_path, [[1.0]], ["</script><img src=x onerror=alert(1)>"])

@@ -346,7 +346,7 @@ function Code(props: { node: NodeData }) {
   return (
     <>
       {address ? <a href={address}>{source}</a> : source}
-      {!link && <input class="folder" aria-label="folder of the code" placeholder="folder of the code, for a link" value={folder} onChange={(event) => {
+      {!link && !source!.startsWith("<") && <input class="folder" aria-label="folder of the code" placeholder="folder of the code, for a link" value={folder} onChange={(event) => {
         setFolder(event.currentTarget.value);
         try { localStorage.setItem(FOLDER, event.currentTarget.value); } catch { /* a frame without storage */ }
       }} />}

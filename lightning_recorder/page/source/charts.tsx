@@ -181,7 +181,8 @@ export function Channels(props: { statistic: string; steps: number[]; values: Fl
   const [tip, setTip] = useState("");
   const count = values.length / steps.length, scale = useMemo(() => new Scale(values), [values]);
   useEffect(() => {
-    const context = holder.current!.getContext("2d")!;
+    const context = holder.current?.getContext("2d");
+    if (!context) return;  // a few channels are lines
     const image = context.createImageData(steps.length, count), pixels = new Uint32Array(image.data.buffer), color = scale.pixels();
     for (let at = 0; at < steps.length; at++) for (let row = 0; row < count; row++) pixels[row * steps.length + at] = color(values[at * count + row]!, false);
     context.putImageData(image, 0, 0);
@@ -254,7 +255,7 @@ export function Strip(props: {
     return (shortened(site.module, prefix, 36) || "(model)") + (site.path === "out" || site.path === "weight" ? "" : ` ${site.path}`);
   };
   const add = (row: number, kind: string): void => {
-    const y = (row + 0.5) * rowHeight, module = recorder.sites[columns[row]!]!.module;
+    const y = Math.max(8, Math.min(height - 8, (row + 0.5) * rowHeight)), module = recorder.sites[columns[row]!]!.module;
     if (free(y)) labels.push({ y, text: name(columns[row]!), kind, module });
   };
   columns.forEach((column, row) => { if (recorder.sites[column]!.module === props.layer) add(row, "chosen"); });
@@ -271,7 +272,7 @@ export function Strip(props: {
     <div class="strip">
       <div class="names" style={{ height: `${height}px` }}>
         {labels.map((each) => (
-          <button type="button" class={each.kind} style={{ top: `${Math.max(0, Math.min(height - 16, each.y - 8))}px` }} title={each.module}
+          <button type="button" class={each.kind} style={{ top: `${each.y - 8}px` }} title={each.module}
             onClick={() => props.onPick(each.module, props.step)}>{each.text}</button>))}
       </div>
       <div class="cells" style={{ height: `${height}px` }} onMouseLeave={() => setTip(null)}
