@@ -155,7 +155,7 @@ def main() -> None:
             print(f"graph of the usual run: {first_screen_ms(page, usual, '#tab=graph', 'g.node'):.0f} ms")
             print(f"closing a module: {opening_ms(page, 'g.frame .sign'):.0f} ms (goal 200)")
             print(f"opening a module: {opening_ms(page, 'g.node .sign'):.0f} ms (goal 200)")
-            for _ in range(20):
+            for _ in range(80):
                 if page.locator("g.node").count() >= NODES or not page.locator("g.node .sign").count():
                     break
                 print(f"  {page.locator('g.node').count()} nodes: opening {opening_ms(page, 'g.node .sign'):.0f} ms")
