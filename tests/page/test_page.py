@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -97,6 +98,22 @@ def test_colors_are_those_of_the_records(page: Page, files: Path, runs: Path) ->
         assert float(label.split(", ")[1]) == pytest.approx(value, rel=1e-3)
         colors.append(head.locator("rect").first.get_attribute("fill"))
     assert colors[0] != colors[1]
+
+
+def test_the_graph_is_saved(page: Page, files: Path, tmp_path: Path) -> None:
+    """The saved SVG is well formed, stands alone and has the box of every visible node."""
+    opened(page, files / "healthy.html", "#tab=graph")
+    page.locator("g.node").first.wait_for()
+    with page.expect_download() as waiting:
+        page.get_by_label("save the graph as SVG").click()
+    path = tmp_path / "graph.svg"
+    waiting.value.save_as(path)
+    root = ET.parse(path).getroot()
+    groups = [
+        each for each in root.iter("{http://www.w3.org/2000/svg}g") if "node" in (each.get("class") or "").split()
+    ]
+    assert len(groups) == page.locator("g.node").count()
+    assert ".node" in (root.findtext("{http://www.w3.org/2000/svg}style") or "")
 
 
 def test_modules_open_and_close(page: Page, files: Path) -> None:

@@ -1,6 +1,7 @@
 /** The graph: modules that open and close, painted with a statistic at the chosen step. */
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { save } from "./charts";
 import { CELL, CELLS, layout, shortName, Tree, view, type Box, type Change, type Layout, type View } from "./graph";
 import { format, inkOn, NOT_FINITE, NOT_RECORDED, type NodeData } from "./model";
 
@@ -220,6 +221,7 @@ export function GraphView(props: {
       const placed = drawn?.placed, element = holder.current!;
       if (placed) { const zoom = Math.min(1.2, (element.clientWidth - 20) / placed.width, (element.clientHeight - 20) / placed.height); setAt({ zoom, x: (element.clientWidth - placed.width * zoom) / 2, y: 10 }); }
     }],
+    ["SVG", "save the graph as SVG", () => { if (drawn) save(`${tree.data.title}.svg`, "image/svg+xml", pictureOf(holder.current!, drawn.placed)); }],
     ["close all", "close all modules", () => setOpen(tree.initial(1))], ["reset", "open the modules that fit", () => setOpen(tree.initial(60))],
   ] as [string, string, () => void][], [drawn, tree]);
 
@@ -248,6 +250,20 @@ export function GraphView(props: {
       </svg>
     </div>
   );
+}
+
+/** The whole graph as a file of its own, with the rules and the colors that the page gives it. */
+function pictureOf(shown: SVGSVGElement, placed: Layout): string {
+  const copy = shown.cloneNode(true) as SVGSVGElement;
+  const [width, height] = [Math.ceil(placed.width + 20), Math.ceil(placed.height + 20)];
+  for (const [key, value] of Object.entries({ xmlns: SVG, width, height, viewBox: `-10 -10 ${width} ${height}` })) copy.setAttribute(key, String(value));
+  copy.querySelector("g")!.removeAttribute("transform");
+  const rules = [...document.styleSheets].flatMap((sheet) => [...sheet.cssRules]).map((rule) => rule.cssText)
+    .filter((text) => /^\.(node|frame|edges|sign|cell|sick|chosen|found|altered|added|removed|unused)|^#arrow|^:root/.test(text));
+  const style = document.createElementNS(SVG, "style");
+  style.textContent = rules.join("\n").replace(/:root/g, "svg");
+  copy.prepend(style);
+  return new XMLSerializer().serializeToString(copy);
 }
 
 function modulesInside(tree: Tree, node: NodeData): string[] {

@@ -8,7 +8,7 @@ export interface Curve { label: string; steps: number[]; values: number[]; color
 
 export const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 
-function save(name: string, type: string, text: string): void {
+export function save(name: string, type: string, text: string): void {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type }));
   link.download = name.replace(/[^\w.-]+/g, "_");
