@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 import time
 from array import array
@@ -49,6 +50,7 @@ def model(layers: int, each: int) -> nn.Sequential:
 
 def write_run(folder: Path, *, sites: int, records: int, layers: int, each: int) -> None:
     """Write a run: records of the first ``sites`` modules, and the graph."""
+    shutil.rmtree(folder, ignore_errors=True)  # records would be appended to those of an earlier call
     net = model(layers, each)
     graph = record(net, "model", (2, 4))
     names = [name for name, module in net.named_modules() if name and not isinstance(module, nn.Sequential)][:sites]

@@ -386,10 +386,11 @@ function Depth(props: { run: Run; module: string; step: number; onPick: (module:
   const { run, module } = props;
   const recorder = run.recorders.find((each) => each.columnsOf(module).length > 0);
   if (!recorder) return null;
-  const order = recorder.modules, at = order.indexOf(module), pattern = (name: string): string => name.replace(/\d+/g, "#");
+  const statistic = usual(recorder), row = recorder.rowAt(props.step);
+  const order = recorder.modules.filter((each) => each === module || recorder.seen(row, recorder.column(each)));
+  const at = order.indexOf(module), pattern = (name: string): string => name.replace(/\d+/g, "#");
   const alike = order.filter((each) => pattern(each) === pattern(module)), place = alike.indexOf(module);
   const near = alike.length > 2 ? alike.slice(Math.max(0, place - 2), place + 3) : order.slice(Math.max(0, at - 2), at + 3);
-  const statistic = usual(recorder), row = recorder.rowAt(props.step);
   const value = (name: string): number => recorder.value(statistic, row, recorder.column(name));
   return (
     <section>
